@@ -1,0 +1,36 @@
+# Everything a fresh machine needs: Python 3.11 or newer (with venv), make, and a package index.
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+BIN := .venv/bin
+
+.PHONY: install demo test test-slow lint format clean
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) \
+	    else f"performer needs Python 3.11 or newer, this is {v}: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --editable '.[vit,experiments]' --group dev
+	@touch $@
+
+demo: install  ## train a small Performer-ViT on scikit-learn's digits: about a minute on two cores
+	$(BIN)/python -m vit.train --config=experiments/configs/digits.py --workdir=runs/demo
+
+test: install  ## the test suite without the long statistical runs
+	$(BIN)/pytest -n $(PYTEST_WORKERS)
+
+test-slow: install  ## only the long statistical runs
+	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

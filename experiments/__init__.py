@@ -1,0 +1,1 @@
+"""Experiments: configs (`experiments/configs`), each runnable from a checkout."""

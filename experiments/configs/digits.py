@@ -1,0 +1,19 @@
+"""scikit-learn's digits (1,797 images of 8 x 8): a run that takes a minute.
+
+    python -m vit.train --config=experiments/configs/digits.py --workdir=runs/digits
+"""
+
+from vit.config import Attention, Config, Data, Model, Optim
+
+
+def get_config() -> Config:
+    return Config(
+        model=Model(variant="XS/2", pooling="mean"),
+        attention=Attention(coupling="pm", num_features=32),
+        data=Data(name="digits", image_size=8, batch_size=64),
+        optim=Optim(learning_rate=4e-3, warmup_epochs=3),
+        num_epochs=40,
+        log_every=10,
+        eval_every=110,
+        checkpoint_every=110,
+    )

@@ -1,0 +1,21 @@
+"""The message for a name that is not on the list."""
+
+import difflib
+from collections.abc import Collection
+
+
+def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> str:
+    """"unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
+
+    Args:
+        what: the kind of thing that was asked for.
+        name: what was asked for.
+        choices: what there is; at least one.
+        shown: the list as the message gives it; all choices, separated by commas, if empty.
+    """
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0)[0]
+    return (
+        f"unknown {what} {name!r}; did you mean {by_lower_case[nearest]!r}?"
+        f" Choices: {shown or ', '.join(choices)}"
+    )

@@ -1,0 +1,73 @@
+"""Directions: orthonormality, the simplex, the sign of a Haar matrix, and no deadlock."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from performer import directions
+from tests import oracles
+
+
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (3, 3), (2, 5), (64, 64)])
+def test_haar_rows_are_orthonormal(m, d):
+    rows = np.asarray(directions.haar(jax.random.key(1), m, d), np.float64)
+    np.testing.assert_allclose(rows @ rows.T, np.eye(m), atol=2e-6)
+
+
+def test_haar_determinant_takes_both_signs():
+    keys = jax.random.split(jax.random.key(0), 400)
+    matrices = jax.vmap(lambda key: directions.haar(key, 3, 3))(keys)
+    positive = np.mean(np.linalg.det(np.asarray(matrices, np.float64)) > 0)
+    assert abs(positive - 0.5) < 4 * 0.5 / np.sqrt(400)  # false-alarm rate 6e-5
+
+
+def test_haar_has_the_moments_of_haar_measure():
+    """E Q = 0, E Q_ij^2 = 1/d, E Q_00^4 = 3/(d(d+2)), E Q_00 Q_01 Q_10 Q_11 = -1/((d-1)d(d+2))."""
+    d, draws = 4, 40_000
+    keys = jax.random.split(jax.random.key(7), draws)
+    q = np.asarray(jax.vmap(lambda key: directions.haar(key, d, d))(keys), np.float64)
+    samples = {
+        0.0: [q[:, i, j] for i in range(d) for j in range(d)],
+        1 / d: [q[:, i, j] ** 2 for i in range(d) for j in range(d)],
+        3 / (d * (d + 2)): [q[:, 0, 0] ** 4, q[:, d - 1, d - 1] ** 4],
+        -1 / ((d - 1) * d * (d + 2)): [q[:, 0, 0] * q[:, 0, 1] * q[:, 1, 0] * q[:, 1, 1]],
+    }
+    for expected, draws_of in samples.items():
+        for x in draws_of:  # 35 comparisons at 5 standard errors: false-alarm rate 2e-5
+            assert abs(x.mean() - expected) < 5 * x.std() / np.sqrt(draws)
+
+
+@pytest.mark.parametrize("d", [2, 3, 16, 65])
+def test_simplex_vertices_are_simrf_eq_9(d):
+    rows = np.asarray(directions.simplex_vertices(d), np.float64)
+    np.testing.assert_allclose(rows, oracles.simplex_rows(d), atol=1e-6)
+    gram = np.full((d, d), -1 / (d - 1))
+    np.fill_diagonal(gram, 1)
+    np.testing.assert_allclose(rows @ rows.T, gram, atol=3e-6)
+
+
+def test_simplex_keeps_the_angles_and_is_rotated():
+    a, b = (directions.simplex(jax.random.key(i), jnp.ones(8), 8) for i in (0, 1))
+    np.testing.assert_allclose(a @ a.T, b @ b.T, atol=1e-5)
+    assert np.abs(a - b).max() > 0.1
+
+
+def test_simplex_needs_two_dimensions():
+    with pytest.raises(ValueError, match="d = 1"):
+        directions.simplex(jax.random.key(0), jnp.ones(1), 1)
+
+
+def test_draws_of_twelve_layers_in_one_jit_end():
+    """With directions drawn by batched QR calls this hangs on two CPU cores."""
+    program = (
+        "import jax, performer\n"
+        "draw = lambda key: jax.vmap(lambda k: performer.couplings.get('pm')(k, 128, 64))"
+        "(jax.random.split(key, 12))\n"
+        "f = jax.jit(lambda key: [draw(jax.random.fold_in(key, i)) for i in range(12)])\n"
+        "jax.block_until_ready(f(jax.random.key(0)))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

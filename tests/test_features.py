@@ -1,0 +1,46 @@
+"""Positive features against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from performer import features
+from tests import oracles
+
+X = jax.random.normal(jax.random.key(0), (5, 6))
+W = jax.random.normal(jax.random.key(1), (7, 6))
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_positive_matches_the_equation(kernel):
+    want = oracles.positive_features(np.asarray(X, np.float64), np.asarray(W, np.float64), kernel)
+    np.testing.assert_allclose(features.positive(X, W, kernel=kernel), want, rtol=3e-6)
+
+
+def test_weights_replace_one_over_m():
+    uniform = jnp.full(7, 1 / 7)
+    np.testing.assert_allclose(
+        features.positive(X, W, weights=uniform), features.positive(X, W), rtol=1e-6
+    )
+    weights = jnp.arange(7.0)
+    np.testing.assert_allclose(
+        features.positive(X, W, weights=weights) ** 2,
+        7 * weights * features.positive(X, W) ** 2,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
+def test_narrow_inputs_are_promoted(dtype):
+    x = (3 * X).astype(dtype)
+    got = features.positive(x, W)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, features.positive(x.astype(jnp.float32), W))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
+        features.log_positive.__wrapped__(X, W, kernel="gauss")
+    with pytest.raises(ValueError, match="width 6 but frequencies have 5"):
+        features.log_positive.__wrapped__(X, W[:, :5])

@@ -1,0 +1,250 @@
+"""The configuration of a run: typed dataclasses, every number visible.
+
+A config file (`experiments/configs/*.py`) defines `get_config() -> Config`; a flag overrides one
+field, as in `--config.attention.coupling=pm`. `validate` checks a config before any work starts.
+"""
+
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from absl import app
+
+import performer
+from performer.choices import unknown
+
+
+class Size(NamedTuple):
+    """The numbers that a variant's name stands for."""
+
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.width // self.num_heads
+
+
+SIZES = {
+    "XS": Size(width=64, depth=4, num_heads=4, mlp_dim=256),  # ours, for small images on a CPU
+    "Ti": Size(width=192, depth=12, num_heads=3, mlp_dim=768),  # Touvron et al. 2021
+    "S": Size(width=384, depth=12, num_heads=6, mlp_dim=1536),  # Touvron et al. 2021
+    "B": Size(width=768, depth=12, num_heads=12, mlp_dim=3072),  # Dosovitskiy et al. 2021
+    "L": Size(width=1024, depth=24, num_heads=16, mlp_dim=4096),  # Dosovitskiy et al. 2021
+}
+
+
+@dataclasses.dataclass
+class Model:
+    """The Vision Transformer (Dosovitskiy et al. 2021)."""
+
+    variant: str = "B/16"
+    """A row of `SIZES`, "/", the patch size in pixels, as in "Ti/2"."""
+    pooling: str = "token"
+    """What the head reads: "token" (a class token) or "mean" (the mean over patches)."""
+    position: str = "learned"
+    """Position embedding: "learned" or "sincos" (fixed, two-dimensional)."""
+    dropout: float = 0.0
+    """Dropout rate after the embedding, the attention and each MLP layer."""
+
+
+@dataclasses.dataclass
+class Attention:
+    """What stands between queries, keys and values. The parameters are the same for all kinds."""
+
+    kind: str = "performer"
+    """"performer" (random features) or "softmax" (exact)."""
+    coupling: str = "pm"
+    """A name that `performer.couplings.get` knows."""
+    num_features: int = 128
+    """m, the number of frequencies of a head."""
+    share_heads: bool = False
+    """One draw of frequencies for all heads of a layer, instead of one for each head."""
+
+
+@dataclasses.dataclass
+class Data:
+    """The data set and how it is read."""
+
+    name: str = "digits"
+    """"digits" (1,797 images that come with scikit-learn) or a TFDS data set in `dir`."""
+    dir: str = ""
+    """Where TFDS data sets lie: the --out of `vit.prepare`, or TFDS's own data_dir."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    image_size: int = 8
+    """Images are resized to this many pixels on a side."""
+    max_shift: int = 0
+    """Training images are shifted by up to this many pixels in both directions, zeros moving in."""
+    flip: bool = False
+    """Training images are mirrored left to right, each with probability 1/2."""
+    batch_size: int = 128
+    num_workers: int = 0
+    """Processes that read and augment; 0 reads in threads of the main process."""
+
+
+@dataclasses.dataclass
+class Optim:
+    """AdamW; the rate rises linearly, then falls as a half cosine."""
+
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 1e-5
+    warmup_epochs: float = 2.0
+    weight_decay: float = 1e-4
+    """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
+    clip_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    label_smoothing: float = 0.0
+
+
+@dataclasses.dataclass
+class Config:
+    """One run."""
+
+    model: Model = dataclasses.field(default_factory=Model)
+    attention: Attention = dataclasses.field(default_factory=Attention)
+    data: Data = dataclasses.field(default_factory=Data)
+    optim: Optim = dataclasses.field(default_factory=Optim)
+    seed: int = 0
+    num_epochs: float = 10.0
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int = 100
+    """Steps between evaluations."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last two are kept."""
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """absl's flag parser, where a mistyped `--config.` flag becomes a usage error with choices."""
+    try:
+        return app.parse_flags_with_usage(list(argv))
+    except KeyError:
+        names = [f"--config.{name}" for name in flatten(Config())]
+        for argument in argv[1:]:
+            name = argument.split("=")[0]
+            if name.startswith("--config.") and name not in names:
+                sys.exit(unknown("flag", name, names))
+        raise
+
+
+def from_flag(flag: Any) -> Config:
+    """The value of a `config_flags.DEFINE_config_file` flag, a `Config`; exits where it is none."""
+    try:
+        config = flag.value
+        if isinstance(config, Config):
+            return config
+        problem = f"get_config() returned {type(config).__name__}, not vit.config.Config"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    sys.exit(f"--config: {problem}")
+
+
+def parse_variant(variant: str) -> tuple[Size, int]:
+    """("B/16") -> the row B of `SIZES`, and 16.
+
+    Raises:
+        ValueError: for an unknown size or a patch size that is no positive integer.
+    """
+    name, _, patch_size = variant.partition("/")
+    if name not in SIZES or not patch_size.isdecimal() or int(patch_size) < 1:
+        raise ValueError(
+            f"{unknown('config.model.variant', variant, [f'{size}/16' for size in SIZES])}"
+            " (any patch size may follow the slash)"
+        )
+    return SIZES[name], int(patch_size)
+
+
+def validate(config: Config) -> None:
+    """Raises ValueError naming the field, its value and the choices, before any work starts."""
+    _choice("config.model.pooling", config.model.pooling, ("token", "mean"))
+    _choice("config.model.position", config.model.position, ("learned", "sincos"))
+    _choice("config.attention.kind", config.attention.kind, ("performer", "softmax"))
+    size, patch_size = parse_variant(config.model.variant)
+    for name, value in flatten(config).items():
+        if isinstance(value, int | float) and not value >= 0:
+            raise ValueError(f"config.{name} must not be negative, got {value}")
+    for name in ("data.batch_size", "data.image_size", "log_every", "eval_every", "checkpoint_every"):
+        if flatten(config)[name] < 1:
+            raise ValueError(f"config.{name} must be at least 1, got {flatten(config)[name]}")
+    for name in ("eval_every", "checkpoint_every"):
+        if flatten(config)[name] % config.log_every:
+            raise ValueError(
+                f"config.{name}={flatten(config)[name]} is not a multiple of"
+                f" config.log_every={config.log_every}"
+            )
+    for name, limit in [("model.dropout", 1), ("optim.label_smoothing", 1)]:
+        if flatten(config)[name] >= limit:
+            raise ValueError(f"config.{name} must be below {limit}, got {flatten(config)[name]}")
+    if config.data.image_size % patch_size:
+        raise ValueError(
+            f"config.data.image_size={config.data.image_size} is not divisible by the patch size"
+            f" {patch_size} of config.model.variant={config.model.variant!r}"
+        )
+    attention = config.attention
+    try:
+        coupling = performer.couplings.get(attention.coupling)
+        jax.eval_shape(
+            lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
+        )
+    except ValueError as error:
+        raise ValueError(f"config.attention: {error}") from None
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """{"attention.coupling": "pm", ...}: every field with its value."""
+    flat = {}
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{field}": leaf for field, leaf in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the config as JSON."""
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def load(path: Path) -> Config:
+    """Reads what `save` wrote.
+
+    Raises:
+        ValueError: when the file is no config of this version; the message names the fields.
+    """
+    try:
+        values = json.loads(path.read_text())
+        sections = typing.get_type_hints(Config)
+        return Config(
+            **{
+                name: sections[name](**value) if isinstance(value, dict) else value
+                for name, value in values.items()
+            }
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a config of this version: {error}") from error
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """One line for every field that differs: "attention.coupling: 'orf' -> 'pm'"."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in before
+        if before[name] != after[name]
+    ]
+
+
+def _choice(field: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(unknown(field, value, choices))
+

@@ -1,0 +1,129 @@
+"""The Vision Transformer, with exact or random-feature attention.
+
+Dosovitskiy et al. 2021, pre-norm. Its parameters do not depend on the kind of attention or on the
+coupling: with the same seed two models differ only in their frequencies, and a model trained with
+one kind can be run with the other.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from performer.nnx import PerformerAttention
+from vit.config import Config, Size, parse_variant
+
+
+class ViT(nnx.Module):
+    """images (b, size, size, channels), 0 to 255 -> (logits (b, num_classes), intermediates).
+
+    Args:
+        config: the sections `model` and `attention` are read, and `data.image_size`.
+        num_classes: width of the logits.
+        channels: of the images.
+        rngs: streams `params`, `dropout` and `frequencies`; see `random_streams`.
+    """
+
+    def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
+        size, patch_size = parse_variant(config.model.variant)
+        self.pooling = config.model.pooling
+        grid = config.data.image_size // patch_size
+        self.embed = nnx.Conv(
+            channels, size.width, (patch_size,) * 2, (patch_size,) * 2, padding="VALID", rngs=rngs
+        )
+        if config.model.position == "learned":
+            table = 0.02 * jax.random.normal(rngs.params(), (grid**2, size.width))
+            self.position = nnx.Param(table)
+        else:
+            self.position = nnx.Variable(sincos_positions(grid, size.width))
+        if self.pooling == "token":
+            self.token = nnx.Param(jnp.zeros(size.width))
+        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+        self.blocks = nnx.List([Block(config, size, rngs) for _ in range(size.depth)])
+        self.norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.head = nnx.Linear(
+            size.width, num_classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
+        )
+
+    def __call__(
+        self, images: Integer[Array, "b height width c"], *, train: bool = False
+    ) -> tuple[Float[Array, "b classes"], dict[str, Array]]:
+        """Logits, and by name what passed on the way.
+
+        The intermediates are "embedded", "block00/attention_input" (which the query, key and value
+        projections of that block read), "block00/output", ..., "pooled".
+        """
+        x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
+        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...]
+        if self.pooling == "token":
+            token = jnp.broadcast_to(self.token[...], (x.shape[0], 1, x.shape[-1]))
+            x = jnp.concatenate([token, x], axis=1)
+        x = self.dropout(x, deterministic=not train)
+        intermediates = {"embedded": x}
+        for i, block in enumerate(self.blocks):
+            x, attention_input = block(x, train=train)
+            intermediates[f"block{i:02d}/attention_input"] = attention_input
+            intermediates[f"block{i:02d}/output"] = x
+        x = self.norm(x)
+        pooled = x[:, 0] if self.pooling == "token" else jnp.mean(x, axis=1)
+        intermediates["pooled"] = pooled
+        return self.head(pooled), intermediates
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs):
+        attention = config.attention
+        attention_fn = nnx.dot_product_attention
+        if attention.kind == "performer":
+            attention_fn = PerformerAttention(
+                attention.num_features,
+                size.head_dim,
+                coupling=attention.coupling,
+                num_heads=None if attention.share_heads else size.num_heads,
+                rngs=rngs,
+            )
+        self.attention_norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=size.num_heads,
+            in_features=size.width,
+            kernel_init=nnx.initializers.xavier_uniform(),
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.mlp_in = nnx.Linear(size.width, size.mlp_dim, rngs=rngs)
+        self.mlp_out = nnx.Linear(size.mlp_dim, size.width, rngs=rngs)
+        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "b s width"], *, train: bool
+    ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
+        attention_input = self.attention_norm(x)
+        x = x + self.dropout(self.attention(attention_input), deterministic=not train)
+        hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))
+        hidden = self.dropout(hidden, deterministic=not train)
+        return x + self.dropout(self.mlp_out(hidden), deterministic=not train), attention_input
+
+
+def random_streams(seed: int) -> nnx.Rngs:
+    """The streams of a run, independent of one another: params, dropout, frequencies."""
+    params, dropout, frequencies = jax.random.split(jax.random.key(seed), 3)
+    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies)
+
+
+def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:
+    """Fixed two-dimensional position embedding (Chen et al. 2021), (grid * grid, width).
+
+    Raises:
+        ValueError: when the width is not divisible by 4 (sine and cosine of two coordinates).
+    """
+    if width % 4:
+        raise ValueError(f"sincos positions need a width divisible by 4, got {width}")
+    y, x = np.mgrid[:grid, :grid].reshape(2, -1, 1)
+    frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
+    waves = [f(c * frequencies) for c in (x, y) for f in (np.sin, np.cos)]
+    return jnp.asarray(np.concatenate(waves, axis=-1), jnp.float32)
