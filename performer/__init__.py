@@ -1,10 +1,10 @@
 """Random-feature attention (FAVOR+) with swappable couplings of the frequencies.
 
-    couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
-    features    feature maps whose dot products estimate a kernel
-    performer_attention   softmax attention in linear time, estimated with these features
-    nnx         the same as a drop-in for Flax (`import performer.nnx`; needs flax)
-    norms, directions     the two parts that a coupling is made of
+couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
+features    feature maps whose dot products estimate a kernel
+performer_attention   softmax attention in linear time, estimated with these features
+nnx         the same as a drop-in for Flax (`import performer.nnx`; needs flax)
+norms, directions     the two parts that a coupling is made of
 """
 
 from performer import couplings as couplings

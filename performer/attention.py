@@ -10,7 +10,7 @@ m landmarks. With logits l_j(k) = w_j.k - |k|^2 / 2:
 
 The factors e^{c_j} cancel exactly, and so do |q|^2 / 2 and the row maximum: no epsilon is added,
 the denominator is at least 1, nothing overflows. (Choromanski et al. 2021 add an epsilon after one
-global maximum, which changes the estimate.) The state (c, s, z) is all that queries see of the keys.
+global maximum, which changes the estimate.) Of the keys the queries see the state (c, s, z) alone.
 """
 
 from typing import NamedTuple
@@ -72,8 +72,7 @@ def performer_attention(
         )
         return output[0]
     _check_shapes(query, key, value, frequencies)
-    head_dim = query.shape[-1]
-    scale = 1 / head_dim**0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once.
@@ -144,9 +143,9 @@ def _key_mask(mask: ArrayLike | None, key: Float[Array, "b s n h"]) -> Bool[Arra
     shape = (1,) * (4 - mask.ndim) + mask.shape
     if len(shape) != 4 or shape[1:3] != (1, 1) or shape[0] not in (1, b) or shape[3] not in (1, s):
         raise ValueError(
-            f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a shape"
-            f" that broadcasts to (batch, 1, 1, keys) = ({b}, 1, 1, {s}). For a mask that differs"
-            " between queries or heads use exact attention (jax.nn.dot_product_attention)"
+            f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
+            f" shape that broadcasts to (batch, 1, 1, keys) = ({b}, 1, 1, {s}). For a mask that"
+            " differs between queries or heads use exact attention (jax.nn.dot_product_attention)"
         )
     return jnp.broadcast_to(mask.reshape(shape)[:, 0, 0] != 0, (b, s))
 
@@ -160,8 +159,8 @@ def _check_shapes(query: Array, key: Array, value: Array, frequencies: Array) ->
         )
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must be"
-            " the same"
+            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must"
+            " be the same"
         )
     if frequencies.shape[-1] != h:
         raise ValueError(

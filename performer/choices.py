@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 
 def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> str:
-    """"unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
+    """ "unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
 
     Args:
         what: the kind of thing that was asked for.

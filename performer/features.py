@@ -19,7 +19,7 @@ def positive(
     W: Float[Array, "m d"],
     *,
     kernel: Literal["softmax", "gaussian"] = "softmax",
-    weights: Float[Array, "m"] | None = None,
+    weights: Float[Array, " m"] | None = None,
 ) -> Float[Array, "*b m"]:
     """Positive random features: phi(x).phi(y) is an unbiased estimate of the kernel.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float, PRNGKeyArray
 
 Key = PRNGKeyArray
-Lengths = Float[Array, "m"]
+Lengths = Float[Array, " m"]
 Frequencies = Float[Array, "m d"]
 
 Norms = Callable[[Key, int, int], Lengths]

@@ -1,4 +1,4 @@
-"""Shared set-up: runtime shape checks of every annotated function, and caches cleared per module."""
+"""Shared set-up: run-time shape checks of annotated functions, caches cleared per module."""
 
 import jax
 import pytest

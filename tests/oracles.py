@@ -55,7 +55,9 @@ def positive_features(x, frequencies, kernel):
     """sqrt(1/m) exp(w.x - c |x|^2), c = 1/2 (softmax) or 1 (gaussian)."""
     factor = {"softmax": 0.5, "gaussian": 1.0}[kernel]
     m = len(frequencies)
-    return np.array([[math.exp(w @ p - factor * (p @ p)) / math.sqrt(m) for w in frequencies] for p in x])
+    return np.array(
+        [[math.exp(w @ p - factor * (p @ p)) / math.sqrt(m) for w in frequencies] for p in x]
+    )
 
 
 def simplex_rows(d):

@@ -48,7 +48,8 @@ def test_is_two_softmax_attentions_through_landmarks():
     The features attend over the keys: queries w, keys k sqrt(scale), bias -scale k^2 / 2. Then the
     queries attend over the features: keys w, bias = the log normaliser of the first attention.
     """
-    query, key, value, frequencies = inputs()
+    query, key, _, frequencies = inputs()
+    value = jax.random.normal(jax.random.key(9), key.shape)
     root = H**-0.25
     landmarks = jnp.broadcast_to(frequencies.swapaxes(0, 1), (B, M, N, H))
     key_bias = -jnp.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[:, :, None] / 2
@@ -78,7 +79,9 @@ def test_converges_to_softmax(name):
 
 def test_rows_sum_to_one_and_are_not_negative():
     query, key, _, frequencies = inputs()
-    weights = performer_attention(query, key, jnp.stack([jnp.eye(S)] * B)[:, :, None] * jnp.ones((N, 1)), frequencies)
+    weights = performer_attention(
+        query, key, jnp.stack([jnp.eye(S)] * B)[:, :, None] * jnp.ones((N, 1)), frequencies
+    )
     assert weights.min() >= 0
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
 
@@ -146,7 +149,10 @@ def test_gradients_are_those_of_the_unstabilised_estimate():
     def plain(query, key, value):
         x, y = (H**-0.25 * a for a in (query, key))
         phi_q, phi_k = (
-            jnp.exp(jnp.einsum("bsnh,nmh->bnsm", a, frequencies) - jnp.sum(a**2, -1).swapaxes(1, 2)[..., None] / 2)
+            jnp.exp(
+                jnp.einsum("bsnh,nmh->bnsm", a, frequencies)
+                - jnp.sum(a**2, -1).swapaxes(1, 2)[..., None] / 2
+            )
             for a in (x, y)
         )
         kernel = phi_q @ phi_k.swapaxes(-1, -2)
@@ -163,7 +169,9 @@ def test_jit_vmap_and_scale():
     query, key, value, frequencies = inputs()
     want = performer_attention(query, key, value, frequencies, scale=0.3)
     np.testing.assert_allclose(
-        want, oracles.performer_attention(*as64(query, key, value, frequencies), scale=0.3), atol=2e-5
+        want,
+        oracles.performer_attention(*as64(query, key, value, frequencies), scale=0.3),
+        atol=2e-5,
     )
     mapped = jax.jit(jax.vmap(lambda q, k, v: performer_attention(q, k, v, frequencies, scale=0.3)))
     np.testing.assert_allclose(mapped(query, key, value), want, atol=1e-6)
@@ -174,7 +182,10 @@ def test_jit_vmap_and_scale():
     [
         (dict(key=jnp.ones((B, S, N, H + 1))), "query has shape .* but key has"),
         (dict(value=jnp.ones((B, S + 1, N, V))), "key has shape .* but value has"),
-        (dict(frequencies=jnp.ones((M, H + 1))), f"head_dim {H + 1} but query and key have head_dim {H}"),
+        (
+            dict(frequencies=jnp.ones((M, H + 1))),
+            f"head_dim {H + 1} but query and key have head_dim {H}",
+        ),
         (dict(frequencies=jnp.ones((N + 1, M, H))), "one draw for each of the 3 heads"),
         (dict(mask=jnp.ones((T, S), bool)), "honours masks over keys only"),
         (dict(mask=jnp.ones((B, N, 1, S), bool)), "honours masks over keys only"),

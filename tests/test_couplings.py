@@ -64,7 +64,10 @@ def test_kernel_estimates_are_unbiased(name, kernel):
 
     def estimate(key):
         W = coupling(key, m, d)
-        a, b = (performer.features.positive(jnp.asarray(p, jnp.float32), W, kernel=kernel) for p in (x, y))
+        a, b = (
+            performer.features.positive(jnp.asarray(p, jnp.float32), W, kernel=kernel)
+            for p in (x, y)
+        )
         return a @ b
 
     estimates = np.asarray(jax.jit(jax.vmap(estimate))(keys), np.float64)
@@ -100,7 +103,11 @@ def test_pnc_lengths_are_coupled_inside_blocks_of_odd_size():
 def test_pm_shares_one_length_per_block():
     lengths = np.linalg.norm(draw_many("pm", 10, 4), axis=-1)
     for block in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        np.testing.assert_allclose(lengths[:, block], np.broadcast_to(lengths[:, block][:, :1], lengths[:, block].shape), rtol=1e-5)
+        np.testing.assert_allclose(
+            lengths[:, block],
+            np.broadcast_to(lengths[:, block][:, :1], lengths[:, block].shape),
+            rtol=1e-5,
+        )
     assert abs(np.corrcoef(lengths[:, 0], lengths[:, 4])[0, 1]) < 5 / np.sqrt(DRAWS)
 
 
@@ -132,7 +139,8 @@ def test_only_the_key_changes_without_recompilation():
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("orff", "orf"), ("PM", "pm"), ("pm-antitetic", "pm-antithetic"), ("", "pm")]
+    ("name", "nearest"),
+    [("orff", "orf"), ("PM", "pm"), ("pm-antitetic", "pm-antithetic"), ("", "pm")],
 )
 def test_unknown_names_are_refused_with_the_choices(name, nearest):
     with pytest.raises(ValueError, match="Choices: iid, orf, simrf, pnc, pm") as error:

@@ -33,6 +33,7 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
+            assert node.module
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in FLOOR else node.module
@@ -51,7 +52,9 @@ def test_imports_go_down(path):
         assert imported.split(".")[0] not in ("experiments", "tests")
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name == "performer"], ids=module_name)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if p.parent.name == "performer"], ids=module_name
+)
 def test_the_library_needs_only_its_dependencies(path):
     allowed = LIBRARIES | {"performer"} | ({"flax"} if path.name == "nnx.py" else set())
     import sys

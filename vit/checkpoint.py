@@ -15,9 +15,10 @@ def open_checkpoints(workdir: Path) -> ocp.training.Checkpointer:
     A checkpoint appears under its final name only when it is whole; what an interrupted process
     left half-written is removed.
     """
+    policy: Any = ocp.training.preservation_policies.LatestN(KEEP)
     return ocp.training.Checkpointer(
-        (workdir / "checkpoints").resolve(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(KEEP),
+        str((workdir / "checkpoints").resolve()),
+        preservation_policy=policy,
         cleanup_tmp_directories=True,
     )
 
@@ -28,7 +29,7 @@ def save(checkpoints: ocp.training.Checkpointer, step: int, state: nnx.State, da
 
 
 def restore(checkpoints: ocp.training.Checkpointer, state: nnx.State, data: Any) -> nnx.State:
-    """The state of the last checkpoint, in the shapes of `state`; moves the iterator `data` to it."""
+    """The state of the last checkpoint, in the shapes of `state`; moves `data` to it."""
     return checkpoints.load_checkpointables(None, {"state": state, "data": data})["state"]
 
 

@@ -172,7 +172,13 @@ def validate(config: Config) -> None:
     for name, value in flatten(config).items():
         if isinstance(value, int | float) and not value >= 0:
             raise ValueError(f"config.{name} must not be negative, got {value}")
-    for name in ("data.batch_size", "data.image_size", "log_every", "eval_every", "checkpoint_every"):
+    for name in (
+        "data.batch_size",
+        "data.image_size",
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+    ):
         if flatten(config)[name] < 1:
             raise ValueError(f"config.{name} must be at least 1, got {flatten(config)[name]}")
     for name in ("eval_every", "checkpoint_every"):
@@ -247,4 +253,3 @@ def differences(old: Config, new: Config) -> list[str]:
 def _choice(field: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise ValueError(unknown(field, value, choices))
-

@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from performer.choices import unknown
 from vit import augment, config
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]
+"""Arrays by name, NumPy or JAX: image, label and for evaluation mask."""
 
 
 class Dataset(NamedTuple):
@@ -87,9 +88,10 @@ def _example(record: dict[str, Any], data: config.Data, channels: int) -> Batch:
     if isinstance(image, bytes) or image.shape[:2] != (data.image_size, data.image_size):
         opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else _to_pil(image)
         opened = opened.convert("L" if channels == 1 else "RGB")
-        if opened.size != (data.image_size, data.image_size):  # centre crop, then resize
-            opened = ImageOps.fit(opened, (data.image_size,) * 2, Image.Resampling.BICUBIC)
-        image = np.asarray(opened).reshape(data.image_size, data.image_size, channels)
+        size = (data.image_size, data.image_size)
+        if opened.size != size:  # the largest square in the centre, resized
+            opened = ImageOps.fit(opened, size, Image.Resampling.BICUBIC)
+        image = np.asarray(opened).reshape(*size, channels)
     return {"image": image, "label": np.int32(record["label"])}
 
 
@@ -113,17 +115,16 @@ def _digits() -> Dataset:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[..., None]
-    records = [{"image": image, "label": label} for image, label in zip(images, digits.target)]
-    train, evaluation = train_test_split(
-        records, test_size=0.2, random_state=0, stratify=digits.target
-    )
-    return Dataset(train, evaluation, num_classes=10, channels=1)
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+    records = [{"image": i, "label": label} for i, label in zip(images, labels, strict=True)]
+    train, evaluation = train_test_split(records, test_size=0.2, random_state=0, stratify=labels)
+    return Dataset(list(train), list(evaluation), num_classes=10, channels=1)
 
 
 def _from_tfds(data: config.Data) -> Dataset:
     import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import read_only_builder
 
     found = ["digits"]
     if data.dir:
@@ -135,16 +136,18 @@ def _from_tfds(data: config.Data) -> Dataset:
             f"{unknown('config.data.name', data.name, found)} (in config.data.dir={data.dir!r};"
             " python -m vit.prepare makes a data set of raw images)"
         )
-    builder = tfds.core.read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         if split.split("[")[0] not in builder.info.splits:
             raise ValueError(
                 f"config.data.{field}={split!r} is no split of {data.name!r};"
                 f" choices: {', '.join(builder.info.splits)}"
             )
+    skip: Any = tfds.decode.SkipDecoding  # decorated, and annotated as what it decorates
+    decoders = {"image": skip()}
     train, evaluation = (
-        builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
+        builder.as_data_source(split, decoders=decoders)
         for split in (data.train_split, data.eval_split)
     )
-    features = builder.info.features
+    features: Any = builder.info.features
     return Dataset(train, evaluation, features["label"].num_classes, features["image"].shape[-1])

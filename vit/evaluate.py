@@ -1,6 +1,6 @@
 """Restores a run and reports its accuracy on the evaluation split.
 
-    python -m vit.evaluate --workdir=runs/pm
+python -m vit.evaluate --workdir=runs/pm
 """
 
 import sys

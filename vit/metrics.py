@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Integer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 Record = dict[str, Any]
 
 
 def counts(
-    logits: Float[Array, "b classes"], labels: Integer[Array, "b"], mask: Float[Array, "b"]
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
 ) -> dict[str, Array]:
     """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
 

@@ -102,6 +102,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s width"], *, train: bool
     ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
+        """The output of the block, and the input of its attention."""
         attention_input = self.attention_norm(x)
         x = x + self.dropout(self.attention(attention_input), deterministic=not train)
         hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))

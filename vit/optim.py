@@ -37,4 +37,6 @@ def optimizer(optim: config.Optim, rate: optax.Schedule) -> optax.GradientTransf
 
 
 def _is_kernel(params: nnx.State) -> nnx.State:
-    return tree_map_with_path(lambda path, _: "kernel" in [getattr(k, "key", 0) for k in path], params)
+    return tree_map_with_path(
+        lambda path, _: "kernel" in [getattr(k, "key", 0) for k in path], params
+    )

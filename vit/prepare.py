@@ -30,6 +30,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import app, flags, logging
 from PIL import Image, ImageOps
+from tensorflow_datasets.core import registered
 
 VERSION = "1.0.0"
 _SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
@@ -164,7 +165,9 @@ def _idx(source: Path) -> Source:
             raise ValueError(f"{source} holds two files for the split {split!r}: one is {path}")
         images, classes = _read_idx(path, 3), _read_idx(label_paths[0], 1)
         if len(images) != len(classes):
-            raise ValueError(f"{path} has {len(images)} images, {label_paths[0]} {len(classes)} labels")
+            raise ValueError(
+                f"{path} has {len(images)} images, {label_paths[0]} {len(classes)} labels"
+            )
         labels |= set(classes.tolist())
 
         def examples(
@@ -227,7 +230,9 @@ def _class_folders(source: Path) -> Source:
 def _ilsvrc2012(source: Path) -> Source:
     for name in (_TRAIN_TAR, _VAL_TAR, _DEVKIT_TAR):
         if not (source / name).exists():
-            raise ValueError(f"{source} lacks {name}; ILSVRC2012 needs its train, val and devkit tars")
+            raise ValueError(
+                f"{source} lacks {name}; ILSVRC2012 needs its train, val and devkit tars"
+            )
     labels = _validation_labels(source / _DEVKIT_TAR)
 
     def train() -> Iterator[Example]:
@@ -251,14 +256,11 @@ def _validation_labels(devkit: Path) -> list[str]:
     from scipy.io import loadmat
 
     with tarfile.open(devkit) as tar:
-        files = {Path(member.name).name: member for member in tar if member.isfile()}
-        table, truth = (
-            io.BytesIO(tar.extractfile(files[name]).read())
-            for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
-        )
-    synsets = loadmat(table, squeeze_me=True)["synsets"]
+        files = {Path(name).name: content for name, content in _files(tar)}
+    synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
     wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    return [wnids[int(line)] for line in truth.read().split()]
+    truth = files["ILSVRC2012_validation_ground_truth.txt"]
+    return [wnids[int(line)] for line in truth.split()]
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
@@ -289,7 +291,7 @@ def _builder(
     def splits(self: tfds.core.GeneratorBasedBuilder, _: Any) -> dict[str, Any]:
         return {split: examples(split) for split in source.splits}
 
-    with tfds.core.registered.skip_registration():
+    with registered.skip_registration():
         builder = type(
             name,
             (tfds.core.GeneratorBasedBuilder,),

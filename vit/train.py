@@ -95,7 +95,9 @@ def train(config: configs.Config, workdir: Path) -> metrics.Record:
             seconds = time.perf_counter() - stretch_start
             record["images_per_second"] = len(stretch) * config.data.batch_size / seconds
             if step % config.eval_every == 0 or step == num_steps:
-                sharded = (jax.device_put(b, split) for b in data.eval_batches(dataset, config.data))
+                sharded = (
+                    jax.device_put(b, split) for b in data.eval_batches(dataset, config.data)
+                )
                 record |= evaluate(partial(eval_fn, state), sharded)
                 bar.console.print(
                     f"step {step}: {config.data.eval_split} accuracy {record['eval_accuracy']:.4f},"
@@ -135,7 +137,7 @@ def create(
 
 
 def train_step(
-    graph: nnx.GraphDef, label_smoothing: float, state: nnx.State, batch: dict[str, jax.Array]
+    graph: nnx.GraphDef, label_smoothing: float, state: nnx.State, batch: data.Batch
 ) -> tuple[nnx.State, Counts]:
     """One step of the optimiser on the mean cross entropy of a batch."""
     model, optimizer = nnx.merge(graph, state)
@@ -157,7 +159,7 @@ def train_step(
     return nnx.state((model, optimizer)), step_metrics
 
 
-def eval_step(graph: nnx.GraphDef, state: nnx.State, batch: dict[str, jax.Array]) -> Counts:
+def eval_step(graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Counts:
     """Sums over the unmasked examples of a batch: loss, top1, top5, examples."""
     model, _ = nnx.merge(graph, state)
     logits, _ = model(batch["image"])
@@ -166,9 +168,7 @@ def eval_step(graph: nnx.GraphDef, state: nnx.State, batch: dict[str, jax.Array]
     return counts | {"loss": jnp.sum(losses * batch["mask"])}
 
 
-def evaluate(
-    count: Callable[[Any], Counts], batches: Iterable[dict[str, jax.Array]]
-) -> metrics.Record:
+def evaluate(count: Callable[[Any], Counts], batches: Iterable[data.Batch]) -> metrics.Record:
     """eval_loss, eval_accuracy, eval_top5 over all examples, and how many they are."""
     counts = [jax.device_get(count(batch)) for batch in batches]
     total = {name: sum(float(c[name]) for c in counts) for name in counts[0]}
@@ -230,7 +230,7 @@ def _mean(stretch: list[Counts]) -> dict[str, float]:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
-    config, workdir = configs.from_flag(_CONFIG), Path(_WORKDIR.value)
+    config, workdir = configs.from_flag(_CONFIG), Path(str(_WORKDIR.value))
     try:
         record = train(config, workdir)
     except (ValueError, FloatingPointError) as error:
