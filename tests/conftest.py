@@ -1,4 +1,12 @@
-"""Shared set-up: run-time shape checks of annotated functions, caches cleared per module."""
+"""Shared set-up: run-time shape checks of annotated functions, and compiled programs on disk."""
+
+import os
+from pathlib import Path
+
+# Set before jax is imported, and inherited by workers and by the processes that tests start.
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax
 import pytest
@@ -12,3 +20,12 @@ def _clear_compilations():
     """Many hundred compiled programs in one process exhaust its memory maps on CPU."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The variant XS shrunk to two layers of width 16."""
+    from tests.small import TINY
+    from vit import config
+
+    monkeypatch.setitem(config.SIZES, "XS", TINY)

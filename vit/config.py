@@ -139,13 +139,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 def from_flag(flag: Any) -> Config:
     """The value of a `config_flags.DEFINE_config_file` flag, a `Config`; exits where it is none."""
     try:
-        config = flag.value
-        if isinstance(config, Config):
-            return config
-        problem = f"get_config() returned {type(config).__name__}, not vit.config.Config"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    sys.exit(f"--config: {problem}")
+        _ = flag.value.seed  # a file that could not be read raises only now
+    except (OSError, AttributeError) as error:
+        sys.exit(f"--config: {error}")
+    return flag.value
 
 
 def parse_variant(variant: str) -> tuple[Size, int]:
@@ -236,7 +233,7 @@ def load(path: Path) -> Config:
                 for name, value in values.items()
             }
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
 
 

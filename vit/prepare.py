@@ -16,6 +16,7 @@ grey or RGB, or a rotation noted in EXIF is converted. A file that is no image, 
 is named and left out; more than `max_bad_files` of them are an error, and nothing is written then.
 """
 
+import contextlib
 import gzip
 import io
 import re
@@ -82,8 +83,9 @@ def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) ->
         raise ValueError(
             f"--name={name!r} must be lower case letters, digits and underscores, a letter first"
         )
-    if (out / name).exists():
-        raise ValueError(f"{out / name} exists already; remove it or take another --name or --out")
+    target = out / name / VERSION
+    if target.exists():
+        raise ValueError(f"{target} exists already; remove it or take another --name or --out")
     skipped: list[str] = []
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -103,7 +105,13 @@ def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) ->
 
     builder = _builder(name, opened, examples, out)
     with tempfile.TemporaryDirectory() as downloads:  # TFDS makes one though nothing is downloaded
-        builder.download_and_prepare(download_dir=downloads)
+        try:
+            builder.download_and_prepare(download_dir=downloads)  # renamed into place when whole
+        except BaseException:
+            with contextlib.suppress(OSError):  # leave no empty folders behind
+                target.parent.rmdir()
+                out.rmdir()
+            raise
     return {s: info.num_examples for s, info in builder.info.splits.items()} | {
         "skipped": len(skipped)
     }

@@ -154,7 +154,7 @@ def train_step(
     step_metrics = {
         "train_loss": loss,
         "train_accuracy": accuracy,
-        "gradient_norm": optax.global_norm(gradients),
+        "gradient_norm": optax.tree.norm(gradients),
     }
     return nnx.state((model, optimizer)), step_metrics
 

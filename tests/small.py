@@ -1,0 +1,21 @@
+"""A run that takes seconds: a tiny ViT on a few digits."""
+
+from vit import config
+
+
+def small_config(**sections):
+    """Three steps of 32 digits each, unless the sections say otherwise."""
+    defaults = dict(
+        model=config.Model(variant="XS/4", pooling="mean", dropout=0.1),
+        attention=config.Attention(num_features=8),
+        data=config.Data(batch_size=32, max_shift=1, flip=True),
+        optim=config.Optim(learning_rate=1e-2, warmup_epochs=0.02),
+        num_epochs=3.2 / 44,
+        log_every=1,
+        eval_every=3,
+        checkpoint_every=1,
+    )
+    return config.Config(**(defaults | sections))
+
+
+TINY = config.Size(width=16, depth=2, num_heads=2, mlp_dim=32)

@@ -1,0 +1,108 @@
+"""The ViT: shapes, variants, positions, what depends on the seed and what on the coupling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer.nnx import Frequencies
+from tests.small import small_config
+from vit import config
+from vit.model import ViT, random_streams, sincos_positions
+
+pytestmark = pytest.mark.usefixtures("tiny")
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
+
+
+def vit(seed=0, **sections):
+    return ViT(small_config(**sections), num_classes=5, channels=1, rngs=random_streams(seed))
+
+
+@pytest.mark.parametrize("pooling", ["token", "mean"])
+@pytest.mark.parametrize("position", ["learned", "sincos"])
+def test_shapes_and_intermediates(pooling, position):
+    model = vit(model=config.Model("XS/2", pooling=pooling, position=position))
+    logits, intermediates = model(jnp.asarray(IMAGES))
+    tokens = 16 + (pooling == "token")
+    assert logits.shape == (3, 5)
+    assert {name: x.shape for name, x in intermediates.items()} == {
+        "embedded": (3, tokens, 16),
+        "block00/attention_input": (3, tokens, 16),
+        "block00/output": (3, tokens, 16),
+        "block01/attention_input": (3, tokens, 16),
+        "block01/output": (3, tokens, 16),
+        "pooled": (3, 16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "millions"), [("Ti/16", 5.7), ("S/16", 22.0), ("B/16", 86.4), ("L/16", 304.1)]
+)
+def test_variants_have_the_published_sizes(variant, millions):
+    """Parameters without the head, as published: Ti 5.7 and S 22 (DeiT), B 86 and L 307 (ViT)."""
+    settings = small_config(
+        model=config.Model(variant, pooling="token"), data=config.Data(image_size=224)
+    )
+    model = nnx.eval_shape(
+        lambda: ViT(settings, num_classes=1000, channels=3, rngs=random_streams(0))
+    )
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    head = (config.SIZES[variant.split("/")[0]].width + 1) * 1000
+    assert (count - head) / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+def test_only_the_frequencies_depend_on_coupling_and_kind():
+    states = [
+        nnx.state(vit(attention=attention), nnx.Param)
+        for attention in (
+            config.Attention(coupling="pm", num_features=8),
+            config.Attention(coupling="iid-antithetic", num_features=4, share_heads=True),
+            config.Attention(kind="softmax"),
+        )
+    ]
+    for other in states[1:]:
+        assert jax.tree.structure(states[0]) == jax.tree.structure(other)
+        jax.tree.map(np.testing.assert_array_equal, states[0], other)
+
+
+def test_layers_and_heads_have_frequencies_of_their_own():
+    draws = jax.tree.leaves(nnx.state(vit(), Frequencies))
+    assert [x.shape for x in draws] == [(2, 8, 8)] * 2
+    flat = np.concatenate([np.asarray(x) for x in draws])
+    assert len({x.tobytes() for x in flat}) == 4
+    shared = vit(attention=config.Attention(num_features=8, share_heads=True))
+    assert [x.shape for x in jax.tree.leaves(nnx.state(shared, Frequencies))] == [(8, 8)] * 2
+
+
+def test_performer_with_many_features_is_the_softmax_twin():
+    """Trained heads are not zero: give the head weights, then compare the logits."""
+    outputs = []
+    for attention in (
+        config.Attention(coupling="orf-antithetic", num_features=8192),
+        config.Attention(kind="softmax"),
+    ):
+        model = vit(attention=attention)
+        model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
+        outputs.append(model(jnp.asarray(IMAGES))[0])
+    error = np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[1])
+    assert error < 0.1
+
+
+def test_dropout_only_in_training():
+    model = vit(model=config.Model("XS/4", dropout=0.5))
+    model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
+    evaluated = [model(jnp.asarray(IMAGES))[0] for _ in range(2)]
+    trained = [model(jnp.asarray(IMAGES), train=True)[0] for _ in range(2)]
+    np.testing.assert_array_equal(*evaluated)
+    assert not np.allclose(*trained)
+
+
+def test_sincos_positions_are_distinct_and_of_unit_amplitude():
+    table = np.asarray(sincos_positions(4, 16))
+    assert table.shape == (16, 16)
+    np.testing.assert_allclose(np.sum(table**2, axis=-1), 8, rtol=1e-5)
+    distances = np.linalg.norm(table[:, None] - table[None], axis=-1)
+    assert distances[~np.eye(16, dtype=bool)].min() > 0.1
+    with pytest.raises(ValueError, match="divisible by 4, got 6"):
+        sincos_positions(2, 6)

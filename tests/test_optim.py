@@ -1,0 +1,37 @@
+"""The schedule, and which parameters decay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.small import small_config
+from vit import config, optim
+from vit.model import ViT, random_streams
+
+
+def test_schedule():
+    section = config.Optim(learning_rate=1.0, final_learning_rate=0.1, warmup_epochs=2.0)
+    rate = optim.schedule(section, steps_per_epoch=5, num_steps=30)
+    assert [float(rate(step)) for step in (0, 5, 10)] == pytest.approx([0, 0.5, 1])
+    assert float(rate(20)) == pytest.approx(0.55)
+    assert float(rate(30)) == pytest.approx(0.1)
+    with pytest.raises(
+        ValueError, match=r"warmup_epochs=2\.0 is 10 steps, but the whole run has 10"
+    ):
+        optim.schedule(section, steps_per_epoch=5, num_steps=10)
+
+
+def test_only_weights_of_linear_maps_decay(tiny):
+    model = ViT(small_config(), num_classes=5, channels=1, rngs=random_streams(0))
+    params = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    transform = optim.optimizer(config.Optim(weight_decay=0.1), optax.constant_schedule(1.0))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = transform.update(zeros, transform.init(params), params)
+    decayed = {}
+    for path, update in nnx.to_flat_state(updates):
+        decayed[path] = bool(np.any(np.asarray(update[...]) != 0))
+    assert {path[-1] for path, yes in decayed.items() if yes} == {"kernel"}
+    assert {path[-1] for path, yes in decayed.items() if not yes} == {"bias", "scale", "position"}

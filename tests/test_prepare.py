@@ -1,0 +1,232 @@
+"""vit.prepare: the three forms of raw images, bad files, and reading the result back."""
+
+import gzip
+import io
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.io import savemat
+
+from vit import config, data
+from vit.prepare import TooManyBadFilesError, encode, prepare
+
+
+def idx(array):
+    """The IDX form of an array of bytes."""
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
+
+
+def write_idx(folder, n=20, compress=True):
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for prefix, size in [("train", n), ("t10k", 5)]:
+        images = rng.integers(0, 256, (size, 6, 4)).astype(np.uint8)
+        labels = (np.arange(size) % 3).astype(np.uint8)
+        arrays[prefix] = images, labels
+        for name, array in [("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)]:
+            content = gzip.compress(idx(array)) if compress else idx(array)
+            (folder / f"{prefix}-{name}{'.gz' if compress else ''}").write_bytes(content)
+    return arrays
+
+
+def picture(seed=0, mode="RGB", size=(12, 10), kind="JPEG", **options):
+    """An encoded picture of noise."""
+    depth = len(Image.new(mode, (1, 1)).getbands())
+    pixels = (
+        np.random.default_rng(seed).integers(0, 256, (size[1], size[0], depth)).astype(np.uint8)
+    )
+    image = Image.fromarray(pixels[..., 0] if depth == 1 else pixels, mode=mode)
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def load(out, name, eval_split):
+    section = config.Data(
+        name=name, dir=str(out), image_size=6, batch_size=2, eval_split=eval_split
+    )
+    return data.load(section)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_idx_files(tmp_path, compress):
+    source = tmp_path / "My-MNIST"
+    source.mkdir()
+    arrays = write_idx(source, compress=compress)
+    out = tmp_path / "out"
+    assert prepare(source, out) == {"train": 20, "test": 5, "skipped": 0}
+    dataset = load(out, "my_mnist", "test")
+    assert (dataset.num_classes, dataset.channels) == (3, 1)
+    read = {
+        (np.asarray(Image.open(io.BytesIO(r["image"]))).tobytes(), int(r["label"]))
+        for r in (dataset.train[i] for i in range(20))
+    }
+    assert read == {(i.tobytes(), int(k)) for i, k in zip(*arrays["train"], strict=True)}
+    assert [p.name for p in out.iterdir()] == ["my_mnist"]
+
+
+def write_folders(source, bad=()):
+    for split, n in [("train", 3), ("val", 2)]:
+        for number, name in enumerate(["cat", "dog"]):
+            folder = source / split / name
+            folder.mkdir(parents=True)
+            for i in range(n):
+                content = picture(seed=10 * number + i)
+                (folder / f"{i}.jpg").write_bytes(content)
+    for i, content in enumerate(bad):
+        (source / "train" / "cat" / f"bad{i}.jpg").write_bytes(content)
+    (source / "train" / "cat" / "notes.txt").write_text("no image")
+
+
+BAD = [b"no image", picture()[:200], b""]
+
+
+def test_class_folders_with_bad_files(tmp_path, capsys):
+    source = tmp_path / "pets"
+    write_folders(source, BAD)
+    counts = prepare(source, tmp_path / "out", max_bad_files=3)
+    assert counts == {"train": 6, "validation": 4, "skipped": 3}
+    err = capsys.readouterr().err
+    assert all(f"bad{i}.jpg" in err for i in range(3))
+    dataset = load(tmp_path / "out", "pets", "validation")
+    assert (dataset.num_classes, dataset.channels) == (2, 3)
+    got = {(r["image"], int(r["label"])) for r in (dataset.train[i] for i in range(6))}
+    assert got == {(picture(seed=10 * k + i), k) for k in (0, 1) for i in range(3)}
+    with pytest.raises(
+        ValueError, match="'test' is no split of 'pets'; choices: train, validation"
+    ):
+        load(tmp_path / "out", "pets", "test")
+    with pytest.raises(ValueError, match="unknown config.data.name 'pet'; did you mean 'pets'"):
+        load(tmp_path / "out", "pet", "validation")
+
+
+def test_too_many_bad_files_write_nothing(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source, BAD)
+    with pytest.raises(TooManyBadFilesError, match=r"max_bad_files=2 .*bad\d\.jpg"):
+        prepare(source, tmp_path / "out", max_bad_files=2)
+    assert not (tmp_path / "out").exists()
+    assert prepare(source, tmp_path / "out", max_bad_files=3)["skipped"] == 3
+
+
+def tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def test_ilsvrc2012(tmp_path):
+    source = tmp_path / "tars"
+    source.mkdir()
+    wnids = ["n02000002", "n01000001"]  # the devkit's order is not the alphabet's
+    classes = {}
+    for k, wnid in enumerate(wnids):
+        inner = tmp_path / f"{wnid}.tar"
+        tar(inner, {f"{wnid}_{i}.JPEG": picture(10 * k + i) for i in range(3)})
+        classes[inner.name] = inner.read_bytes()
+    tar(source / "ILSVRC2012_img_train.tar", classes)
+    truth = [1, 2, 2, 1]
+    tar(
+        source / "ILSVRC2012_img_val.tar",
+        {f"ILSVRC2012_val_{i + 1:08d}.JPEG": picture(100 + i) for i in range(4)},
+    )
+    table = io.BytesIO()
+    dtype = [("ILSVRC2012_ID", "O"), ("WNID", "O")]
+    savemat(table, {"synsets": np.array([(i + 1, w) for i, w in enumerate(wnids)], dtype=dtype)})
+    root = "ILSVRC2012_devkit_t12/data/"
+    tar(
+        source / "ILSVRC2012_devkit_t12.tar.gz",
+        {
+            root + "meta.mat": table.getvalue(),
+            root + "ILSVRC2012_validation_ground_truth.txt": b"1\n2\n2\n1\n",
+        },
+        "w:gz",
+    )
+    counts = prepare(source, tmp_path / "out")
+    assert counts == {"train": 6, "validation": 4, "skipped": 0}
+    dataset = load(tmp_path / "out", "imagenet2012", "validation")
+    index = {wnid: i for i, wnid in enumerate(sorted(wnids))}
+    got = {(r["image"], int(r["label"])) for r in (dataset.evaluation[i] for i in range(4))}
+    assert got == {(picture(100 + i), index[wnids[t - 1]]) for i, t in enumerate(truth)}
+    got = {(r["image"], int(r["label"])) for r in (dataset.train[i] for i in range(6))}
+    assert got == {(picture(10 * k + i), index[w]) for k, w in enumerate(wnids) for i in range(3)}
+    (source / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    with pytest.raises(ValueError, match="lacks ILSVRC2012_devkit_t12"):
+        prepare(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_plain_images_keep_their_bytes(mode, kind):
+    content = picture(mode=mode, kind=kind)
+    assert encode(content, 3) == content
+
+
+def test_odd_images_are_converted():
+    cmyk = encode(picture(mode="CMYK"), 3)
+    assert Image.open(io.BytesIO(cmyk)).mode == "RGB"
+    rgba = encode(picture(mode="RGBA", kind="PNG"), 3)
+    assert Image.open(io.BytesIO(rgba)).mode == "RGB"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    turned = Image.open(io.BytesIO(encode(picture(exif=exif), 3)))
+    assert turned.size == (10, 12)
+    bitmap = Image.open(io.BytesIO(encode(picture(kind="BMP"), 3)))
+    assert bitmap.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "train-labels-idx1-ubyte").unlink(), "has no labels beside it"),
+        (lambda f: cut(f / "train-images-idx3-ubyte", -1), "damaged: its header announces 480"),
+        (lambda f: cut(f / "train-images-idx3-ubyte", 3), "no IDX file of 3 dimensions"),
+        (
+            lambda f: (f / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8))),
+            "20 images, .* 4 labels",
+        ),
+        (lambda f: (f / "extra-images-idx3-ubyte").write_bytes(b""), "no labels beside it"),
+        (lambda f: [p.unlink() for p in f.iterdir()], "neither IDX files .* nor class folders"),
+    ],
+)
+def test_damaged_sources_are_named(tmp_path, spoil, message):
+    source = tmp_path / "mnist"
+    source.mkdir()
+    write_idx(source, compress=False)
+    spoil(source)
+    with pytest.raises(ValueError, match=message):
+        prepare(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def cut(path, end):
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def test_truncated_gzip(tmp_path):
+    write_idx(tmp_path)
+    cut(tmp_path / "train-images-idx3-ubyte.gz", 50)
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz cannot be read"):
+        prepare(tmp_path, tmp_path / "out")
+
+
+def test_names(tmp_path):
+    source = tmp_path / "mnist"
+    source.mkdir()
+    write_idx(source)
+    with pytest.raises(ValueError, match="--name='../x' must be lower case"):
+        prepare(source, tmp_path / "out", name="../x")
+    prepare(source, tmp_path / "out", name="first")
+    with pytest.raises(ValueError, match="exists already"):
+        prepare(source, tmp_path / "out", name="first")
+    with pytest.raises(ValueError, match="is no folder"):
+        prepare(tmp_path / "nowhere", tmp_path / "out")
