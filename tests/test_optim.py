@@ -18,9 +18,7 @@ def test_schedule():
     assert [float(rate(step)) for step in (0, 5, 10)] == pytest.approx([0, 0.5, 1])
     assert float(rate(20)) == pytest.approx(0.55)
     assert float(rate(30)) == pytest.approx(0.1)
-    with pytest.raises(
-        ValueError, match=r"warmup_epochs=2\.0 is 10 steps, but the whole run has 10"
-    ):
+    with pytest.raises(ValueError, match=r"warmup_epochs=2\.0 is 10 steps, but .* has 10"):
         optim.schedule(section, steps_per_epoch=5, num_steps=10)
 
 
