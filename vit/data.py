@@ -143,9 +143,9 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f"config.data.{field}={split!r} is no split of {data.name!r};"
                 f" choices: {', '.join(builder.info.splits)}"
             )
-    decoders = {"image": tfds.decode.SkipDecoding()}  # pyright: ignore[reportCallIssue]
+    open_split: Any = builder.as_data_source
     train, evaluation = (
-        builder.as_data_source(split, decoders=decoders)
+        open_split(split, decoders={"image": tfds.decode.SkipDecoding()})
         for split in (data.train_split, data.eval_split)
     )
     features: Any = builder.info.features

@@ -11,7 +11,7 @@ def get_config() -> Config:
         model=Model(variant="XS/2", pooling="mean"),
         attention=Attention(coupling="pm", num_features=32),
         data=Data(name="digits", image_size=8, batch_size=64),
-        optim=Optim(learning_rate=4e-3, warmup_epochs=3.0),
+        optim=Optim(learning_rate=4e-3, warmup_epochs=3.0, weight_decay=0.05),
         num_epochs=40.0,
         log_every=10,
         eval_every=110,

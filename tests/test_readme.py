@@ -1,0 +1,53 @@
+"""The README is true: its Python runs, its commands and files exist, its tables are complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import performer
+from vit import config
+
+README = Path("README.md").read_text()
+BLOCKS = dict.fromkeys(re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S))
+
+
+def blocks(language):
+    return [body for kind, body in BLOCKS if kind == language]
+
+
+def test_python_runs():
+    namespace: dict = {}
+    for body in blocks("python"):
+        exec(body, namespace)
+    assert namespace["output"].shape == (2, 197, 768)
+
+
+def test_commands_exist():
+    makefile = Path("Makefile").read_text()
+    for body in blocks("bash"):
+        for target in re.findall(r"^make (\S+)", body, flags=re.M):
+            assert re.search(rf"^{target}:", makefile, flags=re.M)
+        for module in re.findall(r"python -m (\S+)", body):
+            assert Path(*module.split(".")).with_suffix(".py").exists()
+        for path in re.findall(r"--config=(\S+)", body):
+            assert Path(path).exists()
+        for flag in re.findall(r"--config\.([\w.]+)=", body):
+            assert flag in config.flatten(config.Config())
+
+
+@pytest.mark.parametrize("name", performer.couplings.COUPLINGS)
+def test_every_coupling_is_explained(name):
+    assert README.count(f"\n| `{name}` |") == 2
+
+
+def test_the_map_names_every_module():
+    for folder in ("performer", "vit"):
+        for path in Path(folder).glob("[a-z]*.py"):
+            assert re.search(rf"\b{path.stem}\b", README), path
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    script = Path(".ci/run").read_text()
+    assert "make lint" in script
+    assert "make test" in script
