@@ -2,8 +2,9 @@
 
 A coupling is a plain function `coupling(key, m, d) -> (m, d)` in float32. It is made of two parts
 and one wrapper: a joint law of the lengths (`norms`), a joint law of the directions given these
-lengths (`directions`), repeated over independent blocks of at most d rows; and `antithetic`. The
-estimates built on it are unbiased whatever the coupling is; their errors are not the same.
+lengths (`directions`), repeated over independent blocks of d rows; and `antithetic`. The estimates
+built on it are unbiased whatever the coupling is; their errors are not the same. (The exceptions
+say so: `norms.fixed` and `directions.hadamard`.)
 
 Adding one: write a function with that signature, add a row to `COUPLINGS`; the tests pick it up.
 
@@ -11,21 +12,23 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 """
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from scipy.stats import qmc
 
-from performer import directions, norms
+from performer import directions, hadamard, norms
 from performer.choices import unknown
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms
 
 
 def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
-    """Independent blocks of at most d frequencies, the last one truncated.
+    """ceil(m / d) independent blocks of d frequencies, of which the first m are kept.
 
-    In a block the lengths are drawn first and handed to the directions. For m > d there are
-    ceil(m / d) blocks, and rows of different blocks are independent.
+    In a block the lengths are drawn first and handed to the directions.
     """
 
     def coupling(key: Key, m: int, d: int) -> Frequencies:
@@ -33,7 +36,7 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
 
         def block(block_key: Key) -> Frequencies:
             norms_key, directions_key = jax.random.split(block_key)
-            lengths = draw_norms(norms_key, min(m, d), d)
+            lengths = draw_norms(norms_key, d, d)
             return lengths[:, None] * draw_directions(directions_key, lengths, d)
 
         keys = jax.random.split(key, -(-m // d))
@@ -42,6 +45,18 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
             return jax.vmap(block)(keys).reshape(-1, d)[:m]
 
     return coupling
+
+
+def padded(coupling: Coupling) -> Coupling:
+    """The coupling in the next power of two dimensions, cut to the first d coordinates.
+
+    This is what padding the inputs with zeros amounts to. A cut Gaussian is Gaussian.
+    """
+
+    def padded_coupling(key: Key, m: int, d: int) -> Frequencies:
+        return coupling(key, m, hadamard.next_power_of_two(_positive("d (the dimension)", d)))[:, :d]
+
+    return padded_coupling
 
 
 def antithetic(coupling: Coupling) -> Coupling:
@@ -57,18 +72,56 @@ def antithetic(coupling: Coupling) -> Coupling:
     return antithetic_coupling
 
 
+def halton(key: Key, m: int, d: int) -> Frequencies:
+    """Scrambled Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
+
+    The points are SciPy's (digits scrambled, Owen 2017), the same in every draw; the shift, one per
+    draw, makes each of them exactly uniform, so that every row is N(0, I_d).
+    """
+    m, d = _positive("m (the number of features)", m), _positive("d (the dimension)", d)
+    points = (_halton_points(m, d) + jax.random.uniform(key, (d,))) % 1
+    return jax.scipy.special.ndtri(jnp.clip(points, 2.0**-25, 1 - 2.0**-24))
+
+
+@lru_cache(maxsize=16)
+def _halton_points(m: int, d: int) -> np.ndarray:
+    return qmc.Halton(d, scramble=True, rng=np.random.default_rng(0)).random(m).astype(np.float32)
+
+
+DIRECTIONS: dict[str, Directions] = {
+    "independent": directions.independent,
+    "orthogonal": directions.orthogonal,
+    "simplex": directions.simplex,
+    "simplex_weighted": directions.simplex_weighted,
+    "hadamard": directions.hadamard,
+    "hadamard_simplex": directions.hadamard_simplex,
+}
+NORMS: dict[str, Norms] = {
+    "independent": norms.independent,
+    "pairwise": norms.pairwise,
+    "monotone": norms.monotone,
+    "fixed": norms.fixed,
+}
 COUPLINGS: dict[str, Coupling] = {
     "iid": blocks(directions.independent, norms.independent),
     "orf": blocks(directions.orthogonal, norms.independent),
     "simrf": blocks(directions.simplex, norms.independent),
     "pnc": blocks(directions.orthogonal, norms.pairwise),
     "pm": blocks(directions.orthogonal, norms.monotone),
+    "simrf+": blocks(directions.simplex_weighted, norms.independent),
+    "sorf": padded(blocks(directions.hadamard, norms.independent)),
+    "fast-simrf": padded(blocks(directions.hadamard_simplex, norms.independent)),
+    "halton": halton,
+    "fixed": blocks(directions.orthogonal, norms.fixed),
 }
 _ANTITHETIC = "-antithetic"
 
 
 def get(name: str) -> Coupling:
-    """The coupling of that name: a row of `COUPLINGS`, or "<row>-antithetic".
+    """The coupling of that name.
+
+    A row of `COUPLINGS`; or "<directions>*<norms>" for any other pair of a row of `DIRECTIONS` and
+    a row of `NORMS`; either with "-antithetic" appended.
 
     Raises:
         ValueError: for an unknown name; the message lists the names and the nearest match.
@@ -76,12 +129,28 @@ def get(name: str) -> Coupling:
     Example:
         >>> coupling = performer.couplings.get("pm-antithetic")
         >>> frequencies = coupling(jax.random.key(0), 128, 64)  # (128, 64)
+        >>> other = performer.couplings.get("simplex*monotone")
     """
     base = name.removesuffix(_ANTITHETIC)
-    if base not in COUPLINGS:
-        shown = f"{', '.join(COUPLINGS)}, each also with {_ANTITHETIC!r} appended"
+    return _base(base, name) if base == name else antithetic(_base(base, name))
+
+
+def _base(base: str, name: str) -> Coupling:
+    if base in COUPLINGS:
+        return COUPLINGS[base]
+    if base.count("*") != 1:
+        shown = (
+            f"{', '.join(COUPLINGS)}, or <directions>*<norms>, each also with"
+            f" {_ANTITHETIC!r} appended"
+        )
         raise ValueError(unknown("coupling", name, names(), shown))
-    return COUPLINGS[base] if base == name else antithetic(COUPLINGS[base])
+    first, second = base.split("*")
+    if first not in DIRECTIONS:
+        raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
+    if second not in NORMS:
+        raise ValueError(unknown(f"norms in coupling {name!r}:", second, NORMS))
+    pair = blocks(DIRECTIONS[first], NORMS[second])
+    return padded(pair) if first.startswith("hadamard") else pair
 
 
 def names() -> tuple[str, ...]:

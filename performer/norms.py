@@ -1,14 +1,19 @@
 """Norm couplings: the joint law of the lengths of the frequencies in one block.
 
 A frequency w ~ N(0, I_d) has a length |w| ~ chi_d and an independent, uniform direction. Every
-function here has the signature `norms(key, m, d) -> (m,)` and gives m <= d lengths, each
-marginally chi_d; they differ only in how the lengths depend on one another.
+norm coupling has the signature `norms(key, m, d) -> (m,)`; its lengths have one marginal law and
+differ only in how they depend on one another. The dependence is a joint law of normal scores
+g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The Gaussian kernel
+has the chi_d quantile; another isotropic kernel is another quantile, and nothing else changes:
 
-Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3. Their
-ω_i (in plain, not bold, type) is a length here, their F_{χ_d} the chi_d distribution function.
+    matern_pnc = blocks(directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5)))
+
+Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3 and App. G.
+Their ω_i (in plain, not bold, type) is a length here, their F_{χ_d} the chi_d distribution function.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -18,72 +23,110 @@ from scipy import special
 
 from performer.typing import Key, Lengths
 
+Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
+"""quantile(score, d): the length l with F(l) = Phi(score), of the shape of `score`."""
+
 _STEP = 1 / 16  # an exact binary fraction: score - node is exact in float32
 _LIMIT = 8.0  # the table covers normal scores in [-8, 8]; float32 draws stay within 5.5
 _DEGREE = 4
 
 
-def independent(key: Key, m: int, d: int) -> Lengths:
-    """m independent lengths, each chi_d: what orthogonal random features (ORF) use."""
-    return jnp.linalg.norm(jax.random.normal(key, (m, d)), axis=-1)
+def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile:
+    """A quantile in float32, jit- and vmap-able, from its logarithm in float64 NumPy.
 
-
-def pairwise(key: Key, m: int, d: int) -> Lengths:
-    """Pairwise norm coupling (PNC): F(l_0) + F(l_1) = 1 in rows (0, 1), (2, 3), ... exactly.
-
-    VRC Def. 3.3 and Eq. 7, F the chi_d distribution function. The pairs are independent of one
-    another; with m odd the last length is free. Written in the normal score g = Phi^-1(F(l)), a
-    pair is (g, -g), so that 1 - F is never computed and the upper tail keeps its precision.
-    """
-    scores = jax.random.normal(key, ((m + 1) // 2,))
-    return chi_quantile(jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m], d)
-
-
-def monotone(key: Key, m: int, d: int) -> Lengths:
-    """Positive monotone coupling (PM): one chi_d length, shared by all m rows (VRC App. B.3)."""
-    return jnp.broadcast_to(independent(key, 1, d), (m,))
-
-
-def chi_quantile(score: Float[Array, "..."], d: int) -> Float[Array, "..."]:
-    """The length l with F(l) = Phi(score), F the chi_d and Phi the normal distribution function.
-
-    Taking the normal score instead of a probability u keeps both tails exact: the complement of
-    u is -score. Piecewise: on cells of width 1/16 the logarithm of the quantile is a polynomial of
-    degree 4, fitted in float64 when the function is traced; d is static. The relative error is
-    below 3e-7 in float32 for scores in [-8, 8], and the derivative with respect to the score is
-    that of the quantile.
+    On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
+    when the function is traced (d is static). For the laws here the relative error is below 3e-7
+    for scores in [-8, 8], and the derivative with respect to the score is that of the quantile.
 
     Args:
-        score: any shape, float32.
-        d: degrees of freedom, a positive integer.
-
-    Returns:
-        The quantiles, positive, in the shape and dtype of `score`.
+        log_quantile: (scores, d) -> log of the lengths, float64, each tail exact: the complement of
+            u = Phi(score) is Phi(-score), so 1 - u need never be computed.
     """
-    at_nodes, coefficients = (jnp.asarray(table, score.dtype) for table in _chi_table(d))
-    cell = jnp.clip(jnp.round((score + _LIMIT) / _STEP), 0, len(at_nodes) - 1).astype(jnp.int32)
-    offset = score - (cell * _STEP - _LIMIT)
-    log_ratio = jnp.zeros_like(score)
-    for power in range(_DEGREE, 0, -1):
-        log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
-    return at_nodes[cell] * jnp.exp(log_ratio)
+    table_of = lru_cache(maxsize=64)(partial(_table, log_quantile))
+
+    def quantile(score: Float[Array, "..."], d: int) -> Float[Array, "..."]:
+        at_nodes, coefficients = (jnp.asarray(table, score.dtype) for table in table_of(d))
+        cell = jnp.clip(jnp.round((score + _LIMIT) / _STEP), 0, len(at_nodes) - 1).astype(jnp.int32)
+        offset = score - (cell * _STEP - _LIMIT)
+        log_ratio = jnp.zeros_like(score)
+        for power in range(_DEGREE, 0, -1):
+            log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
+        return at_nodes[cell] * jnp.exp(log_ratio)
+
+    return quantile
 
 
-@lru_cache(maxsize=64)
-def _chi_table(d: int) -> tuple[np.ndarray, np.ndarray]:
+def _table(
+    log_quantile: Callable[[np.ndarray, int], np.ndarray], d: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Quantiles at the nodes, and the coefficients of log(quantile / quantile at the node)."""
     nodes = np.arange(-_LIMIT, _LIMIT + _STEP, _STEP)
-    offsets = _STEP / 2 * np.cos(np.pi * np.arange(_DEGREE + 1) / _DEGREE)  # contains 0 (midpoint)
-    log_lengths = _log_chi_quantile(nodes[:, None] + offsets, d)
+    offsets = _STEP / 2 * np.cos(np.pi * np.arange(_DEGREE + 1) / _DEGREE)  # contains the midpoint
     powers = np.vander(offsets, _DEGREE + 1, increasing=True)
-    fit = np.linalg.solve(powers, log_lengths.T)
+    fit = np.linalg.solve(powers, log_quantile(nodes[:, None] + offsets, d).T)
     return np.exp(fit[0]), fit[1:]
 
 
-def _log_chi_quantile(score: np.ndarray, d: int) -> np.ndarray:
-    """log F^-1(Phi(score)) in float64, each tail through its own incomplete gamma function."""
+def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
     tail = special.ndtr(-np.abs(score))
-    half_square = np.where(
-        score < 0, special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
-    )
-    return np.log(2 * half_square) / 2
+    inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
+    return np.log(2 * np.where(score < 0, *inverses)) / 2
+
+
+def _log_matern(score: np.ndarray, d: int, nu: float) -> np.ndarray:
+    """l^2 / d ~ F(d, 2 nu), so that b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu) and 1 - b ~ Beta(nu, d/2)."""
+    tail = special.ndtr(-np.abs(score))
+    lower, upper = special.betaincinv(d / 2, nu, tail), special.betaincinv(nu, d / 2, tail)
+    odds = np.where(score < 0, lower / (1 - lower), (1 - upper) / upper)
+    return np.log(2 * nu * odds) / 2
+
+
+chi = tabulated(_log_chi)
+"""The chi_d quantile: frequencies N(0, I_d), the Gaussian and the softmax kernel."""
+
+
+@lru_cache(maxsize=64)
+def matern(nu: float) -> Quantile:
+    """The radial law of the Matern kernel of smoothness nu and lengthscale 1 (VRC App. G).
+
+    The frequencies are then multivariate t with 2 nu degrees of freedom. VRC Eq. 84 prints the
+    density of frequencies in cycles; the features here take radians, 2 pi times as much. The mean
+    of exp(w.x) is infinite under this law: use it with trigonometric features.
+
+    Raises:
+        ValueError: unless nu is positive.
+    """
+    if not nu > 0:
+        raise ValueError(f"nu (the smoothness of a Matern kernel) must be positive, got {nu}")
+    return tabulated(partial(_log_matern, nu=nu))
+
+
+def independent(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
+    """m independent lengths: what orthogonal random features (ORF) use."""
+    return quantile(jax.random.normal(key, (m,)), d)
+
+
+def pairwise(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
+    """Pairwise norm coupling (PNC): F(l_0) + F(l_1) = 1 in rows (0, 1), (2, 3), ... exactly.
+
+    VRC Def. 3.3 and Eq. 7. The pairs are independent of one another; with m odd the last length is
+    free. The scores of a pair are g and -g.
+    """
+    scores = jax.random.normal(key, ((m + 1) // 2,))
+    return quantile(jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m], d)
+
+
+def monotone(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
+    """Positive monotone coupling (PM): one length, shared by all m rows (VRC App. B.3)."""
+    return jnp.broadcast_to(independent(key, 1, d, quantile), (m,))
+
+
+def fixed(key: Key, m: int, d: int) -> Lengths:
+    """All lengths sqrt(d), the root mean square of chi_d; nothing is drawn.
+
+    The frequencies are then not Gaussian and the kernel estimate is biased: trigonometric features
+    estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
+    0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
+    m; in attention the loss of radial noise often outweighs it.
+    """
+    return jnp.full(m, d**0.5)

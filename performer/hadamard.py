@@ -1,0 +1,59 @@
+"""Hadamard transforms and HD products: orthogonal matrices that apply in O(d log d).
+
+An HD product is H D_3 H D_2 H D_1 with H the normalised Walsh-Hadamard matrix and D_i diagonal
+matrices of random signs: a proxy of a Haar matrix, for sizes that are powers of two.
+
+Sources: Yu et al. 2016 (SORF); SimRF App. B.2, Eqs 89 and 90, k = 3, and Algorithm 1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from performer.typing import Key
+
+NUM_BLOCKS = 3
+
+
+def next_power_of_two(d: int) -> int:
+    """The smallest power of two that is at least d."""
+    return 1 << (d - 1).bit_length()
+
+
+def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
+    """H x along the last axis, p a power of two: H symmetric, H H = I (SimRF Eq. 90).
+
+    As H_p is a Kronecker product of smaller ones, x is folded to a tensor with axes of at most 16,
+    each multiplied by a small dense matrix: O(p log p) in few, wide operations.
+    """
+    p = x.shape[-1]
+    if p & (p - 1):
+        raise ValueError(f"the Hadamard transform needs a power of two, got size {p}")
+    exponent = p.bit_length() - 1
+    factors = [2 ** min(4, exponent - i) for i in range(0, exponent, 4)]
+    folded = x.reshape(*x.shape[:-1], *factors)
+    for axis, factor in enumerate(factors, start=x.ndim - 1):
+        product = jnp.tensordot(folded, _matrix(factor), axes=([axis], [0]), precision="highest")
+        folded = jnp.moveaxis(product, -1, axis)
+    return folded.reshape(x.shape)
+
+
+def random_signs(key: Key, p: int) -> Float[Array, "k p"]:
+    """The diagonals of D_1, D_2, D_3."""
+    return jax.random.rademacher(key, (NUM_BLOCKS, p), jnp.float32)
+
+
+def multiply(signs: Float[Array, "k p"], x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
+    """H D_k ... H D_1 x along the last axis."""
+    for diagonal in signs:
+        x = transform(diagonal * x)
+    return x
+
+
+def _matrix(p: int) -> Float[Array, "p p"]:
+    h = jnp.ones((1, 1))
+    for _ in range(p.bit_length() - 1):
+        h = jnp.block([[h, h], [h, -h]])
+    return h / math.sqrt(p)

@@ -1,0 +1,230 @@
+"""Statistical assertions about a coupling, for the tests of one of your own.
+
+    from performer import testing
+
+    testing.assert_gaussian_marginals(my_coupling, m=24, d=8)
+    testing.assert_unbiased(my_coupling, m=24, d=8)
+    testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
+    testing.assert_lower_mse(my_coupling, performer.couplings.get("orf"), m=24, d=8)
+
+Every assertion is a test with a stated false-alarm rate: a right coupling fails it with at most the
+probability `FALSE_ALARM_RATE`, divided among all the comparisons it makes (Bonferroni). The keys are
+fixed by `seed`, so that a result never changes by itself. A failure says where, and by how many
+standard errors.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special, stats
+
+from performer import features
+from performer.typing import Coupling
+
+FALSE_ALARM_RATE = 1e-4
+_BATCH = 1000
+
+
+def draw(coupling: Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
+    """That many draws, (draws, m, d) in float64."""
+    keys = jax.random.split(jax.random.key(seed), draws)
+    draws_of = jax.jit(lambda keys: jax.lax.map(lambda k: coupling(k, m, d), keys, batch_size=_BATCH))
+    return np.asarray(draws_of(keys), np.float64)
+
+
+def assert_gaussian_marginals(
+    coupling: Coupling, m: int, d: int, *, draws: int = 10_000, seed: int = 0
+) -> None:
+    """Every row is N(0, I_d), whatever the rows are to one another.
+
+    For each row, Kolmogorov-Smirnov tests of its length against chi_d and of projections on fixed
+    directions (the first axis, the diagonal, one oblique) against N(0, 1); and z tests of the mean
+    of each coordinate and of the mean square length.
+
+    Args:
+        coupling: (key, m, d) -> (m, d).
+        m: number of frequencies; take more than d, to see blocks.
+        d: dimension.
+        draws: independent draws; a shift of a marginal by 0.06 standard deviations is found.
+        seed: of the draws.
+
+    Raises:
+        AssertionError: naming the row, the statistic, its value and the threshold.
+    """
+    samples = draw(coupling, m, d, draws, seed)
+    _assert_shape(samples, (draws, m, d))
+    oblique = np.random.default_rng(0).standard_normal(d)
+    directions = {
+        "first axis": np.eye(d)[0],
+        "diagonal": np.ones(d) / np.sqrt(d),
+        "oblique direction": oblique / np.linalg.norm(oblique),
+    }
+    level = FALSE_ALARM_RATE / (m * (2 + 2 * len(directions)))
+    for row in range(m):
+        x = samples[:, row]
+        length = np.linalg.norm(x, axis=-1)
+        _assert_law(length, stats.chi(d).cdf, level, f"row {row}: the length is not chi_{d}")
+        _assert_mean(length**2, d, level, f"row {row}: the mean square length is not {d}")
+        for name, direction in directions.items():
+            along = x @ direction
+            where = f"row {row}: the projection on the {name}"
+            _assert_mean(along, 0.0, level, f"{where} has not mean 0")
+            _assert_law(along, stats.norm.cdf, level, f"{where} is not N(0, 1)")
+
+
+def assert_unbiased(
+    coupling: Coupling,
+    m: int,
+    d: int,
+    *,
+    kernel: str = "softmax",
+    draws: int = 10_000,
+    seed: int = 0,
+) -> None:
+    """The mean of the estimates phi(x).phi(y) with positive features is the kernel.
+
+    z tests at three pairs of points: on the first axis, on the diagonal and in general position,
+    with |x + y| about 1, where a signed bias of the directions shows.
+
+    Args:
+        coupling: (key, m, d) -> (m, d).
+        m: number of frequencies.
+        d: dimension.
+        kernel: "softmax" or "gaussian".
+        draws: independent draws.
+        seed: of the draws.
+
+    Raises:
+        AssertionError: naming the pair, the mean, the kernel, and the distance in standard errors.
+    """
+    level = FALSE_ALARM_RATE / 3
+    for name, (x, y) in _points(d).items():
+        estimates = _estimates(coupling, m, d, x, y, kernel, draws, seed)
+        exact = np.exp(x @ y) if kernel == "softmax" else np.exp(-np.sum((x - y) ** 2) / 2)
+        what = f"{kernel} kernel at x, y {name}: the estimate is biased"
+        _assert_mean(estimates, float(exact), level, what)
+
+
+def assert_mse(
+    coupling: Coupling,
+    m: int,
+    d: int,
+    expected: float,
+    *,
+    kernel: str = "gaussian",
+    draws: int = 20_000,
+    seed: int = 0,
+) -> None:
+    """The mean squared error of the estimate at `general_points(d)` is `expected`, both ways.
+
+    Args:
+        coupling: (key, m, d) -> (m, d).
+        m: number of frequencies.
+        d: dimension.
+        expected: the error, as from `performer.theory.kernel_mse`.
+        kernel: "softmax" or "gaussian".
+        draws: independent draws; the standard error is about 1.5/sqrt(draws) of the error.
+        seed: of the draws.
+
+    Raises:
+        AssertionError: with the measured error and the distance in standard errors.
+    """
+    squares = _squared_errors(coupling, m, d, kernel, draws, seed)
+    _assert_mean(squares, expected, FALSE_ALARM_RATE, f"the {kernel} kernel's squared error is off")
+
+
+def assert_lower_mse(
+    lower: Coupling,
+    higher: Coupling,
+    m: int,
+    d: int,
+    *,
+    kernel: str = "gaussian",
+    draws: int = 20_000,
+    seed: int = 0,
+) -> None:
+    """The kernel estimate of `lower` has the smaller mean squared error, significantly.
+
+    A z test of the difference at `general_points(d)`. Two couplings with the same error pass it
+    with at most the probability `FALSE_ALARM_RATE`; a difference of 5 standard errors, about 7 /
+    sqrt(draws) of the error, is found.
+
+    Raises:
+        AssertionError: with both errors and the distance in standard errors.
+    """
+    a = _squared_errors(lower, m, d, kernel, draws, seed)
+    b = _squared_errors(higher, m, d, kernel, draws, seed + 1)
+    error = np.sqrt((a.var() + b.var()) / draws)
+    score = (b.mean() - a.mean()) / error
+    threshold = -special.ndtri(FALSE_ALARM_RATE)
+    assert score > threshold, (
+        f"the first coupling's squared error is not lower: {a.mean():.4g} against {b.mean():.4g},"
+        f" {score:.1f} standard errors apart ({threshold:.1f} needed)"
+    )
+
+
+def general_points(d: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two points in general position, |x|^2 = |y|^2 = 1/4, at which errors are compared."""
+    x, y = np.random.default_rng(1).standard_normal((2, d))
+    return x / np.linalg.norm(x) / 2, y / np.linalg.norm(y) / 2
+
+
+def _points(d: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    axis, diagonal = np.eye(d)[0] / 2, np.ones(d) / np.sqrt(d) / 2
+    return {
+        "on the first axis": (axis, axis),
+        "on the diagonal": (diagonal, diagonal),
+        "in general position": general_points(d),
+    }
+
+
+def _estimates(
+    coupling: Coupling,
+    m: int,
+    d: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    kernel: str,
+    draws: int,
+    seed: int,
+) -> np.ndarray:
+    points = jnp.asarray(np.stack([x, y]), jnp.float32)
+
+    def estimate(key):
+        first, second = features.positive(points, coupling(key, m, d), kernel=kernel)
+        return first @ second
+
+    keys = jax.random.split(jax.random.key(seed), draws)
+    estimates = jax.jit(lambda keys: jax.lax.map(estimate, keys, batch_size=_BATCH))(keys)
+    return np.asarray(estimates, np.float64)
+
+
+def _squared_errors(
+    coupling: Coupling, m: int, d: int, kernel: str, draws: int, seed: int
+) -> np.ndarray:
+    x, y = general_points(d)
+    exact = np.exp(x @ y) if kernel == "softmax" else np.exp(-np.sum((x - y) ** 2) / 2)
+    return (_estimates(coupling, m, d, x, y, kernel, draws, seed) - exact) ** 2
+
+
+def _assert_shape(samples: np.ndarray, shape: tuple[int, ...]) -> None:
+    assert samples.shape == shape, f"the coupling gives {samples.shape[1:]}, expected {shape[1:]}"
+    assert np.isfinite(samples).all(), f"{np.sum(~np.isfinite(samples))} values are not finite"
+
+
+def _assert_mean(sample: np.ndarray, expected: float, level: float, what: str) -> None:
+    error = sample.std() / np.sqrt(len(sample))
+    score = (sample.mean() - expected) / max(error, 1e-7 * max(abs(expected), 1e-7))
+    threshold = -special.ndtri(level / 2)
+    assert abs(score) < threshold, (
+        f"{what}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
+        f" ({threshold:.1f} allowed)"
+    )
+
+
+def _assert_law(sample: np.ndarray, cdf, level: float, what: str) -> None:
+    result = stats.kstest(sample, cdf)
+    assert result.pvalue > level, (
+        f"{what}: Kolmogorov-Smirnov distance {result.statistic:.4f} at {result.statistic_location:.3g},"
+        f" {result.statistic * np.sqrt(len(sample)):.1f} standard errors, p = {result.pvalue:.1e}"
+    )
