@@ -29,23 +29,27 @@ def relative_errors(name: str, num_features: int, squared_norm: float, draws: in
         def error(estimate, exact=exact):
             return jnp.sum((estimate - exact) ** 2) / jnp.sum(exact**2)
 
-        def draw(draw_key, query=query, key=key, error=error):
-            frequencies = performer.couplings.get(name)(draw_key, num_features, HEAD_DIM)
-            heads = (x[:, None] for x in (query, key, jnp.eye(TOKENS)))  # values: the identity
-            return error(performer.performer_attention(*heads, frequencies, scale=1.0)[:, 0])
-
         if name == "uniform":
             errors.append(float(error(jnp.full((TOKENS, TOKENS), 1 / TOKENS))))
-        else:
-            keys = jax.random.split(draw_key, draws)
-            errors.append(float(jnp.mean(jax.lax.map(jax.jit(draw), keys))))
+            continue
+        coupling = performer.couplings.get(name)
+        identity = jnp.eye(TOKENS)[:, None]  # as values: the output is the attention matrix
+
+        def draw(
+            draw_key, coupling=coupling, q=query[:, None], k=key[:, None], v=identity, error=error
+        ):
+            frequencies = coupling(draw_key, num_features, HEAD_DIM)
+            estimate = performer.performer_attention(q, k, v, frequencies, scale=1.0)
+            return error(estimate[:, 0])
+
+        errors.append(float(jnp.mean(jax.lax.map(draw, jax.random.split(draw_key, draws)))))
     return errors
 
 
 def main(_: list[str]) -> None:
     """Prints the table."""
     names = _COUPLINGS.value or performer.couplings.names()
-    for name in names:
+    for name in names:  # all names are right before any work starts
         performer.couplings.get(name)
     print("| coupling | attention error |\n|---|---|")
     for name in [*names, "uniform"]:

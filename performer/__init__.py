@@ -4,6 +4,9 @@ couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 features    feature maps whose dot products estimate a kernel
 performer_attention   softmax attention in linear time, estimated with these features
 nnx         the same as a drop-in for Flax (`import performer.nnx`; needs flax)
+theory      how accurate the kernel estimates are, coupling by coupling, in closed form
+testing     statistical assertions about a coupling of your own
+structured  frequencies that multiply in O(m log d) without ever being a matrix
 norms, directions     the two parts that a coupling is made of
 """
 
@@ -11,6 +14,9 @@ from performer import couplings as couplings
 from performer import directions as directions
 from performer import features as features
 from performer import norms as norms
+from performer import structured as structured
+from performer import testing as testing
+from performer import theory as theory
 from performer.attention import performer_attention as performer_attention
 
 __version__ = "0.1.0"

@@ -54,7 +54,9 @@ def padded(coupling: Coupling) -> Coupling:
     """
 
     def padded_coupling(key: Key, m: int, d: int) -> Frequencies:
-        return coupling(key, m, hadamard.next_power_of_two(_positive("d (the dimension)", d)))[:, :d]
+        return coupling(key, m, hadamard.next_power_of_two(_positive("d (the dimension)", d)))[
+            :, :d
+        ]
 
     return padded_coupling
 

@@ -72,7 +72,7 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
     def moving(carry: tuple[Array, Array, Array]) -> Bool[Array, ""]:
         return (carry[1] > TOLERANCE) & (carry[2] < MAX_SWEEPS)
 
-    units, _, _ = jax.lax.while_loop(moving, sweep, (start, jnp.inf, 0))
+    units, _, _ = jax.lax.while_loop(moving, sweep, (start, jnp.array(jnp.inf), jnp.array(0)))
     return units @ haar(key, d, d)
 
 
@@ -80,7 +80,8 @@ def hadamard(key: Key, lengths: Lengths, d: int) -> Frequencies:
     """m rows of the HD product H D_3 H D_2 H D_1 of size d, a power of two (SORF).
 
     Exactly orthonormal, with mean 0 and covariance I/d, but only approximately uniform on the
-    sphere: for d = 64 a coordinate's fourth moment is 1.5% below 3/(d(d+2)); see the tests.
+    sphere. The fourth moment of a coordinate, over the 3/(d(d+2)) of the uniform law, is 2/3 at
+    d = 2, 0.88 at 4, 0.95 at 8, and 1 within the 1.3% that 40,000 draws resolve from d = 16 up.
     """
     return hd.multiply(hd.random_signs(key, d), jnp.eye(d)).T[: _rows(lengths, d)]
 

@@ -9,7 +9,7 @@ has the chi_d quantile; another isotropic kernel is another quantile, and nothin
     matern_pnc = blocks(directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5)))
 
 Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3 and App. G.
-Their ω_i (in plain, not bold, type) is a length here, their F_{χ_d} the chi_d distribution function.
+Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribution function.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
 
 
 def _log_matern(score: np.ndarray, d: int, nu: float) -> np.ndarray:
-    """l^2 / d ~ F(d, 2 nu), so that b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu) and 1 - b ~ Beta(nu, d/2)."""
+    """l^2 / d ~ F(d, 2 nu): b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu), 1 - b ~ Beta(nu, d/2)."""
     tail = special.ndtr(-np.abs(score))
     lower, upper = special.betaincinv(d / 2, nu, tail), special.betaincinv(nu, d / 2, tail)
     odds = np.where(score < 0, lower / (1 - lower), (1 - upper) / upper)

@@ -7,28 +7,35 @@
     testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
     testing.assert_lower_mse(my_coupling, performer.couplings.get("orf"), m=24, d=8)
 
-Every assertion is a test with a stated false-alarm rate: a right coupling fails it with at most the
-probability `FALSE_ALARM_RATE`, divided among all the comparisons it makes (Bonferroni). The keys are
-fixed by `seed`, so that a result never changes by itself. A failure says where, and by how many
+Every assertion is a test with a stated false-alarm rate: a right coupling fails it with at most
+the probability `FALSE_ALARM_RATE`, divided among the comparisons it makes (Bonferroni). The keys
+are fixed by `seed`, so that a result never changes by itself. A failure says where, and by how many
 standard errors.
 """
+
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import features
-from performer.typing import Coupling
+from performer.typing import Coupling, Key
 
 FALSE_ALARM_RATE = 1e-4
+Kernel = Literal["softmax", "gaussian"]
 _BATCH = 1000
 
 
 def draw(coupling: Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
     """That many draws, (draws, m, d) in float64."""
     keys = jax.random.split(jax.random.key(seed), draws)
-    draws_of = jax.jit(lambda keys: jax.lax.map(lambda k: coupling(k, m, d), keys, batch_size=_BATCH))
+    draws_of = jax.jit(
+        lambda keys: jax.lax.map(lambda k: coupling(k, m, d), keys, batch_size=_BATCH)
+    )
     return np.asarray(draws_of(keys), np.float64)
 
 
@@ -64,7 +71,7 @@ def assert_gaussian_marginals(
         x = samples[:, row]
         length = np.linalg.norm(x, axis=-1)
         _assert_law(length, stats.chi(d).cdf, level, f"row {row}: the length is not chi_{d}")
-        _assert_mean(length**2, d, level, f"row {row}: the mean square length is not {d}")
+        _assert_mean(length**2, float(d), level, f"row {row}: the mean square length is not {d}")
         for name, direction in directions.items():
             along = x @ direction
             where = f"row {row}: the projection on the {name}"
@@ -77,7 +84,7 @@ def assert_unbiased(
     m: int,
     d: int,
     *,
-    kernel: str = "softmax",
+    kernel: Kernel = "softmax",
     draws: int = 10_000,
     seed: int = 0,
 ) -> None:
@@ -97,12 +104,12 @@ def assert_unbiased(
     Raises:
         AssertionError: naming the pair, the mean, the kernel, and the distance in standard errors.
     """
-    level = FALSE_ALARM_RATE / 3
-    for name, (x, y) in _points(d).items():
-        estimates = _estimates(coupling, m, d, x, y, kernel, draws, seed)
-        exact = np.exp(x @ y) if kernel == "softmax" else np.exp(-np.sum((x - y) ** 2) / 2)
+    names = tuple(_points(d))
+    points = np.array([_points(d)[name] for name in names])
+    estimates = _estimates(coupling, m, d, points, kernel, draws, seed)
+    for name, (x, y), estimate in zip(names, points, estimates.T, strict=True):
         what = f"{kernel} kernel at x, y {name}: the estimate is biased"
-        _assert_mean(estimates, float(exact), level, what)
+        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), what)
 
 
 def assert_mse(
@@ -111,7 +118,7 @@ def assert_mse(
     d: int,
     expected: float,
     *,
-    kernel: str = "gaussian",
+    kernel: Kernel = "gaussian",
     draws: int = 20_000,
     seed: int = 0,
 ) -> None:
@@ -139,7 +146,7 @@ def assert_lower_mse(
     m: int,
     d: int,
     *,
-    kernel: str = "gaussian",
+    kernel: Kernel = "gaussian",
     draws: int = 20_000,
     seed: int = 0,
 ) -> None:
@@ -178,21 +185,25 @@ def _points(d: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
+def _exact(x: np.ndarray, y: np.ndarray, kernel: Kernel) -> float:
+    return float(np.exp(x @ y) if kernel == "softmax" else np.exp(-np.sum((x - y) ** 2) / 2))
+
+
 def _estimates(
     coupling: Coupling,
     m: int,
     d: int,
-    x: np.ndarray,
-    y: np.ndarray,
-    kernel: str,
+    points: np.ndarray,
+    kernel: Kernel,
     draws: int,
     seed: int,
 ) -> np.ndarray:
-    points = jnp.asarray(np.stack([x, y]), jnp.float32)
+    """phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
 
-    def estimate(key):
-        first, second = features.positive(points, coupling(key, m, d), kernel=kernel)
-        return first @ second
+    def estimate(key: Key) -> Float[Array, " pairs"]:
+        pairs = jnp.asarray(points, jnp.float32)
+        phi = features.positive(pairs, coupling(key, m, d), kernel=kernel)
+        return jnp.sum(phi[:, 0] * phi[:, 1], axis=-1)
 
     keys = jax.random.split(jax.random.key(seed), draws)
     estimates = jax.jit(lambda keys: jax.lax.map(estimate, keys, batch_size=_BATCH))(keys)
@@ -200,11 +211,11 @@ def _estimates(
 
 
 def _squared_errors(
-    coupling: Coupling, m: int, d: int, kernel: str, draws: int, seed: int
+    coupling: Coupling, m: int, d: int, kernel: Kernel, draws: int, seed: int
 ) -> np.ndarray:
     x, y = general_points(d)
-    exact = np.exp(x @ y) if kernel == "softmax" else np.exp(-np.sum((x - y) ** 2) / 2)
-    return (_estimates(coupling, m, d, x, y, kernel, draws, seed) - exact) ** 2
+    estimates = _estimates(coupling, m, d, np.array([[x, y]]), kernel, draws, seed)
+    return (estimates[:, 0] - _exact(x, y, kernel)) ** 2
 
 
 def _assert_shape(samples: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -222,9 +233,12 @@ def _assert_mean(sample: np.ndarray, expected: float, level: float, what: str) -
     )
 
 
-def _assert_law(sample: np.ndarray, cdf, level: float, what: str) -> None:
+def _assert_law(
+    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, what: str
+) -> None:
     result = stats.kstest(sample, cdf)
     assert result.pvalue > level, (
-        f"{what}: Kolmogorov-Smirnov distance {result.statistic:.4f} at {result.statistic_location:.3g},"
-        f" {result.statistic * np.sqrt(len(sample)):.1f} standard errors, p = {result.pvalue:.1e}"
+        f"{what}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
+        f" {result.statistic_location:.3g}, {result.statistic * np.sqrt(len(sample)):.1f} standard"
+        f" errors, p = {result.pvalue:.1e}"
     )

@@ -6,8 +6,8 @@ mean over one pair of frequencies, a function of t alone, with signs s = +-1:
     pair_s(t) = E exp(x.(w_i + s w_j)),   t = |x|^2 (positive features, x = v, their x + y)
     pair_s(t) = E cos(x.(w_i + s w_j)),   t = -|x|^2 (trigonometric features, x = z, their x - y)
 
-For isotropic w_i + s w_j of length r both are E 0F1(; d/2; t r^2 / 4). Averaged over the pairs of an
-ensemble, pair_+ is the RF-conformity rho (SimRF Eq. 10, VRC Eq. 15) and (pair_+ + pair_-)/2 is
+For isotropic w_i + s w_j of length r both are E 0F1(; d/2; t r^2 / 4). Averaged over the pairs of
+an ensemble, pair_+ is the RF-conformity rho (SimRF Eq. 10, VRC Eq. 15) and (pair_+ + pair_-)/2 is
 VRC's zeta (Eq. 17), from which the mean squared errors follow (SimRF Eqs 11 and 77).
 
 Misprints corrected here, each checked against simulation in the tests:
@@ -24,7 +24,7 @@ Sources: SimRF Sec. 3, 4, App. A; VRC Sec. 3.1, App. A.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,7 +32,7 @@ from scipy import special
 
 from performer.choices import unknown
 
-Array = np.ndarray
+Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes
 _ANTITHETIC = "-antithetic"
 _SCORES = np.linspace(-8.5, 8.5, 273)  # trapezoid rule in the normal score: error below 1e-14
 
@@ -180,6 +180,8 @@ def _mean_pair_of_blocks(base: str, t: Array, d: int, m: int, sign: int) -> Arra
     """Average over ordered pairs of m rows in blocks of d; different blocks are independent."""
     if base not in _PAIRS:
         raise ValueError(unknown("coupling with theory", base, tuple(_PAIRS)))
+    if base.startswith("sim"):
+        _simplex_cosine(d)
     sizes = [min(d, m - start) for start in range(0, m, d)]
     within = sum(size * (size - 1) for size in sizes)
     coupled = sum(2 * (size // 2) for size in sizes) if base == "pnc" else 0

@@ -12,7 +12,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook(["performer", "vit"], "beartype.beartype")
+install_import_hook(["performer", "vit"], "checker.check")
 
 
 @pytest.fixture(autouse=True, scope="module")

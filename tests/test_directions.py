@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer import directions
+from performer import directions, norms
 from tests import oracles
 
 
@@ -43,7 +43,7 @@ def test_haar_has_the_moments_of_haar_measure():
 
 @pytest.mark.parametrize("d", [2, 3, 16, 65])
 def test_simplex_vertices_are_simrf_eq_9(d):
-    rows = np.asarray(directions.simplex_vertices(d), np.float64)
+    rows = np.asarray(directions.multiply_simplex(jnp.eye(d)).T, np.float64)
     np.testing.assert_allclose(rows, oracles.simplex_rows(d), atol=1e-6)
     gram = np.full((d, d), -1 / (d - 1))
     np.fill_diagonal(gram, 1)
@@ -59,6 +59,53 @@ def test_simplex_keeps_the_angles_and_is_rotated():
 def test_simplex_needs_two_dimensions():
     with pytest.raises(ValueError, match="d = 1"):
         directions.simplex(jax.random.key(0), jnp.ones(1), 1)
+
+
+@pytest.mark.parametrize("d", [3, 16, 64])
+def test_simplex_weighted_is_at_its_optimum(d):
+    """SimRF Eq. 16: each vector points away from the resultant of the others."""
+    lengths = norms.independent(jax.random.key(1), d, d)
+    units = directions.simplex_weighted(jax.random.key(2), lengths, d)
+    np.testing.assert_allclose(np.linalg.norm(units, axis=-1), 1, rtol=1e-5)
+    vectors = np.asarray(lengths[:, None] * units, np.float64)
+    others = vectors.sum(axis=0) - vectors
+    cosines = np.sum(units * others, axis=-1) / np.linalg.norm(others, axis=-1)
+    np.testing.assert_allclose(cosines, -1, atol=1e-5)
+    # No polygon of these lengths has a shorter resultant: it closes.
+    assert np.linalg.norm(vectors.sum(axis=0)) < 1e-4 * lengths.sum()
+
+
+def test_simplex_weighted_with_one_dominant_length():
+    """No closed polygon: all the others point against the longest."""
+    lengths = jnp.array([10.0, 1.0, 2.0, 3.0])
+    units = np.asarray(directions.simplex_weighted(jax.random.key(0), lengths, 4))
+    np.testing.assert_allclose(units[1:] @ units[0], -1, atol=1e-4)
+
+
+@pytest.mark.parametrize("d", [2, 16, 64])
+def test_hadamard_rows_are_orthonormal(d):
+    rows = np.asarray(directions.hadamard(jax.random.key(0), jnp.ones(d), d), np.float64)
+    np.testing.assert_allclose(rows @ rows.T, np.eye(d), atol=1e-6)
+
+
+@pytest.mark.parametrize(("d", "ratio"), [(4, 0.88), (16, 1.0)])
+def test_hadamard_moments(d, ratio):
+    """Covariance I/d, and the fourth moment that the docstring states (5 standard errors)."""
+    draws = 20_000
+    keys = jax.random.split(jax.random.key(0), draws)
+    row = jax.vmap(lambda key: directions.hadamard(key, jnp.ones(1), d)[0])(keys)
+    row = np.asarray(row, np.float64)
+    products = row[:, :, None] * row[:, None]
+    error = products.std(axis=0) / np.sqrt(draws)
+    assert np.all(np.abs(products.mean(axis=0) - np.eye(d) / d) < 5 * error + 1e-7)
+    fourth = row[:, 0] ** 4 * d * (d + 2) / 3
+    assert abs(fourth.mean() - ratio) < 5 * fourth.std() / np.sqrt(draws)
+
+
+def test_lengths_must_fit_the_block():
+    for lengths in (jnp.ones((2, 2)), jnp.ones(5)):
+        with pytest.raises(ValueError, match=r"lengths have shape \(.*at most d = 4 rows"):
+            directions._rows.__wrapped__(lengths, 4)
 
 
 def test_draws_of_twelve_layers_in_one_jit_end():

@@ -18,10 +18,35 @@ def test_positive_matches_the_equation(kernel):
     np.testing.assert_allclose(features.positive(X, W, kernel=kernel), want, rtol=3e-6)
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_trigonometric_matches_the_equation(kernel):
+    x, w = np.asarray(X, np.float64), np.asarray(W, np.float64)
+    want = [[np.sin(f @ p) for f in w] + [np.cos(f @ p) for f in w] for p in x] / np.sqrt(7)
+    if kernel == "softmax":
+        want = want * np.exp(np.sum(x**2, axis=-1, keepdims=True) / 2)
+    np.testing.assert_allclose(
+        features.trigonometric(X, W, kernel=kernel), want, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_trigonometric_is_unbiased(kernel):
+    """The estimate with 10^5 independent frequencies is within 5 standard errors."""
+    w = jax.random.normal(jax.random.key(2), (100_000, 6))
+    x, y = X[0] / 2, X[1] / 2
+    phi, psi = (features.trigonometric(p, w, kernel=kernel) for p in (x, y))
+    exact = jnp.exp(x @ y) if kernel == "softmax" else jnp.exp(-jnp.sum((x - y) ** 2) / 2)
+    scale = float(jnp.exp((x @ x + y @ y) / 2)) if kernel == "softmax" else 1.0
+    assert abs(float(phi @ psi - exact)) < 5 * scale / np.sqrt(2 * 100_000)
+
+
 def test_weights_replace_one_over_m():
     uniform = jnp.full(7, 1 / 7)
     np.testing.assert_allclose(
         features.positive(X, W, weights=uniform), features.positive(X, W), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        features.trigonometric(X, W, weights=uniform), features.trigonometric(X, W), rtol=1e-5
     )
     weights = jnp.arange(7.0)
     np.testing.assert_allclose(
@@ -41,6 +66,6 @@ def test_narrow_inputs_are_promoted(dtype):
 
 def test_bad_input():
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
-        features.log_positive.__wrapped__(X, W, kernel="gauss")
+        features._project.__wrapped__(X, W, "gauss")
     with pytest.raises(ValueError, match="width 6 but frequencies have 5"):
-        features.log_positive.__wrapped__(X, W[:, :5])
+        features._project.__wrapped__(X, W[:, :5], "softmax")

@@ -8,9 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"performer.typing", "performer.choices"},
-    {"performer.norms", "performer.directions"},
-    {"performer.features", "performer.couplings"},
-    {"performer.attention"},
+    {"performer.norms", "performer.hadamard", "performer.theory"},
+    {"performer.directions"},
+    {"performer.features", "performer.couplings", "performer.structured"},
+    {"performer.attention", "performer.testing"},
     {"performer"},
     {"performer.nnx"},
     {"vit", "vit.config", "vit.augment", "vit.metrics"},

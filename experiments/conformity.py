@@ -1,0 +1,246 @@
+"""Kernel errors of the couplings, theory beside measurement: SimRF Figs 4 to 7, VRC Fig. 12.
+
+    python -m experiments.conformity --out=results/conformity [--figures=4,5,6,7,12]
+
+    4   RF-conformity of one draw of lengths (d = 6, v = 1): iid, ORF, SimRF, SimRF+, and the
+        arrangement of the same lengths that scipy.optimize finds best
+    5   distribution of |w_i + w_j| (d = 6)
+    6   mean squared error over that of iid, against v (d = m = 64)
+    7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
+    12  error of the Gram matrix of Matern kernels against m (64 points in 8 dimensions)
+
+Each prints a table, writes it as csv and markdown with a png, and ends with what agrees.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from scipy import integrate, optimize, special, stats
+
+from experiments import report
+from performer import couplings, directions, features, norms, testing, theory
+
+
+def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
+    """The average over pairs of 0F1(; d/2; v^2 |w_i + w_j|^2 / 4): Eq. 10 for given vectors."""
+    m, d = vectors.shape
+    squares = np.sum((vectors[:, None] + vectors[None]) ** 2, axis=-1)
+    pairs = special.hyp0f1(d / 2, v**2 * squares / 4)
+    return float((pairs.sum() - np.trace(pairs)) / (m * (m - 1)))
+
+
+def figure_4(out: Path) -> str:
+    """One draw of lengths, arranged in five ways."""
+    d, v = 6, 1.0
+    lengths = norms.independent(jax.random.key(4), d, d)
+    column = np.asarray(lengths, np.float64)[:, None]
+
+    def conformities(draw, count):
+        keys = jax.random.split(jax.random.key(0), count)
+        return [arrangement_conformity(column * np.asarray(draw(k, lengths, d)), v) for k in keys]
+
+    def of_flat(flat):
+        vectors = flat.reshape(d, d)
+        units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+        return arrangement_conformity(column * units, v)
+
+    start = np.asarray(directions.simplex(jax.random.key(1), lengths, d), np.float64)
+    best = optimize.minimize(of_flat, start.ravel(), method="BFGS", options={"gtol": 1e-9})
+    rows = []
+    for name, draw, count in [
+        ("iid", directions.independent, 100),
+        ("orf", directions.orthogonal, 1),
+        ("simrf", directions.simplex, 1),
+        ("simrf+", directions.simplex_weighted, 1),
+    ]:
+        values = conformities(draw, count)
+        rows.append(
+            {"arrangement": name, "conformity": float(np.mean(values)), "sd": float(np.std(values))}
+        )
+    rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
+    drawn, axis = report.figure(out)
+    axis.bar(
+        [r["arrangement"] for r in rows],
+        [r["conformity"] for r in rows],
+        yerr=[r["sd"] for r in rows],
+    )
+    axis.set(
+        ylabel="RF-conformity", title="SimRF Fig. 4: d = 6, v = 1", ylim=(0.9 * best.fun, None)
+    )
+    axis.tick_params(axis="x", rotation=20)
+    report.save(drawn, out)
+    gap = rows[3]["conformity"] / float(best.fun) - 1
+    return report.table(rows, out) + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
+
+
+def figure_5(out: Path) -> str:
+    """Densities of |w_i + w_j| against 20,000 sampled pairs."""
+    d, draws = 6, 20_000
+    r = np.linspace(1e-6, 12, 4001)
+    drawn, axis = report.figure(out)
+    rows = []
+    for name in ("iid", "orf", "simrf"):
+        W = testing.draw(couplings.get(name), 2, d, draws)
+        lengths = np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
+        pdf = theory.pair_length_pdf(name, r, d)
+        cdf = integrate.cumulative_simpson(pdf, x=r, initial=0)
+        test = stats.kstest(lengths, lambda x, cdf=cdf: np.interp(x, r, cdf))
+        mean = float(integrate.simpson(pdf * r, x=r))
+        rows.append(
+            {
+                "coupling": name,
+                "mean, theory": mean,
+                "mean, measured": float(lengths.mean()),
+                "Kolmogorov-Smirnov p": float(test.pvalue),
+            }
+        )
+        (line,) = axis.plot(r, pdf, label=name)
+        axis.hist(
+            lengths, bins=80, density=True, histtype="step", color=line.get_color(), alpha=0.5
+        )
+    axis.set(xlabel="|w_i + w_j|", ylabel="density", title="SimRF Fig. 5: d = 6")
+    axis.legend()
+    report.save(drawn, out)
+    agree = all(row["Kolmogorov-Smirnov p"] > 1e-3 for row in rows)
+    return report.table(rows, out) + f"\nTheory and samples {'agree' if agree else 'DISAGREE'}.\n"
+
+
+def figure_6(out: Path) -> str:
+    """MSE of d = m = 64 frequencies over that of iid ones: lines from theory, dots measured."""
+    d = m = 64
+    names = ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic")
+    v = np.linspace(0.05, 6, 120)
+    points = v[:, None] / 2 * np.eye(d)[0]  # x = y, so that |x + y| = v
+    iid = theory.kernel_mse("iid", points, points, m)
+    drawn, axis = report.figure(out)
+    rows = []
+    draws = 20_000
+    for name in names:
+        ratio = theory.kernel_mse(name, points, points, m) / iid
+        (line,) = axis.plot(v, ratio, label=name)
+        along = testing.draw(couplings.get(name), m, d, draws)[:, :, 0]
+        for measured_v in (0.25, 0.5, 1.0, 1.5, 2.0):
+            estimates = np.exp(along * measured_v - measured_v**2 / 2).mean(axis=-1)
+            squares = (estimates - 1) ** 2
+            x = measured_v / 2 * np.eye(d)[0]
+            expected = float(theory.kernel_mse(name, x, x, m))
+            scale = float(theory.kernel_mse("iid", x, x, m))
+            error = squares.std() / np.sqrt(draws)
+            rows.append(
+                {
+                    "coupling": name,
+                    "v": measured_v,
+                    "MSE / MSE(iid), theory": expected / scale,
+                    "measured": float(squares.mean() / scale),
+                    "standard errors apart": float((squares.mean() - expected) / error),
+                }
+            )
+            axis.plot(measured_v, squares.mean() / scale, "o", color=line.get_color(), markersize=4)
+    axis.set(
+        xlabel="v = |x + y|",
+        ylabel="MSE / MSE(iid)",
+        title="SimRF Fig. 6: d = m = 64",
+        ylim=(0, 1.3),
+    )
+    axis.legend()
+    report.save(drawn, out)
+    worst = max(abs(row["standard errors apart"]) for row in rows)
+    verdict = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
+    return report.table(rows, out) + verdict
+
+
+def _gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
+    """|K_hat - K|_F over |K|_F for each draw."""
+
+    def error(key):
+        phi = feature_map(x, coupling(key, m, x.shape[-1]))
+        return jnp.linalg.norm(phi @ phi.T - exact) / jnp.linalg.norm(exact)
+
+    keys = jax.random.split(jax.random.key(0), draws)
+    return np.asarray(
+        jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys), np.float64
+    )
+
+
+def figure_7(out: Path) -> str:
+    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
+    d = 64
+    x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
+    exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
+    drawn, axis = report.figure(out)
+    rows = []
+    feature_map = partial(features.positive, kernel="gaussian")
+    sizes = (16, 32, 64, 128, 256)
+    for name in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf"):
+        row: dict = {"coupling": name}
+        means = []
+        for m in sizes:
+            errors = _gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
+            means.append(errors.mean())
+            row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(200):.4f}"
+        axis.loglog(sizes, means, marker="o", markersize=3, label=name)
+        rows.append(row)
+    axis.set(xlabel="m", ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
+    axis.legend()
+    report.save(drawn, out)
+    return report.table(rows, out)
+
+
+def matern_kernel(r: jax.Array, nu: float) -> jax.Array:
+    """The Matern kernel of lengthscale 1 at distance r, for nu = 1/2, 3/2 or 5/2."""
+    s = jnp.sqrt(2 * nu) * r
+    polynomial = {0.5: 1.0, 1.5: 1 + s, 2.5: 1 + s + s**2 / 3}[nu]
+    return polynomial * jnp.exp(-s)
+
+
+def figure_12(out: Path) -> str:
+    """Gram matrices of Matern kernels, random Fourier features under another radial law."""
+    d = 8
+    x = jax.random.normal(jax.random.key(12), (64, d)) / d**0.5
+    distances = jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, axis=-1))
+    sizes = (8, 16, 32, 64, 128)
+    drawn, axes = report.figure(out, columns=3)
+    rows = []
+    for axis, nu in zip(axes, (0.5, 1.5, 2.5), strict=True):
+        quantile = norms.matern(nu)
+        for name, draw_directions, draw_norms in [
+            ("iid", directions.independent, norms.independent),
+            ("orf", directions.orthogonal, norms.independent),
+            ("pnc", directions.orthogonal, norms.pairwise),
+        ]:
+            coupling = couplings.blocks(draw_directions, partial(draw_norms, quantile=quantile))
+            row: dict = {"nu": nu, "coupling": name}
+            means = []
+            for m in sizes:
+                exact = matern_kernel(distances, nu)
+                errors = _gram_errors(coupling, x, exact, m, 500, features.trigonometric)
+                means.append(errors.mean())
+                row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(500):.4f}"
+            axis.loglog(sizes, means, marker="o", markersize=3, label=name)
+            rows.append(row)
+        axis.set(xlabel="m", ylabel="relative Frobenius error", title=f"VRC Fig. 12: nu = {nu}")
+        axis.legend()
+    report.save(drawn, out)
+    return report.table(rows, out)
+
+
+FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "12": figure_12}
+
+
+def main(_: list[str]) -> None:
+    """Draws the figures asked for."""
+    unknown = [name for name in _FIGURES.value if name not in FIGURES]
+    if unknown:
+        raise app.UsageError(f"unknown figures {unknown}; choices: {', '.join(FIGURES)}")
+    for name in _FIGURES.value:
+        print(f"Figure {name}\n\n{FIGURES[name](Path(_OUT.value) / f'figure_{name}')}", flush=True)
+
+
+if __name__ == "__main__":
+    _OUT = flags.DEFINE_string("out", "results/conformity", "folder for tables and figures")
+    _FIGURES = flags.DEFINE_list("figures", list(FIGURES), "which figures")
+    app.run(main)

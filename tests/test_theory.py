@@ -1,0 +1,159 @@
+"""Closed forms against SciPy, against each other and against simulation."""
+
+import numpy as np
+import pytest
+from scipy import integrate, special, stats
+
+from performer import couplings, testing, theory
+
+V = np.array([0.0, 0.1, 1.0, 3.0])
+BASES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
+NAMES = [base + suffix for base in BASES for suffix in ("", "-antithetic")]
+
+
+@pytest.mark.parametrize("d", [2, 5, 64, 1024])
+def test_orf_is_simrf_eq_23(d):
+    want = special.hyp1f1(d, d / 2, V**2 / 2)
+    np.testing.assert_allclose(theory.conformity("orf", V, d, 2), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("d", [2, 3, 6, 20])
+def test_simrf_is_simrf_eq_24(d):
+    """The double sum as printed."""
+    v = np.array([0.3, 1.0, 2.0])
+    total = np.zeros(3)
+    for k in range(80):
+        inner = sum(
+            (-1 / (d - 1)) ** p
+            * np.exp(special.gammaln((d + p) / 2) - special.gammaln((d + p + 1) / 2))
+            * np.exp(-special.gammaln(k - p + 1) - special.gammaln(p + 1))
+            for p in range(k + 1)
+        )
+        total += (
+            np.exp(special.gammaln(k + d) - special.gammaln(k + d / 2)) * (v**2 / 2) ** k * inner
+        )
+    total *= np.sqrt(np.pi) / special.gamma(d / 2) / 2 ** (d - 1)
+    np.testing.assert_allclose(theory.conformity("simrf", v, d, d), total, rtol=1e-9)
+
+
+@pytest.mark.parametrize("d", [3, 64])
+def test_monotone_lengths_have_closed_forms(d):
+    np.testing.assert_allclose(theory.conformity("pm", V, d, d), np.exp(V**2), rtol=1e-14)
+    want = np.exp(V**2 * (d - 2) / (d - 1))
+    np.testing.assert_allclose(theory.conformity("simplex*monotone", V, d, d), want, rtol=1e-14)
+
+
+@pytest.mark.parametrize("d", [2, 7, 64])
+def test_a_negatively_coupled_pair_by_adaptive_quadrature(d):
+    """Over u in (0, 1) instead of over the normal score, with SciPy's own 0F1."""
+    law = stats.chi(d)
+    for v in (0.5, 2.0):
+
+        def integrand(u, v=v):
+            return special.hyp0f1(d / 2, v**2 * (law.ppf(u) ** 2 + law.isf(u) ** 2) / 4)
+
+        want, _ = integrate.quad(integrand, 0, 0.5, epsabs=1e-12, epsrel=1e-12, limit=200)
+        np.testing.assert_allclose(theory.conformity("pnc", v, d, 2), 2 * want, rtol=1e-9)
+
+
+def test_pairs_of_truncated_blocks_are_counted():
+    """d = 3, m = 7: blocks of 3, 3 and 1 rows; 12 ordered pairs within, 4 of them coupled."""
+    pair, orf = (theory.conformity(n, 1.0, 3, 2) for n in ("pnc", "orf"))
+    want = (4 * pair + 8 * orf + 30 * np.e) / 42
+    assert theory.conformity("pnc", 1.0, 3, 7) == pytest.approx(want, rel=1e-12)
+
+
+def test_order_at_small_v():
+    values = [theory.conformity(name, 0.5, 8, 8) for name in ("simrf", "pnc", "orf", "iid")]
+    assert values == sorted(values)
+    assert theory.conformity("pm", 0.5, 8, 8) == theory.conformity("iid", 0.5, 8, 8)
+
+
+@pytest.mark.parametrize("m", [6, 10])
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_agree_with_simulation(name, m):
+    """Both kernels and both feature maps, in float64 NumPy; 24 x 4 tests at 5 standard errors."""
+    d, draws = 5, 20_000
+    x, y = testing.general_points(d)
+    W = testing.draw(couplings.get(name), m, d, draws, seed=11)
+    squares = x @ x + y @ y
+    exact = {"gaussian": np.exp(-np.sum((x - y) ** 2) / 2), "softmax": np.exp(x @ y)}
+    cosines = np.cos(W @ (x - y)).mean(axis=-1)
+    estimates = {
+        ("gaussian", "positive"): np.exp(W @ (x + y) - squares).mean(axis=-1),
+        ("softmax", "positive"): np.exp(W @ (x + y) - squares / 2).mean(axis=-1),
+        ("gaussian", "trigonometric"): cosines,
+        ("softmax", "trigonometric"): cosines * np.exp(squares / 2),
+    }
+    for (kernel, features), estimate in estimates.items():
+        measured = (estimate - exact[kernel]) ** 2
+        want = theory.kernel_mse(name, x, y, m, kernel=kernel, features=features)
+        error = measured.std() / np.sqrt(draws)
+        assert abs(measured.mean() - want) < 5 * error, (kernel, features)
+
+
+@pytest.mark.parametrize("features", ["positive", "trigonometric"])
+def test_orthogonality_gap(features):
+    """SimRF Eq. 25 with 2^k k! and Eq. 26, as series, for m <= d."""
+    d, m = 6, 4
+    x, y = testing.general_points(d)
+    t = np.sum((x + y) ** 2) if features == "positive" else -np.sum((x - y) ** 2)
+    k = np.arange(60)
+    terms = np.exp(special.gammaln(k + d) - special.gammaln(k + d / 2) - special.gammaln(k + 1))
+    series = np.sum(terms * (t / 2) ** k) * special.gamma(d / 2) / special.gamma(d)
+    prefactor = np.exp(-2 * (x @ x + y @ y)) if features == "positive" else 1.0
+    want = prefactor * (m - 1) / m * (np.exp(t) - series)
+    assert theory.orthogonality_gap(x, y, m, features=features) == pytest.approx(want, rel=1e-9)
+    assert want > 0
+
+
+@pytest.mark.parametrize("d", [2, 6, 64])
+@pytest.mark.parametrize("name", ["iid", "orf", "simrf"])
+def test_pair_lengths(name, d):
+    """The density integrates to 1, and the mean of 0F1 under it is the conformity."""
+    r = np.linspace(1e-6, 6 * np.sqrt(2 * d) + 12, 40_001)
+    pdf = theory.pair_length_pdf(name, r, d)
+    assert integrate.simpson(pdf, x=r) == pytest.approx(1, abs=1e-5)
+    if d > 2:  # at d = 2 the simplex pair's density is infinite at 0
+        rho = integrate.simpson(pdf * special.hyp0f1(d / 2, r**2 / 4), x=r)
+        assert rho == pytest.approx(float(theory.conformity(name, 1.0, d, 2)), rel=1e-6)
+
+
+def test_transport_cost_averages_to_the_conformity():
+    d = 4
+    lengths = stats.chi(d).rvs(size=(100_000, 2), random_state=0)
+    costs = theory.transport_cost(lengths, 1.0, d)
+    want = 2 * theory.conformity("orf", 1.0, d, 2)
+    assert abs(costs.mean() - want) < 5 * costs.std() / np.sqrt(100_000)
+
+
+def test_broadcasting():
+    x = np.random.default_rng(0).standard_normal((3, 1, 5)) / 3
+    y = np.random.default_rng(1).standard_normal((4, 5)) / 3
+    errors = theory.kernel_mse("pnc", x, y, 7)
+    assert errors.shape == (3, 4)
+    assert errors[2, 1] == pytest.approx(float(theory.kernel_mse("pnc", x[2, 0], y[1], 7)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.conformity("sorf", 1.0, 4, 4), "unknown coupling with theory 'sorf'"),
+        (lambda: theory.conformity("orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
+        (
+            lambda: theory.conformity("orf-antithetic", 1.0, 4, 5),
+            "even number of features, got m = 5",
+        ),
+        (lambda: theory.conformity("simrf", 1.0, 1, 4), "d >= 2, got d = 1"),
+        (lambda: theory.pair_length_pdf.__wrapped__("pm", 1.0, 4), "unknown coupling 'pm'"),
+        (
+            lambda: theory.kernel_mse.__wrapped__(
+                "orf", np.ones(3), np.ones(3), 4, kernel="cosine"
+            ),
+            "unknown kernel 'cosine'",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
