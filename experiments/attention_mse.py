@@ -61,5 +61,5 @@ if __name__ == "__main__":
     _COUPLINGS = flags.DEFINE_list("couplings", [], "names; all if none is given")
     _NUM_FEATURES = flags.DEFINE_integer("num_features", 128, "m", lower_bound=1)
     _SQUARED_NORM = flags.DEFINE_float("squared_norm", 1.0, "mean |q|^2 and |k|^2 after scaling")
-    _DRAWS = flags.DEFINE_integer("draws", 100, "draws of the frequencies", lower_bound=1)
+    _DRAWS = flags.DEFINE_integer("draws", 200, "draws of the frequencies", lower_bound=1)
     app.run(main)

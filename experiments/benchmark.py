@@ -47,7 +47,10 @@ def samplers() -> list[dict[str, Any]]:
             traces.append(None)
             return coupling(key, M, D)
 
-        one, many = jax.jit(draw), jax.jit(jax.vmap(partial(couplings.get(name), m=M, d=D)))
+        one, many = (
+            jax.jit(draw),
+            jax.jit(jax.vmap(lambda key, coupling=coupling: coupling(key, M, D))),
+        )
         best = best_of({"one": partial(one, keys[0]), "many": partial(many, keys)})
         for key in keys[:REPEATS]:
             one(key)
@@ -91,7 +94,8 @@ def main() -> None:
         sys.exit("usage: python -m experiments.benchmark couplings")
     device = jax.devices()[0]
     print(
-        f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()}, jax {jax.__version__}\n"
+        f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
+        f" jax {jax.__version__}\n"
     )
     out = Path("results/benchmark")
     print(report.table(samplers(), out / "samplers"))

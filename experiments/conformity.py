@@ -110,7 +110,10 @@ def figure_5(out: Path) -> str:
 
 
 def figure_6(out: Path) -> str:
-    """MSE of d = m = 64 frequencies over that of iid ones: lines from theory, dots measured."""
+    """MSE of d = m = 64 frequencies over that of iid ones: lines from theory, dots measured.
+
+    Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
+    """
     d = m = 64
     names = ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic")
     v = np.linspace(0.05, 6, 120)
@@ -123,7 +126,7 @@ def figure_6(out: Path) -> str:
         ratio = theory.kernel_mse(name, points, points, m) / iid
         (line,) = axis.plot(v, ratio, label=name)
         along = testing.draw(couplings.get(name), m, d, draws)[:, :, 0]
-        for measured_v in (0.25, 0.5, 1.0, 1.5, 2.0):
+        for measured_v in (0.25, 0.5, 1.0, 1.5):
             estimates = np.exp(along * measured_v - measured_v**2 / 2).mean(axis=-1)
             squares = (estimates - 1) ** 2
             x = measured_v / 2 * np.eye(d)[0]
@@ -182,10 +185,10 @@ def figure_7(out: Path) -> str:
             errors = _gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
             means.append(errors.mean())
             row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(200):.4f}"
-        axis.loglog(sizes, means, marker="o", markersize=3, label=name)
+        axis.plot(sizes, means, marker="o", markersize=3, label=name)
         rows.append(row)
-    axis.set(xlabel="m", ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
-    axis.legend()
+    axis.set(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
+    report.log_log(axis, sizes)
     report.save(drawn, out)
     return report.table(rows, out)
 
@@ -220,10 +223,10 @@ def figure_12(out: Path) -> str:
                 errors = _gram_errors(coupling, x, exact, m, 500, features.trigonometric)
                 means.append(errors.mean())
                 row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(500):.4f}"
-            axis.loglog(sizes, means, marker="o", markersize=3, label=name)
+            axis.plot(sizes, means, marker="o", markersize=3, label=name)
             rows.append(row)
-        axis.set(xlabel="m", ylabel="relative Frobenius error", title=f"VRC Fig. 12: nu = {nu}")
-        axis.legend()
+        axis.set(ylabel="relative Frobenius error", title=f"VRC Fig. 12: nu = {nu}")
+        report.log_log(axis, sizes)
     report.save(drawn, out)
     return report.table(rows, out)
 

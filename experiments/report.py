@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path) -> str:
@@ -29,6 +30,16 @@ def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
     """A figure with `columns` axes side by side; `save` writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
+
+
+def log_log(axis: Any, sizes: Sequence[int]) -> None:
+    """Logarithmic axes with a tick at each size and at plain decimals."""
+    axis.set(xscale="log", yscale="log", xlabel="m")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.legend()
 
 
 def save(drawn: Any, path: Path) -> None:

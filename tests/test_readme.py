@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 import performer
@@ -21,6 +22,7 @@ def test_python_runs():
     for body in blocks("python"):
         exec(body, namespace)
     assert namespace["output"].shape == (2, 197, 768)
+    assert namespace["matern"](jax.random.key(0), 6, 3).shape == (6, 3)
 
 
 def test_commands_exist():
@@ -38,13 +40,18 @@ def test_commands_exist():
 
 @pytest.mark.parametrize("name", performer.couplings.COUPLINGS)
 def test_every_coupling_is_explained(name):
-    assert README.count(f"\n| `{name}` |") == 2
+    assert f"\n| `{name}` |" in README.split("## Couplings")[1]
 
 
 def test_the_map_names_every_module():
-    for folder in ("performer", "vit"):
+    for folder in ("performer", "vit", "experiments"):
         for path in Path(folder).glob("[a-z]*.py"):
             assert re.search(rf"\b{path.stem}\b", README), path
+
+
+@pytest.mark.parametrize("name", [*performer.couplings.DIRECTIONS, *performer.couplings.NORMS])
+def test_every_part_is_named(name):
+    assert f"`{name}`" in README
 
 
 def test_ci_runs_the_commands_of_the_readme():
