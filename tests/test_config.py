@@ -97,7 +97,7 @@ def run(*flags):
         (["--config.attention.coupling=orff"], "unknown coupling 'orff'; did you mean 'orf'"),
         (["--config.data.name=mnist"], "unknown config.data.name 'mnist'"),
         (["--config.data.batch_size=5000"], "larger than the training split"),
-        (["--config.num_epochs=1"], "warmup_epochs=3.* is 66 steps, but the whole run has 22"),
+        (["--config.num_epochs=1"], "warmup_epochs=3.* is 132 steps, but the whole run has 44"),
         (["--confg.seed=1"], "confg.seed"),
     ],
 )
