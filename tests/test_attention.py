@@ -62,9 +62,15 @@ def test_is_two_softmax_attentions_through_landmarks():
     np.testing.assert_allclose(performer_attention(query, key, value, frequencies), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", performer.couplings.names())
+CONVERGENT = [name for name in performer.couplings.names() if not name.startswith("fixed")]
+
+
+@pytest.mark.parametrize("name", CONVERGENT)
 def test_converges_to_softmax(name):
-    """The error falls as 1/sqrt(m): at m = 16384 below 5%, and 4 times lower than at 256."""
+    """At m = 16384 the error is below 5%, and less than half of that at m = 256.
+
+    With fixed lengths the kernel is biased, and attention does not converge: see below.
+    """
     query, key, value, _ = inputs(0.5)
     want = oracles.softmax_attention(*as64(query, key, value))
 
@@ -75,6 +81,20 @@ def test_converges_to_softmax(name):
 
     assert error(16384) < 0.05
     assert error(16384) < error(256) / 2
+
+
+def test_fixed_lengths_have_a_floor():
+    """The bias that norms.fixed states: 64 times the features do not halve the error."""
+    query, key, value, _ = inputs(0.5)
+    want = oracles.softmax_attention(*as64(query, key, value))
+    coupling = performer.couplings.get("fixed-antithetic")
+
+    def error(m):
+        return np.linalg.norm(
+            performer_attention(query, key, value, coupling(jax.random.key(1), m, H)) - want
+        )
+
+    assert error(16384) > error(256) / 2
 
 
 def test_rows_sum_to_one_and_are_not_negative():

@@ -79,7 +79,7 @@ def test_performer_with_many_features_is_the_softmax_twin():
     """Trained heads are not zero: give the head weights, then compare the logits."""
     outputs = []
     for attention in (
-        config.Attention(coupling="orf-antithetic", num_features=8192),
+        config.Attention(coupling="orf-antithetic", num_features=32768),
         config.Attention(kind="softmax"),
     ):
         model = vit(attention=attention)
