@@ -14,7 +14,7 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[vit,experiments]' --group dev
 	@touch $@
 
-demo: install  ## train a small Performer-ViT on scikit-learn's digits: about a minute on two cores
+demo: install  ## train a small Performer-ViT on scikit-learn's digits: two minutes on two cores, installation included
 	$(BIN)/python -m vit.train --config=experiments/configs/digits.py --workdir=runs/demo
 
 test: install  ## the test suite without the long statistical runs
