@@ -1,27 +1,53 @@
 """Feature maps x -> phi(x; W): random features whose dot products estimate a kernel.
 
-`positive` features are FAVOR+'s, also called random Laplace features; `trigonometric` ones are
-random Fourier features.
+`positive` features are FAVOR+'s, also called random Laplace features; `hyperbolic` ones are the
+same for W and -W together; `trigonometric` ones are random Fourier features. `relu` and `elu` make
+other kernels than softmax ("generalised attention").
 
-Sources: Rahimi and Recht 2007; Choromanski et al. 2021 (positive, softmax form). SimRF Eq. 7 and
-VRC Eq. 4 print the Gaussian form of the positive features.
+Every map is written once, in `SPLITS`, as factor * exp(exponent): attention computes with the two
+apart, so that nothing overflows.
+
+Sources: Rahimi and Recht 2007 (trigonometric); Choromanski et al. 2021 (positive and hyperbolic,
+softmax form, Lemma 1; relu, Sec. 3.1); Katharopoulos et al. 2020 (elu). SimRF Eq. 7 and VRC Eq. 4
+print the Gaussian form of the positive features.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from performer.choices import unknown
 
-_SQUARED_NORM_FACTOR = {"softmax": 0.5, "gaussian": 1.0}
+Inputs = Float[Array, "*b d"] | Int[Array, "*b d"]
+Kernel = Literal["softmax", "gaussian"]
+Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
+
+
+def _both_signs(projections: Array) -> Array:
+    return jnp.concatenate([projections, -projections], axis=-1)
+
+
+# (W x, |x|^2 / 2) -> (exponent, factor); an exponent of width 1 is that of all features, a factor
+# of None is 1. The first three estimate exp(x.y).
+SPLITS: dict[str, Callable[[Array, Array], Split]] = {
+    "positive": lambda p, half: (p - half, None),
+    "hyperbolic": lambda p, half: (_both_signs(p) - half, None),
+    "trigonometric": lambda p, half: (half, jnp.concatenate([jnp.sin(p), jnp.cos(p)], axis=-1)),
+    "relu": lambda p, half: (jnp.zeros_like(half), jax.nn.relu(p)),
+    "elu+1": lambda p, half: (jnp.zeros_like(half), jax.nn.elu(p) + 1),
+}
+SOFTMAX = ("positive", "hyperbolic", "trigonometric")
+TWO_FOR_EACH = ("hyperbolic", "trigonometric")
 
 
 def positive(
-    x: Float[Array, "*b d"] | Int[Array, "*b d"],
+    x: Inputs,
     W: Float[Array, "m d"],
     *,
-    kernel: Literal["softmax", "gaussian"] = "softmax",
+    kernel: Kernel = "softmax",
     weights: Float[Array, " m"] | None = None,
 ) -> Float[Array, "*b m"]:
     """Positive random features: phi(x).phi(y) is an unbiased estimate of the kernel.
@@ -43,14 +69,29 @@ def positive(
     Raises:
         ValueError: for an unknown kernel, or when the widths of `x` and `W` differ.
     """
-    log_features = log_positive(x, W, kernel=kernel)
-    if weights is None:
-        return jnp.exp(log_features) / jnp.sqrt(W.shape[0])
-    return jnp.exp(log_features) * jnp.sqrt(weights)
+    return _features("positive", x, W, kernel, weights)
+
+
+def hyperbolic(
+    x: Inputs,
+    W: Float[Array, "m d"],
+    *,
+    kernel: Kernel = "softmax",
+    weights: Float[Array, " m"] | None = None,
+) -> Float[Array, "*b two_m"]:
+    """Positive features of [W, -W], in that order, from the projections on W alone.
+
+    The same features as those of an antithetic coupling with 2m rows, for half the projections
+    (Choromanski et al. 2021, the hyperbolic cosine of Lemma 1). phi has 2m entries with
+    a_i = 1 / (2m); `weights` (m,) are those of a frequency and shared equally by its two signs.
+
+    Args, Returns and Raises as for `positive`, with 2m features.
+    """
+    return _features("hyperbolic", x, W, kernel, weights)
 
 
 def trigonometric(
-    x: Float[Array, "*b d"] | Int[Array, "*b d"],
+    x: Inputs,
     W: Float[Array, "m d"],
     *,
     kernel: Literal["gaussian", "softmax"] = "gaussian",
@@ -69,34 +110,52 @@ def trigonometric(
     Returns:
         Features (..., 2m), float32 (float64 for float64 inputs).
     """
-    projections, squared_norm = _project(x, W, kernel)
-    features = jnp.concatenate([jnp.sin(projections), jnp.cos(projections)], axis=-1)
-    if kernel == "softmax":
-        features = features * jnp.exp(squared_norm / 2)
-    if weights is None:
-        return features / jnp.sqrt(W.shape[0])
-    return features * jnp.sqrt(jnp.tile(weights, 2))
+    return _features("trigonometric", x, W, kernel, weights)
 
 
-def log_positive(
-    x: Float[Array, "*b d"] | Int[Array, "*b d"],
-    W: Float[Array, "m d"],
-    *,
-    kernel: Literal["softmax", "gaussian"] = "softmax",
+def relu(
+    x: Inputs, W: Float[Array, "m d"], *, weights: Float[Array, " m"] | None = None
 ) -> Float[Array, "*b m"]:
-    """The exponents of `positive`: w_i.x - |x|^2 / 2 (softmax) or w_i.x - |x|^2 (gaussian)."""
-    projections, squared_norm = _project(x, W, kernel)
-    return projections - _SQUARED_NORM_FACTOR[kernel] * squared_norm
+    """phi(x)_i = sqrt(a_i) max(w_i.x, 0): an estimate of the arc-cosine kernel of order 1.
+
+    k(x, y) = |x| |y| (sin t + (pi - t) cos t) / (2 pi) with t the angle between x and y (Cho and
+    Saul 2009, whose kernel is twice this one). Args, Returns and Raises as for `positive`.
+    """
+    return _features("relu", x, W, "softmax", weights)
+
+
+def elu(
+    x: Inputs, W: Float[Array, "m d"], *, weights: Float[Array, " m"] | None = None
+) -> Float[Array, "*b m"]:
+    """phi(x)_i = sqrt(a_i) (elu(w_i.x) + 1), always positive.
+
+    With W = I these are, up to the factor, the features of linear attention (Katharopoulos et al.
+    2020, Eq. 7). Args, Returns and Raises as for `positive`.
+    """
+    return _features("elu+1", x, W, "softmax", weights)
+
+
+def _features(name: str, x: Array, W: Array, kernel: str, weights: Array | None) -> Array:
+    projections, half = _project(x, W, kernel)
+    exponent, factor = SPLITS[name](projections, half)
+    if kernel == "gaussian":  # exp(-|x - y|^2 / 2) = exp(x.y) exp(-|x|^2 / 2) exp(-|y|^2 / 2)
+        exponent = exponent - half
+    values = jnp.exp(exponent) if factor is None else jnp.exp(exponent) * factor
+    if weights is None:
+        weights = jnp.full(W.shape[0], 1 / W.shape[0])
+    if name == "hyperbolic":
+        weights = weights / 2
+    return values * jnp.sqrt(jnp.tile(weights, 2) if name in TWO_FOR_EACH else weights)
 
 
 def _project(
     x: Array, W: Float[Array, "m d"], kernel: str
 ) -> tuple[Float[Array, "*b m"], Float[Array, "*b 1"]]:
-    """W x and |x|^2, in float32 or wider."""
-    if kernel not in _SQUARED_NORM_FACTOR:
-        raise ValueError(unknown("kernel", kernel, _SQUARED_NORM_FACTOR))
+    """W x and |x|^2 / 2, in float32 or wider."""
+    if kernel not in ("softmax", "gaussian"):
+        raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, W.dtype), jnp.float32)
     x, W = x.astype(dtype), W.astype(dtype)
-    return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True)
+    return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

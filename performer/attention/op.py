@@ -1,0 +1,493 @@
+"""`performer_attention`: shapes, masks and layout around the sums of `state` and `sweep`."""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from performer import features
+from performer.attention import state as states
+from performer.attention.state import State
+from performer.attention.sweep import Rows, merge, sweep
+from performer.choices import unknown
+
+CHUNK = {"cpu": 64}
+"""Tokens of a causal chunk, by platform; 128 on the others."""
+BLOCK_ROWS = {"cpu": 3072}
+"""Tokens x batch x heads whose features exist at a time, by platform; 2^17 on the others."""
+
+
+class Options(NamedTuple):
+    """What is static in a call."""
+
+    feature_map: str
+    google: bool
+    scale: float
+    is_causal: bool
+    chunk: int
+    block: int
+
+
+def performer_attention(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k v"],
+    frequencies: Float[Array, "*n m h"],
+    *,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    bias: None = None,
+    shift: Float[Array, "*k h"] | None = None,
+    weights: Float[Array, "*n m"] | None = None,
+    feature_map: Literal["positive", "hyperbolic", "trigonometric", "relu", "elu+1"] = "positive",
+    stabilizer: Literal["exact", "google"] = "exact",
+    implementation: Literal["direct", "blocked"] | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State]:
+    """FAVOR+ attention: an estimate of softmax(scale q k^T) v in O((t + s) m) time.
+
+    The shapes are those of `jax.nn.dot_product_attention`. As m grows the result converges to it
+    (for the first three feature maps); with non-negative features the rows of the estimated
+    attention matrix are non-negative and sum to 1 for any m. The memory grows with t + s, never
+    with (t + s) m, in the backward pass too: features are computed again there. Gradients of any
+    order, forward mode, `vmap`, `jax.checkpoint` and `scan` work.
+
+    Args:
+        query: (b, t, n, h) or (t, n, h); float32, bfloat16 or float16, like `key` and `value`.
+        key: (b, s, k, h) or (s, k, h), where n is a multiple of k: each key head serves n / k
+            consecutive query heads (grouped, or multi-query attention).
+        value: (b, s, k, v) or (s, k, v).
+        frequencies: (m, h), shared by the heads; (k, m, h), one draw for each key head; or
+            (n, m, h), one for each query head, which makes grouped heads cost as much as n key
+            heads. Rows are N(0, I_h): the draw of a coupling.
+        mask: which keys exist, True or non-zero where they do; anything that broadcasts to
+            (b, 1, 1, s). A masked key leaves the numerator, the normaliser and the maximum, and a
+            query without any key returns 0.
+        is_causal: query i sees the keys up to i; nothing of an output changes, bit for bit, when
+            later keys do.
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        key_value_seq_lengths: (b,), only the first so many keys exist.
+        segment_ids: packed sequences: a query sees only the keys with its own number. Integers
+            (b, t) in any order, or a pair (b, t), (b, s) for cross attention.
+        bias: linear attention has no place for one; anything but None is an error that says so.
+        shift: (h,) or (k, h), subtracted from every key of the head before the scale. Softmax
+            attention does not change; the variance of its estimate does.
+        weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
+            frequency j count that many times in the kernel (importance sampling).
+        feature_map: see `performer.features`. `hyperbolic` is the antithetic pair [W, -W] for half
+            the projections; `trigonometric` rows may be negative and their sums vanish; `relu` and
+            `elu+1` are kernels of their own, applied to W q and W k (frequencies `jnp.eye(h)` and
+            scale 1 give linear attention, Katharopoulos et al. 2020).
+        stabilizer: "exact" adds nothing. "google" is for replication: positive features with the
+            maximum over all keys and features of a batch entry and head, and an epsilon of 1e-6
+            added to every feature, as in the public code of Choromanski et al. 2021; it is biased,
+            and causal attention then looks into the future through the maximum.
+        implementation: None chooses. "direct" holds the features of all tokens at once, and all of
+            the kernel matrix if causal; "blocked" works block by block.
+        initial_state: the state of keys that came before, from `return_state`.
+        return_state: also return the state after all keys, for the next call.
+
+    Returns:
+        (b, t, n, v) or (t, n, v), in the dtype of `value`; with `return_state`, a pair of it and
+        the state. Logits, maxima, normaliser and state are float32 whatever the inputs are; with
+        bfloat16 values the large products take bfloat16 operands and add in float32.
+
+    Raises:
+        ValueError: when shapes do not fit together, for a name that is not on its list, or for what
+            linear attention cannot honour: a bias, or a mask that depends on the query or the head.
+            The message names the value and the fix.
+
+    Example:
+        >>> frequencies = performer.couplings.get("pm")(jax.random.key(0), 128, 64)
+        >>> output = performer_attention(query, key, value, frequencies)
+
+        Streaming, with a state whose size does not depend on the length:
+
+        >>> out, state = performer_attention(q, k, v, w, is_causal=True, return_state=True)
+        >>> out, state = performer_attention(
+        ...     next_q, next_k, next_v, w, is_causal=True, initial_state=state, return_state=True
+        ... )
+    """
+    if bias is not None:
+        raise ValueError(
+            "linear attention cannot add a bias to q.k; use exact attention"
+            " (jax.nn.dot_product_attention)"
+        )
+    if feature_map not in features.SPLITS:
+        raise ValueError(unknown("feature map", feature_map, features.SPLITS))
+    if stabilizer not in ("exact", "google"):
+        raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
+    if implementation not in (None, "direct", "blocked"):
+        raise ValueError(unknown("implementation", implementation, ("direct", "blocked")))
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value, initial_state = jax.tree.map(
+            lambda x: x[None], (query, key, value, initial_state)
+        )
+    _check_shapes(query, key, value, frequencies, shift, weights)
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    num_features = frequencies.shape[-2] * (2 if feature_map in features.TWO_FOR_EACH else 1)
+    streaming = initial_state is not None or return_state
+    _check_combinations(
+        query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
+    )
+    _check_state(initial_state, query, key, value, frequencies, num_features)
+    output, state = _attention(
+        query,
+        key,
+        value,
+        frequencies,
+        _key_mask(mask, key_value_seq_lengths, key),
+        _segments(segment_ids, query, key),
+        shift,
+        weights,
+        initial_state,
+        Options(
+            feature_map,
+            stabilizer == "google",
+            scale,
+            is_causal,
+            *_block_sizes(implementation, query, key, num_features),
+        ),
+    )
+    if unbatched:
+        output, state = jax.tree.map(lambda x: x[0], (output, state))
+    return (output, state) if return_state else output
+
+
+def attention_weights(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    frequencies: Float[Array, "*n m h"],
+    **options,
+) -> Float[Array, "*b n t s"]:
+    """The estimated attention matrix itself, to look at: `performer_attention` of unit values.
+
+    Takes (t, s) memory and time for every head. `options` are those of `performer_attention`;
+    arguments, shapes and errors are the same.
+    """
+    unit = jnp.eye(key.shape[-3])[:, None]
+    value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
+    return jnp.moveaxis(performer_attention(query, key, value, frequencies, **options), -2, -3)
+
+
+@partial(jax.jit, static_argnames="options")
+def _attention(
+    query, key, value, frequencies, mask, segments, shift, weights, initial, options: Options
+):
+    dtype = value.dtype
+    query, key, value, maps = _heads_first(
+        query, key, value, frequencies, mask, shift, weights, options
+    )
+    k, b, g, t, h = query.shape
+    if initial is None:
+        width = jax.eval_shape(maps[1], key)
+        shape = np.broadcast_shapes(*(x.shape for x in width if x is not None))
+        initial = states.empty((k, b, shape[-1]), value.shape[-1])
+    else:
+        initial = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
+    sizes = dict(chunk=options.chunk, block=options.block)
+    if segments is not None:
+        output = _packed(maps, query, key, value, mask, segments, initial, options)
+        state = initial
+    elif options.is_causal and t > 1:
+        key, value, mask = _cut_keys(key, value, mask, t)
+        rows, state = sweep(*maps, query, key, value, mask, None, initial, **sizes)
+        output = states.ratio(rows.numerator, rows.denominator)
+    else:
+        if options.is_causal:
+            key, value, mask = _cut_keys(key, value, mask, t)
+        state = states.combine(initial, states.summarise(maps[1], key, value, mask, options.block))
+        output = states.attend(
+            maps[0],
+            query.reshape(k, b, g * t, h),
+            state,
+            states.operand_dtype(value),
+            options.block,
+        )
+    output = output.reshape(k, b, g, t, -1).transpose(1, 3, 0, 2, 4).reshape(b, t, k * g, -1)
+    return output.astype(dtype), jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+
+
+def _heads_first(query, key, value, frequencies, mask, shift, weights, options: Options):
+    """(k, b, g, t, h), (k, b, s, h), (k, b, s, v) and the feature maps of queries and keys."""
+    b, t, n, h = query.shape
+    if shift is not None:
+        key = (key - shift).astype(key.dtype)
+    if frequencies.ndim == 3 and frequencies.shape[0] == n:
+        key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
+    k = key.shape[2]
+    query = query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4)
+    key, value = (x.transpose(2, 0, 1, 3) for x in (key, value))
+    # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
+    frequencies = (frequencies * options.scale**0.5).astype(query.dtype)
+    split = features.SPLITS[options.feature_map]
+
+    def project(x):
+        equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
+        return states.dot(equation, x, frequencies, x.dtype)
+
+    def half_norm(x):
+        return options.scale / 2 * jnp.sum(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
+
+    def query_map(x):
+        projections = project(x)
+        if options.google:
+            return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
+        # The queries' |q|^2 / 2 cancels.
+        return split(projections, jnp.zeros((*x.shape[:-1], 1)))
+
+    offset = None
+    if options.google:
+        projections = project(key)
+        if mask is not None:
+            projections = jnp.where(mask[..., None], projections, -jnp.inf)
+        offset = states.finite(jnp.max(projections, axis=(-1, -2)))
+
+    def key_map(x):
+        projections = project(x)
+        if offset is None:
+            out = split(projections, half_norm(x))
+        else:
+            out = _google(
+                projections, half_norm(x), offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
+            )
+        return out if weights is None else _weighted(out, weights, options.feature_map)
+
+    return query, key, value, (query_map, key_map)
+
+
+def _google(projections: Array, half_norm: Array, maximum: Array) -> states.Split:
+    """exp(. - maximum) + 1e-6, as the public code of Choromanski et al. 2021 has it."""
+    return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
+
+
+def _weighted(split: states.Split, weights: Array, feature_map: str) -> states.Split:
+    """The features of keys times `weights`, (m,) or (k, m)."""
+    if feature_map in features.TWO_FOR_EACH:
+        weights = jnp.concatenate([weights, weights], axis=-1)
+    exponent, factor = split
+    if weights.ndim == 2:
+        ones = [1] * (max(x.ndim for x in split if x is not None) - 2)
+        weights = weights.reshape(weights.shape[0], *ones, weights.shape[1])
+    if factor is not None:
+        return exponent, factor * weights
+    positive = weights > 0
+    return jnp.where(
+        positive, exponent + jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf
+    ), None
+
+
+def _cut_keys(key, value, mask, t: int):
+    """As many keys as queries: later ones are in the future of all, missing ones masked."""
+    missing = t - key.shape[2]
+    if missing > 0:
+        mask = jnp.ones((key.shape[1], key.shape[2]), bool) if mask is None else mask
+        key, value = (jnp.pad(x, [(0, 0)] * 2 + [(0, missing), (0, 0)]) for x in (key, value))
+        mask = jnp.pad(mask, [(0, 0), (0, missing)])
+    return key[:, :, :t], value[:, :, :t], None if mask is None else mask[:, :t]
+
+
+def _packed(maps, query, key, value, mask, segments, initial, options: Options):
+    """Attention within segments: tokens are sorted by segment, then swept forth (and back)."""
+    ids, key_ids = segments
+    t, s = query.shape[3], key.shape[2]
+    if key_ids is not None:
+        # Queries and keys in one sequence: the key of a query is masked, the query of a key cut.
+        query = jnp.pad(query, [(0, 0)] * 3 + [(0, s), (0, 0)])
+        key, value = (jnp.pad(x, [(0, 0)] * 2 + [(t, 0), (0, 0)]) for x in (key, value))
+        mask = jnp.ones(key_ids.shape, bool) if mask is None else mask
+        mask = jnp.pad(mask, [(0, 0), (t, 0)])
+        ids = jnp.concatenate([ids, key_ids], axis=1)
+    order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
+    ids = jnp.take_along_axis(ids, order, axis=1)
+    mask = None if mask is None else jnp.take_along_axis(mask, order, axis=1)
+    query, key, value = (_take(x, order) for x in (query, key, value))
+    # Whole chunks, for both sweeps to have the same ones.
+    length = order.shape[1]
+    padding = -length % min(options.chunk, length)
+    if padding:
+        mask = jnp.ones(ids.shape, bool) if mask is None else mask
+        mask = jnp.pad(mask, [(0, 0), (0, padding)])
+        ids = jnp.pad(ids, [(0, 0), (0, padding)], mode="edge")
+        query, key, value = (
+            jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)])
+            for x in (query, key, value)
+        )
+    sizes = dict(chunk=options.chunk, block=options.block)
+    if options.is_causal:
+        rows, _ = sweep(*maps, query, key, value, mask, ids, initial, **sizes)
+    else:
+        rows, _ = sweep(*maps, query, key, value, mask, ids, initial, window="all", **sizes)
+        back = [jnp.flip(x, axis=-2) for x in (query, key, value)]
+        back += [None if x is None else jnp.flip(x, axis=-1) for x in (mask, ids)]
+        later, _ = sweep(*maps, *back, initial, window="none", **sizes)
+        later = Rows(*(jnp.flip(x, axis=3) for x in later))
+        rows = merge(rows, later)
+    output = states.ratio(rows.numerator, rows.denominator)
+    return _take(output, jnp.argsort(order, axis=1)[:, :t])
+
+
+def _take(x: Array, order: Array) -> Array:
+    """Tokens of (k, b, ..., t, w) in the order (b, t)."""
+    index = order.reshape(1, order.shape[0], *[1] * (x.ndim - 4), order.shape[1], 1)
+    return jnp.take_along_axis(x, index, axis=-2)
+
+
+def _block_sizes(
+    implementation: str | None, query: Array, key: Array, num_features: int
+) -> tuple[int, int]:
+    """Tokens of a chunk and of a block."""
+    if implementation == "direct":
+        return 2 * (query.shape[1] + key.shape[1]), 2 * (query.shape[1] + key.shape[1])
+    platform = jax.default_backend()
+    rows = BLOCK_ROWS.get(platform, 2**17)
+    chunk = CHUNK.get(platform, 128)
+    # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
+    # themselves if a block has at least m tokens.
+    return chunk, max(chunk, num_features, rows // (key.shape[0] * key.shape[2]))
+
+
+def _key_mask(
+    mask: ArrayLike | None, lengths: ArrayLike | None, key: Array
+) -> Bool[Array, "b s"] | None:
+    b, s = key.shape[:2]
+    keys = None
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        shape = (1,) * (4 - mask.ndim) + mask.shape
+        if (
+            len(shape) != 4
+            or shape[1:3] != (1, 1)
+            or shape[0] not in (1, b)
+            or shape[3] not in (1, s)
+        ):
+            raise ValueError(
+                f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
+                f" shape that broadcasts to (batch, 1, 1, keys) = ({b}, 1, 1, {s}). For a causal"
+                " mask pass is_causal=True, for packed sequences segment_ids; for any other mask"
+                " that differs between queries or heads use exact attention"
+                " (jax.nn.dot_product_attention)"
+            )
+        if _known(mask) and jnp.issubdtype(mask.dtype, jnp.floating) and bool(jnp.any(mask < 0)):
+            raise ValueError(
+                f"mask has the negative value {float(jnp.min(mask))}, as a mask that is added to"
+                " the logits has; pass 1 (or True) where a key exists and 0 where it does not"
+            )
+        keys = jnp.broadcast_to(mask.reshape(shape)[:, 0, 0] != 0, (b, s))
+    if lengths is not None:
+        lengths = jnp.asarray(lengths)
+        if lengths.shape not in ((b,), ()):
+            raise ValueError(
+                f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each of"
+                f" the {b} batch entries, ({b},)"
+            )
+        exists = jnp.arange(s) < jnp.broadcast_to(lengths, (b,))[:, None]
+        keys = exists if keys is None else keys & exists
+    return keys
+
+
+def _segments(segment_ids, query: Array, key: Array):
+    """(query ids, key ids); no key ids for self attention."""
+    if segment_ids is None:
+        return None
+    (b, t), s = query.shape[:2], key.shape[1]
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    shown = [np.shape(x) for x in pair]
+    query_ids, key_ids = (jnp.asarray(x).reshape(-1, np.shape(x)[-1]) for x in pair)
+    if query_ids.shape != (b, t) or key_ids.shape != (b, s):
+        raise ValueError(
+            f"segment_ids have shapes {shown}; expected (batch, queries) = ({b}, {t}) and"
+            f" (batch, keys) = ({b}, {s}), as a pair if the two differ"
+        )
+    return query_ids, None if pair[0] is pair[1] else key_ids
+
+
+def _known(x) -> bool:
+    return not isinstance(x, jax.core.Tracer)
+
+
+def _check_shapes(query, key, value, frequencies, shift, weights) -> None:
+    (b, _, n, h), k = query.shape, key.shape[2]
+    if key.shape[0] != b or key.shape[3] != h or k == 0 or n % k:
+        raise ValueError(
+            f"query has shape {query.shape} but key has {key.shape}: batch and head_dim must be the"
+            " same, and the heads of query a multiple of those of key"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must"
+            " be the same"
+        )
+    if frequencies.shape[-1] != h:
+        raise ValueError(
+            f"frequencies have head_dim {frequencies.shape[-1]} but query and key have head_dim {h}"
+        )
+    heads = sorted({k, n})
+    if frequencies.ndim not in (2, 3) or (
+        frequencies.ndim == 3 and frequencies.shape[0] not in heads
+    ):
+        raise ValueError(
+            f"frequencies have shape {frequencies.shape}; expected (m, {h}), or"
+            f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
+            f" {' key or '.join(map(str, heads))} heads"
+        )
+    m = frequencies.shape[-2]
+    if shift is not None and shift.shape not in ((h,), (k, h)):
+        raise ValueError(f"shift has shape {shift.shape}; expected ({h},) or ({k}, {h})")
+    if weights is not None:
+        if weights.shape not in ((m,), frequencies.shape[:-1]):
+            raise ValueError(
+                f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
+                f" the frequencies, which have shape {frequencies.shape}"
+            )
+        if _known(weights) and bool(jnp.any(weights < 0)):
+            raise ValueError(f"weights must not be negative, got {float(jnp.min(weights))}")
+
+
+def _check_combinations(
+    query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
+) -> None:
+    if shift is not None and feature_map not in features.SOFTMAX:
+        raise ValueError(
+            f"shift changes attention with feature_map={feature_map!r}; only that of"
+            f" {', '.join(features.SOFTMAX)} does not depend on it"
+        )
+    if stabilizer == "google" and feature_map != "positive":
+        raise ValueError(f"stabilizer='google' is for feature_map='positive', not {feature_map!r}")
+    if stabilizer == "google" and streaming:
+        raise ValueError(
+            "stabilizer='google' needs the maximum over all keys at once, so it has no state; use"
+            " stabilizer='exact' for streaming"
+        )
+    if segment_ids is not None and streaming:
+        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
+    if is_causal and query.shape[1] != key.shape[1]:
+        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
+        if streaming:
+            raise ValueError(f"a causal state needs one key for each query, got {lengths}")
+        if segment_ids is not None:
+            raise ValueError(f"causal segments need one key for each query, got {lengths}")
+
+
+def _check_state(initial, query, key, value, frequencies, num_features: int) -> None:
+    if initial is None:
+        return
+    heads = query.shape[2] if frequencies.shape[:-2] == (query.shape[2],) else key.shape[2]
+    want = (key.shape[0], heads, num_features, value.shape[3])
+    if initial.numerator.shape != want or initial.maximum.shape != want[:-1]:
+        raise ValueError(
+            f"initial_state holds arrays of shape {initial.maximum.shape} and"
+            f" {initial.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
+            " calls with the same frequencies, batch and heads"
+        )
