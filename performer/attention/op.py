@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float
 
 from performer import features
 from performer.attention import state as states
-from performer.attention.state import State
-from performer.attention.sweep import Rows, merge, sweep
+from performer.attention.state import State, pad
+from performer.attention.sweep import Rows, merge, ratio, sweep
 from performer.choices import unknown
 
 CHUNK = {"cpu": 64}
@@ -185,50 +185,39 @@ def attention_weights(
 def _attention(
     query, key, value, frequencies, mask, segments, shift, weights, initial, options: Options
 ):
-    dtype = value.dtype
-    query, key, value, maps = _heads_first(
-        query, key, value, frequencies, mask, shift, weights, options
-    )
-    k, b, g, t, h = query.shape
-    if initial is None:
-        width = jax.eval_shape(maps[1], key)
-        shape = np.broadcast_shapes(*(x.shape for x in width if x is not None))
-        initial = states.empty((k, b, shape[-1]), value.shape[-1])
-    else:
-        initial = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
-    sizes = dict(chunk=options.chunk, block=options.block)
-    if segments is not None:
-        output = _packed(maps, query, key, value, mask, segments, initial, options)
-        state = initial
-    elif options.is_causal and t > 1:
-        key, value, mask = _cut_keys(key, value, mask, t)
-        rows, state = sweep(*maps, query, key, value, mask, None, initial, **sizes)
-        output = states.ratio(rows.numerator, rows.denominator)
-    else:
-        if options.is_causal:
-            key, value, mask = _cut_keys(key, value, mask, t)
-        state = states.combine(initial, states.summarise(maps[1], key, value, mask, options.block))
-        output = states.attend(
-            maps[0],
-            query.reshape(k, b, g * t, h),
-            state,
-            states.operand_dtype(value),
-            options.block,
-        )
-    output = output.reshape(k, b, g, t, -1).transpose(1, 3, 0, 2, 4).reshape(b, t, k * g, -1)
-    return output.astype(dtype), jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-
-
-def _heads_first(query, key, value, frequencies, mask, shift, weights, options: Options):
-    """(k, b, g, t, h), (k, b, s, h), (k, b, s, v) and the feature maps of queries and keys."""
-    b, t, n, h = query.shape
+    (b, t, n, h), dtype = query.shape, value.dtype
     if shift is not None:
         key = (key - shift).astype(key.dtype)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
     k = key.shape[2]
-    query = query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4)
-    key, value = (x.transpose(2, 0, 1, 3) for x in (key, value))
+    query = query.reshape(b, t, k, n // k, h)
+    maps = _feature_maps(query, key, frequencies, mask, weights, options)
+    sizes = dict(chunk=options.chunk, block=options.block)
+    if initial is None:
+        m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
+        initial = states.empty((k, b, m), value.shape[-1])
+    else:
+        initial = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
+    if segments is not None:
+        output, state = _packed(maps, query, key, value, mask, segments, initial, options), initial
+    else:
+        if options.is_causal:
+            key, value, mask = _cut_keys(key, value, mask, t)
+        if options.is_causal and t > 1:
+            tokens = (query, key, value, mask, None)
+            output, state = sweep(*maps, *tokens, initial, finish=ratio, **sizes)
+        else:
+            new = states.summarise(maps[1], key, value, mask, options.block)
+            state = states.combine(initial, new)
+            operands = states.operand_dtype(value)
+            output = states.attend(maps[0], query, state, operands, options.block)
+    output = output.reshape(b, t, n, -1).astype(dtype)
+    return output, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+
+
+def _feature_maps(query, key, frequencies, mask, weights, options: Options):
+    """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
     frequencies = (frequencies * options.scale**0.5).astype(query.dtype)
     split = features.SPLITS[options.feature_map]
@@ -249,7 +238,7 @@ def _heads_first(query, key, value, frequencies, mask, shift, weights, options: 
 
     offset = None
     if options.google:
-        projections = project(key)
+        projections = project(key.transpose(2, 0, 1, 3))
         if mask is not None:
             projections = jnp.where(mask[..., None], projections, -jnp.inf)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
@@ -264,7 +253,7 @@ def _heads_first(query, key, value, frequencies, mask, shift, weights, options: 
             )
         return out if weights is None else _weighted(out, weights, options.feature_map)
 
-    return query, key, value, (query_map, key_map)
+    return query_map, key_map
 
 
 def _google(projections: Array, half_norm: Array, maximum: Array) -> states.Split:
@@ -290,58 +279,46 @@ def _weighted(split: states.Split, weights: Array, feature_map: str) -> states.S
 
 def _cut_keys(key, value, mask, t: int):
     """As many keys as queries: later ones are in the future of all, missing ones masked."""
-    missing = t - key.shape[2]
+    missing = t - key.shape[1]
     if missing > 0:
-        mask = jnp.ones((key.shape[1], key.shape[2]), bool) if mask is None else mask
-        key, value = (jnp.pad(x, [(0, 0)] * 2 + [(0, missing), (0, 0)]) for x in (key, value))
-        mask = jnp.pad(mask, [(0, 0), (0, missing)])
-    return key[:, :, :t], value[:, :, :t], None if mask is None else mask[:, :t]
+        mask = jnp.ones(key.shape[:2], bool) if mask is None else mask
+        key, value, mask = (pad(x, 0, missing) for x in (key, value, mask))
+    return key[:, :t], value[:, :t], None if mask is None else mask[:, :t]
 
 
 def _packed(maps, query, key, value, mask, segments, initial, options: Options):
     """Attention within segments: tokens are sorted by segment, then swept forth (and back)."""
     ids, key_ids = segments
-    t, s = query.shape[3], key.shape[2]
+    t, s = query.shape[1], key.shape[1]
+    mask = jnp.ones(key.shape[:2], bool) if mask is None else mask
     if key_ids is not None:
         # Queries and keys in one sequence: the key of a query is masked, the query of a key cut.
-        query = jnp.pad(query, [(0, 0)] * 3 + [(0, s), (0, 0)])
-        key, value = (jnp.pad(x, [(0, 0)] * 2 + [(t, 0), (0, 0)]) for x in (key, value))
-        mask = jnp.ones(key_ids.shape, bool) if mask is None else mask
-        mask = jnp.pad(mask, [(0, 0), (t, 0)])
+        query = pad(query, 0, s)
+        key, value, mask = (pad(x, t, 0) for x in (key, value, mask))
         ids = jnp.concatenate([ids, key_ids], axis=1)
     order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
-    ids = jnp.take_along_axis(ids, order, axis=1)
-    mask = None if mask is None else jnp.take_along_axis(mask, order, axis=1)
-    query, key, value = (_take(x, order) for x in (query, key, value))
     # Whole chunks, for both sweeps to have the same ones.
-    length = order.shape[1]
-    padding = -length % min(options.chunk, length)
-    if padding:
-        mask = jnp.ones(ids.shape, bool) if mask is None else mask
-        mask = jnp.pad(mask, [(0, 0), (0, padding)])
-        ids = jnp.pad(ids, [(0, 0), (0, padding)], mode="edge")
-        query, key, value = (
-            jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)])
-            for x in (query, key, value)
-        )
+    padding = -order.shape[1] % min(options.chunk, order.shape[1])
+    query, key, value, mask, ids = (
+        pad(_take(x, order), 0, padding) for x in (query, key, value, mask, ids)
+    )
+    tokens = (query, key, value, mask, ids)
     sizes = dict(chunk=options.chunk, block=options.block)
     if options.is_causal:
-        rows, _ = sweep(*maps, query, key, value, mask, ids, initial, **sizes)
+        output, _ = sweep(*maps, *tokens, initial, finish=ratio, **sizes)
     else:
-        rows, _ = sweep(*maps, query, key, value, mask, ids, initial, window="all", **sizes)
-        back = [jnp.flip(x, axis=-2) for x in (query, key, value)]
-        back += [None if x is None else jnp.flip(x, axis=-1) for x in (mask, ids)]
+        sizes |= dict(finish=lambda rows: rows)
+        rows, _ = sweep(*maps, *tokens, initial, window="all", **sizes)
+        back = (jnp.flip(x, axis=1) for x in tokens)
         later, _ = sweep(*maps, *back, initial, window="none", **sizes)
-        later = Rows(*(jnp.flip(x, axis=3) for x in later))
-        rows = merge(rows, later)
-    output = states.ratio(rows.numerator, rows.denominator)
+        output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
     return _take(output, jnp.argsort(order, axis=1)[:, :t])
 
 
 def _take(x: Array, order: Array) -> Array:
-    """Tokens of (k, b, ..., t, w) in the order (b, t)."""
-    index = order.reshape(1, order.shape[0], *[1] * (x.ndim - 4), order.shape[1], 1)
-    return jnp.take_along_axis(x, index, axis=-2)
+    """Tokens of (b, t, ...) in the order (b, t)."""
+    index = order.reshape(*order.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
 
 
 def _block_sizes(

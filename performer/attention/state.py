@@ -1,7 +1,7 @@
 """The state (c, s, z): what queries see of the keys, and the monoid it forms.
 
-Arrays are heads first here, (k, b, ..., t, h), so that a projection with one draw per head is one
-batched product. Features come split as phi = factor * exp(exponent), see `features.split`; the
+Features are computed heads first, (k, b, ..., t, h), so that a projection with one draw per head is
+one batched product. They come split as phi = factor * exp(exponent), see `features.split`; the
 exponent is (..., t, m), or (..., t, 1) where all features of a token share it, and the factor is
 None where it is 1.
 """
@@ -105,24 +105,24 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
 
 def summarise(
     key_map: FeatureMap,
-    key: Float[Array, "k b s h"],
-    value: Float[Array, "k b s v"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k v"],
     mask: Bool[Array, "b s"] | None,
     block: int,
 ) -> State:
-    """The state of all keys, `block` keys at a time; their features are never stored."""
-    count, length = blocks(key.shape[-2], block)
-    if mask is None and count * length > key.shape[-2]:
-        mask = jnp.ones((key.shape[1], key.shape[2]), bool)
+    """The state (k, b, m) of all keys, `block` keys at a time; their features are never stored."""
+    count, length = blocks(key.shape[1], block)
+    if mask is None and count * length > key.shape[1]:
+        mask = jnp.ones(key.shape[:2], bool)
 
     @jax.checkpoint
     def of_block(key, value, mask):
+        key, value = (x.transpose(2, 0, 1, 3) for x in (key, value))
         return of_keys(masked(key_map(key), mask), value)
 
     if count == 1:
         return of_block(key, value, mask)
-    xs = (split_time(key, 2, count, length), split_time(value, 2, count, length))
-    xs += (None if mask is None else split_time(mask, 1, count, length),)
+    xs = jax.tree.map(lambda x: split_time(x, count, length), (key, value, mask))
     shape = jax.eval_shape(of_block, *jax.tree.map(lambda x: x[0], xs))
     start = empty(shape.normaliser.shape, value.shape[-1])
     return jax.lax.scan(lambda state, x: (combine(state, of_block(*x)), None), start, xs)[0]
@@ -130,34 +130,37 @@ def summarise(
 
 def attend(
     query_map: FeatureMap,
-    query: Float[Array, "k b t h"],
+    query: Float[Array, "b t k g h"],
     state: State,
     dtype: jnp.dtype,
     block: int,
-) -> Float[Array, "k b t v"]:
+) -> Float[Array, "b t k g v"]:
     """Every query attends over the features: sum_j a_j z_j / sum_j a_j s_j."""
 
     @jax.checkpoint
     def of_block(query, state):
+        b, t, k, g, h = query.shape
+        query = query.transpose(2, 0, 3, 1, 4).reshape(k, b, g * t, h)
         exponent, factor = query_map(query)
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
         weights = exponentials((exponent, factor), maximum).astype(dtype)
         numerator = dot("...tm,...mv->...tv", weights, state.numerator, dtype)
         denominator = dot("...tm,...m->...t", weights, state.normaliser, jnp.dtype(jnp.float32))
-        return ratio(numerator, denominator)
+        output = normalised(numerator, denominator)
+        return output.reshape(k, b, g, t, -1).transpose(1, 3, 0, 2, 4)
 
-    count, length = blocks(query.shape[-2], block)
+    count, length = blocks(query.shape[1], block)
     if count == 1:
         return of_block(query, state)
-    queries = split_time(query, 2, count, length)
-    outputs = jax.lax.map(lambda x: of_block(x, state), queries)
-    return join_time(outputs, 2)[:, :, : query.shape[-2]]
+    outputs = jax.lax.map(lambda x: of_block(x, state), split_time(query, count, length))
+    outputs = jnp.moveaxis(outputs, 0, 1)
+    return outputs.reshape(query.shape[0], -1, *outputs.shape[3:])[:, : query.shape[1]]
 
 
-def ratio(numerator: Array, denominator: Array) -> Array:
+def normalised(numerator: Array, denominator: Array) -> Array:
     """numerator / denominator, and 0 for a query that sees no key."""
-    return numerator / jnp.where(denominator == 0, 1.0, denominator)[..., None]
+    return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
 
 
 def blocks(length: int, block: int, multiple: int = 1) -> tuple[int, int]:
@@ -166,16 +169,12 @@ def blocks(length: int, block: int, multiple: int = 1) -> tuple[int, int]:
     return count, -(-length // (count * multiple)) * multiple
 
 
-def split_time(x: Array, axis: int, count: int, length: int) -> Array:
-    """Pad with zeros (False) and cut into `count` blocks, which become the first axis."""
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, count * length - x.shape[axis])
-    x = jnp.pad(x, padding)
-    x = x.reshape(*x.shape[:axis], count, length, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+def pad(x: Array, before: int, after: int) -> Array:
+    """Zeros (False) before and after the tokens of (b, t, ...)."""
+    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
 
 
-def join_time(x: Array, axis: int) -> Array:
-    """The inverse of `split_time`, without the cut."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def split_time(x: Array, count: int, length: int) -> Array:
+    """(b, t, ...) -> (count, b, length, ...), padded with zeros (False)."""
+    x = pad(x, 0, count * length - x.shape[1])
+    return jnp.moveaxis(x.reshape(x.shape[0], count, length, *x.shape[2:]), 1, 0)

@@ -14,11 +14,12 @@ underflows float32 only where q_t and k_s share no feature within e^-69 of their
 whose every kernel in the chunk is lost so weighs these keys by e^{mu_s} instead, and only if it
 sees none before the chunk.
 
-Arrays are heads first: query (k, b, g, t, h) with g query heads for each of the k key heads.
+Queries are (b, t, k, g, h), with g query heads for each of the k key heads.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +34,15 @@ from performer.attention.state import (
     dot,
     exponentials,
     finite,
-    join_time,
     masked,
+    normalised,
     of_keys,
     operand_dtype,
-    split_time,
+    pad,
 )
 
 LOST = 1e-30
+TINY = 1e-33
 """Row sums below this are taken for underflow; 1 / LOST times a gradient still fits float32."""
 LAST = -1e38
 """The maximum of rows that count for nothing beside any others."""
@@ -59,17 +61,18 @@ class Rows(NamedTuple):
 def sweep(
     query_map: FeatureMap,
     key_map: FeatureMap,
-    query: Float[Array, "k b g t h"],
-    key: Float[Array, "k b t h"],
-    value: Float[Array, "k b t v"],
+    query: Float[Array, "b t k g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k v"],
     mask: Bool[Array, "b t"] | None,
     segments: Int[Array, "b t"] | None,
     initial: State,
     *,
     window: Window = "causal",
+    finish: Callable[[Rows], Any],
     chunk: int,
     block: int,
-) -> tuple[Rows, State]:
+) -> tuple[Any, State]:
     """One pass over the sequence: every query with all keys before its chunk, and in it a window.
 
     Args:
@@ -82,30 +85,62 @@ def sweep(
         segments: a query sees only keys of its own segment; a segment is a run of equal numbers.
         initial: the state of the keys before the sequence.
         window: the keys of a query's own chunk that it sees: up to itself, all, or none.
+        finish: what is wanted of the rows, `ratio` for the output.
         chunk: tokens in a chunk.
         block: tokens that are worked on at once, all their chunks side by side; features and states
             of one block exist at a time, in the backward pass too, where they are computed again.
 
     Returns:
-        The rows (k, b, g, t) and the state after the last key.
+        finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
     """
-    t = key.shape[2]
+    (b, t, k, _), groups = key.shape, query.shape[3]
     chunk = min(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
     if mask is None and count * length > t:
-        mask = jnp.ones(key.shape[1:3], bool)
+        mask = jnp.ones((b, t), bool)
 
-    def cut(x, axis):
-        if x is None:
-            return None
-        x = split_time(x, axis, count, length)
-        return x.reshape(*x.shape[: axis + 1], length // chunk, chunk, *x.shape[axis + 2 :])
+    def chunks(x):  # (b, t, ...) -> (b, count, c, s, ...)
+        x = pad(x, 0, count * length - t)
+        return x.reshape(b, count, length // chunk, chunk, *x.shape[2:])
 
-    xs = (cut(query, 3), cut(key, 2), cut(value, 2), cut(mask, 1), cut(segments, 1))
-    carry = (initial, None if segments is None else segments[:, 0])
-    body = jax.checkpoint(partial(_block, query_map, key_map, window))
-    (state, _), rows = jax.lax.scan(body, carry, xs)
-    return jax.tree.map(lambda x: join_time(x, 3)[:, :, :, :t], rows), state
+    # Heads first, (count, k, b, c, s, h); the g query heads of a key head are rows of one chunk.
+    keys_values = (chunks(x).transpose(1, 4, 0, 2, 3, 5) for x in (key, value))
+    query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
+    query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
+
+    def marks(x):  # (b, t) -> (count, k b, c, s)
+        return None if x is None else jnp.tile(jnp.moveaxis(chunks(x), 1, 0), (1, k, 1, 1))
+
+    mask, segments = marks(mask), marks(segments)
+    first = None if segments is None else segments[0, :, 0, 0]
+    carry = (jax.tree.map(_flat, initial), first)
+
+    @partial(
+        jax.checkpoint, prevent_cse=False, policy=KEEP_OUTPUT
+    )  # a scan does not share work with its backward pass
+    def body(carry, xs):
+        carry, rows = _block(query_map, key_map, window, groups, carry, xs)
+        return carry, finish(rows)
+
+    (state, _), out = jax.lax.scan(body, carry, (query, *keys_values, mask, segments))
+
+    def tokens(x):  # (count, k b, c, g s, ...) -> (b, t, k, g, ...)
+        x = x.reshape(count, k, b, -1, groups, chunk, *x.shape[4:])
+        x = x.transpose(2, 0, 3, 5, 1, 4, *range(6, x.ndim))
+        return x.reshape(b, count * length, *x.shape[4:])[:, :t]
+
+    state = jax.tree.map(lambda x: x.reshape(k, b, *x.shape[1:]), state)
+    return jax.tree.map(tokens, out), state
+
+
+def _flat(x: Array) -> Array:
+    """(k, b, ...) -> (k b, ...); with one batch axis fewer XLA's CPU products run faster."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def ratio(rows: Rows) -> Float[Array, "*t v"]:
+    """The output of attention."""
+    return normalised(rows.numerator, rows.denominator)
 
 
 def merge(left: Rows, right: Rows) -> Rows:
@@ -119,91 +154,69 @@ def merge(left: Rows, right: Rows) -> Rows:
     )
 
 
-def _block(query_map, key_map, window: Window, carry, xs):
-    """The chunks of one block: c chunks of s tokens, side by side."""
-    query, key, value, mask, segments = xs  # (k, b, g, c, s, h), (k, b, c, s, h), (b, c, s)
+def _block(query_map, key_map, window: Window, groups: int, carry, xs):
+    """The chunks of one block, side by side."""
+    query, key, value, mask, segments = xs  # (k, b, c, g s, h), (k, b, c, s, h), (k b, c, s)
     state, previous = carry
-    groups, (size, _) = query.shape[2], query.shape[-2:]
-    # The g query heads of a key head are rows of the same chunk.
-    query = jnp.moveaxis(query, 2, 3).reshape(*key.shape[:3], groups * size, -1)
-    query_split, key_split = query_map(query), masked(key_map(key), mask)
-    allowed = _window(window, size)
-    before = same = None
-    kept = key_split
+    query_split, key_split, value = jax.tree.map(_flat, (query_map(query), key_map(key), value))
+    key_split = masked(key_split, mask)
+    kept, before, continues, allowed = key_split, None, None, None
+    if window == "causal":
+        allowed = jnp.tril(jnp.ones((key.shape[-2],) * 2, bool))
     if segments is not None:
-        last = segments[..., -1]  # (b, c)
-        previous = jnp.concatenate([previous[:, None], last], axis=1)
-        before, previous = segments == previous[:, :-1, None], previous[:, -1]
+        last = segments[..., -1]  # (k b, c)
+        earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
+        before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
+        before = jnp.tile(before, groups)
         same = segments[..., :, None] == segments[..., None, :]
         allowed = same if allowed is None else same & allowed
         kept = masked(key_split, segments == last[..., None])
-        before = jnp.tile(before, groups)
-    own = of_keys(kept, value)
-    past, state = _prefix(state, own, None if segments is None else before[..., size - 1])
+    if allowed is not None:
+        allowed = jnp.concatenate([allowed] * groups, axis=-2)
+    past, state = _prefix(state, of_keys(kept, value), continues)
     dtype = operand_dtype(value)
-    rows = _before(query_split, past, before, dtype)
-    if window != "none":
-        if allowed is not None:
-            allowed = jnp.concatenate([allowed] * groups, axis=-2)
-        within = _within(query_split, key_split, value, allowed, dtype)
-        rows = merge(rows, within)
-    rows = jax.tree.map(partial(_ungroup, groups=groups), rows)
-    return (state, previous), rows
 
-
-def _window(window: Window, size: int) -> Array | None:
-    """(s, s): which keys of its chunk a query may see; None for all."""
-    return jnp.tril(jnp.ones((size, size), bool)) if window == "causal" else None
-
-
-def _ungroup(x: Array, groups: int) -> Array:
-    """(k, b, c, g s, ...) -> (k, b, g, c s, ...)."""
-    x = x.reshape(*x.shape[:3], groups, -1, *x.shape[4:])
-    x = jnp.moveaxis(x, 3, 2)
-    return x.reshape(*x.shape[:3], -1, *x.shape[5:])
-
-
-def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None):
-    """The states before each chunk and after the last; a state ends with its segment."""
-    states = jax.tree.map(lambda a, x: jnp.concatenate([a[:, :, None], x], 2), initial, own)
-    if continues is None:
-        folded = jax.lax.associative_scan(combine, states, axis=2)
-    else:
-        starts = jnp.concatenate([jnp.zeros_like(continues[:, :1]), ~continues], axis=1)
-
-        def segmented(left, right):
-            (left, left_starts), (right, right_starts) = left, right
-            maximum = jnp.where(right_starts[..., None], -jnp.inf, left.maximum)
-            both = combine(left._replace(maximum=maximum), right)
-            return both, left_starts | right_starts
-
-        starts = jnp.broadcast_to(starts, states.normaliser.shape[:-1])
-        folded, _ = jax.lax.associative_scan(segmented, (states, starts), axis=2)
-    return (
-        jax.tree.map(lambda x: x[:, :, :-1], folded),
-        jax.tree.map(lambda x: x[:, :, -1], folded),
-    )
-
-
-def _before(query_split: Split, past: State, before: Array | None, dtype: jnp.dtype) -> Rows:
-    """The queries (k, b, c, t, m) over the keys before their chunk."""
     exponent, factor = query_split
     exponent = exponent + past.maximum[..., None, :]
     if before is not None:
         exponent = jnp.where(before[..., None], exponent, -jnp.inf)
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
-    weights = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
-    return Rows(
-        maximum,
-        dot("...tm,...m->...t", weights, past.normaliser, jnp.dtype(jnp.float32)),
-        dot("...tm,...mv->...tv", weights, past.numerator, dtype),
-    )
+    if window != "none":
+        weights, largest = _within(query_split, key_split, allowed, dtype)
+        maximum = jnp.maximum(maximum, largest)
+    features = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
+    denominator = dot("...tm,...m->...t", features, past.normaliser, jnp.dtype(jnp.float32))
+    numerator = dot("...tm,...mv->...tv", features, past.numerator, dtype)
+    if window != "none":
+        weights = (weights * jnp.exp(largest - finite(maximum))[..., None]).astype(dtype)
+        denominator += jnp.sum(weights, axis=-1, dtype=jnp.float32)
+        numerator += dot("...ts,...sv->...tv", weights, value, dtype)
+    return (state, previous), Rows(maximum, denominator, numerator)
+
+
+def _prefix(initial: State, own: State, continues: Bool[Array, "kb c"] | None):
+    """The states before each chunk and after the last; a state ends with its segment."""
+
+    def step(state, x):
+        chunk, continues = x
+        seen = state
+        if continues is not None:
+            seen = state._replace(maximum=jnp.where(continues[..., None], state.maximum, -jnp.inf))
+        return combine(seen, chunk), state
+
+    own = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), own)
+    last, past = jax.lax.scan(step, initial, (own, None if continues is None else continues.T))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), past), last
 
 
 def _within(
-    query_split: Split, key_split: Split, value: Array, allowed: Array | None, dtype: jnp.dtype
-) -> Rows:
-    """The queries (k, b, c, g s, m) over the keys (k, b, c, s, m) of their own chunk."""
+    query_split: Split, key_split: Split, allowed: Array | None, dtype: jnp.dtype
+) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"]]:
+    """The kernel of the queries (k b, c, g s, m) and the keys (k b, c, s, m) of their chunk.
+
+    Returns:
+        Its rows e^{-maximum} and the maxima.
+    """
     nu, mu = (jax.lax.stop_gradient(jnp.max(x[0], axis=-1)) for x in (query_split, key_split))
     kernel = dot(
         "...tm,...sm->...ts",
@@ -211,23 +224,26 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    seen = jnp.broadcast_to(mu[..., None, :], kernel.shape)
+    largest = _largest(mu, allowed, kernel.shape[-2])
+    bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
     if allowed is not None:
-        seen = jnp.where(allowed, seen, -jnp.inf)
-    largest = jnp.max(seen, axis=-1)
-    bound = jnp.exp(seen - finite(largest)[..., None])
-    weights = kernel * bound
-    maximum = nu + largest
-    if query_split[1] is None:  # non-negative features: scale the rows to sum to 1
-        total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
-        lost = total < LOST
-        weights = jnp.where(lost[..., None], bound, weights)
-        total = jnp.where(lost, jnp.maximum(jnp.sum(bound, axis=-1), 1.0), total)
-        weights = weights / total[..., None]
-        maximum = jnp.where(lost & ~jnp.isneginf(largest), LAST, maximum + jnp.log(total))
-    weights = weights.astype(dtype)
-    return Rows(
-        maximum,
-        jnp.sum(weights, axis=-1, dtype=jnp.float32),
-        dot("...ts,...sv->...tv", weights, value, dtype),
-    )
+        bound = jnp.where(allowed, bound, 0.0)
+    if query_split[1] is not None:
+        return kernel * bound, nu + largest
+    # Non-negative features: the rows sum to 1.
+    weights = (kernel + TINY) * bound
+    total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
+    total = jnp.where(total == 0, 1.0, total)
+    maximum = nu + largest + jnp.log(total)
+    lost = (total < LOST) & ~jnp.isneginf(largest)
+    return weights / total[..., None], jnp.where(lost, LAST, maximum)
+
+
+def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Float[Array, "*c t"]:
+    """max of mu over the keys that each row may see."""
+    if allowed is None:
+        return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
+    if allowed.ndim == 2:  # causal: the same for all heads and chunks
+        running = jax.lax.cummax(mu, axis=mu.ndim - 1)
+        return jnp.concatenate([running] * (rows // mu.shape[-1]), axis=-1)
+    return jnp.max(jnp.where(allowed, mu[..., None, :], -jnp.inf), axis=-1)
