@@ -21,5 +21,7 @@ and states combine associatively. All the rest follows from that:
 
 from performer.attention.op import attention_weights as attention_weights
 from performer.attention.op import performer_attention as performer_attention
+from performer.attention.parallel import earlier_devices as earlier_devices
+from performer.attention.parallel import over_devices as over_devices
 from performer.attention.state import State as State
 from performer.attention.state import combine as combine

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from performer import features
 from performer.attention import state as states
+from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import State, pad
 from performer.attention.sweep import Rows, merge, ratio, sweep
 from performer.choices import unknown
@@ -28,6 +29,7 @@ class Options(NamedTuple):
     google: bool
     scale: float
     is_causal: bool
+    axis_name: str | None
     chunk: int
     block: int
 
@@ -51,6 +53,7 @@ def performer_attention(
     implementation: Literal["direct", "blocked"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
+    axis_name: str | None = None,
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State]:
     """FAVOR+ attention: an estimate of softmax(scale q k^T) v in O((t + s) m) time.
 
@@ -94,6 +97,9 @@ def performer_attention(
             the kernel matrix if causal; "blocked" works block by block.
         initial_state: the state of keys that came before, from `return_state`.
         return_state: also return the state after all keys, for the next call.
+        axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
+            every query sees the keys of all devices (up to itself if causal). The devices exchange
+            states of m (v + 2) numbers for each batch entry and head, whatever the length.
 
     Returns:
         (b, t, n, v) or (t, n, v), in the dtype of `value`; with `return_state`, a pair of it and
@@ -141,6 +147,8 @@ def performer_attention(
     _check_combinations(
         query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
     )
+    if axis_name is not None:
+        _check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
     _check_state(initial_state, query, key, value, frequencies, num_features)
     output, state = _attention(
         query,
@@ -157,6 +165,7 @@ def performer_attention(
             stabilizer == "google",
             scale,
             is_causal,
+            axis_name,
             *_block_sizes(implementation, query, key, num_features),
         ),
     )
@@ -193,25 +202,29 @@ def _attention(
     k = key.shape[2]
     query = query.reshape(b, t, k, n // k, h)
     maps = _feature_maps(query, key, frequencies, mask, weights, options)
-    sizes = dict(chunk=options.chunk, block=options.block)
-    if initial is None:
-        m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
-        initial = states.empty((k, b, m), value.shape[-1])
-    else:
-        initial = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
+    m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
+    nothing = states.empty((k, b, m), value.shape[-1], query, key, value, frequencies, mask)
+    state = nothing
+    if initial is not None:
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
+    if options.is_causal:
+        key, value, mask = _cut_keys(key, value, mask, t)
+    keys = (maps[1], key, value, mask)
+    if options.axis_name is not None:
+        exchange = earlier_devices if options.is_causal else over_devices
+        own = states.summarise(*keys, nothing, options.block)
+        state = states.combine(state, exchange(own, options.axis_name))
     if segments is not None:
-        output, state = _packed(maps, query, key, value, mask, segments, initial, options), initial
+        output = _packed(maps, query, key, value, mask, segments, nothing, options)
+    elif options.is_causal and t > 1:
+        tokens = (query, key, value, mask, None)
+        sizes = dict(chunk=options.chunk, block=options.block)
+        output, state = sweep(*maps, *tokens, state, finish=ratio, **sizes)
     else:
-        if options.is_causal:
-            key, value, mask = _cut_keys(key, value, mask, t)
-        if options.is_causal and t > 1:
-            tokens = (query, key, value, mask, None)
-            output, state = sweep(*maps, *tokens, initial, finish=ratio, **sizes)
-        else:
-            new = states.summarise(maps[1], key, value, mask, options.block)
-            state = states.combine(initial, new)
-            operands = states.operand_dtype(value)
-            output = states.attend(maps[0], query, state, operands, options.block)
+        if options.axis_name is None or options.is_causal:
+            state = states.summarise(*keys, state, options.block)
+        operands = states.operand_dtype(value)
+        output = states.attend(maps[0], query, state, operands, options.block)
     output = output.reshape(b, t, n, -1).astype(dtype)
     return output, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
 
@@ -455,6 +468,18 @@ def _check_combinations(
             raise ValueError(f"a causal state needs one key for each query, got {lengths}")
         if segment_ids is not None:
             raise ValueError(f"causal segments need one key for each query, got {lengths}")
+
+
+def _check_split(lengths, segment_ids, stabilizer, is_causal, streaming) -> None:
+    """With the sequence split over devices."""
+    if lengths is not None:
+        raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
+    if segment_ids is not None:
+        raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")
+    if stabilizer == "google":
+        raise ValueError("stabilizer='google' has no state to exchange, so it has no axis_name")
+    if is_causal and streaming:
+        raise ValueError("a causal state is that of one device; leave it out with axis_name")
 
 
 def _check_state(initial, query, key, value, frequencies, num_features: int) -> None:

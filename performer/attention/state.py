@@ -33,10 +33,16 @@ class State(NamedTuple):
     """z_j = sum_k phi_j(k) e^{-c_j} v(k)."""
 
 
-def empty(shape: tuple[int, ...], value_width: int) -> State:
-    """The state of no keys, the neutral element of `combine`; `shape` is (*batch, m)."""
+def empty(shape: tuple[int, ...], value_width: int, *like: Array | None) -> State:
+    """The state of no keys, the neutral element of `combine`; `shape` is (*batch, m).
+
+    It varies over the axes of `jax.shard_map` that the arrays `like` vary over: a scan wants its
+    carry so.
+    """
     zeros = jnp.zeros(shape)
-    return State(zeros - jnp.inf, zeros, jnp.zeros((*shape, value_width)))
+    state = State(zeros - jnp.inf, zeros, jnp.zeros((*shape, value_width)))
+    axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like if x is not None))
+    return jax.lax.pcast(state, tuple(sorted(axes)), to="varying")
 
 
 def combine(left: State, right: State) -> State:
@@ -108,9 +114,10 @@ def summarise(
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
     mask: Bool[Array, "b s"] | None,
+    initial: State,
     block: int,
 ) -> State:
-    """The state (k, b, m) of all keys, `block` keys at a time; their features are never stored."""
+    """The initial state (k, b, m) and all keys, `block` at a time; features are never stored."""
     count, length = blocks(key.shape[1], block)
     if mask is None and count * length > key.shape[1]:
         mask = jnp.ones(key.shape[:2], bool)
@@ -121,11 +128,9 @@ def summarise(
         return of_keys(masked(key_map(key), mask), value)
 
     if count == 1:
-        return of_block(key, value, mask)
+        return combine(initial, of_block(key, value, mask))
     xs = jax.tree.map(lambda x: split_time(x, count, length), (key, value, mask))
-    shape = jax.eval_shape(of_block, *jax.tree.map(lambda x: x[0], xs))
-    start = empty(shape.normaliser.shape, value.shape[-1])
-    return jax.lax.scan(lambda state, x: (combine(state, of_block(*x)), None), start, xs)[0]
+    return jax.lax.scan(lambda state, x: (combine(state, of_block(*x)), None), initial, xs)[0]
 
 
 def attend(
