@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 from scipy.stats import qmc
 
 from performer import directions, hadamard, norms
@@ -135,6 +136,55 @@ def get(name: str) -> Coupling:
     """
     base = name.removesuffix(_ANTITHETIC)
     return _base(base, name) if base == name else antithetic(_base(base, name))
+
+
+def draw(
+    name: str, key: Key, num_features: int, head_dim: int, num_heads: int | None = None
+) -> Float[Array, "*n m h"]:
+    """The frequencies of an attention layer: (m, h), or one independent draw per head, (n, m, h).
+
+    Args:
+        name: of the coupling.
+        key: random key.
+        num_features: m.
+        head_dim: h.
+        num_heads: n, or None for one draw that all heads share.
+
+    Raises:
+        ValueError: for an unknown coupling, or sizes that it does not admit.
+    """
+    coupling = get(name)
+    if num_heads is None:
+        return coupling(key, num_features, head_dim)
+    keys = jax.random.split(key, _positive("num_heads", num_heads))
+    return jax.vmap(lambda k: coupling(k, num_features, head_dim))(keys)
+
+
+def redraw(
+    name: str,
+    frequencies: Float[Array, "*n m h"],
+    key: Key,
+    step: int | Int[Array, ""],
+    *,
+    every: int,
+) -> Float[Array, "*n m h"]:
+    """New frequencies of the same shape where `every` divides the step, the old ones elsewhere.
+
+    A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
+    traced, and nothing is drawn at the steps between.
+
+    Raises:
+        ValueError: when `every` is not a positive integer, or for an unknown coupling.
+    """
+    every = _positive("every", every)
+    step = jnp.asarray(step)
+    num_heads = frequencies.shape[0] if frequencies.ndim == 3 else None
+
+    def new(_):
+        m, h = frequencies.shape[-2:]
+        return draw(name, jax.random.fold_in(key, step), m, h, num_heads)
+
+    return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)
 
 
 def _base(base: str, name: str) -> Coupling:

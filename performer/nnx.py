@@ -5,10 +5,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from performer import couplings
-from performer.attention import performer_attention
+from performer.attention.dropin import attention_fn
 
 
 class Frequencies(nnx.Variable):
@@ -20,14 +20,21 @@ class PerformerAttention(nnx.Module):
 
     The frequencies are drawn once, from the stream `rngs.frequencies()`: as each layer is given the
     same `rngs`, each layer draws its own. With the stream named (as below) the parameters come out
-    the same for every coupling.
+    the same for every coupling. To draw new ones during training, call `redraw` in the training
+    step; evaluation never changes them.
+
+    In decode mode Flax keeps all keys and hands them over at each step, which costs as much as the
+    cache is long; `performer_attention` with `initial_state` decodes in constant time.
 
     Args:
         num_features: m, the number of frequencies per head.
         head_dim: width of one head's queries and keys.
         coupling: a name that `performer.couplings.get` knows.
-        num_heads: with a number, each head has frequencies of its own, drawn independently; with
+        num_heads: with a number, each head has frequencies of its own, drawn independently: that of
+            the layer, or its `num_kv_heads` (which is what grouped heads should be given). With
             None, one draw is shared by all heads.
+        feature_map: as in `performer.performer_attention`.
+        redraw_every: steps between new draws by `redraw`; 0 for never.
         rngs: random streams; `frequencies` is used, or the default one.
 
     Raises:
@@ -39,6 +46,7 @@ class PerformerAttention(nnx.Module):
         >>> layer = nnx.MultiHeadAttention(
         ...     num_heads=12, in_features=768, attention_fn=attention_fn, decode=False, rngs=rngs
         ... )
+        >>> output = layer(x, is_causal=True)
     """
 
     def __init__(
@@ -48,22 +56,22 @@ class PerformerAttention(nnx.Module):
         *,
         coupling: str = "pm",
         num_heads: int | None = None,
+        feature_map: str = "positive",
+        redraw_every: int = 0,
         rngs: nnx.Rngs,
     ):
-        draw = couplings.get(coupling)
-        key = rngs.frequencies()
-        if num_heads is None:
-            frequencies = draw(key, num_features, head_dim)
-        else:
-            keys = jax.random.split(key, num_heads)
-            frequencies = jax.vmap(lambda k: draw(k, num_features, head_dim))(keys)
-        self.frequencies = Frequencies(frequencies)
+        if redraw_every < 0:
+            raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
+        self.coupling, self.feature_map, self.redraw_every = coupling, feature_map, redraw_every
+        self.frequencies = Frequencies(
+            couplings.draw(coupling, rngs.frequencies(), num_features, head_dim, num_heads)
+        )
 
     def __call__(
         self,
         query: Float[Array, "*b t n h"],
-        key: Float[Array, "*b s n h"],
-        value: Float[Array, "*b s n v"],
+        key: Float[Array, "*b s k h"],
+        value: Float[Array, "*b s k v"],
         *,
         mask: ArrayLike | None = None,
         bias: ArrayLike | None = None,
@@ -73,32 +81,60 @@ class PerformerAttention(nnx.Module):
         deterministic: bool = True,
         dtype: Any = None,
         precision: Any = None,
-        module: Any = None,
+        module: nnx.Module | None = None,
         is_causal: bool = False,
     ) -> Float[Array, "*b t n v"]:
         """The call of `nnx.MultiHeadAttention`; what cannot be honoured is an error.
 
-        `precision` is not used (products are always exact), nor are `dropout_rng` and
-        `broadcast_dropout` (there is no dropout).
+        With `module` (the layer's `sow_weights=True`) the estimated attention matrix is sown there
+        as `attention_weights`, in quadratic time. `precision` is not used (products are always
+        exact), nor are `dropout_rng` and `broadcast_dropout` (there is no dropout).
 
         Raises:
-            ValueError: for a bias, attention dropout, causal attention, sown weights, or a mask
-                that depends on the query: none of them exists in linear attention here.
+            ValueError: for a bias, attention dropout, or a mask that depends on the query or the
+                head: none of them exists in linear attention.
         """
-        if bias is not None:
-            raise ValueError("linear attention cannot add a bias to q.k; use exact attention")
-        if dropout_rate > 0 and not deterministic:
-            raise ValueError(
-                f"linear attention has no attention weights to drop (dropout_rate={dropout_rate});"
-                " set dropout_rate=0 in the attention layer and put dropout after it"
-            )
-        if is_causal:
-            raise ValueError("causal attention is not implemented yet; use exact attention")
+        output, weights = attention_fn(
+            query,
+            key,
+            value,
+            self.frequencies[...],
+            mask=mask,
+            bias=bias,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            is_causal=is_causal,
+            feature_map=self.feature_map,
+            weights=module is not None,
+        )
         if module is not None:
-            raise ValueError("linear attention has no weights to sow; set sow_weights=False")
-        if dtype is not None:
-            query, key, value = (x.astype(dtype) for x in (query, key, value))
-        return performer_attention(query, key, value, self.frequencies[...], mask=mask)
+            module.sow(nnx.Intermediate, "attention_weights", weights)
+        return output
 
 
-__all__ = ["Frequencies", "PerformerAttention"]
+def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Int[Array, ""]) -> None:
+    """New frequencies, in place, for the layers whose `redraw_every` divides the step.
+
+    Call it in the training step. What is drawn depends on the key, the step and the layer alone, so
+    that a resumed run draws the same; the frequencies are in the checkpoint like all state. Step 0
+    keeps the first draw. The step may be traced: nothing is compiled again.
+
+    Args:
+        model: any module; its `PerformerAttention`s are found wherever they are.
+        key: the same at every step.
+        step: number of the training step.
+    """
+    layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, PerformerAttention)]
+    for i, layer in enumerate(layers):
+        if layer.redraw_every:
+            layer.frequencies[...] = couplings.redraw(
+                layer.coupling,
+                layer.frequencies[...],
+                jax.random.fold_in(key, i),
+                step,
+                every=layer.redraw_every,
+            )
+
+
+__all__ = ["Frequencies", "PerformerAttention", "redraw"]

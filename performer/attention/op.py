@@ -1,19 +1,19 @@
 """`performer_attention`: shapes, masks and layout around the sums of `state` and `sweep`."""
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from performer import features
+from performer.attention import checks
 from performer.attention import state as states
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import State, pad
-from performer.attention.sweep import Rows, merge, ratio, sweep
+from performer.attention.sweep import Rows, Tokens, merge, ratio, sweep
 from performer.choices import unknown
 
 CHUNK = {"cpu": 64}
@@ -64,10 +64,11 @@ def performer_attention(
     order, forward mode, `vmap`, `jax.checkpoint` and `scan` work.
 
     Args:
-        query: (b, t, n, h) or (t, n, h); float32, bfloat16 or float16, like `key` and `value`.
-        key: (b, s, k, h) or (s, k, h), where n is a multiple of k: each key head serves n / k
+        query: (b, t, n, h), with any number of batch axes or none; float32, bfloat16 or float16,
+            like `key` and `value`.
+        key: (b, s, k, h), where n is a multiple of k: each key head serves n / k
             consecutive query heads (grouped, or multi-query attention).
-        value: (b, s, k, v) or (s, k, v).
+        value: (b, s, k, v).
         frequencies: (m, h), shared by the heads; (k, m, h), one draw for each key head; or
             (n, m, h), one for each query head, which makes grouped heads cost as much as n key
             heads. Rows are N(0, I_h): the draw of a coupling.
@@ -102,9 +103,9 @@ def performer_attention(
             states of m (v + 2) numbers for each batch entry and head, whatever the length.
 
     Returns:
-        (b, t, n, v) or (t, n, v), in the dtype of `value`; with `return_state`, a pair of it and
-        the state. Logits, maxima, normaliser and state are float32 whatever the inputs are; with
-        bfloat16 values the large products take bfloat16 operands and add in float32.
+        (b, t, n, v), in the dtype of `value`; with `return_state`, a pair of it and the state.
+        Logits, maxima, normaliser and state are float32 whatever the inputs are; with bfloat16
+        values the large products take bfloat16 operands and add in float32.
 
     Raises:
         ValueError: when shapes do not fit together, for a name that is not on its list, or for what
@@ -133,30 +134,34 @@ def performer_attention(
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
     if implementation not in (None, "direct", "blocked"):
         raise ValueError(unknown("implementation", implementation, ("direct", "blocked")))
-    unbatched = query.ndim == 3
-    if unbatched:
-        query, key, value, initial_state = jax.tree.map(
-            lambda x: x[None], (query, key, value, initial_state)
+    lead = query.shape[:-3]
+    if key.shape[:-3] != lead or value.shape[:-3] != lead:
+        raise ValueError(
+            f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
+            " axes must be the same"
         )
-    _check_shapes(query, key, value, frequencies, shift, weights)
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    checks.check_shapes(query, key, value, frequencies, shift, weights)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     num_features = frequencies.shape[-2] * (2 if feature_map in features.TWO_FOR_EACH else 1)
     streaming = initial_state is not None or return_state
-    _check_combinations(
+    checks.check_combinations(
         query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
     )
     if axis_name is not None:
-        _check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
-    _check_state(initial_state, query, key, value, frequencies, num_features)
+        checks.check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
+    if initial_state is not None:
+        checks.check_state(initial_state, lead, query, key, value, frequencies, num_features)
+        initial_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), initial_state)
     output, state = _attention(
         query,
         key,
         value,
         frequencies,
-        _key_mask(mask, key_value_seq_lengths, key),
-        _segments(segment_ids, query, key),
+        checks.key_mask(mask, key_value_seq_lengths, lead, key),
+        checks.segments(segment_ids, lead, query, key),
         shift,
         weights,
         initial_state,
@@ -169,8 +174,7 @@ def performer_attention(
             *_block_sizes(implementation, query, key, num_features),
         ),
     )
-    if unbatched:
-        output, state = jax.tree.map(lambda x: x[0], (output, state))
+    output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
     return (output, state) if return_state else output
 
 
@@ -178,7 +182,7 @@ def attention_weights(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     frequencies: Float[Array, "*n m h"],
-    **options,
+    **options: Any,
 ) -> Float[Array, "*b n t s"]:
     """The estimated attention matrix itself, to look at: `performer_attention` of unit values.
 
@@ -187,7 +191,8 @@ def attention_weights(
     """
     unit = jnp.eye(key.shape[-3])[:, None]
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
-    return jnp.moveaxis(performer_attention(query, key, value, frequencies, **options), -2, -3)
+    output = cast(Array, performer_attention(query, key, value, frequencies, **options))
+    return jnp.moveaxis(output, -2, -3)
 
 
 @partial(jax.jit, static_argnames="options")
@@ -217,9 +222,8 @@ def _attention(
     if segments is not None:
         output = _packed(maps, query, key, value, mask, segments, nothing, options)
     elif options.is_causal and t > 1:
-        tokens = (query, key, value, mask, None)
-        sizes = dict(chunk=options.chunk, block=options.block)
-        output, state = sweep(*maps, *tokens, state, finish=ratio, **sizes)
+        tokens = Tokens(query, key, value, mask, None)
+        output, state = _sweep(maps, options)(tokens, state, finish=ratio)
     else:
         if options.axis_name is None or options.is_causal:
             state = states.summarise(*keys, state, options.block)
@@ -315,17 +319,21 @@ def _packed(maps, query, key, value, mask, segments, initial, options: Options):
     query, key, value, mask, ids = (
         pad(_take(x, order), 0, padding) for x in (query, key, value, mask, ids)
     )
-    tokens = (query, key, value, mask, ids)
-    sizes = dict(chunk=options.chunk, block=options.block)
+    tokens = Tokens(query, key, value, mask, ids)
+    passing = _sweep(maps, options)
     if options.is_causal:
-        output, _ = sweep(*maps, *tokens, initial, finish=ratio, **sizes)
+        output, _ = passing(tokens, initial, finish=ratio)
     else:
-        sizes |= dict(finish=lambda rows: rows)
-        rows, _ = sweep(*maps, *tokens, initial, window="all", **sizes)
-        back = (jnp.flip(x, axis=1) for x in tokens)
-        later, _ = sweep(*maps, *back, initial, window="none", **sizes)
+        back = jax.tree.map(lambda x: jnp.flip(x, axis=1), tokens)
+        rows, _ = passing(tokens, initial, window="all", finish=lambda rows: rows)
+        later, _ = passing(back, initial, window="none", finish=lambda rows: rows)
         output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
     return _take(output, jnp.argsort(order, axis=1)[:, :t])
+
+
+def _sweep(maps, options: Options):
+    query_map, key_map = maps
+    return partial(sweep, query_map, key_map, chunk=options.chunk, block=options.block)
 
 
 def _take(x: Array, order: Array) -> Array:
@@ -346,150 +354,3 @@ def _block_sizes(
     # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
     # themselves if a block has at least m tokens.
     return chunk, max(chunk, num_features, rows // (key.shape[0] * key.shape[2]))
-
-
-def _key_mask(
-    mask: ArrayLike | None, lengths: ArrayLike | None, key: Array
-) -> Bool[Array, "b s"] | None:
-    b, s = key.shape[:2]
-    keys = None
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        shape = (1,) * (4 - mask.ndim) + mask.shape
-        if (
-            len(shape) != 4
-            or shape[1:3] != (1, 1)
-            or shape[0] not in (1, b)
-            or shape[3] not in (1, s)
-        ):
-            raise ValueError(
-                f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
-                f" shape that broadcasts to (batch, 1, 1, keys) = ({b}, 1, 1, {s}). For a causal"
-                " mask pass is_causal=True, for packed sequences segment_ids; for any other mask"
-                " that differs between queries or heads use exact attention"
-                " (jax.nn.dot_product_attention)"
-            )
-        if _known(mask) and jnp.issubdtype(mask.dtype, jnp.floating) and bool(jnp.any(mask < 0)):
-            raise ValueError(
-                f"mask has the negative value {float(jnp.min(mask))}, as a mask that is added to"
-                " the logits has; pass 1 (or True) where a key exists and 0 where it does not"
-            )
-        keys = jnp.broadcast_to(mask.reshape(shape)[:, 0, 0] != 0, (b, s))
-    if lengths is not None:
-        lengths = jnp.asarray(lengths)
-        if lengths.shape not in ((b,), ()):
-            raise ValueError(
-                f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each of"
-                f" the {b} batch entries, ({b},)"
-            )
-        exists = jnp.arange(s) < jnp.broadcast_to(lengths, (b,))[:, None]
-        keys = exists if keys is None else keys & exists
-    return keys
-
-
-def _segments(segment_ids, query: Array, key: Array):
-    """(query ids, key ids); no key ids for self attention."""
-    if segment_ids is None:
-        return None
-    (b, t), s = query.shape[:2], key.shape[1]
-    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    shown = [np.shape(x) for x in pair]
-    query_ids, key_ids = (jnp.asarray(x).reshape(-1, np.shape(x)[-1]) for x in pair)
-    if query_ids.shape != (b, t) or key_ids.shape != (b, s):
-        raise ValueError(
-            f"segment_ids have shapes {shown}; expected (batch, queries) = ({b}, {t}) and"
-            f" (batch, keys) = ({b}, {s}), as a pair if the two differ"
-        )
-    return query_ids, None if pair[0] is pair[1] else key_ids
-
-
-def _known(x) -> bool:
-    return not isinstance(x, jax.core.Tracer)
-
-
-def _check_shapes(query, key, value, frequencies, shift, weights) -> None:
-    (b, _, n, h), k = query.shape, key.shape[2]
-    if key.shape[0] != b or key.shape[3] != h or k == 0 or n % k:
-        raise ValueError(
-            f"query has shape {query.shape} but key has {key.shape}: batch and head_dim must be the"
-            " same, and the heads of query a multiple of those of key"
-        )
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must"
-            " be the same"
-        )
-    if frequencies.shape[-1] != h:
-        raise ValueError(
-            f"frequencies have head_dim {frequencies.shape[-1]} but query and key have head_dim {h}"
-        )
-    heads = sorted({k, n})
-    if frequencies.ndim not in (2, 3) or (
-        frequencies.ndim == 3 and frequencies.shape[0] not in heads
-    ):
-        raise ValueError(
-            f"frequencies have shape {frequencies.shape}; expected (m, {h}), or"
-            f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
-            f" {' key or '.join(map(str, heads))} heads"
-        )
-    m = frequencies.shape[-2]
-    if shift is not None and shift.shape not in ((h,), (k, h)):
-        raise ValueError(f"shift has shape {shift.shape}; expected ({h},) or ({k}, {h})")
-    if weights is not None:
-        if weights.shape not in ((m,), frequencies.shape[:-1]):
-            raise ValueError(
-                f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
-                f" the frequencies, which have shape {frequencies.shape}"
-            )
-        if _known(weights) and bool(jnp.any(weights < 0)):
-            raise ValueError(f"weights must not be negative, got {float(jnp.min(weights))}")
-
-
-def _check_combinations(
-    query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
-) -> None:
-    if shift is not None and feature_map not in features.SOFTMAX:
-        raise ValueError(
-            f"shift changes attention with feature_map={feature_map!r}; only that of"
-            f" {', '.join(features.SOFTMAX)} does not depend on it"
-        )
-    if stabilizer == "google" and feature_map != "positive":
-        raise ValueError(f"stabilizer='google' is for feature_map='positive', not {feature_map!r}")
-    if stabilizer == "google" and streaming:
-        raise ValueError(
-            "stabilizer='google' needs the maximum over all keys at once, so it has no state; use"
-            " stabilizer='exact' for streaming"
-        )
-    if segment_ids is not None and streaming:
-        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
-    if is_causal and query.shape[1] != key.shape[1]:
-        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
-        if streaming:
-            raise ValueError(f"a causal state needs one key for each query, got {lengths}")
-        if segment_ids is not None:
-            raise ValueError(f"causal segments need one key for each query, got {lengths}")
-
-
-def _check_split(lengths, segment_ids, stabilizer, is_causal, streaming) -> None:
-    """With the sequence split over devices."""
-    if lengths is not None:
-        raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
-    if segment_ids is not None:
-        raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")
-    if stabilizer == "google":
-        raise ValueError("stabilizer='google' has no state to exchange, so it has no axis_name")
-    if is_causal and streaming:
-        raise ValueError("a causal state is that of one device; leave it out with axis_name")
-
-
-def _check_state(initial, query, key, value, frequencies, num_features: int) -> None:
-    if initial is None:
-        return
-    heads = query.shape[2] if frequencies.shape[:-2] == (query.shape[2],) else key.shape[2]
-    want = (key.shape[0], heads, num_features, value.shape[3])
-    if initial.numerator.shape != want or initial.maximum.shape != want[:-1]:
-        raise ValueError(
-            f"initial_state holds arrays of shape {initial.maximum.shape} and"
-            f" {initial.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
-            " calls with the same frequencies, batch and heads"
-        )

@@ -14,8 +14,6 @@ a row are exact while the largest is above e^-55, that is while some key shares 
 query that is not weaker than that beside the strongest of each: for opposite q and k with m = 128,
 up to |q| = |k| = 10 after scaling, for orthogonal ones 35. Past that, a query that sees no key
 before its chunk weighs those within it by e^{mu_s}; the row still sums to 1.
-
-Queries are (b, t, k, g, h), with g query heads for each of the k key heads.
 """
 
 from collections.abc import Callable
@@ -52,6 +50,18 @@ LAST = -1e38
 Window = Literal["causal", "all", "none"]
 
 
+class Tokens(NamedTuple):
+    """A sequence, with g query heads for each key head."""
+
+    query: Float[Array, "b t k g h"]
+    key: Float[Array, "b t k h"]
+    value: Float[Array, "b t k v"]
+    mask: Bool[Array, "b t"] | None
+    """Which keys exist."""
+    segments: Int[Array, "b t"] | None
+    """A query sees only keys of its own segment, which is a run of equal numbers."""
+
+
 class Rows(NamedTuple):
     """A block of an online softmax: the output is numerator / denominator."""
 
@@ -63,11 +73,7 @@ class Rows(NamedTuple):
 def sweep(
     query_map: FeatureMap,
     key_map: FeatureMap,
-    query: Float[Array, "b t k g h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k v"],
-    mask: Bool[Array, "b t"] | None,
-    segments: Int[Array, "b t"] | None,
+    tokens: Tokens,
     initial: State,
     *,
     window: Window = "causal",
@@ -80,11 +86,7 @@ def sweep(
     Args:
         query_map: features of queries.
         key_map: features of keys.
-        query: queries, g heads for each key head.
-        key: keys.
-        value: values.
-        mask: which keys exist.
-        segments: a query sees only keys of its own segment; a segment is a run of equal numbers.
+        tokens: the sequence.
         initial: the state of the keys before the sequence.
         window: the keys of a query's own chunk that it sees: up to itself, all, or none.
         finish: what is wanted of the rows, `ratio` for the output.
@@ -95,6 +97,7 @@ def sweep(
     Returns:
         finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
     """
+    query, key, value, mask, segments = tokens
     (b, t, k, _), groups = key.shape, query.shape[3]
     chunk = min(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
@@ -124,13 +127,13 @@ def sweep(
 
     (state, _), out = jax.lax.scan(body, carry, (query, *keys_values, mask, segments))
 
-    def tokens(x):  # (count, k b, c, g s, ...) -> (b, t, k, g, ...)
+    def joined(x):  # (count, k b, c, g s, ...) -> (b, t, k, g, ...)
         x = x.reshape(count, k, b, -1, groups, chunk, *x.shape[4:])
         x = x.transpose(2, 0, 3, 5, 1, 4, *range(6, x.ndim))
         return x.reshape(b, count * length, *x.shape[4:])[:, :t]
 
     state = jax.tree.map(lambda x: x.reshape(k, b, *x.shape[1:]), state)
-    return jax.tree.map(tokens, out), state
+    return jax.tree.map(joined, out), state
 
 
 def _flat(x: Array) -> Array:

@@ -1,0 +1,74 @@
+"""How the benchmarks measure: compiled ahead of time, in one process, implementations in turn.
+
+The best of several repeats is kept, of wall time and of the time that all threads of the process
+spent on the CPU. The second moves less when something else uses the machine; where an accelerator
+computes it says only what the host did. Compile time and temporary memory stand apart.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Program(NamedTuple):
+    """A compiled function with its arguments."""
+
+    call: Callable[[], Any]
+    compile_seconds: float
+    temporary_bytes: int
+    """Memory that the program needs besides its arguments and results."""
+
+
+class Best(NamedTuple):
+    """The best repeat, in seconds for one call."""
+
+    wall: float
+    cpu: float
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> str:
+    """What the numbers were measured on, and whether something else was running there."""
+    device = jax.devices()[0]
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return (
+        f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
+        f" {cores()} cores{load}, jax {jax.__version__}"
+    )
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Program:
+    """`function` of `args`, traced and compiled but not run."""
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    memory: Any = program.memory_analysis()
+    return Program(partial(program, *args), seconds, memory.temp_size_in_bytes)
+
+
+def race(calls: dict[str, Callable[[], Any]], repeats: int, queued: int = 1) -> dict[str, Best]:
+    """The calls take turns, `repeats` times after one to warm up.
+
+    With `queued` a repeat is so many calls in a row before the last is waited for, for programs
+    that an accelerator finishes faster than the host starts and awaits them.
+    """
+    times: dict[str, list[Best]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(queued - 1):
+                call()
+            jax.block_until_ready(call())
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if repeat:
+                times[name].append(Best(wall / queued, cpu / queued))
+    return {name: Best(*map(min, zip(*best, strict=True))) for name, best in times.items()}
