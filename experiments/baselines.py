@@ -3,24 +3,28 @@
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
 of a head, an epsilon; causal attention takes one step of a scan per token, once for the numerator
-and once for the denominator, and is differentiated automatically. `public_reversed` differs in the
-backward pass only: a second scan from the end takes the tokens out of the sums again, so that the
-sums of all tokens need not be kept.
+and once for the denominator. `public` leaves its gradients to JAX, which keeps the sums after every
+token. The published JAX code does better, and so does `public_reversed`: its backward pass scans
+from the end and takes the tokens out of the sums again.
 
-All take heads in the second last axis, (b, n, h, d), as `performer_attention` does.
+All take heads in the second last axis, (b, n, h, d), as `performer_attention` does. On a GPU the
+public algorithm and exact attention have the backend's default precision, as their users do.
 """
 
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments import timing
+from performer import couplings, performer_attention
 
+M, D = 128, 64
+"""Frequencies, width of a head."""
 EPSILON = 1e-6
 
 
@@ -30,11 +34,10 @@ def public(query, key, value, frequencies, *, is_causal=False, products=None):
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
     if is_causal:
-        tokens_first = [x.transpose(2, 0, 1, 3) for x in (query, key, value)]
-        ones = jnp.ones((*tokens_first[1].shape[:-1], 1))
+        query, key, value = (x.transpose(2, 0, 1, 3) for x in (query, key, value))
+        ones = jnp.ones((*key.shape[:-1], 1))
         products = products or prefix_products
-        numerator = products(*tokens_first)
-        output = numerator / products(*tokens_first[:2], ones)
+        output = products(query, key, value) / products(query, key, ones)
         return output.transpose(1, 0, 2, 3).astype(value.dtype)
     numerator = jnp.einsum("bhnm,bhmd->bhnd", query, jnp.einsum("bhnm,bhnd->bhmd", key, value))
     denominator = jnp.einsum("bhnm,bhm->bhn", query, jnp.sum(key, axis=2))
@@ -52,7 +55,7 @@ def _public_features(x, frequencies, maximum_over):
 
 
 def prefix_products(query, key, value):
-    """q_i . sum_{j <= i} k_j v_j^T for features (n, b, h, m), values (n, b, h, d): token by token."""
+    """q_i . sum_{j <= i} k_j v_j^T, token by token: features (n, b, h, m), values (n, b, h, d)."""
     return _prefix_products(query, key, value)[0]
 
 
@@ -89,12 +92,45 @@ _reversed_products.defvjp(_prefix_products, _prefix_products_backward)
 public_reversed = partial(public, is_causal=True, products=_reversed_products)
 
 
-def exact(query, key, value, frequencies, *, is_causal=False):
-    """Softmax attention by XLA."""
+def exact(
+    query,
+    key,
+    value,
+    frequencies,
+    *,
+    is_causal=False,
+    implementation: Literal["xla", "cudnn"] = "xla",
+):
+    """Softmax attention."""
     del frequencies
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=is_causal, implementation="xla"
+        query, key, value, is_causal=is_causal, implementation=implementation
     )
+
+
+def ours(query, key, value, frequencies, *, is_causal=False):
+    """What they are compared with."""
+    return performer_attention(query, key, value, frequencies, is_causal=is_causal)
+
+
+IMPLEMENTATIONS = {
+    "ours": ours,
+    "public": public,
+    "exact": exact,
+    "ours, causal": partial(ours, is_causal=True),
+    "public, causal": partial(public, is_causal=True),
+    "public, causal, reverse scan": public_reversed,
+    "exact, causal": partial(exact, is_causal=True),
+    "cuDNN": partial(exact, implementation="cudnn"),
+}
+
+
+def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:
+    """Query, key, value, frequencies, and the gradient with respect to the output."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = (batch, tokens, heads, D)
+    query, key, value, gradient = (jax.random.normal(k, shape, dtype) for k in keys[:4])
+    return [query, key, value, couplings.get("pm")(keys[4], M, D), gradient]
 
 
 def estimator(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
@@ -117,7 +153,7 @@ def estimator(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
     return output
 
 
-def torch_call(query, key, value, gradient, num_features: int) -> Callable[[], Any] | None:
+def torch_call(query, key, value, gradient) -> Callable[[], Any] | None:
     """Forward and backward pass of the package `performer_pytorch`; None where it is missing.
 
     It is no dependency of ours. Its causal attention needs a CUDA extension, so this is the
@@ -132,9 +168,7 @@ def torch_call(query, key, value, gradient, num_features: int) -> Callable[[], A
         torch.from_numpy(np.array(x.transpose(0, 2, 1, 3))) for x in (query, key, value, gradient)
     ]
     inputs = [x.requires_grad_() for x in heads_first[:3]]
-    attention = package.FastAttention(
-        dim_heads=query.shape[-1], nb_features=num_features, causal=False
-    )
+    attention = package.FastAttention(dim_heads=D, nb_features=M, causal=False)
 
     def call():
         output = attention(*inputs)

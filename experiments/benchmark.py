@@ -1,39 +1,32 @@
-"""Speed of the samplers.
+"""Speed of the samplers and of attention.
 
     python -m experiments.benchmark couplings
+    python -m experiments.benchmark attention [--quick]
 
-Warm and jitted, keys as arguments. Prints milliseconds of one draw (m = 128, d = 64) and of 144 at
-once (12 layers x 12 heads), the best of 7; how often the sampler was traced over all keys; and the
-ratio of dense to structured products of 1,024 vectors with d frequencies, implementations in turn.
+`couplings`: warm and jitted, keys as arguments. Prints milliseconds of one draw (m = 128, d = 64)
+and of 144 at once (12 layers x 12 heads), the best of 7; how often the sampler was traced over all
+keys; and the ratio of dense to structured products of 1,024 vectors with d frequencies,
+implementations in turn.
+
+`attention`: `benchmark_attention` says what is measured, and `benchmark_lengths` what besides. With
+--quick everything runs at a 16th of the length, to see that it runs: the numbers mean nothing.
+
+Tables and figures go to results/benchmark.
 """
 
-import platform
-import sys
-import time
-from collections.abc import Callable
+import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments import report
+from experiments import benchmark_attention, benchmark_lengths, report, timing
 from performer import couplings, structured
 
 M, D, HEADS = 128, 64, 144
 REPEATS = 7
-
-
-def best_of(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Best wall time of each call in seconds; the calls take turns, after one to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(REPEATS + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-    return {name: min(t) for name, t in times.items()}
+OUT = Path("results/benchmark")
 
 
 def samplers() -> list[dict[str, Any]]:
@@ -51,14 +44,14 @@ def samplers() -> list[dict[str, Any]]:
             jax.jit(draw),
             jax.jit(jax.vmap(lambda key, coupling=coupling: coupling(key, M, D))),
         )
-        best = best_of({"one": partial(one, keys[0]), "many": partial(many, keys)})
+        best = timing.race({"one": partial(one, keys[0]), "many": partial(many, keys)}, REPEATS)
         for key in keys[:REPEATS]:
             one(key)
         rows.append(
             {
                 "coupling": name,
-                "one draw, ms": 1e3 * best["one"],
-                "144 draws, ms": 1e3 * best["many"],
+                "one draw, ms": 1e3 * best["one"].wall,
+                "144 draws, ms": 1e3 * best["many"].wall,
                 "traces": len(traces),
             }
         )
@@ -75,31 +68,65 @@ def products() -> list[dict[str, Any]]:
             W = frequencies.matrix()
             dense = jax.jit(lambda W, x: x @ W.T)
             fast = jax.jit(lambda f, x: f.apply(x))
-            best = best_of({"dense": partial(dense, W, x), "fast": partial(fast, frequencies, x)})
+            best = timing.race(
+                {"dense": partial(dense, W, x), "fast": partial(fast, frequencies, x)}, REPEATS
+            )
             rows.append(
                 {
                     "coupling": name,
                     "d": d,
-                    "dense, ms": 1e3 * best["dense"],
-                    "structured, ms": 1e3 * best["fast"],
-                    "dense / structured": best["dense"] / best["fast"],
+                    "dense, ms": 1e3 * best["dense"].wall,
+                    "structured, ms": 1e3 * best["fast"].wall,
+                    "dense / structured": best["dense"].wall / best["fast"].wall,
                 }
             )
     return rows
 
 
+def attention(quick: bool) -> None:
+    """Prints and writes the tables of `performer_attention`."""
+    scale, out = benchmark_attention.Scale(), OUT
+    if quick:
+        scale, out = benchmark_attention.Scale(repeats=2, divisor=16), OUT / "quick"
+        print("Quick: short sequences, few repeats. The numbers and whether they meet the targets")
+        print("mean nothing.\n")
+    if jax.default_backend() != "cpu":
+        print("The targets C1 to C8 and C11 are for a CPU.\n")
+    for name, rows in benchmark_attention.tables(scale):
+        print(report.table(rows, out / name), flush=True)
+    print("Nanoseconds per token and head, forward + backward\n")
+    print(report.table(benchmark_lengths.crossover(scale, out / "crossover"), out / "crossover"))
+    if jax.default_backend() == "cpu":
+        rows = benchmark_lengths.package(scale)
+        print(report.table(rows, out / "package") if rows else "performer_pytorch: not installed\n")
+    if jax.default_backend() != "gpu":
+        print("G1 to G3: no accelerator")
+        return
+    rows, times = benchmark_lengths.gpu(scale)
+    print(report.table(times, out / "times_gpu"))
+    print(report.table(rows, out / "targets_gpu"))
+
+
 def main() -> None:
     """The command line."""
-    if sys.argv[1:] != ["couplings"]:
-        sys.exit("usage: python -m experiments.benchmark couplings")
-    device = jax.devices()[0]
-    print(
-        f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
-        f" jax {jax.__version__}\n"
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out = Path("results/benchmark")
-    print(report.table(samplers(), out / "samplers"))
-    print(report.table(products(), out / "products"))
+    commands = parser.add_subparsers(
+        dest="what", required=True, metavar="{couplings,attention [--quick]}"
+    )
+    commands.add_parser("couplings", help="speed of the samplers")
+    command = commands.add_parser("attention", help="speed, memory, exactness of attention")
+    command.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    arguments = parser.parse_args()
+    print(timing.machine() + "\n")
+    if arguments.what == "attention":
+        attention(arguments.quick)
+        return
+    print(report.table(samplers(), OUT / "samplers"))
+    print(report.table(products(), OUT / "products"))
 
 
 if __name__ == "__main__":

@@ -1,80 +1,232 @@
-"""Speed, memory and exactness of `performer_attention`; see `python -m experiments.benchmark`.
+"""Speed, memory and exactness of `performer_attention`; `python -m experiments.benchmark` runs it.
 
-m = 128 frequencies, heads of 64, batch 1, float32. A pass is the output ("forward") or the output
-and the gradients with respect to query, key and value ("forward + backward"), one compiled program,
-the same for every implementation of `experiments.baselines`; see `experiments.timing` for how they
-are timed. Every row C1 to C11 is a ratio with a target, which is one for a CPU.
+m = 128 frequencies, heads of width 64, batch 1, float32. A pass is the output ("forward") or the
+output and the gradients with respect to query, key and value ("forward + backward"): one compiled
+program, made in the same way for every implementation of `experiments.baselines`, and timed as
+`experiments.timing` says. C1 to C11 have targets, those of times and memory for a CPU; G1 to G3
+need a GPU. A ratio of times comes twice: wall time, and time of all threads on the CPU.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments import baselines, report, timing
-from performer import couplings, performer_attention
+from experiments import baselines, timing
+from experiments.baselines import IMPLEMENTATIONS, inputs
+from performer import performer_attention
 from vit import config, model
 
-M, D = 128, 64
-ROOF_G1 = 0.187e-3
-"""Seconds: the memory traffic of a fused forward pass (B8 H12 N16384, bfloat16) on an H200."""
-
-
-def ours(query, key, value, frequencies, *, is_causal=False):
-    """What is measured."""
-    return performer_attention(query, key, value, frequencies, is_causal=is_causal)
-
-
-IMPLEMENTATIONS = {
-    "ours": ours,
-    "public": baselines.public,
-    "exact": baselines.exact,
-    "ours, causal": partial(ours, is_causal=True),
-    "public, causal": partial(baselines.public, is_causal=True),
-    "public, causal, reversed": baselines.public_reversed,
-    "exact, causal": partial(baselines.exact, is_causal=True),
-}
+SIZES = ((1024, 12), (4096, 4), (16384, 1))
+"""(tokens, heads)"""
 FORWARD, BOTH = "forward", "forward + backward"
 
 
-def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:
-    """Query, key, value, frequencies, and the gradient of the output."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    shape = (batch, tokens, heads, D)
-    query, key, value, gradient = (jax.random.normal(k, shape, dtype) for k in keys[:4])
-    return [query, key, value, couplings.get("pm")(keys[4], M, D), gradient]
+class Race(NamedTuple):
+    """A ratio of times."""
+
+    name: str
+    which: str
+    slow: str
+    fast: str
+    targets: Sequence[str]
+    """For `SIZES`, or the first of them."""
 
 
-def programs(names: Sequence[str], which: str, args: list[jax.Array]) -> dict[str, timing.Program]:
-    """The implementations of these names, compiled."""
+AUTODIFF, REVERSE = "public, causal", "public, causal, reverse scan"
+RACES = (
+    Race("C1", BOTH, AUTODIFF, "ours, causal", (">= 2.5", ">= 1.8", ">= 2")),
+    Race("C1", BOTH, REVERSE, "ours, causal", (">= 2.5", ">= 1.8", ">= 2")),
+    Race("C2", FORWARD, AUTODIFF, "ours, causal", (">= 2", ">= 1.5", ">= 1.2")),
+    Race("C3", BOTH, "public", "ours", (">= 1.5", ">= 1.5", ">= 1.5")),
+    Race("C4", BOTH, "exact", "ours", (">= 8", ">= 30")),
+    Race("C5", BOTH, "exact, causal", "ours, causal", (">= 6", ">= 20")),
+)
 
-    def forward_backward(function, query, key, value, frequencies, gradient):
-        of_tokens = partial(_frequencies_last, function, frequencies)
-        output, pull = jax.vjp(of_tokens, query, key, value)
+
+class Scale(NamedTuple):
+    """How much is measured: everything, or with --quick a 16th of the tokens and few repeats."""
+
+    repeats: int = 7
+    divisor: int = 1
+
+
+class Result(NamedTuple):
+    """What was measured of one implementation."""
+
+    best: timing.Best
+    program: timing.Program
+
+
+def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
+    """One implementation, compiled for one pass."""
+    function = IMPLEMENTATIONS[name]
+
+    def both(query, key, value, frequencies, gradient):
+        output, pull = jax.vjp(lambda *qkv: function(*qkv, frequencies), query, key, value)
         return output, pull(gradient)
 
-    if which == FORWARD:
-        return {name: timing.compiled(IMPLEMENTATIONS[name], *args[:4]) for name in names}
+    return timing.compiled(both, *args) if which == BOTH else timing.compiled(function, *args[:4])
+
+
+def measure(names: Sequence[str], which: str, args: list[jax.Array], repeats: int, queued: int = 1):
+    """A `Result` for each name; the implementations take turns."""
+    programs = {name: program(name, which, args) for name in names}
+    best = timing.race({name: p.call for name, p in programs.items()}, repeats, queued)
+    return {name: Result(best[name], programs[name]) for name in names}
+
+
+def measurements(results: dict[str, Result], which: str, shape: Sequence[int]):
+    """Rows of the table of all times."""
+    for name, (best, compiled) in results.items():
+        yield {
+            "implementation": name,
+            "pass": which,
+            "shape": "x".join(map(str, shape)),
+            "wall, ms": 1e3 * best.wall,
+            "CPU, ms": 1e3 * best.cpu,
+            "compilation, s": compiled.compile_seconds,
+            "temporary, MiB": compiled.temporary_bytes / 2**20,
+        }
+
+
+def row(name: str, what: str, measured: float, target: str, cpu: float | str = "") -> dict:
+    """A row of the table of targets; a target is ">= 2", "<= 2" or nothing."""
+    met = ""
+    if target:
+        sign, bound = target.split()
+        good = measured >= float(bound) if sign == ">=" else measured <= float(bound)
+        met = "yes" if good else "NO"
     return {
-        name: timing.compiled(partial(forward_backward, IMPLEMENTATIONS[name]), *args)
-        for name in names
+        "id": name,
+        "what": what,
+        "measured": float(measured),
+        "by CPU time": cpu,
+        "target": target,
+        "met": met,
     }
 
 
-def _frequencies_last(function, frequencies, query, key, value):
-    return function(query, key, value, frequencies)
+def versus(name: str, what: str, above: timing.Best, below: timing.Best, target: str) -> dict:
+    """A row with the ratio of two times."""
+    return row(name, what, above.wall / below.wall, target, above.cpu / below.cpu)
 
 
-class Bench:
-    """All measurements of a run: those asked for again are not made again."""
+def races(scale: Scale) -> tuple[list[dict], list[dict]]:
+    """C1 to C5, C7 and C8, and all the times behind them."""
+    times, results = [], {}
+    for i, (full, heads) in enumerate(SIZES):
+        tokens = full // scale.divisor
+        args = inputs(tokens, heads)
+        for which in (FORWARD, BOTH):
+            here = [race for race in RACES if race.which == which and i < len(race.targets)]
+            names = list(dict.fromkeys(name for race in here for name in (race.fast, race.slow)))
+            results[which, full] = measure(names, which, args, scale.repeats)
+            times += measurements(results[which, full], which, args[0].shape)
+    rows = []
+    for name, which, slow, fast, targets in RACES:
+        for (full, heads), target in zip(SIZES, targets, strict=False):
+            of_size = results[which, full]
+            what = f"{which}, N = {full // scale.divisor}, H = {heads}: {slow} / {fast}"
+            rows.append(versus(name, what, of_size[slow].best, of_size[fast].best, target))
+    full, heads = SIZES[1]
+    memory = {name: r.program.temporary_bytes for name, r in results[BOTH, full].items()}
+    tokens = full // scale.divisor
+    for fast, slow, target in (
+        ("ours", "public", "<= 0.5"),
+        ("ours, causal", AUTODIFF, "<= 0.4"),
+        ("ours, causal", REVERSE, "<= 0.4"),
+    ):
+        what = f"temporary memory, {BOTH}, N = {tokens}, H = {heads}: {fast} / {slow}"
+        rows.append(row("C7", what, memory[fast] / memory[slow], target))
+    for name in ("ours", "ours, causal"):
+        longer = program(name, BOTH, inputs(4 * tokens, heads)).temporary_bytes
+        what = f"temporary memory, {BOTH}, N = {4 * tokens} / {tokens}, H = {heads}: {name}"
+        rows.append(row("C8", what, longer / memory[name], "<= 4.2"))
+    return rows, times
 
-    def __init__(self, repeats: int):
-        self.repeats = repeats
-        self.rows: list[dict[str, Any]] = []
-        self.best: dict[tuple, timing.Best] = {}
-        self.memory: dict[tuple, int] = {}
+
+def layer(scale: Scale) -> dict:
+    """C6: forward and backward pass of a ViT-B/16 layer, all its parameters and its input."""
+    batch = max(1, 4 // scale.divisor)
+    keys = jax.random.split(jax.random.key(0))
+    x, gradient = (jax.random.normal(key, (batch, 197, config.SIZES["B"].width)) for key in keys)
+    calls = {}
+    for kind in ("performer", "softmax"):
+        settings = config.Config(attention=config.Attention(kind=kind, num_features=baselines.M))
+        block = model.Block(settings, config.SIZES["B"], model.random_streams(0))
+        graph, parameters, rest = nnx.split(block, nnx.Param, ...)
+
+        def step(parameters, rest, x, gradient, graph=graph):
+            def forward(parameters, x):
+                return nnx.merge(graph, parameters, rest)(x, train=True)[0]
+
+            output, pull = jax.vjp(forward, parameters, x)
+            return output, pull(gradient)
+
+        calls[kind] = timing.compiled(step, parameters, rest, x, gradient).call
+    best = timing.race(calls, scale.repeats)
+    what = f"{BOTH} of a ViT-B/16 layer, batch {batch}: ours / exact"
+    return versus("C6", what, best["performer"], best["softmax"], "<= 1.02")
+
+
+def exactness(scale: Scale) -> list[dict]:
+    """C9 and C10."""
+    tokens, heads = SIZES[1][0] // scale.divisor, SIZES[1][1]
+    query, key, value, frequencies, _ = inputs(tokens, heads)
+    causal = jax.jit(IMPLEMENTATIONS["ours, causal"])
+    output, differ = causal(query, key, value, frequencies), 0
+    for end in (1, tokens // 3, tokens // 2, tokens - 1):
+        later = jnp.arange(tokens)[:, None, None] >= end
+        other = causal(query, jnp.where(later, 9 * key, key), value - later, frequencies)
+        differ += int(jnp.sum(output[:, :end] != other[:, :end]))
+    rows = [row("C9", f"earlier outputs that change, causal, N = {tokens}", differ, "<= 0")]
+    query, key, value, frequencies, _ = inputs(256, 2)
+    for name in ("ours", "ours, causal"):
+        for factor in (1, 3, 5):
+            args = (factor * query, factor * key, value, frequencies)
+            want = baselines.estimator(*args, is_causal="causal" in name)
+            got = np.asarray(jax.jit(IMPLEMENTATIONS[name])(*args), np.float64)
+            error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            what = f"relative error, N = 256, q and k times {factor}: {name}"
+            rows.append(row("C10", what, error, "<= 1e-5"))
+    return rows
+
+
+def decoding(scale: Scale, heads: int = 12) -> dict:
+    """C11: sixteen tokens one by one, after many tokens and after few."""
+    query, key, value, frequencies, _ = inputs(1, heads)
+    lengths, calls = (65536 // scale.divisor, 1024 // scale.divisor), {}
+
+    @jax.jit
+    def step(query, key, value, frequencies, state):
+        return performer_attention(
+            query, key, value, frequencies, is_causal=True, initial_state=state, return_state=True
+        )
+
+    def decode(state):
+        for _ in range(16):
+            _, state = step(query, key, value, frequencies, state)
+        return state
+
+    for length in lengths:
+        prompt = inputs(length, heads)[:3]
+        prefill = partial(performer_attention, is_causal=True, return_state=True)
+        state = jax.block_until_ready(jax.jit(prefill)(*prompt, frequencies)[1])
+        calls[str(length)] = partial(decode, state)
+    best = timing.race(calls, max(50 // scale.divisor, 7))
+    long, short = best.values()
+    what = f"decoding step after {lengths[0]} / {lengths[1]} tokens, H = {heads}: ours, causal"
+    return versus("C11", what, long, short, "<= 1.05")
+
+
+def tables(scale: Scale) -> Iterator[tuple[str, list[dict]]]:
+    """Names and rows of the tables, as they come: all times, then what they say of the targets."""
+    rows, times = races(scale)
+    yield "times", times
+    rows += [layer(scale), *exactness(scale), decoding(scale)]
+    yield "targets", sorted(rows, key=lambda r: int(r["id"][1:]))

@@ -56,19 +56,21 @@ def compiled(function: Callable[..., Any], *args: Any) -> Program:
 
 
 def race(calls: dict[str, Callable[[], Any]], repeats: int, queued: int = 1) -> dict[str, Best]:
-    """The calls take turns, `repeats` times after one to warm up.
+    """The calls take turns, `repeats` times.
 
-    With `queued` a repeat is so many calls in a row before the last is waited for, for programs
-    that an accelerator finishes faster than the host starts and awaits them.
+    In its turn a call is made twice, and the second one counts: what came before leaves the caches
+    and the allocator in another state, which costs tens of percent after a program that needs much
+    memory. With `queued` a repeat is so many calls in a row before the last is waited for: an
+    accelerator finishes some programs faster than the host starts and awaits them.
     """
     times: dict[str, list[Best]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, call in calls.items():
+            jax.block_until_ready(call())
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(queued - 1):
                 call()
             jax.block_until_ready(call())
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if repeat:
-                times[name].append(Best(wall / queued, cpu / queued))
+            times[name].append(Best(wall / queued, cpu / queued))
     return {name: Best(*map(min, zip(*best, strict=True))) for name, best in times.items()}

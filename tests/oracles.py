@@ -51,6 +51,81 @@ def performer_attention(query, key, value, frequencies, mask=None, scale=None):
     return out
 
 
+def kernel_matrix(
+    query, key, frequencies, *, allowed=None, feature_map="positive", scale=None, weights=None
+):
+    """Estimated kernels k(q_t, k_s) up to a factor of each row, (b, n, t, s), in float64.
+
+    0 where the pair is not allowed, (b | 1, t, s).
+
+    Every pair and every feature on its own: for the exponential maps
+    sum_j a_j exp(w_j.q + w_j.k - k^2 / 2) with the largest exponent of the row taken out.
+    """
+    query, key, frequencies = (np.asarray(x, np.float64) for x in (query, key, frequencies))
+    heads = query.shape[2]
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    weights = np.ones(frequencies.shape[-2]) if weights is None else np.asarray(weights, np.float64)
+
+    def per_head(x, ndim):
+        return np.stack([x[n * len(x) // heads] if x.ndim == ndim else x for n in range(heads)])
+
+    w, a = per_head(frequencies, 3), per_head(weights, 2)
+    key = np.repeat(key, heads // key.shape[2], axis=2)
+    q = np.einsum("btnh,nmh->bntm", root * query, w)
+    k = np.einsum("bsnh,nmh->bnsm", root * key, w)
+    half = np.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[..., None] / 2
+    a = a[:, None, None]
+    allowed = np.ones((1, 1, 1, 1), bool) if allowed is None else np.asarray(allowed)[:, None]
+    if feature_map in ("positive", "hyperbolic"):
+        signs = [1, -1] if feature_map == "hyperbolic" else [1]
+        exponents = np.concatenate(
+            [sign * (q[:, :, :, None] + k[:, :, None]) - half[:, :, None] for sign in signs], -1
+        )
+        factors = np.concatenate([np.broadcast_to(a, (heads, 1, 1, a.shape[-1]))] * len(signs), -1)
+        exponents = np.where(allowed[..., None], exponents, -np.inf)
+        top = exponents.max(axis=(-1, -2), keepdims=True)
+        return np.sum(factors * np.exp(exponents - np.where(np.isinf(top), 0, top)), axis=-1)
+    if feature_map == "trigonometric":
+        top = half.max(axis=2, keepdims=True)
+        angles = q[:, :, :, None] - k[:, :, None]
+        return allowed * np.sum(a * np.cos(angles), -1) * np.exp(half - top)[:, :, None, :, 0]
+    function = {
+        "relu": lambda x: np.maximum(x, 0),
+        "elu+1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+    }[feature_map]
+    return allowed * np.sum(a * function(q)[:, :, :, None] * function(k)[:, :, None], axis=-1)
+
+
+def kernel_attention(query, key, value, frequencies, **options):
+    """The rows of `kernel_matrix`, normalised, times v."""
+    kernel = kernel_matrix(query, key, frequencies, **options)
+    total = kernel.sum(axis=-1, keepdims=True)
+    value = np.repeat(np.asarray(value, np.float64), kernel.shape[1] // value.shape[2], axis=2)
+    return np.einsum("bnts,bsnv->btnv", kernel / np.where(total == 0, 1, total), value)
+
+
+def public_attention(query, key, value, frequencies, is_causal=False, epsilon=1e-6):
+    """FAVOR+ with the public code's stabiliser, after its description:
+
+    features e^{w.x - x^2/2 - max} + epsilon, the maximum of w.q over the features for a query, of
+    w.k over features and keys for all keys of a batch entry and head; float64.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    root = query.shape[-1] ** -0.25
+    out = np.zeros((*query.shape[:3], value.shape[-1]))
+    for b, n in np.ndindex(query.shape[0], query.shape[2]):
+        w = np.asarray(frequencies if frequencies.ndim == 2 else frequencies[n], np.float64)
+        q, k = root * query[b, :, n], root * key[b, :, n]
+        top = (k @ w.T).max()
+        phi_k = [np.exp(w @ y - y @ y / 2 - top) + epsilon for y in k]
+        for t, x in enumerate(q):
+            phi_q = np.exp(w @ x - x @ x / 2 - (w @ x).max()) + epsilon
+            seen = range(t + 1) if is_causal else range(len(k))
+            kernel = np.array([phi_q @ phi_k[s] for s in seen])
+            out[b, t, n] = kernel @ value[b, list(seen), n] / kernel.sum()
+    return out
+
+
 def positive_features(x, frequencies, kernel):
     """sqrt(1/m) exp(w.x - c |x|^2), c = 1/2 (softmax) or 1 (gaussian)."""
     factor = {"softmax": 0.5, "gaussian": 1.0}[kernel]

@@ -1,13 +1,17 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
+import itertools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import performer
 from performer import performer_attention
-from performer.nnx import Frequencies, PerformerAttention
+from performer.nnx import Frequencies, PerformerAttention, redraw
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, **kwargs):
@@ -81,18 +85,110 @@ def test_decoding_attends_to_the_cache():
     np.testing.assert_allclose(out, module(X, decode=False)[:, -1:], atol=1e-5)
 
 
+def test_causal_and_grouped_heads():
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(16, 4, num_heads=2, feature_map="hyperbolic", rngs=rngs)
+    module = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=2, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+    x = jax.random.normal(jax.random.key(1), (3, 7, 16))
+    want = module.out(
+        performer_attention(
+            module.query(x),
+            module.key(x),
+            module.value(x),
+            attention_fn.frequencies[...],
+            is_causal=True,
+            feature_map="hyperbolic",
+        )
+    )
+    got = module(x, is_causal=True)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    changed = module(x.at[:, 4:].set(0), is_causal=True)
+    np.testing.assert_array_equal(changed[:, :4], got[:, :4])
+
+
+def test_decoding_is_causal_attention():
+    """Token by token through Flax's cache, with its float mask: the causal outputs."""
+    module = layer(decode=True)
+    module.init_cache(X.shape)
+    steps = [module(X[:, i : i + 1]) for i in range(X.shape[1])]
+    want = module(X, decode=False, is_causal=True)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+
+
+def test_sown_weights_are_the_attention_matrix():
+    module = layer(decode=False)
+    output = module(X, sow_weights=True, is_causal=True)
+    (weights,) = nnx.state(module, nnx.Intermediate)["attention_weights"].get_value()
+    assert weights.shape == (3, 2, 5, 5)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+    np.testing.assert_array_equal(np.triu(weights[0, 0], 1), 0)
+    mixed = jnp.einsum("bnts,bsnv->btnv", weights, module.value(X))
+    np.testing.assert_allclose(module.out(mixed), output, atol=1e-5)
+
+
+def two_layers(redraw_every):
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    return nnx.List(
+        PerformerAttention(16, 4, num_heads=2, redraw_every=redraw_every, rngs=rngs)
+        for _ in range(2)
+    )
+
+
+def test_redraw_every_so_many_steps():
+    """From key and step alone, one trace for all steps, layers apart, and only when due."""
+    traces = []
+
+    @jax.jit
+    def draws(key, step, state):
+        traces.append(None)
+        model = nnx.merge(graph, state)
+        redraw(model, key, step)
+        return nnx.state(model)
+
+    graph, state = nnx.split(two_layers(3))
+    first = jax.tree.leaves(state)
+    history, key = [first], jax.random.key(5)
+    for step in range(7):
+        state = draws(key, step, state)
+        history.append(jax.tree.leaves(state))
+    assert len(traces) == 1
+    changes = [
+        not all(np.array_equal(a, b) for a, b in zip(old, new, strict=True))
+        for old, new in itertools.pairwise(history)
+    ]
+    assert changes == [False, False, False, True, False, False, True]
+    one, two = history[-1]
+    assert not np.allclose(one, two)
+    assert not np.allclose(one[0], one[1])
+    # A run resumed at step 6 from any earlier state draws the same.
+    resumed = jax.tree.leaves(draws(key, 6, nnx.state(two_layers(3))))
+    chex.assert_trees_all_equal(resumed, history[-1])
+    fold_in = jax.random.fold_in
+    want = performer.couplings.draw("pm", fold_in(fold_in(key, 0), 6), 16, 4, num_heads=2)
+    np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
+
+
+def test_without_redraw_every_nothing_is_drawn():
+    model = two_layers(0)
+    before = jax.tree.leaves(nnx.state(model))
+    redraw(model, jax.random.key(0), 10)
+    chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model)), before)
+    with pytest.raises(ValueError, match="redraw_every must not be negative, got -1"):
+        two_layers(-1)
+
+
 def test_what_linear_attention_cannot_do_is_an_error():
     module = layer(decode=False)
     with pytest.raises(ValueError, match="masks over keys only"):
         module(X, mask=jnp.tril(jnp.ones((5, 5), bool))[None, None])
-    with pytest.raises(ValueError, match="causal"):
-        module(X, is_causal=True)
-    with pytest.raises(ValueError, match="sow"):
-        module(X, sow_weights=True)
+    with pytest.raises(ValueError, match="when decoding leave is_causal out"):
+        module(X[:, :1], X, is_causal=True)
     with pytest.raises(ValueError, match=r"dropout_rate=0\.5"):
         layer(decode=False, dropout_rate=0.5)(X, deterministic=False)
     assert layer(decode=False, dropout_rate=0.5)(X, deterministic=True).shape == X.shape
     with pytest.raises(ValueError, match="bias"):
-        module.attention_fn(*[X[:, :, None]] * 3, bias=jnp.zeros((1, 1, 5, 5)))
+        module.attention_fn(*[X.reshape(3, 5, 2, 4)] * 3, bias=jnp.zeros((1, 1, 5, 5)))
     with pytest.raises(ValueError, match="even number"):
         PerformerAttention(15, 4, coupling="pm-antithetic", rngs=nnx.Rngs(0))

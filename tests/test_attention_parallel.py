@@ -1,0 +1,92 @@
+"""Attention over 8 virtual devices: batch, heads and sequence split, equal to one device."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+
+def test_eight_devices_give_the_numbers_of_one():
+    """`main` in a process with eight devices: every line it prints is one comparison."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "sequence, bidirectional: equal; all_reduce 2",
+        "batch and heads, bidirectional: equal",
+        "sequence, causal: equal; all_gather 3",
+        "batch and heads, causal: equal",
+        "sequence, relu: equal; all_reduce 2",
+        "sequence, one token on each device, causal: equal; all_gather 3",
+    ]
+
+
+def main():
+    import re
+    from collections import Counter
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, PartitionSpec
+
+    from performer import performer_attention
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, 48, 4, 8), (2, 48, 2, 8), (2, 48, 2, 5)]
+    query, key, value = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes))  # noqa: B905
+    frequencies = jax.random.normal(keys[3], (2, 12, 8))
+    mask = jax.random.bernoulli(keys[4], 0.8, (2, 1, 1, 48))
+
+    def compare(name, axes, specs, tokens=48, **options):
+        mesh = jax.make_mesh(axes[1], axes[0], (AxisType.Auto,) * len(axes[0]))
+        inputs = [x[:, :tokens] for x in (query, key, value)] + [frequencies, mask[..., :tokens]]
+        axis_name = "sequence" if "sequence" in axes[0] else None
+
+        def attend(q, k, v, w, mask, axis_name=None):
+            return performer_attention(q, k, v, w, mask=mask, axis_name=axis_name, **options)
+
+        split = jax.jit(
+            jax.shard_map(
+                partial(attend, axis_name=axis_name),
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=specs[0],
+            )
+        )
+        one = jax.jit(attend)
+        np.testing.assert_allclose(split(*inputs), one(*inputs), rtol=2e-5, atol=2e-5)
+
+        def gradients(f):
+            loss = lambda *a: jnp.sum(jnp.sin(f(*a, inputs[4])))  # noqa: E731
+            return jax.grad(loss, argnums=(0, 1, 2, 3))(*inputs[:4])
+
+        for mine, want in zip(gradients(split), gradients(one), strict=True):
+            assert np.linalg.norm(mine - want) < 1e-5 * np.linalg.norm(want), name
+        text = split.lower(*inputs).as_text()
+        counts = Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text))
+        print(f"{name}: equal", *(f"{k} {n}" for k, n in counts.items()), sep="; ")
+
+    spec = PartitionSpec
+    sequence = (("sequence",), (8,))
+    by_token = (*[spec(None, "sequence")] * 3, spec(), spec(None, None, None, "sequence"))
+    both = (("data", "heads"), (2, 2))
+    by_head = (*[spec("data", None, "heads")] * 3, spec("heads"), spec("data"))
+    for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
+        compare(f"sequence, {name}", sequence, by_token, is_causal=is_causal)
+        compare(f"batch and heads, {name}", both, by_head, is_causal=is_causal)
+    compare("sequence, relu", sequence, by_token, feature_map="relu")
+    compare(
+        "sequence, one token on each device, causal", sequence, by_token, tokens=8, is_causal=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""performer_attention_fn inside linen.MultiHeadDotProductAttention."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from performer import couplings, performer_attention
+from performer.linen import performer_attention_fn
+
+X = jax.random.normal(jax.random.key(0), (3, 5, 8))
+W = couplings.draw("orf", jax.random.key(1), 16, 4, num_heads=2)
+
+
+def layer(frequencies=W, **kwargs):
+    options = {name: kwargs.pop(name) for name in ("is_causal",) if name in kwargs}
+    attention_fn = partial(performer_attention_fn, frequencies=frequencies, **options)
+    return linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn, **kwargs)
+
+
+def projected(params, name):
+    return jnp.einsum("btf,fnh->btnh", X, params[name]["kernel"]) + params[name]["bias"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_is_performer_attention_between_the_projections(is_causal):
+    module = layer(is_causal=is_causal)
+    variables = module.init(jax.random.key(2), X)
+    params = variables["params"]
+    mixed = performer_attention(
+        *(projected(params, name) for name in ("query", "key", "value")), W, is_causal=is_causal
+    )
+    want = jnp.einsum("btnh,nhf->btf", mixed, params["out"]["kernel"]) + params["out"]["bias"]
+    np.testing.assert_allclose(module.apply(variables, X), want, atol=1e-5)
+
+
+def test_every_keyword_of_linen_is_named():
+    """linen drops, without a word, what a signature does not name."""
+    named = inspect.signature(performer_attention_fn).parameters
+    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in named.values())
+    # einsum_dot_general is the one that the layer itself never passes.
+    theirs = set(inspect.signature(linen.dot_product_attention).parameters)
+    assert theirs - {"einsum_dot_general"} <= set(named)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+def test_key_masks_are_honoured(dtype):
+    module = layer()
+    variables = module.init(jax.random.key(2), X)
+    mask = (np.arange(5)[None, None, None] < 3).astype(dtype)
+    got = module.apply(variables, X, mask=mask)
+    np.testing.assert_allclose(got[:, :3], module.apply(variables, X[:, :3]), atol=1e-5)
+
+
+def test_decoding_is_causal_attention():
+    module = layer(decode=True)
+    variables = module.init(jax.random.key(2), X)
+    cache, steps = variables["cache"], []
+    for i in range(5):
+        out, new = module.apply(
+            {"params": variables["params"], "cache": cache}, X[:, i : i + 1], mutable="cache"
+        )
+        cache = new["cache"]
+        steps.append(out)
+    want = layer(is_causal=True).apply({"params": variables["params"]}, X)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+
+
+def test_sown_weights():
+    module = layer()
+    variables = module.init(jax.random.key(2), X)
+    _, state = module.apply(variables, X, sow_weights=True, mutable="intermediates")
+    (weights,) = state["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
+
+
+def test_frequencies_of_a_module_are_redrawn_and_not_trained():
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x, step=0):
+            variable = self.variable(
+                "frequencies",
+                "frequencies",
+                lambda: couplings.draw("pm", self.make_rng("frequencies"), 16, 4, 2),
+            )
+            if self.is_mutable_collection("frequencies"):
+                variable.value = couplings.redraw(
+                    "pm", variable.value, jax.random.key(7), step, every=2
+                )
+            attention_fn = partial(performer_attention_fn, frequencies=variable.value)
+            return linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)(x)
+
+    module = Layer()
+    variables = module.init({"params": jax.random.key(0), "frequencies": jax.random.key(1)}, X)
+    assert set(variables) == {"params", "frequencies"}
+    step = jax.jit(lambda v, step: module.apply(v, X, step, mutable="frequencies")[1])
+    first = variables["frequencies"]["frequencies"]
+    one, two = (step(variables, i)["frequencies"]["frequencies"] for i in (1, 2))
+    np.testing.assert_array_equal(one, first)
+    assert not np.allclose(two, first)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({}, dict(mask=np.tril(np.ones((5, 5)))[None, None]), "pass is_causal=True"),
+        (
+            dict(dropout_rate=0.5, deterministic=False),
+            dict(dropout_rng=jax.random.key(0)),
+            r"dropout_rate=0\.5",
+        ),
+        (
+            dict(qk_attn_weights_einsum_cls=lambda: jnp.einsum),
+            {},
+            "leave out qk_attn_weights_einsum_cls",
+        ),
+    ],
+)
+def test_what_linear_attention_cannot_do_is_an_error(options, call, message):
+    variables = layer().init(jax.random.key(2), X)
+    with pytest.raises(ValueError, match=message):
+        layer(**options).apply(variables, X, **call)
+
+
+def test_a_bias_is_an_error():
+    heads = [X.reshape(3, 5, 2, 4)] * 3
+    with pytest.raises(ValueError, match="cannot add a bias"):
+        performer_attention_fn(*heads, frequencies=W, bias=jnp.zeros((1, 1, 5, 5)))
