@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 from scipy.stats import qmc
 
 from performer import directions, hadamard, norms
@@ -164,7 +164,7 @@ def redraw(
     name: str,
     frequencies: Float[Array, "*n m h"],
     key: Key,
-    step: int | Int[Array, ""],
+    step: int | Integer[Array, ""],
     *,
     every: int,
 ) -> Float[Array, "*n m h"]:

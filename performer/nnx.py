@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import couplings
 from performer.attention.dropin import attention_fn
@@ -113,7 +113,7 @@ class PerformerAttention(nnx.Module):
         return output
 
 
-def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Int[Array, ""]) -> None:
+def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Integer[Array, ""]) -> None:
     """New frequencies, in place, for the layers whose `redraw_every` divides the step.
 
     Call it in the training step. What is drawn depends on the key, the step and the layer alone, so

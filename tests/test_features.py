@@ -40,6 +40,47 @@ def test_trigonometric_is_unbiased(kernel):
     assert abs(float(phi @ psi - exact)) < 5 * scale / np.sqrt(2 * 100_000)
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_hyperbolic_is_positive_of_both_signs(kernel):
+    both = jnp.concatenate([W, -W])
+    np.testing.assert_allclose(
+        features.hyperbolic(X, W, kernel=kernel),
+        features.positive(X, both, kernel=kernel),
+        rtol=1e-6,
+    )
+    weights = jnp.arange(7.0)
+    np.testing.assert_allclose(
+        features.hyperbolic(X, W, kernel=kernel, weights=weights),
+        features.positive(X, both, kernel=kernel, weights=jnp.tile(weights, 2) / 2),
+        rtol=1e-6,
+    )
+
+
+def test_relu_and_elu_match_the_equation():
+    x, w = np.asarray(X, np.float64), np.asarray(W, np.float64)
+    p = x @ w.T
+    weights = np.arange(7.0)
+    for a in (None, weights):
+        root = np.sqrt(1 / 7 if a is None else a)
+        options = dict(weights=None if a is None else jnp.asarray(a, jnp.float32))
+        np.testing.assert_allclose(
+            features.relu(X, W, **options), np.maximum(p, 0) * root, rtol=1e-5, atol=1e-6
+        )
+        want = np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))) * root
+        np.testing.assert_allclose(features.elu(X, W, **options), want, rtol=1e-5, atol=1e-6)
+
+
+def test_relu_estimates_the_arc_cosine_kernel():
+    """With 10^5 independent frequencies within 5 standard errors of the closed form."""
+    w = jax.random.normal(jax.random.key(2), (100_000, 6))
+    x, y = np.asarray(X[0], np.float64), np.asarray(X[1], np.float64)
+    lengths = np.linalg.norm(x) * np.linalg.norm(y)
+    angle = np.arccos(x @ y / lengths)
+    want = lengths * (np.sin(angle) + (np.pi - angle) * np.cos(angle)) / (2 * np.pi)
+    terms = np.asarray(features.relu(X[0], w) * features.relu(X[1], w), np.float64) * 100_000
+    assert abs(terms.mean() - want) < 5 * terms.std() / np.sqrt(100_000)
+
+
 def test_weights_replace_one_over_m():
     uniform = jnp.full(7, 1 / 7)
     np.testing.assert_allclose(

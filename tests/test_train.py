@@ -11,6 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from performer.nnx import Frequencies
 from tests.small import small_config
@@ -31,6 +32,10 @@ def final_state(workdir):
         return np.asarray(jax.random.key_data(x) if is_key else x)
 
     return jax.tree.map(number, state), graph
+
+
+def frequencies(state):
+    return jax.tree.leaves(nnx.filter_state(state, Frequencies))
 
 
 def test_three_steps(tmp_path):
@@ -58,9 +63,7 @@ def test_frequencies_are_saved_and_not_trained(tmp_path):
     state, _ = final_state(tmp_path / "run")
     settings = small_config()
     _, initial = train.create(settings, data.load(settings.data), lambda step: 0.0)
-    from flax import nnx
-
-    before, after = (jax.tree.leaves(nnx.filter_state(s, Frequencies)) for s in (initial, state))
+    before, after = frequencies(initial), frequencies(state)
     assert len(before) == 2
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -68,8 +71,9 @@ def test_frequencies_are_saved_and_not_trained(tmp_path):
 
 @pytest.mark.parametrize("stop_after", [1, 2])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, stop_after):
-    """Dropout, augmentation, shuffling, optimiser and schedule all go on where they were."""
-    train.train(small_config(), tmp_path / "whole")
+    """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were."""
+    settings = small_config(attention=config.Attention(num_features=8, redraw_every=2))
+    train.train(settings, tmp_path / "whole")
 
     append = metrics.append
 
@@ -81,12 +85,15 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, s
     with monkeypatch.context() as patch:
         patch.setattr(metrics, "append", append_and_stop)
         with pytest.raises(SystemExit, match=f"stopped at step {stop_after} of 3"):
-            train.train(small_config(), tmp_path / "halves")
+            train.train(settings, tmp_path / "halves")
     assert metrics.read(tmp_path / "halves" / "metrics.jsonl")[-1]["step"] == stop_after
-    train.train(small_config(), tmp_path / "halves")
+    train.train(settings, tmp_path / "halves")
 
     states = [final_state(tmp_path / name)[0] for name in ("whole", "halves")]
     jax.tree.map(np.testing.assert_array_equal, *states)
+    _, first = train.create(settings, data.load(settings.data), lambda step: 0.0)
+    kept, drawn = (frequencies(state) for state in (first, states[0]))
+    assert not any(np.allclose(a, b) for a, b in zip(kept, drawn, strict=True))  # at step 2
     logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "halves")]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
@@ -133,7 +140,7 @@ def test_one_compilation_for_all_steps():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(state, batch):
-        return train.train_step(graph, 0.0, state, batch)
+        return train.train_step(graph, 0.0, jax.random.key(0), state, batch)
 
     batches = iter(data.train_batches(dataset, settings.data, 0))
     for _ in range(4):
@@ -151,14 +158,12 @@ def test_label_smoothing_changes_the_step():
     batch = next(iter(data.train_batches(dataset, settings.data, 0)))
     graph, state = train.create(settings, dataset, lambda step: 0.1)
     step = jax.jit(partial(train.train_step, graph), static_argnums=0)
-    plain, smooth = (step(s, state, batch)[0] for s in (0.0, 0.1))
+    plain, smooth = (step(s, jax.random.key(0), state, batch)[0] for s in (0.0, 0.1))
     same = jax.tree.map(np.array_equal, nnx_params(plain), nnx_params(smooth))
     assert not all(jax.tree.leaves(same))
 
 
 def nnx_params(state):
-    from flax import nnx
-
     return nnx.filter_state(state, nnx.Param)
 
 

@@ -68,6 +68,8 @@ class Attention:
     """m, the number of frequencies of a head."""
     share_heads: bool = False
     """One draw of frequencies for all heads of a layer, instead of one for each head."""
+    redraw_every: int = 0
+    """Steps between new draws of the frequencies in training; 0 keeps the first ones."""
 
 
 @dataclasses.dataclass

@@ -83,6 +83,7 @@ class Block(nnx.Module):
                 size.head_dim,
                 coupling=attention.coupling,
                 num_heads=None if attention.share_heads else size.num_heads,
+                redraw_every=attention.redraw_every,
                 rngs=rngs,
             )
         self.attention_norm = nnx.LayerNorm(size.width, rngs=rngs)

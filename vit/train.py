@@ -26,6 +26,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_flags
 
+from performer.nnx import redraw
 from vit import checkpoint, data, metrics, optim
 from vit import config as configs
 from vit.model import ViT, random_streams
@@ -59,7 +60,10 @@ def train(config: configs.Config, workdir: Path) -> metrics.Record:
     # The model and its optimiser, on all devices; each batch is split among the devices.
     graph, state = create(config, dataset, rate)
     state = jax.device_put(state, replicated)
-    train_fn = jax.jit(partial(train_step, graph, config.optim.label_smoothing), donate_argnums=0)
+    redraw_key = random_streams(config.seed).frequencies.key[...]
+    train_fn = jax.jit(
+        partial(train_step, graph, config.optim.label_smoothing, redraw_key), donate_argnums=0
+    )
     eval_fn = jax.jit(partial(eval_step, graph))
     batches = iter(data.train_batches(dataset, config.data, config.seed))
 
@@ -137,10 +141,15 @@ def create(
 
 
 def train_step(
-    graph: nnx.GraphDef, label_smoothing: float, state: nnx.State, batch: data.Batch
+    graph: nnx.GraphDef,
+    label_smoothing: float,
+    redraw_key: jax.Array,
+    state: nnx.State,
+    batch: data.Batch,
 ) -> tuple[nnx.State, Counts]:
-    """One step of the optimiser on the mean cross entropy of a batch."""
+    """One step of the optimiser on the mean cross entropy of a batch; frequencies as due."""
     model, optimizer = nnx.merge(graph, state)
+    redraw(model, redraw_key, optimizer.step[...])
 
     def mean_loss(model: ViT) -> tuple[jax.Array, jax.Array]:
         logits, _ = model(batch["image"], train=True)
