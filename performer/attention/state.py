@@ -7,6 +7,7 @@ None where it is 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -121,16 +122,23 @@ def summarise(
     count, length = blocks(key.shape[1], block)
     if mask is None and count * length > key.shape[1]:
         mask = jnp.ones(key.shape[:2], bool)
+    k = key.shape[2]
 
-    @jax.checkpoint
-    def of_block(key, value, mask):
-        key, value = (x.transpose(2, 0, 1, 3) for x in (key, value))
-        return of_keys(masked(key_map(key), mask), value)
+    @partial(jax.checkpoint, prevent_cse=count == 1)
+    def add(state, xs):
+        key, value, mask = xs
+        split = jax.tree.map(flat, key_map(key))
+        return combine(state, of_keys(masked(split, mask), flat(value)))
 
+    xs = (*(heads_first(x, count, length) for x in (key, value)), None)
+    if mask is not None:
+        xs = (*xs[:2], jnp.tile(split_time(mask, count, length), (1, k, 1)))
+    state = jax.tree.map(flat, initial)
     if count == 1:
-        return combine(initial, of_block(key, value, mask))
-    xs = jax.tree.map(lambda x: split_time(x, count, length), (key, value, mask))
-    return jax.lax.scan(lambda state, x: (combine(state, of_block(*x)), None), initial, xs)[0]
+        state = add(state, jax.tree.map(lambda x: x[0], xs))
+    else:
+        state = jax.lax.scan(lambda state, x: (add(state, x), None), state, xs)[0]
+    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), state)
 
 
 def attend(
@@ -141,26 +149,29 @@ def attend(
     block: int,
 ) -> Float[Array, "b t k g v"]:
     """Every query attends over the features: sum_j a_j z_j / sum_j a_j s_j."""
+    (b, t, k, g, _), (count, length) = query.shape, blocks(query.shape[1], block)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=count == 1)
     def of_block(query, state):
-        b, t, k, g, h = query.shape
-        query = query.transpose(2, 0, 3, 1, 4).reshape(k, b, g * t, h)
-        exponent, factor = query_map(query)
+        exponent, factor = jax.tree.map(flat, query_map(query))
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
         weights = exponentials((exponent, factor), maximum).astype(dtype)
         numerator = dot("...tm,...mv->...tv", weights, state.numerator, dtype)
         denominator = dot("...tm,...m->...t", weights, state.normaliser, jnp.dtype(jnp.float32))
-        output = normalised(numerator, denominator)
-        return output.reshape(k, b, g, t, -1).transpose(1, 3, 0, 2, 4)
+        return normalised(numerator, denominator)
 
-    count, length = blocks(query.shape[1], block)
+    state = jax.tree.map(flat, state)
+    # The g query heads of a key head are rows beside each other: (count, k, b, length g, h).
+    queries = heads_first(
+        query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, -1), count, length * g
+    )
     if count == 1:
-        return of_block(query, state)
-    outputs = jax.lax.map(lambda x: of_block(x, state), split_time(query, count, length))
-    outputs = jnp.moveaxis(outputs, 0, 1)
-    return outputs.reshape(query.shape[0], -1, *outputs.shape[3:])[:, : query.shape[1]]
+        outputs = of_block(queries[0], state)[None]
+    else:
+        outputs = jax.lax.map(lambda x: of_block(x, state), queries)
+    outputs = outputs.reshape(count, k, b, length, g, -1).transpose(2, 0, 3, 1, 4, 5)
+    return outputs.reshape(b, count * length, k, g, -1)[:, :t]
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
@@ -169,8 +180,13 @@ def normalised(numerator: Array, denominator: Array) -> Array:
 
 
 def blocks(length: int, block: int, multiple: int = 1) -> tuple[int, int]:
-    """Number and length of equal blocks, at most `block` long, each a multiple of `multiple`."""
-    count = max(1, -(-length // block))
+    """Number and length of equal blocks, at most `block` long, each a multiple of `multiple`.
+
+    A few more blocks are taken where they need no padding, which costs copies and a mask.
+    """
+    least = max(1, -(-length // block))
+    even = (count for count in range(least, 2 * least) if length % (count * multiple) == 0)
+    count = next(even, least)
     return count, -(-length // (count * multiple)) * multiple
 
 
@@ -183,3 +199,14 @@ def split_time(x: Array, count: int, length: int) -> Array:
     """(b, t, ...) -> (count, b, length, ...), padded with zeros (False)."""
     x = pad(x, 0, count * length - x.shape[1])
     return jnp.moveaxis(x.reshape(x.shape[0], count, length, *x.shape[2:]), 1, 0)
+
+
+def heads_first(x: Array, count: int, length: int) -> Array:
+    """(b, t, k, h) -> (count, k, b, length, h), in one copy."""
+    x = pad(x, 0, count * length - x.shape[1])
+    return x.reshape(x.shape[0], count, length, *x.shape[2:]).transpose(1, 3, 0, 2, 4)
+
+
+def flat(x: Array) -> Array:
+    """(k, b, ...) -> (k b, ...); with one batch axis fewer XLA's CPU products run faster."""
+    return x.reshape(-1, *x.shape[2:])
