@@ -42,9 +42,7 @@ def causal(t, s=None):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 4 tokens and blocks of three chunks, so that short sequences have many."""
-    monkeypatch.setattr(op, "CHUNK", {"cpu": 4})
-    monkeypatch.setattr(op, "BLOCK_ROWS", {"cpu": 48})
-    monkeypatch.setattr(op, "_block_sizes", lambda implementation, *_: (4, 12))
+    monkeypatch.setattr(op, "_block_sizes", lambda *_: (4, 12))
 
 
 # Heads and shapes
@@ -224,7 +222,16 @@ def test_causal_of_any_length(t, small_chunks):
     args = inputs(t=t)
     want = oracles.kernel_attention(*args, allowed=causal(t))
     close(performer_attention(*args, is_causal=True), want)
-    close(performer_attention(*args, is_causal=True, implementation="direct"), want)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_implementations_agree(is_causal):
+    """On 700 tokens, which make several blocks of several chunks."""
+    args = inputs(b=4, t=700)
+    attend = partial(performer_attention, *args, is_causal=is_causal)
+    blocked = attend(implementation="blocked")
+    np.testing.assert_array_equal(attend(), blocked)
+    close(attend(implementation="direct"), blocked, 2e-5)
 
 
 @pytest.mark.parametrize("feature_map", MAPS)
