@@ -483,6 +483,23 @@ def test_features_are_never_stored(is_causal):
     assert temporary(65536) < 4.2 * temporary(16384)
 
 
+def test_constants_under_jit_and_vmap():
+    """Masks, weights, lengths and segments that a traced function closes over."""
+    query, key, value, frequencies = inputs()
+    mask = jnp.arange(7.0)[None, None, None] > 2
+    for options in [
+        dict(mask=mask.astype(jnp.float32)),
+        dict(mask=np.asarray(mask)),
+        dict(weights=jnp.arange(M, dtype=jnp.float32)),
+        dict(key_value_seq_lengths=np.array([2, 5])),
+        dict(segment_ids=np.zeros((2, 7), int)),
+    ]:
+        attend = lambda q, o=options: performer_attention(q, key, value, frequencies, **o)  # noqa: E731
+        want = attend(query)
+        close(jax.jit(attend)(query), want)
+        close(jax.vmap(attend)(query[None])[0], want)
+
+
 # Properties
 
 
@@ -612,6 +629,7 @@ def sweep_prefix_inclusive(initial, own, continues):
         (dict(frequencies=jnp.ones((3, M, H))), r"one draw for each of the 2 key or 4 heads"),
         (dict(axis_name="i", key_value_seq_lengths=3), "split a mask as the keys"),
         (dict(axis_name="i", stabilizer="google"), "no state to exchange"),
+        (dict(query=jnp.ones((2, 7, 4, H), int)), "query has dtype int32; attention takes float32"),
     ],
 )
 def test_bad_input_names_the_fix(change, message):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
@@ -31,10 +32,10 @@ def key_mask(
                 " is_causal=True, for packed sequences segment_ids; for any other mask that differs"
                 " between queries or heads use exact attention (jax.nn.dot_product_attention)"
             )
-        if _known(mask) and jnp.issubdtype(mask.dtype, jnp.floating) and bool(jnp.any(mask < 0)):
+        if _smallest(mask) < 0:
             raise ValueError(
-                f"mask has the negative value {float(jnp.min(mask))}, as a mask that is added to"
-                " the logits has; pass 1 (or True) where a key exists and 0 where it does not"
+                f"mask has the negative value {_smallest(mask)}, as a mask that is added to the"
+                " logits has; pass 1 (or True) where a key exists and 0 where it does not"
             )
         keys = jnp.broadcast_to(mask != 0, want).reshape(b, s)
     if lengths is not None:
@@ -65,8 +66,19 @@ def segments(segment_ids, lead: Lead, query: Array, key: Array):
     return query_ids, None if pair[0] is pair[1] else key_ids
 
 
-def _known(x: Any) -> bool:
-    return not isinstance(x, Tracer)
+def _smallest(x: Any) -> float:
+    """The smallest number, or 0 for values that are not known while a function is traced."""
+    return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
+
+
+def check_dtypes(**arrays: Array) -> None:
+    """Raises ValueError for arrays that are not of a dtype attention computes with."""
+    for name, x in arrays.items():
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; attention takes float32, bfloat16 and float16 and"
+                " computes in float32: cast it"
+            )
 
 
 def check_shapes(query, key, value, frequencies, shift, weights) -> None:
@@ -104,8 +116,8 @@ def check_shapes(query, key, value, frequencies, shift, weights) -> None:
                 f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
                 f" the frequencies, which have shape {frequencies.shape}"
             )
-        if _known(weights) and bool(jnp.any(weights < 0)):
-            raise ValueError(f"weights must not be negative, got {float(jnp.min(weights))}")
+        if _smallest(weights) < 0:
+            raise ValueError(f"weights must not be negative, got {_smallest(weights)}")
 
 
 def check_combinations(

@@ -111,9 +111,9 @@ def performer_attention(
         values the large products take bfloat16 operands and add in float32.
 
     Raises:
-        ValueError: when shapes do not fit together, for a name that is not on its list, or for what
-            linear attention cannot honour: a bias, or a mask that depends on the query or the head.
-            The message names the value and the fix.
+        ValueError: when shapes or dtypes do not fit, for a name that is not on its list, or for
+            what linear attention cannot honour: a bias, or a mask that depends on the query or the
+            head. The message names the value and the fix.
 
     Example:
         >>> frequencies = performer.couplings.get("pm")(jax.random.key(0), 128, 64)
@@ -137,6 +137,7 @@ def performer_attention(
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
     if implementation not in (None, "direct", "blocked"):
         raise ValueError(unknown("implementation", implementation, ("direct", "blocked")))
+    checks.check_dtypes(query=query, key=key, value=value, frequencies=frequencies)
     lead = query.shape[:-3]
     if key.shape[:-3] != lead or value.shape[:-3] != lead:
         raise ValueError(
@@ -269,9 +270,8 @@ def _feature_maps(query, key, frequencies, mask, weights, options: Options):
         if offset is None:
             out = split(projections, half_norm(x))
         else:
-            out = _google(
-                projections, half_norm(x), offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
-            )
+            maximum = offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
+            out = _google(projections, half_norm(x), maximum)
         return out if weights is None else _weighted(out, weights, options.feature_map)
 
     return query_map, key_map
@@ -293,9 +293,8 @@ def _weighted(split: states.Split, weights: Array, feature_map: str) -> states.S
     if factor is not None:
         return exponent, factor * weights
     positive = weights > 0
-    return jnp.where(
-        positive, exponent + jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf
-    ), None
+    logarithm = jnp.log(jnp.where(positive, weights, 1.0))
+    return jnp.where(positive, exponent + logarithm, -jnp.inf), None
 
 
 def _cut_keys(key, value, mask, t: int):
