@@ -67,7 +67,7 @@ CONVERGENT = [name for name in performer.couplings.names() if not name.startswit
 
 @pytest.mark.parametrize("name", CONVERGENT)
 def test_converges_to_softmax(name):
-    """At m = 16384 the error is below 5%, and less than half of that at m = 256.
+    """At m = 8192 the error is below 6%, and less than half of that at m = 64.
 
     With fixed lengths the kernel is biased, and attention does not converge: see below.
     """
@@ -79,8 +79,9 @@ def test_converges_to_softmax(name):
         got = performer_attention(query, key, value, frequencies)
         return np.linalg.norm(got - want) / np.linalg.norm(want)
 
-    assert error(16384) < 0.05
-    assert error(16384) < error(256) / 2
+    many = error(8192)
+    assert many < 0.06
+    assert many < error(64) / 2
 
 
 def test_fixed_lengths_have_a_floor():

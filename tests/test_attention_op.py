@@ -304,6 +304,16 @@ def test_states_serve_bidirectional_attention_and_combine():
     chex.assert_trees_all_close(both, whole, rtol=1e-5, atol=1e-5)
 
 
+def test_no_keys_at_all():
+    """Zeros; and with a state, the queries see what it holds."""
+    query, key, value, frequencies = inputs(t=5)
+    nothing = performer_attention(query, key[:, :0], value[:, :0], frequencies)
+    np.testing.assert_array_equal(nothing, jnp.zeros_like(nothing))
+    want, state = performer_attention(query, key, value, frequencies, return_state=True)
+    got = performer_attention(query, key[:, :0], value[:, :0], frequencies, initial_state=state)
+    close(got, want)
+
+
 # Stabilisers
 
 
@@ -596,9 +606,13 @@ _prefix = sweep._prefix
 def sweep_prefix_inclusive(initial, own, continues):
     """The state of a chunk's own keys before the chunk: the future leaks."""
     past, last = _prefix(initial, own, continues)
-    return jax.tree.map(
-        lambda x, y: jnp.concatenate([x[:, 1:], y[:, None]], axis=1), past, last
-    ), last
+    axis = initial.maximum.ndim - 1
+
+    def shifted(x, y):
+        rest = jax.lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)
+        return jnp.concatenate([rest, jnp.expand_dims(y, axis)], axis=axis)
+
+    return jax.tree.map(shifted, past, last), last
 
 
 # Bad input

@@ -25,6 +25,14 @@ def test_eight_devices_give_the_numbers_of_one():
         "batch and heads, causal: equal",
         "sequence, relu: equal; all_reduce 2",
         "sequence, one token on each device, causal: equal; all_gather 3",
+        "jit, batch split, bidirectional: split like the inputs; 0 exchanges",
+        "jit, heads split, bidirectional: split like the inputs; 0 exchanges",
+        "jit, batch and heads split, bidirectional: split like the inputs; 0 exchanges",
+        "jit, batch split, causal: split like the inputs; 0 exchanges",
+        "jit, heads split, causal: split like the inputs; 0 exchanges",
+        "jit, batch and heads split, causal: split like the inputs; 0 exchanges",
+        "explicit mesh, bidirectional: split like the inputs",
+        "explicit mesh, causal: split like the inputs",
     ]
 
 
@@ -35,7 +43,7 @@ def main():
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import AxisType, PartitionSpec
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from performer import performer_attention
 
@@ -86,6 +94,34 @@ def main():
     compare(
         "sequence, one token on each device, causal", sequence, by_token, tokens=8, is_causal=True
     )
+    # Under jit with split inputs, data or tensor parallel, tokens stay where they are.
+    tokens = jax.random.normal(keys[0], (8, 300, 4, 8))
+    gradient_of = lambda f: lambda x: jax.vjp(f, x)[1](x)[0]  # noqa: E731
+    for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
+        attend = lambda x, c=is_causal: performer_attention(x, x, x, frequencies[0], is_causal=c)  # noqa: E731
+        mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+        for split, parts in [
+            ("batch", spec(("data", "model"))),
+            ("heads", spec(None, None, "model")),
+            ("batch and heads", spec("data", None, "model")),
+        ]:
+            x = jax.device_put(tokens, NamedSharding(mesh, parts))
+            program = jax.jit(gradient_of(attend)).lower(x).compile()
+            exchanges = re.findall(
+                r"(?:all-gather|all-to-all|all-reduce|collective-permute)\(", program.as_text()
+            )
+            assert program(x).sharding.is_equivalent_to(x.sharding, 4)
+            print(f"jit, {split} split, {name}: split like the inputs; {len(exchanges)} exchanges")
+    for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
+        attend = lambda x, c=is_causal: performer_attention(x, x, x, frequencies[0], is_causal=c)  # noqa: E731
+        mesh = jax.make_mesh((8,), ("data",))
+        with jax.set_mesh(mesh):
+            x = jax.device_put(tokens, NamedSharding(mesh, spec("data")))
+            got = jax.jit(gradient_of(attend))(x)
+            assert jax.typeof(got).sharding.spec == jax.typeof(x).sharding.spec
+        want = gradient_of(attend)(tokens)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        print(f"explicit mesh, {name}: split like the inputs")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`performer_attention`: shapes, masks and layout around the sums of `state` and `sweep`."""
 
+import math
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -144,7 +145,8 @@ def performer_attention(
             f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
             " axes must be the same"
         )
-    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    b = math.prod(lead)
+    query, key, value = (x.reshape(b, *x.shape[-3:]) for x in (query, key, value))
     checks.check_shapes(query, key, value, frequencies, shift, weights)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if not scale > 0:
@@ -158,7 +160,7 @@ def performer_attention(
         checks.check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
     if initial_state is not None:
         checks.check_state(initial_state, lead, query, key, value, frequencies, num_features)
-        initial_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), initial_state)
+        initial_state = jax.tree.map(lambda x: x.reshape(b, *x.shape[len(lead) :]), initial_state)
     sweeping = is_causal or segment_ids is not None
     output, state = _attention(
         query,
@@ -210,10 +212,12 @@ def _attention(
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
     k = key.shape[2]
+    if key.shape[1] == 0:
+        key, value, mask = _cut_keys(key, value, mask, 1)  # one that is masked
     query = query.reshape(b, t, k, n // k, h)
     maps = _feature_maps(query, key, frequencies, mask, weights, options)
     m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
-    nothing = states.empty((k, b, m), value.shape[-1], query, key, value, frequencies, mask)
+    nothing = states.empty(key, m, value.shape[-1], query, key, value, frequencies, mask)
     state = nothing
     if initial is not None:
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)

@@ -34,15 +34,20 @@ class State(NamedTuple):
     """z_j = sum_k phi_j(k) e^{-c_j} v(k)."""
 
 
-def empty(shape: tuple[int, ...], value_width: int, *like: Array | None) -> State:
-    """The state of no keys, the neutral element of `combine`; `shape` is (*batch, m).
+def empty(
+    key: Float[Array, "b s k h"], num_features: int, value_width: int, *like: Array | None
+) -> State:
+    """The state (k, b, m) of no keys, the neutral element of `combine`.
 
-    It varies over the axes of `jax.shard_map` that the arrays `like` vary over: a scan wants its
-    carry so.
+    It is split over devices as the keys are, and varies over the axes of `jax.shard_map` that the
+    arrays `like` vary over: a scan wants its carry so.
     """
-    zeros = jnp.zeros(shape)
-    state = State(zeros - jnp.inf, zeros, jnp.zeros((*shape, value_width)))
+    zeros = jnp.zeros_like(key[:, 0, :, :1], dtype=jnp.float32).swapaxes(0, 1)
+    zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], num_features))
+    numerator = jnp.broadcast_to(zeros[..., None], (*zeros.shape, value_width))
     axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like if x is not None))
+    axes -= jax.typeof(zeros).manual_axis_type.varying
+    state = State(zeros - jnp.inf, zeros, numerator)
     return jax.lax.pcast(state, tuple(sorted(axes)), to="varying")
 
 
@@ -122,7 +127,6 @@ def summarise(
     count, length = blocks(key.shape[1], block)
     if mask is None and count * length > key.shape[1]:
         mask = jnp.ones(key.shape[:2], bool)
-    k = key.shape[2]
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
     def add(state, xs):
@@ -130,15 +134,14 @@ def summarise(
         split = jax.tree.map(flat, key_map(key))
         return combine(state, of_keys(masked(split, mask), flat(value)))
 
-    xs = (*(heads_first(x, count, length) for x in (key, value)), None)
-    if mask is not None:
-        xs = (*xs[:2], jnp.tile(split_time(mask, count, length), (1, k, 1)))
+    masks = None if mask is None else split_time(mask, count, length)
+    xs = (*(heads_first(x, count, length) for x in (key, value)), masks)
     state = jax.tree.map(flat, initial)
     if count == 1:
         state = add(state, jax.tree.map(lambda x: x[0], xs))
     else:
         state = jax.lax.scan(lambda state, x: (add(state, x), None), state, xs)[0]
-    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), state)
+    return State(*(x.reshape(y.shape) for x, y in zip(state, initial, strict=True)))
 
 
 def attend(
@@ -208,5 +211,8 @@ def heads_first(x: Array, count: int, length: int) -> Array:
 
 
 def flat(x: Array) -> Array:
-    """(k, b, ...) -> (k b, ...); with one batch axis fewer XLA's CPU products run faster."""
-    return x.reshape(-1, *x.shape[2:])
+    """(k, b, ...) without whichever of the two is 1: fewer batch axes make faster products on CPU.
+
+    Two that are more than 1 stay apart: either may be split over devices.
+    """
+    return x.reshape(-1, *x.shape[2:]) if 1 in x.shape[:2] else x

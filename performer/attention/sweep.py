@@ -103,7 +103,7 @@ def sweep(
     chunk = min(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
     if mask is None and count * length > t:
-        mask = jnp.ones((b, t), bool)
+        tokens = tokens._replace(mask=jnp.ones((b, t), bool))
 
     def chunks(x):  # (b, t, ...) -> (b, count, c, s, ...)
         x = pad(x, 0, count * length - t)
@@ -114,10 +114,7 @@ def sweep(
     query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
     query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
 
-    def marks(x):  # (b, t) -> (count, k b, c, s)
-        return None if x is None else jnp.tile(jnp.moveaxis(chunks(x), 1, 0), (1, k, 1, 1))
-
-    mask, segments = marks(mask), marks(segments)
+    mask, segments = (None if x is None else jnp.moveaxis(chunks(x), 1, 0) for x in tokens[3:])
     first = None if segments is None else segments[0, :, 0, 0]
     carry = (jax.tree.map(flat, initial), first)
 
@@ -128,12 +125,13 @@ def sweep(
 
     (state, _), out = jax.lax.scan(body, carry, (query, *keys_values, mask, segments))
 
-    def joined(x):  # (count, k b, c, g s, ...) -> (b, t, k, g, ...)
-        x = x.reshape(count, k, b, -1, groups, chunk, *x.shape[4:])
+    def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
+        tail = x.shape[carry[0].maximum.ndim + 2 :]
+        x = x.reshape(count, k, b, -1, groups, chunk, *tail)
         x = x.transpose(2, 0, 3, 5, 1, 4, *range(6, x.ndim))
         return x.reshape(b, count * length, *x.shape[4:])[:, :t]
 
-    state = jax.tree.map(lambda x: x.reshape(k, b, *x.shape[1:]), state)
+    state = State(*(x.reshape(y.shape) for x, y in zip(state, initial, strict=True)))
     return jax.tree.map(joined, out), state
 
 
@@ -155,7 +153,7 @@ def merge(left: Rows, right: Rows) -> Rows:
 
 def _block(query_map, key_map, window: Window, groups: int, carry, xs):
     """The chunks of one block, side by side."""
-    query, key, value, mask, segments = xs  # (k, b, c, g s, h), (k, b, c, s, h), (k b, c, s)
+    query, key, value, mask, segments = xs  # (k, b, c, g s, h), (k, b, c, s, h), (b, c, s)
     state, previous = carry
     query_split, key_split, value = jax.tree.map(flat, (query_map(query), key_map(key), value))
     key_split = masked(key_split, mask)
@@ -163,7 +161,7 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
     if window == "causal":
         allowed = jnp.tril(jnp.ones((key.shape[-2],) * 2, bool))
     if segments is not None:
-        last = segments[..., -1]  # (k b, c)
+        last = segments[..., -1]  # (b, c)
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
@@ -193,7 +191,7 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
     return (state, previous), Rows(maximum, denominator, numerator)
 
 
-def _prefix(initial: State, own: State, continues: Bool[Array, "kb c"] | None):
+def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None):
     """The states before each chunk and after the last; a state ends with its segment."""
 
     def step(state, x):
@@ -203,15 +201,16 @@ def _prefix(initial: State, own: State, continues: Bool[Array, "kb c"] | None):
             seen = state._replace(maximum=jnp.where(continues[..., None], state.maximum, -jnp.inf))
         return combine(seen, chunk), state
 
-    own = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), own)
+    axis = initial.maximum.ndim - 1
+    own = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), own)
     last, past = jax.lax.scan(step, initial, (own, None if continues is None else continues.T))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), past), last
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), past), last
 
 
 def _within(
     query_split: Split, key_split: Split, allowed: Array | None, dtype: jnp.dtype
 ) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"]]:
-    """The kernel of the queries (k b, c, g s, m) and the keys (k b, c, s, m) of their chunk.
+    """The kernel of the queries (k, b, c, g s, m) and the keys (k, b, c, s, m) of their chunk.
 
     Returns:
         Its rows e^{-maximum} and the maxima.
