@@ -179,6 +179,26 @@ def test_padding_changes_nothing(small_chunks):
         close(got, want)
 
 
+@pytest.mark.parametrize("junk", [np.nan, np.inf, 1e4])
+def test_what_stands_at_masked_keys_does_not_matter(junk, small_chunks):
+    """Not even if it is no number, in outputs and in gradients."""
+    query, key, value, frequencies = inputs(t=9)
+    mask = jnp.arange(9) < 5
+    options = dict(mask=mask[None, None, None])
+
+    @partial(jax.jit, static_argnames="is_causal")
+    def run(key, value, is_causal):
+        def loss(*args):
+            out = performer_attention(*args, frequencies, is_causal=is_causal, **options)
+            return jnp.sum(out**2), out
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+
+    dirty = [jnp.where(mask[:, None, None], x, junk) for x in (key, value)]
+    for is_causal in (False, True):
+        chex.assert_trees_all_equal(run(*dirty, is_causal), run(key, value, is_causal))
+
+
 def test_keys_may_come_in_any_order():
     query, key, value, frequencies = inputs(t=9)
     order = jax.random.permutation(jax.random.key(1), 9)

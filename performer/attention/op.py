@@ -223,6 +223,8 @@ def _attention(
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
     if options.is_causal:
         key, value, mask = _cut_keys(key, value, mask, t)
+    if mask is not None:  # whatever stands where no key is, NaN too, and no gradient of it
+        key, value = (jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))
     keys = (maps[1], key, value, mask)
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
