@@ -609,7 +609,7 @@ def broken_combine(left, right):
         ),
     ],
 )
-def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small_chunks, request):
+def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small_chunks):
     if case is test_early_queries_keep_their_precision:
         monkeypatch.setattr(op, "_block_sizes", lambda *_: (64, 64))
     jax.clear_caches()

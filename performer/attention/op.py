@@ -283,12 +283,12 @@ def _feature_maps(query, key, frequencies, mask, weights, options: Options):
     return query_map, key_map
 
 
-def _google(projections: Array, half_norm: Array, maximum: Array) -> states.Split:
+def _google(projections: Array, half_norm: Array, maximum: Array) -> features.Split:
     """exp(. - maximum) + 1e-6, as the public code of Choromanski et al. 2021 has it."""
     return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
 
 
-def _weighted(split: states.Split, weights: Array, feature_map: str) -> states.Split:
+def _weighted(split: features.Split, weights: Array, feature_map: str) -> features.Split:
     """The features of keys times `weights`, (m,) or (k, m)."""
     if feature_map in features.TWO_FOR_EACH:
         weights = jnp.concatenate([weights, weights], axis=-1)

@@ -1,7 +1,7 @@
 """The state (c, s, z): what queries see of the keys, and the monoid it forms.
 
 Features are computed heads first, (k, b, ..., t, h), so that a projection with one draw per head is
-one batched product. They come split as phi = factor * exp(exponent), see `features.split`; the
+one batched product. They come split as phi = factor * exp(exponent), see `features.SPLITS`; the
 exponent is (..., t, m), or (..., t, 1) where all features of a token share it, and the factor is
 None where it is 1.
 """
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
+from performer.features import Split
+
 FeatureMap = Callable[[Array], Split]
 
 

@@ -26,7 +26,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention.state import (
     FeatureMap,
-    Split,
     State,
     blocks,
     combine,
@@ -40,6 +39,7 @@ from performer.attention.state import (
     operand_dtype,
     pad,
 )
+from performer.features import Split
 
 TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
@@ -103,7 +103,7 @@ def sweep(
     chunk = min(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
     if mask is None and count * length > t:
-        tokens = tokens._replace(mask=jnp.ones((b, t), bool))
+        mask = jnp.ones((b, t), bool)
 
     def chunks(x):  # (b, t, ...) -> (b, count, c, s, ...)
         x = pad(x, 0, count * length - t)
@@ -114,7 +114,9 @@ def sweep(
     query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
     query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
 
-    mask, segments = (None if x is None else jnp.moveaxis(chunks(x), 1, 0) for x in tokens[3:])
+    mask, segments = (
+        None if x is None else jnp.moveaxis(chunks(x), 1, 0) for x in (mask, segments)
+    )
     first = None if segments is None else segments[0, :, 0, 0]
     carry = (jax.tree.map(flat, initial), first)
 
