@@ -1,62 +1,238 @@
-"""The README's first table: how far the estimated attention matrix is from softmax attention.
+"""Attention error: what couplings and calibrations buy, on synthetic data and in a trained model.
 
-    python -m experiments.attention_mse --couplings=orf,pm,pm-antithetic --num_features=128
+    python -m experiments.attention_mse                     # both of the following
+    python -m experiments.attention_mse --parts=figure7     # VRC Fig. 7
+    python -m experiments.attention_mse --parts=vit --couplings=orf,pm,pm-antithetic
+    python -m experiments.attention_mse --workdir=runs/pm --couplings=pm --num_features=32
 
-Relative error |A_hat - A|^2 / |A|^2 at the geometry of a ViT (197 tokens, head_dim 64), averaged
-over draws of the frequencies and over data sets of isotropic Gaussian queries and keys, whose mean
-squared norm after scaling is `--squared_norm`. Uniform attention stands beside it.
+figure7: kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions that
+are N(0, I / sqrt(d)) as printed, or N(0, I / d). vit: relative error |A^ - A|^2 / |A|^2 with 197
+tokens, head_dim 64 and m = 128 on three kinds of data at several lengths of queries and keys,
+couplings as they are and calibrated, beside uniform attention. With --workdir: the queries and keys
+of a trained model on its evaluation images, layer by layer and head by head, each coupling in turn.
+
+Tables (csv, md) and figures (png) go to --out, by default results/attention_mse.
 """
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-import performer
-from performer.attention import attention_weights
+from performer import couplings
+from performer.analysis import attention_error
+from performer.calibration import calibrate, for_coupling, parts
+from vit import report
+from vit.evaluate import report_attention
 
 TOKENS, HEAD_DIM = 197, 64
+DATA_SETS = 4
+NORMS = (0.5, 1.0, 2.0, 4.0, 8.0)
+SCHEMES = {
+    "none": (
+        *("iid", "orf", "simrf", "pnc", "pm", "fixed"),
+        *("orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+    ),
+    "shift": ("fixed-antithetic",),
+    "shift+scale": ("pm-antithetic", "fixed-antithetic"),
+    "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+}
+"""Couplings under each calibration; with --couplings all of those under each."""
 
 
-def relative_errors(name: str, num_features: int, squared_norm: float, draws: int) -> list[float]:
-    """One error for each of four data sets; "uniform" needs no draws."""
-    errors = []
-    for seed in range(4):
-        data_key, draw_key = jax.random.split(jax.random.key(seed))
-        scale = (squared_norm / HEAD_DIM) ** 0.5
-        query, key = scale * jax.random.normal(data_key, (2, TOKENS, HEAD_DIM))
-        exact = jax.nn.softmax(query @ key.T)
+def isotropic(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys (197, 1, 64), rows independent N(0, squared_norm / d I)."""
+    rng = np.random.default_rng(seed)
+    return _pair(np.sqrt(squared_norm / HEAD_DIM) * rng.normal(size=(2, TOKENS, HEAD_DIM)))
 
-        def error(estimate, exact=exact):
-            return jnp.sum((estimate - exact) ** 2) / jnp.sum(exact**2)
 
-        if name == "uniform":
-            errors.append(float(error(jnp.full((TOKENS, TOKENS), 1 / TOKENS))))
-            continue
-        coupling = performer.couplings.get(name)
+def anisotropic(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Half of the squared norm a mean, half a spectrum 1 / l in turned, similar bases."""
+    rng = np.random.default_rng(seed)
+    spectrum = 1 / np.arange(1, HEAD_DIM + 1)
+    spectrum /= spectrum.sum()
+    first, turn = (np.linalg.qr(x)[0] for x in rng.normal(size=(2, HEAD_DIM, HEAD_DIM)))
+    bases = first, np.linalg.qr(first + turn / 2)[0]
+    means = rng.normal(size=(2, 1, HEAD_DIM))
+    means *= np.sqrt(squared_norm / 2) / np.linalg.norm(means, axis=-1, keepdims=True)
+    noise = rng.normal(size=(2, TOKENS, HEAD_DIM)) * np.sqrt(squared_norm / 2 * spectrum)
+    return _pair([m + x @ basis.T for m, x, basis in zip(means, noise, bases, strict=True)])
 
-        def draw(draw_key, coupling=coupling, q=query[:, None], k=key[:, None], error=error):
-            frequencies = coupling(draw_key, num_features, HEAD_DIM)
-            return error(attention_weights(q, k, frequencies, scale=1.0)[0])
 
-        errors.append(float(jnp.mean(jax.lax.map(draw, jax.random.split(draw_key, draws)))))
-    return errors
+def clustered(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Ten clusters that queries and keys share, and a mean of the keys."""
+    rng = np.random.default_rng(seed)
+    centres, common = rng.normal(size=(10, HEAD_DIM)), rng.normal(size=HEAD_DIM)
+    labels = rng.integers(10, size=(2, TOKENS))
+    noise = rng.normal(size=(2, TOKENS, HEAD_DIM))
+    rows = np.sqrt(0.6) * centres[labels] + np.sqrt(0.2) * noise
+    rows[1] += np.sqrt(0.2) * common
+    return _pair(np.sqrt(squared_norm / HEAD_DIM) * rows)
+
+
+def _pair(rows) -> tuple[jax.Array, jax.Array]:
+    query, key = (jnp.asarray(x, jnp.float32)[:, None] for x in rows)
+    return query, key
+
+
+DATA = {"isotropic": isotropic, "anisotropic": anisotropic, "clustered": clustered}
+
+
+def figure7(names: Sequence[str], draws: int, out: Path) -> str:
+    """VRC Fig. 7 in both readings: variance, covariance, attention error against m."""
+    rows = []
+    for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
+        tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
+        x = jnp.asarray(tokens, jnp.float32)
+        for name, m in itertools.product(names, (16, 32, 48, 64)):
+            error = attention_error(
+                x, x, coupling=name, num_features=m, draws=draws, scale=1.0, seed=1
+            )
+            columns = {
+                "variance": error.variance,
+                "covariance": error.covariance,
+                "attention error": error.attention,
+                "predicted": error.predicted,
+            }
+            row = {"x ~ N(0, .)": reading, "coupling": name, "m": m}
+            for column, estimate in columns.items():
+                row[column] = float(estimate.value.mean())
+            row["standard error"] = float(_of_mean(error.attention.standard_error))
+            rows.append(row | {"uniform": float(error.uniform_attention.mean())})
+    for reading in dict.fromkeys(row["x ~ N(0, .)"] for row in rows):
+        drawn, axes = report.figure(_suffixed(out, reading), columns=3)
+        for name in names:
+            of_name = [r for r in rows if r["coupling"] == name and r["x ~ N(0, .)"] == reading]
+            for axis, column in zip(
+                axes, ("variance", "covariance", "attention error"), strict=True
+            ):
+                sizes = [row["m"] for row in of_name]
+                axis.plot(sizes, [row[column] for row in of_name], marker="o", label=name)
+                axis.set(ylabel=f"{column}, relative")
+        for axis in axes:
+            report.log_log(axis, (16, 32, 48, 64))
+        drawn.suptitle(f"VRC Fig. 7, x ~ N(0, {reading})")
+        report.save(drawn, _suffixed(out, reading))
+    return report.table(rows, out)
+
+
+def vit(
+    names: Sequence[str],
+    methods: Sequence[str],
+    norms: Sequence[float],
+    m: int,
+    draws: int,
+    out: Path,
+) -> str:
+    """Errors, absolute and relative to ORF's, for three kinds of data and several norms."""
+    schemes = [
+        (name, method)
+        for method in methods
+        for name in names or SCHEMES.get(method, SCHEMES["full"])
+    ]
+    rows: list[dict] = [{"coupling": name, "calibration": method} for name, method in schemes]
+    uniform = {"coupling": "uniform", "calibration": ""}
+    for kind, squared_norm in itertools.product(DATA, norms):
+        pairs = [DATA[kind](squared_norm, seed) for seed in range(DATA_SETS)]
+        query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
+
+        def errors(name, method, query=query, key=key):
+            found = []
+            for q, k in zip(query, key, strict=True):
+                calibration = calibrate(q, k, method=for_coupling(method, name), scale=1.0)
+                found.append(
+                    attention_error(
+                        q,
+                        k,
+                        coupling=name,
+                        num_features=m,
+                        draws=draws,
+                        scale=1.0,
+                        calibration=calibration,
+                    )
+                )
+            of_uniform = np.mean([e.uniform_attention[0] for e in found])
+            return np.array([e.attention.value[0] for e in found]), of_uniform
+
+        column = f"{kind} {squared_norm:g}"
+        reference, uniform[column] = errors("orf", "none")
+        for row, scheme in zip(rows, schemes, strict=True):
+            values = reference if scheme == ("orf", "none") else errors(*scheme)[0]
+            row[column] = float(values.mean())
+            row[f"{column} / orf"] = float(np.exp(np.mean(np.log(values / reference))))
+        uniform[f"{column} / orf"] = float(np.exp(np.mean(np.log(uniform[column] / reference))))
+        print(column, flush=True)
+    rows.append(uniform)
+    _plot_vit(rows, norms, out)
+    short = [{name: value for name, value in row.items() if not name[-1].isdigit()} for row in rows]
+    table = report.table(short, out)
+    report.table(rows, _suffixed(out, "absolute"))
+    return table
+
+
+def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
+    drawn, axes = report.figure(out, columns=len(DATA))
+    for axis, kind in zip(axes, DATA, strict=True):
+        for number, row in enumerate(rows):
+            label = f"{row['coupling']}, {row['calibration']}".removesuffix(", ").removesuffix(
+                ", none"
+            )
+            style = {"none": "--", "": ":"}.get(row["calibration"], "-")
+            values = [row[f"{kind} {norm:g}"] for norm in norms]
+            color = "black" if row["coupling"] == "uniform" else f"C{number % 10}"
+            axis.plot(norms, values, style, label=label, color=color, marker="o", markersize=3)
+        report.log_log(axis, norms)
+        axis.set(title=kind, xlabel="mean |q|^2 = |k|^2", ylabel="relative attention error")
+        axis.get_legend().remove()
+    axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    report.save(drawn, out)
+
+
+def _of_mean(standard_errors: np.ndarray) -> float:
+    """Of the mean over data sets that share the draws: no smaller than theirs."""
+    return float(np.mean(standard_errors))
+
+
+def _suffixed(out: Path, suffix: str) -> Path:
+    safe = "".join(c if c.isalnum() else "_" for c in suffix).strip("_")
+    return out.with_name(f"{out.name}_{safe}")
 
 
 def main(_: list[str]) -> None:
-    """Prints the table."""
-    names = _COUPLINGS.value or performer.couplings.names()
-    for name in names:  # all names are right before any work starts
-        performer.couplings.get(name)
-    print("| coupling | attention error |\n|---|---|")
-    for name in [*names, "uniform"]:
-        errors = relative_errors(name, _NUM_FEATURES.value, _SQUARED_NORM.value, _DRAWS.value)
-        print(f"| {name} | {np.mean(errors):.4f} ± {np.std(errors, ddof=1) / 2:.4f} |")
+    """Prints the tables."""
+    out, names, m, draws = Path(_OUT.value), _COUPLINGS.value, _NUM_FEATURES.value, _DRAWS.value
+    try:
+        for name in names:  # all is right before any work starts
+            couplings.get(name)
+        for method in _CALIBRATIONS.value:
+            parts(method)
+        if _WORKDIR.value:
+            workdir = Path(_WORKDIR.value)
+            for name in names or [""]:
+                target = out / f"{workdir.name}_{name or 'own'}".replace("*", "_")
+                print(report_attention(workdir, target, coupling=name, num_features=m, draws=draws))
+            return
+        if "figure7" in _PARTS.value:
+            print(figure7(names or ("orf", "pnc", "pm"), 40 * draws, out / "figure7"))
+        if "vit" in _PARTS.value:
+            norms = [float(norm) for norm in _SQUARED_NORMS.value]
+            print(vit(names, _CALIBRATIONS.value, norms, m or 128, draws, out / "vit"))
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")
 
 
 if __name__ == "__main__":
-    _COUPLINGS = flags.DEFINE_list("couplings", [], "names; all if none is given")
-    _NUM_FEATURES = flags.DEFINE_integer("num_features", 128, "m", lower_bound=1)
-    _SQUARED_NORM = flags.DEFINE_float("squared_norm", 1.0, "mean |q|^2 and |k|^2 after scaling")
-    _DRAWS = flags.DEFINE_integer("draws", 200, "draws of the frequencies", lower_bound=1)
+    _PARTS = flags.DEFINE_multi_enum("parts", ["figure7", "vit"], ["figure7", "vit"], "which")
+    _WORKDIR = flags.DEFINE_string("workdir", "", "a trained run, instead of the parts")
+    _COUPLINGS = flags.DEFINE_list("couplings", [], "names; a selection if none is given")
+    _CALIBRATIONS = flags.DEFINE_list("calibrations", list(SCHEMES), "of the part vit")
+    _NUM_FEATURES = flags.DEFINE_integer("num_features", 0, "m; 128, or the run's", lower_bound=0)
+    _SQUARED_NORMS = flags.DEFINE_list("squared_norms", [str(n) for n in NORMS], "|q|^2 = |k|^2")
+    _DRAWS = flags.DEFINE_integer("draws", 50, "draws of the frequencies", lower_bound=3)
+    _OUT = flags.DEFINE_string("out", "results/attention_mse", "folder of tables and figures")
     app.run(main)

@@ -21,8 +21,9 @@ from typing import Any
 
 import jax
 
-from experiments import benchmark_attention, benchmark_lengths, report, timing
+from experiments import benchmark_attention, benchmark_lengths, timing
 from performer import couplings, structured
+from vit import report
 
 M, D, HEADS = 128, 64, 144
 REPEATS = 7

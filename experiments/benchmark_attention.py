@@ -163,7 +163,7 @@ def layer(scale: Scale) -> dict:
 
         def step(parameters, rest, x, gradient, graph=graph):
             def forward(parameters, x):
-                return nnx.merge(graph, parameters, rest)(x, train=True)[0]
+                return nnx.merge(graph, parameters, rest)(x)[0]
 
             output, pull = jax.vjp(forward, parameters, x)
             return output, pull(gradient)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import baselines, report, timing
+from experiments import baselines, timing
 from experiments.benchmark_attention import (
     BOTH,
     FORWARD,
@@ -24,6 +24,7 @@ from experiments.benchmark_attention import (
     row,
     versus,
 )
+from vit import report
 
 TOKENS_AND_HEADS = 16384
 EXACT_TOKENS = 4096

@@ -21,8 +21,8 @@ import numpy as np
 from absl import app, flags
 from scipy import integrate, optimize, special, stats
 
-from experiments import report
 from performer import couplings, directions, features, norms, testing, theory
+from vit import report
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:

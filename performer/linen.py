@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.attention.dropin import attention_fn
+from performer.calibration import Calibration
 
 
 def performer_attention_fn(
@@ -15,6 +16,7 @@ def performer_attention_fn(
     value: Float[Array, "*b s n v"],
     *,
     frequencies: Float[Array, "*n m h"],
+    calibration: Calibration | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
@@ -41,6 +43,7 @@ def performer_attention_fn(
         key: (..., s, n, h).
         value: (..., s, n, v).
         frequencies: (m, h), or (n, m, h) with one draw for each head.
+        calibration: of `performer.calibration`, likewise by `functools.partial`.
         bias: must be None.
         mask: over keys only, broadcasting to (..., 1, 1, s), bool or float. linen's dense causal
             masks cannot be told from others: pass is_causal=True (by `partial`) instead.
@@ -88,6 +91,7 @@ def performer_attention_fn(
         key,
         value,
         frequencies,
+        calibration=calibration,
         mask=mask,
         bias=bias,
         dropout_rate=dropout_rate,

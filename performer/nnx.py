@@ -3,16 +3,23 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from performer import calibration as calibrations
 from performer import couplings
 from performer.attention.dropin import attention_fn
+from performer.calibration import Calibration
 
 
 class Frequencies(nnx.Variable):
     """The frequencies of one attention layer: in the state and the checkpoint, never trained."""
+
+
+class Statistics(nnx.Variable):
+    """Running moments of a layer and the calibration they give: in the checkpoint, not trained."""
 
 
 class PerformerAttention(nnx.Module):
@@ -22,6 +29,12 @@ class PerformerAttention(nnx.Module):
     same `rngs`, each layer draws its own. With the stream named (as below) the parameters come out
     the same for every coupling. To draw new ones during training, call `redraw` in the training
     step; evaluation never changes them.
+
+    With a `calibration` the layer measures its queries and keys as batch normalisation does: in
+    training mode each call estimates attention with the calibration of the calls before, then
+    moves the running moments, and with them the calibration, towards its own; in evaluation mode
+    (`model.eval()`) they stay. So nothing of a sequence enters its own calibration, and causal
+    attention stays causal. Any calibration gives an estimate of the same attention.
 
     In decode mode Flax keeps all keys and hands them over at each step, which costs as much as the
     cache is long; `performer_attention` with `initial_state` decodes in constant time.
@@ -35,6 +48,13 @@ class PerformerAttention(nnx.Module):
             None, one draw is shared by all heads.
         feature_map: as in `performer.performer_attention`.
         redraw_every: steps between new draws by `redraw`; 0 for never.
+        calibration: "none", "shift", "shift+scale", "full", ..., see `performer.calibration`; for
+            each head where `num_heads` is given (then it must be the number of key heads).
+        momentum: the weight of what was before in the running moments.
+        num_queries: so many queries of each sequence are measured, evenly spaced.
+        use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
+        axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
+            sharded batches they are means over all devices without it.
         rngs: random streams; `frequencies` is used, or the default one.
 
     Raises:
@@ -58,6 +78,11 @@ class PerformerAttention(nnx.Module):
         num_heads: int | None = None,
         feature_map: str = "positive",
         redraw_every: int = 0,
+        calibration: str = "none",
+        momentum: float = 0.99,
+        num_queries: int = 64,
+        use_running_average: bool = False,
+        axis_name: str | None = None,
         rngs: nnx.Rngs,
     ):
         if redraw_every < 0:
@@ -66,6 +91,55 @@ class PerformerAttention(nnx.Module):
         self.frequencies = Frequencies(
             couplings.draw(coupling, rngs.frequencies(), num_features, head_dim, num_heads)
         )
+        self.method = calibrations.for_coupling(calibration, coupling)
+        self.momentum, self.num_queries = momentum, num_queries
+        self.use_running_average, self.axis_name = use_running_average, axis_name
+        self.statistics = nnx.Dict()
+        if self.method:
+            if feature_map != "positive":
+                raise ValueError(
+                    f"calibration {calibration!r} needs feature_map='positive', got {feature_map!r}"
+                )
+            heads = () if num_heads is None else (num_heads,)
+            self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2)))
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration that is in use."""
+        fitted = {name: x[...] for name, x in self.statistics.items() if name != "moments"}
+        return Calibration(**fitted) if fitted else None
+
+    def calibrate(self, moments: calibrations.Moments) -> None:
+        """Sets the running moments, and the calibration to what they give.
+
+        Args:
+            moments: of `performer.calibration.pair_moments`, (h', h') or (k, h', h') with
+                h' = 2 head_dim + 1, as `num_heads` was None or k.
+        """
+        fitted = calibrations.fit(moments, self.method)._asdict()
+        for name, value in {"moments": moments, **fitted}.items():
+            if value is None:
+                continue
+            if name in self.statistics:
+                self.statistics[name][...] = value
+            else:
+                self.statistics[name] = Statistics(value)
+
+    def _measure(self, query: Array, key: Array, mask: ArrayLike | None, is_causal: bool) -> None:
+        old = self.statistics["moments"][...]
+        moments = calibrations.pair_moments(
+            query, key, mask=mask, is_causal=is_causal, num_queries=self.num_queries
+        )
+        if old.ndim == 2:
+            moments = jnp.mean(moments, axis=0)
+        if old.shape != moments.shape:
+            raise ValueError(
+                f"the calibration has {old.shape[0]} heads (num_heads) but keys have"
+                f" {moments.shape[0]}: num_heads must be the number of key heads, or None"
+            )
+        if self.axis_name is not None:
+            moments = jax.lax.pmean(moments, self.axis_name)
+        self.calibrate(self.momentum * old + (1 - self.momentum) * moments)
 
     def __call__(
         self,
@@ -99,6 +173,7 @@ class PerformerAttention(nnx.Module):
             key,
             value,
             self.frequencies[...],
+            calibration=self.calibration,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
@@ -108,6 +183,8 @@ class PerformerAttention(nnx.Module):
             feature_map=self.feature_map,
             weights=module is not None,
         )
+        if self.statistics and not self.use_running_average:
+            self._measure(query, key, mask, is_causal)
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return output
@@ -137,4 +214,4 @@ def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Integer[Array, ""])
             )
 
 
-__all__ = ["Frequencies", "PerformerAttention", "redraw"]
+__all__ = ["Frequencies", "PerformerAttention", "Statistics", "redraw"]

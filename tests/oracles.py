@@ -145,3 +145,57 @@ def simplex_rows(d):
         rows.append(row)
     rows.append(np.append(np.ones(d - 1), 0) / math.sqrt(d - 1))
     return np.array(rows)
+
+
+def pair_moments(query, key, allowed=None):
+    """Mean of (1, q, k) (1, q, k)^T over the pairs of one head, (b, t, h) and (b, s, h), scaled.
+
+    Query by query, whose weight is spread over the keys as softmax attention spreads it, over those
+    alone that it may see, `allowed` (t, s).
+    """
+    h = query.shape[-1]
+    total = np.zeros((2 * h + 1, 2 * h + 1))
+    for queries, keys in zip(np.asarray(query, float), np.asarray(key, float), strict=True):
+        for i, q in enumerate(queries):
+            seen = [j for j in range(len(keys)) if allowed is None or allowed[i, j]]
+            attention = np.exp([q @ keys[j] for j in seen])
+            weights = attention / attention.sum()
+            for weight, j in zip(weights, seen, strict=True):
+                z = np.concatenate([[1], q, keys[j]])
+                total += weight * np.outer(z, z)
+    return total / total[0, 0]
+
+
+def calibration(moments, parts, ridge=0.05):
+    """c, M, mu, S of `performer.calibration` from moments, by eigenvectors."""
+    h = len(moments) // 2
+    mean_q, mean_k = moments[0, 1 : h + 1], moments[0, h + 1 :]
+    covariance = moments[1:, 1:] - np.outer(moments[0, 1:], moments[0, 1:])
+
+    def function(f, matrix):
+        values, vectors = np.linalg.eigh(matrix)
+        return vectors @ np.diag(f(np.maximum(values, 0))) @ vectors.T
+
+    m, c, mu, s = np.eye(h), np.zeros(h), np.zeros(h), np.eye(h)
+    if "scale" in parts:
+        a, b = covariance[:h, :h], covariance[h:, h:]
+        a, b = (x + (ridge * np.trace(x) / h + 1e-6) * np.eye(h) for x in (a, b))
+        # The geometric mean of a^-1 and b: the g with g a g = b.
+        root = function(np.sqrt, a)
+        inverse = np.linalg.inv(root)
+        m = function(np.sqrt, inverse @ function(np.sqrt, root @ b @ root) @ inverse)
+    inverse = np.linalg.inv(m)
+    if "shift" in parts:
+        c = mean_k + m @ m @ mean_q
+    mean_v = m @ mean_q + inverse @ (mean_k - c)
+    both = np.hstack([m, inverse])
+    spread = both @ covariance @ both.T
+    if {"tilt", "traceless"} & set(parts):
+        spread = spread + np.outer(mean_v, mean_v)
+    if "proposal" in parts:
+        mu = mean_v
+    if {"tilt", "traceless", "proposal"} & set(parts):
+        s = function(lambda f: (3 + 2 * f + np.sqrt((2 * f + 3) ** 2 - 8)) / 4, spread)
+    if "traceless" in parts:
+        s = s * h / np.trace(s)
+    return c, m, mu, s

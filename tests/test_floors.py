@@ -13,14 +13,18 @@ FLOORS = [
     {"performer.features", "performer.couplings", "performer.structured"},
     {"performer.attention.state", "performer.testing"},
     {"performer.attention.sweep", "performer.attention.parallel", "performer.attention.checks"},
+    {"performer.calibration"},
     {"performer.attention.op"},
     {"performer.attention.dropin", "performer.attention"},
+    {"performer.analysis"},
     {"performer"},
     {"performer.nnx", "performer.linen"},
     {"vit", "vit.config", "vit.augment", "vit.metrics"},
+    {"vit.report"},
     {"vit.model", "vit.data", "vit.optim", "vit.checkpoint"},
-    {"vit.train", "vit.prepare"},
+    {"vit.train", "vit.prepare", "vit.attention_report"},
     {"vit.evaluate"},
+    {"vit.convert"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 LIBRARIES = {"jax", "numpy", "scipy", "jaxtyping"}

@@ -93,7 +93,8 @@ def test_dropout_only_in_training():
     model = vit(model=config.Model("XS/4", dropout=0.5))
     model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
     evaluated = [model(jnp.asarray(IMAGES))[0] for _ in range(2)]
-    trained = [model(jnp.asarray(IMAGES), train=True)[0] for _ in range(2)]
+    model.train()
+    trained = [model(jnp.asarray(IMAGES))[0] for _ in range(2)]
     np.testing.assert_array_equal(*evaluated)
     assert not np.allclose(*trained)
 

@@ -68,6 +68,8 @@ class Attention:
     """m, the number of frequencies of a head."""
     share_heads: bool = False
     """One draw of frequencies for all heads of a layer, instead of one for each head."""
+    calibration: str = "none"
+    """"none", "shift", "shift+scale" or "full": running statistics, see `performer.calibration`."""
     redraw_every: int = 0
     """Steps between new draws of the frequencies in training; 0 keeps the first ones."""
 
@@ -196,6 +198,7 @@ def validate(config: Config) -> None:
         )
     attention = config.attention
     try:
+        performer.calibration.parts(attention.calibration)
         coupling = performer.couplings.get(attention.coupling)
         jax.eval_shape(
             lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
@@ -237,6 +240,18 @@ def load(path: Path) -> Config:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
+
+
+def of_run(workdir: Path) -> Config:
+    """The config of the run in that folder.
+
+    Raises:
+        ValueError: when the folder holds no run, or one of another version.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{workdir} holds no run (no config.json); train one with vit.train")
+    return load(path)
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -18,6 +18,9 @@ from vit.config import Config, Size, parse_variant
 class ViT(nnx.Module):
     """images (b, size, size, channels), 0 to 255 -> (logits (b, num_classes), intermediates).
 
+    A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout and the
+    running statistics of calibrated attention.
+
     Args:
         config: the sections `model` and `attention` are read, and `data.image_size`.
         num_classes: width of the logits.
@@ -45,9 +48,10 @@ class ViT(nnx.Module):
         self.head = nnx.Linear(
             size.width, num_classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
         )
+        self.eval()
 
     def __call__(
-        self, images: Integer[Array, "b height width c"], *, train: bool = False
+        self, images: Integer[Array, "b height width c"]
     ) -> tuple[Float[Array, "b classes"], dict[str, Array]]:
         """Logits, and by name what passed on the way.
 
@@ -59,10 +63,10 @@ class ViT(nnx.Module):
         if self.pooling == "token":
             token = jnp.broadcast_to(self.token[...], (x.shape[0], 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)
-        x = self.dropout(x, deterministic=not train)
+        x = self.dropout(x)
         intermediates = {"embedded": x}
         for i, block in enumerate(self.blocks):
-            x, attention_input = block(x, train=train)
+            x, attention_input = block(x)
             intermediates[f"block{i:02d}/attention_input"] = attention_input
             intermediates[f"block{i:02d}/output"] = x
         x = self.norm(x)
@@ -84,6 +88,7 @@ class Block(nnx.Module):
                 coupling=attention.coupling,
                 num_heads=None if attention.share_heads else size.num_heads,
                 redraw_every=attention.redraw_every,
+                calibration=attention.calibration,
                 rngs=rngs,
             )
         self.attention_norm = nnx.LayerNorm(size.width, rngs=rngs)
@@ -101,14 +106,14 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b s width"], *, train: bool
+        self, x: Float[Array, "b s width"]
     ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
         """The output of the block, and the input of its attention."""
         attention_input = self.attention_norm(x)
-        x = x + self.dropout(self.attention(attention_input), deterministic=not train)
+        x = x + self.dropout(self.attention(attention_input))
         hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))
-        hidden = self.dropout(hidden, deterministic=not train)
-        return x + self.dropout(self.mlp_out(hidden), deterministic=not train), attention_input
+        hidden = self.dropout(hidden)
+        return x + self.dropout(self.mlp_out(hidden)), attention_input
 
 
 def random_streams(seed: int) -> nnx.Rngs:

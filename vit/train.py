@@ -149,10 +149,11 @@ def train_step(
 ) -> tuple[nnx.State, Counts]:
     """One step of the optimiser on the mean cross entropy of a batch; frequencies as due."""
     model, optimizer = nnx.merge(graph, state)
+    model.train()
     redraw(model, redraw_key, optimizer.step[...])
 
     def mean_loss(model: ViT) -> tuple[jax.Array, jax.Array]:
-        logits, _ = model(batch["image"], train=True)
+        logits, _ = model(batch["image"])
         targets = jax.nn.one_hot(batch["label"], logits.shape[-1])
         targets = optax.losses.smooth_labels(targets, label_smoothing)
         return optax.losses.softmax_cross_entropy(logits, targets).mean(), logits
@@ -171,6 +172,12 @@ def train_step(
 def eval_step(graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Counts:
     """Sums over the unmasked examples of a batch: loss, top1, top5, examples."""
     model, _ = nnx.merge(graph, state)
+    model.eval()
+    return count(model, batch)
+
+
+def count(model: ViT, batch: data.Batch) -> Counts:
+    """The sums of `eval_step`, for a model in evaluation mode."""
     logits, _ = model(batch["image"])
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     counts = metrics.counts(logits, batch["label"], batch["mask"])
@@ -239,8 +246,10 @@ def _mean(stretch: list[Counts]) -> dict[str, float]:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
-    config, workdir = configs.from_flag(_CONFIG), Path(str(_WORKDIR.value))
+    workdir = Path(str(_WORKDIR.value))
     try:
+        given = flags.FLAGS["config"].present
+        config = configs.from_flag(_CONFIG) if given else configs.of_run(workdir)
         record = train(config, workdir)
     except (ValueError, FloatingPointError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -252,7 +261,9 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
+    _CONFIG = config_flags.DEFINE_config_file(
+        "config", help_string="file with get_config(); the run's own config if none is given"
+    )
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; made if it does not exist")
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flags_as_required(["workdir"])
     app.run(main, flags_parser=configs.parse_flags)

@@ -146,6 +146,26 @@ def check_combinations(
             raise ValueError(f"causal segments need one key for each query, got {lengths}")
 
 
+def check_calibration(calibration, key, shift, feature_map, stabilizer) -> None:
+    """Raises ValueError where a calibration does not fit."""
+    if shift is not None:
+        raise ValueError("a calibration brings its own shift: pass shift or calibration")
+    if feature_map != "positive" or stabilizer != "exact":
+        raise ValueError(
+            "a calibration needs feature_map='positive' and stabilizer='exact', got"
+            f" {feature_map!r} and {stabilizer!r} (the pairs of 'hyperbolic' are the frequencies of"
+            " an '-antithetic' coupling)"
+        )
+    k, h = key.shape[-2:]
+    for name, leaf in calibration._asdict().items():
+        want = (h,) if name in ("shift", "mean") else (h, h)
+        if leaf is not None and leaf.shape not in (want, (k, *want)):
+            raise ValueError(
+                f"calibration.{name} has shape {leaf.shape}; expected {want}, or {(k, *want)} with"
+                f" one for each of the {k} key heads"
+            )
+
+
 def check_split(lengths, segment_ids, stabilizer, is_causal, streaming) -> None:
     """Raises ValueError for what a sequence split over devices cannot have."""
     if lengths is not None:

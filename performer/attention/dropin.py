@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.attention.op import attention_weights, performer_attention
+from performer.calibration import Calibration
 
 
 def attention_fn(
@@ -15,6 +16,7 @@ def attention_fn(
     value: Float[Array, "*b s k v"],
     frequencies: Float[Array, "*n m h"],
     *,
+    calibration: Calibration | None,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     dropout_rate: float,
@@ -43,7 +45,11 @@ def attention_fn(
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     options: dict[str, Any] = dict(
-        mask=mask, bias=bias, is_causal=is_causal, feature_map=feature_map
+        calibration=calibration,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        feature_map=feature_map,
     )
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
     return output, attention_weights(query, key, frequencies, **options) if weights else None

@@ -15,6 +15,7 @@ from performer.attention import state as states
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import State, pad
 from performer.attention.sweep import Rows, Tokens, merge, ratio, sweep
+from performer.calibration import Calibration, fold, for_heads, transform_keys
 from performer.choices import unknown
 
 CHUNK = {"cpu": 64}
@@ -52,6 +53,7 @@ def performer_attention(
     bias: ArrayLike | None = None,
     shift: Float[Array, "*c h"] | None = None,
     weights: Float[Array, "*w m"] | None = None,
+    calibration: Calibration | None = None,
     feature_map: Literal["positive", "hyperbolic", "trigonometric", "relu", "elu+1"] = "positive",
     stabilizer: Literal["exact", "google"] = "exact",
     implementation: Literal["direct", "blocked"] | None = None,
@@ -90,6 +92,10 @@ def performer_attention(
             attention does not change; the variance of its estimate does.
         weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
             frequency j count that many times in the kernel (importance sampling).
+        calibration: from `performer.calibration`, with one entry for each key head or one for all;
+            it has a shift of its own and needs `feature_map="positive"`. Softmax attention does not
+            change; the variance of its estimate does. It goes into the frequencies, one bias for
+            each feature and, for a scale, one (h, h) map of the keys.
         feature_map: see `performer.features`. `hyperbolic` is the antithetic pair [W, -W] for half
             the projections; `trigonometric` rows may be negative and their sums vanish; `relu` and
             `elu+1` are kernels of their own, applied to W q and W k (frequencies `jnp.eye(h)` and
@@ -156,6 +162,8 @@ def performer_attention(
     checks.check_combinations(
         query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
     )
+    if calibration is not None:
+        checks.check_calibration(calibration, key, shift, feature_map, stabilizer)
     if axis_name is not None:
         checks.check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
     if initial_state is not None:
@@ -171,6 +179,7 @@ def performer_attention(
         checks.segments(segment_ids, lead, query, key),
         shift,
         weights,
+        calibration,
         initial_state,
         Options(
             feature_map,
@@ -204,18 +213,37 @@ def attention_weights(
 
 @partial(jax.jit, static_argnames="options")
 def _attention(
-    query, key, value, frequencies, mask, segments, shift, weights, initial, options: Options
+    query,
+    key,
+    value,
+    frequencies,
+    mask,
+    segments,
+    shift,
+    weights,
+    calibration,
+    initial,
+    options: Options,
 ):
     (b, t, n, h), dtype = query.shape, value.dtype
     if shift is not None:
         key = (key - shift).astype(key.dtype)
+    of_query = of_key = frequencies
+    log_weights = None if weights is None else _logarithm(weights)
+    if calibration is not None:
+        root = options.scale**0.5
+        key = (transform_keys(calibration, key * root) / root).astype(key.dtype)
+        if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
+            calibration = for_heads(calibration, frequencies.shape[0])
+        of_query, of_key, tilt = fold(calibration, frequencies)
+        log_weights = tilt if log_weights is None else log_weights + (0 if tilt is None else tilt)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
     k = key.shape[2]
     if key.shape[1] == 0:
         key, value, mask = _cut_keys(key, value, mask, 1)  # one that is masked
     query = query.reshape(b, t, k, n // k, h)
-    maps = _feature_maps(query, key, frequencies, mask, weights, options)
+    maps = _feature_maps(query, key, of_query, of_key, mask, log_weights, options)
     m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
     nothing = states.empty(key, m, value.shape[-1], query, key, value, frequencies, mask)
     state = nothing
@@ -244,13 +272,13 @@ def _attention(
     return output, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
 
 
-def _feature_maps(query, key, frequencies, mask, weights, options: Options):
+def _feature_maps(query, key, of_query, of_key, mask, log_weights, options: Options):
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
-    frequencies = (frequencies * options.scale**0.5).astype(query.dtype)
+    of_query, of_key = ((x * options.scale**0.5).astype(query.dtype) for x in (of_query, of_key))
     split = features.SPLITS[options.feature_map]
 
-    def project(x):
+    def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
         return states.dot(equation, x, frequencies, x.dtype)
 
@@ -258,7 +286,7 @@ def _feature_maps(query, key, frequencies, mask, weights, options: Options):
         return options.scale / 2 * jnp.sum(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
 
     def query_map(x):
-        projections = project(x)
+        projections = project(x, of_query)
         if options.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         # The queries' |q|^2 / 2 cancels.
@@ -266,19 +294,19 @@ def _feature_maps(query, key, frequencies, mask, weights, options: Options):
 
     offset = None
     if options.google:
-        projections = project(key.transpose(2, 0, 1, 3))
+        projections = project(key.transpose(2, 0, 1, 3), of_key)
         if mask is not None:
             projections = jnp.where(mask[..., None], projections, -jnp.inf)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
 
     def key_map(x):
-        projections = project(x)
+        projections = project(x, of_key)
         if offset is None:
             out = split(projections, half_norm(x))
         else:
             maximum = offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
             out = _google(projections, half_norm(x), maximum)
-        return out if weights is None else _weighted(out, weights, options.feature_map)
+        return out if log_weights is None else _weighted(out, log_weights, options.feature_map)
 
     return query_map, key_map
 
@@ -288,19 +316,23 @@ def _google(projections: Array, half_norm: Array, maximum: Array) -> features.Sp
     return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
 
 
-def _weighted(split: features.Split, weights: Array, feature_map: str) -> features.Split:
-    """The features of keys times `weights`, (m,) or (k, m)."""
-    if feature_map in features.TWO_FOR_EACH:
-        weights = jnp.concatenate([weights, weights], axis=-1)
-    exponent, factor = split
-    if weights.ndim == 2:
-        ones = [1] * (max(x.ndim for x in split if x is not None) - 2)
-        weights = weights.reshape(weights.shape[0], *ones, weights.shape[1])
-    if factor is not None:
-        return exponent, factor * weights
+def _logarithm(weights: Array) -> Array:
+    """log of weights that may be 0, with gradients that are finite there."""
     positive = weights > 0
-    logarithm = jnp.log(jnp.where(positive, weights, 1.0))
-    return jnp.where(positive, exponent + logarithm, -jnp.inf), None
+    return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)
+
+
+def _weighted(split: features.Split, log_weights: Array, feature_map: str) -> features.Split:
+    """The features of keys times the weights, (m,) or (k, m)."""
+    if feature_map in features.TWO_FOR_EACH:
+        log_weights = jnp.concatenate([log_weights, log_weights], axis=-1)
+    exponent, factor = split
+    if log_weights.ndim == 2:
+        ones = [1] * (max(x.ndim for x in split if x is not None) - 2)
+        log_weights = log_weights.reshape(log_weights.shape[0], *ones, log_weights.shape[1])
+    if factor is None:
+        return exponent + log_weights, None
+    return exponent, factor * jnp.exp(log_weights)
 
 
 def _cut_keys(key, value, mask, t: int):

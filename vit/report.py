@@ -32,10 +32,10 @@ def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
     return plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
 
 
-def log_log(axis: Any, sizes: Sequence[int]) -> None:
+def log_log(axis: Any, sizes: Sequence[float]) -> None:
     """Logarithmic axes with a tick at each size and at plain decimals."""
     axis.set(xscale="log", yscale="log", xlabel="m")
-    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axis.minorticks_off()
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axis.yaxis.set_major_formatter("{x:g}")

@@ -1,0 +1,424 @@
+"""How far random-feature attention is from softmax attention on given queries and keys.
+
+Notation: q_i and k_j after the factor sqrt(scale) each; mu_ij = exp(q_i.k_j), of which k^_ij is the
+estimate from m frequencies; t queries and N keys that exist; mu_i = (1/N) sum_j mu_ij;
+
+    A_ij = mu_ij / (N mu_i)      A^_ij = k^_ij / sum_j k^_ij      rho_i = sum_j k^_ij / (N mu_i)
+
+E, Var and Cov are over draws of the frequencies. With delta_ij = k^_ij - mu_ij the error of one
+entry is, to first order (VRC Eqs 44 and 45),
+
+    E (A^_ij - A_ij)^2 = [Var_ij - 2 (mu_ij / mu_i) (1/N) sum_l Cov(ij, il)
+                          + (mu_ij / mu_i)^2 (1/N^2) sum_lr Cov(il, ir)] / (N mu_i)^2
+                       = E (delta_ij - A_ij sum_l delta_il)^2 / (N mu_i)^2
+
+VRC Eq. 45 prints the coefficients 4 and 3 instead of 2 and 1; Eqs 46 and 8 are right: if all mu_ij
+of a row are equal, the mean over j is (variance - covariance) / N^2 in the terms of
+`AttentionError`.
+
+Everything is computed from A^_ij and rho_i, each with the row's maximum taken out, so that nothing
+overflows: k^_ij / (N mu_i) = A^_ij rho_i. Second moments over draws come from Helmert's residuals
+
+    e_d = sqrt((d - 1) / d) (x_d - mean(x_1 .. x_{d-1})),      d = 2 .. D,
+
+which are uncorrelated and have the covariance of x. The mean of their squares is exactly the sample
+variance, that with D - 1: in one pass, without cancellation, and whatever the bias of a coupling.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer import couplings
+from performer.attention import checks
+from performer.calibration import Calibration, fold, transform_keys
+from performer.typing import Coupling
+
+PerHead = Float[np.ndarray, "*b n"]
+BLOCK = 256
+"""Rows of the attention matrix that exist at a time."""
+
+
+class Estimate(NamedTuple):
+    """A mean over draws and its standard error, each with one entry for each head.
+
+    Errors have heavy tails where |q + k|^2 is large; the standard error is then itself uncertain.
+    """
+
+    value: PerHead
+    standard_error: PerHead
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionError:
+    """Errors of estimated attention, for each batch entry and head; float64.
+
+    Attributes:
+        attention: E |A^ - A|^2 / |A|^2, squared Frobenius norms.
+        output: E |A^ v - A v|^2 / |A v|^2; None without values.
+        row_sum: (E (rho_i - 1)^2)^(1/2), the mean taken over rows too. The rows of A^ sum to 1
+            exactly; this is the relative error of the softmax denominator before it is divided out.
+        variance: Var(k^_ij) / mu_i^2, the mean over i and j (VRC Eq. 8, first term).
+        covariance: Cov(k^_ij, k^_il) / mu_i^2, the mean over i, j and l (VRC Eq. 8, second term);
+            it is the mean of Var(rho_i), so that of an unbiased coupling it is about row_sum^2.
+        predicted: `attention` to first order, from variances and covariances (VRC Eq. 45 corrected,
+            with the actual mu_ij). Within 10% where row_sum was below 0.05, too large above that.
+        uniform_attention: `attention` of A^ = 1/N, which needs no features at all.
+        uniform_output: `output` of the same; None without values.
+    """
+
+    attention: Estimate
+    output: Estimate | None
+    row_sum: Estimate
+    variance: Estimate
+    covariance: Estimate
+    predicted: Estimate
+    uniform_attention: PerHead
+    uniform_output: PerHead | None
+
+    @property
+    def worse_than_uniform(self) -> np.ndarray:
+        """Where `attention` is above `uniform_attention`: booleans (*b, n)."""
+        return self.attention.value > self.uniform_attention
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What `recommend` found; its `str` is a sentence.
+
+    Attributes:
+        num_features: m, or None if no m up to the limit is enough.
+        error: the mean relative attention error with these m, or with the most that were tried.
+        most: the largest m that was tried.
+        tolerance: what was asked for.
+        uniform: the mean relative error of uniform attention.
+        median, largest: of |q + k|^2 over pairs of a query and a key, scaled and calibrated.
+        coupling: name of the coupling.
+    """
+
+    num_features: int | None
+    error: float
+    most: int
+    tolerance: float
+    uniform: float
+    median: float
+    largest: float
+    coupling: str
+
+    def __str__(self) -> str:
+        reasons = (
+            f"uniform attention has {self.uniform:.3g}, and |q + k|^2 has the median"
+            f" {self.median:.3g} and the maximum {self.largest:.3g}, where one N(0, I) frequency"
+            " estimates the kernel with the relative variance e^(|q + k|^2) - 1"
+        )
+        if self.num_features is None:
+            return (
+                f"No number of features up to {self.most} reaches a relative attention error of"
+                f" {self.tolerance:g} with {self.coupling}: {self.most} have {self.error:.3g},"
+                f" {reasons}."
+            )
+        return (
+            f"{self.num_features} features reach a relative attention error of {self.error:.3g}"
+            f" with {self.coupling} (at most {self.tolerance:g} was asked for): {reasons}."
+        )
+
+
+def attention_error(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k v"] | None = None,
+    *,
+    coupling: str | Coupling,
+    num_features: int,
+    draws: int = 32,
+    calibration: Calibration | None = None,
+    scale: float | None = None,
+    mask: ArrayLike | None = None,
+    seed: int = 0,
+) -> AttentionError:
+    """How far random-feature attention is from softmax attention on these queries and keys.
+
+    Bidirectional attention with positive features, in float32. One batch entry, head and block of
+    `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never t x s, and
+    draws x m x h for the frequencies of one head.
+
+    Args:
+        query: (..., t, n, h), with any leading axes, such as layers and batch.
+        key: (..., s, k, h), n a multiple of k.
+        value: (..., s, k, v), or None to leave out the errors of the output.
+        coupling: a name for `performer.couplings.get`, or a function (key, m, h) -> (m, h).
+        num_features: m.
+        draws: D, independent draws of the frequencies. Each key head has its own; the leading axes
+            share them. Draw i, (k, m, h), is
+            `couplings.draw(name, jax.random.fold_in(jax.random.key(seed), i), m, h, k)`.
+        calibration: as for `performer_attention`.
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        mask: which keys exist, as in `performer_attention`.
+        seed: of the draws.
+
+    Returns:
+        Arrays (..., n).
+
+    Raises:
+        ValueError: when shapes or dtypes do not fit, for an unknown coupling or one that does not
+            give (m, h), fewer than 3 draws or 1 feature, or a batch entry without keys.
+
+    Example:
+        >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
+        >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
+    """
+    if draws < 3:
+        raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
+    tokens, exists, calibration, scale = _prepare(
+        query, key, value, coupling, num_features, calibration, scale, mask
+    )
+    lead, (t, n, h), k = query.shape[:-3], query.shape[-3:], key.shape[-2]
+    # `fold` leaves det L out of the weights: attention does not see it, the kernel does.
+    root = np.eye(h) if calibration.root is None else np.asarray(calibration.root, np.float64)
+    log_det = np.broadcast_to(np.linalg.slogdet(root).logabsdet.astype(np.float32), k)
+    of_key_heads = []
+    for head in range(k):
+        w = _draw(jax.random.key(seed), head, coupling, num_features, h, draws, k)
+        of_key_heads.append(_measure(*tokens, exists, calibration, log_det[head], scale, w, head))
+    sums, norms = jax.tree.map(  # (b, n / k, ...) of each key head -> (..., n, ...)
+        lambda *x: np.concatenate(x, 1, dtype=np.float64).reshape(*lead, n, *x[0].shape[2:]),
+        *of_key_heads,
+    )
+
+    def estimate(name: str, size: np.ndarray, first: int = 0) -> Estimate:
+        sample = sums[name][..., first:] / size[..., None]
+        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
+
+    rows = np.full((*lead, n), float(t))
+    square, its_error = estimate("row_sum", rows)
+    row_sum = np.sqrt(square)
+    return AttentionError(
+        attention=estimate("attention", norms["attention"]),
+        output=None if value is None else estimate("output", norms["output"]),
+        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
+        variance=estimate("variance", rows, 1),
+        covariance=estimate("covariance", rows, 1),
+        predicted=estimate("predicted", norms["attention"], 1),
+        uniform_attention=norms["uniform_attention"] / norms["attention"],
+        uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
+    )
+
+
+def recommend(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    coupling: str | Coupling,
+    tolerance: float,
+    limit: int = 1024,
+    **options: Any,
+) -> Recommendation:
+    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
+
+    That is: the mean over all batch entries and heads of the relative attention error
+    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
+    noise of its draws.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h).
+        coupling: as for `attention_error`.
+        tolerance: above 0.
+        limit: the most features to try, at least 2.
+        options: draws, calibration, scale, mask and seed, as for `attention_error`.
+
+    Raises:
+        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
+
+    Example:
+        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
+    if limit < 2:
+        raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
+    for m in (2**i for i in range(1, limit.bit_length())):
+        error = attention_error(query, key, coupling=coupling, num_features=m, **options)
+        if error.attention.value.mean() <= tolerance:
+            break
+    mean = float(error.attention.value.mean())
+    given = (options.get(name) for name in ("calibration", "scale", "mask"))
+    tokens, *rest = _prepare(query, key, None, coupling, m, *given)
+    lengths = _squared_lengths(*tokens[:2], *rest)
+    return Recommendation(
+        num_features=m if mean <= tolerance else None,
+        error=mean,
+        most=m,
+        tolerance=tolerance,
+        uniform=float(error.uniform_attention.mean()),
+        median=float(np.median(lengths)),
+        largest=float(np.max(lengths)),
+        coupling=getattr(coupling, "__name__", str(coupling)),
+    )
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _draw(key, head, coupling, m, h, draws, k) -> Float[Array, "draws m h"]:
+    """Frequencies of one key head."""
+    keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), k)[head])
+    return jax.vmap(lambda x: _function(coupling)(x, m, h))(keys(jnp.arange(draws)))
+
+
+@jax.jit
+def _measure(
+    query, key, value, exists, calibration, log_det, scale, frequencies, head
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Sums of squares over the matrices of the g query heads of one key head.
+
+    For each draw, (b, g, draws), and without draws, (b, g).
+    """
+    with jax.default_matmul_precision("highest"):
+        value = jnp.where(exists[..., None], value[:, :, head].astype(jnp.float32), 0)
+        key = jnp.where(exists[..., None, None], key, 0)
+        calibration, *moved, query, key = _transform(query, key, calibration, scale, head)
+        _, w, log_weights = fold(calibration, frequencies)
+        log_weights = jnp.zeros(w.shape[:-1]) if log_weights is None else log_weights
+        features = w, log_weights + log_det - math.log(w.shape[-2])
+        tokens = key, moved[1], value, exists
+        (b, t, g, _), blocks = query.shape, -(-query.shape[1] // BLOCK)
+        size = -(-t // blocks)
+
+        def rows(x):  # (b, t, g, ...) to (b, g blocks, size, ...), with zeros at the end
+            x = jnp.pad(x, ((0, 0), (0, blocks * size - t), *[(0, 0)] * (x.ndim - 2)))
+            return jnp.moveaxis(x, 2, 1).reshape(b, -1, size, *x.shape[3:])
+
+        def entry(args):
+            tokens, rows = args
+            return jax.lax.map(lambda x: _block(tokens, features, *x), rows)
+
+        # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
+        along = 0 if calibration.shift is None else query @ calibration.shift
+        args = query, moved[0], along + jnp.zeros((b, t, g)), jnp.ones((b, t, g))
+        sums = jax.lax.map(entry, (tokens, tuple(map(rows, args))))
+    return jax.tree.map(lambda x: x.reshape(b, g, blocks, *x.shape[2:]).sum(2), sums)
+
+
+@jax.jit
+def _transform(query, key, calibration, scale, head):
+    """Of one key head: calibration, M q, M^-1 (k - c), and q (b, t, g, h), k (b, s, h)."""
+    query = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+    query, key = (x[:, :, head].astype(jnp.float32) * scale**0.5 for x in (query, key))
+    calibration = Calibration(
+        *(
+            x if x is None or x.ndim == rank else x[head]
+            for x, rank in zip(calibration, (1, 2, 2, 1, 2), strict=True)
+        )
+    )
+    moved = query if calibration.scale is None else query @ calibration.scale.T
+    return calibration, moved, transform_keys(calibration, key), query, key
+
+
+def _block(
+    tokens, features, query, moved_query, along, counts
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Sums of squares over the rows of these queries, (r, h), as many times as `counts` says."""
+    key, moved_key, value, exists = tokens
+
+    def squares(x):
+        return counts @ jnp.sum(x**2, axis=-1)
+
+    logits = jnp.where(exists, query @ key.T, -jnp.inf)
+    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    A = jnp.exp(logits - log_sum)
+    N = jnp.sum(exists)
+    half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
+    offset = (along - jnp.sum(moved_query**2, axis=-1) / 2)[:, None] - log_sum
+
+    def draw(mean, features):
+        w, log_weights, i = features
+        on_keys = moved_key @ w.T - half_norms + log_weights
+        on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)
+        top_key = jnp.max(on_keys, axis=0)
+        on_queries = moved_query @ w.T + top_key
+        top = jnp.max(on_queries, axis=-1, keepdims=True)
+        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - top_key).T
+        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1
+        estimate = kernel / total
+        rho = total * jnp.exp(top + offset)
+        change = estimate * rho - mean
+        residual = jnp.sqrt(i / (i + 1)) * change
+        of_sum = jnp.sum(residual, axis=-1, keepdims=True)
+        return mean + change / (i + 1), {
+            "attention": squares(estimate - A),
+            "output": squares((estimate - A) @ value),
+            "row_sum": squares(rho - 1),
+            "variance": N * squares(residual),
+            "covariance": squares(of_sum),
+            "predicted": squares(residual - A * of_sum),  # VRC Eq. 45, corrected
+        }
+
+    earlier_draws = jnp.arange(len(features[0]), dtype=jnp.float32)
+    _, sums = jax.lax.scan(draw, jnp.zeros_like(A), (*features, earlier_draws))
+    return sums, {
+        "attention": squares(A),
+        "output": squares(A @ value),
+        "uniform_attention": squares(A - exists / N),
+        "uniform_output": squares((A - exists / N) @ value),
+    }
+
+
+def _squared_lengths(query, key, exists, calibration, scale) -> np.ndarray:
+    """|M q + M^-1 (k - c)|^2 for pairs of up to 256 queries and 256 keys of every head."""
+    lengths = []
+    for head in range(key.shape[2]):
+        _, queries, keys, *_ = _transform(query, key, calibration, scale, head)
+        for x, y, seen in zip(*map(np.asarray, (queries, keys, exists)), strict=True):
+            x, y = (
+                z[np.linspace(0, len(z) - 1, min(len(z), 256)).astype(int)] for z in (x, y[seen])
+            )
+            squares = np.sum(x**2, axis=-1)[..., None] + np.sum(y**2, axis=-1)
+            lengths.append(np.ravel(squares + 2 * x @ y.T))
+    return np.concatenate(lengths)
+
+
+def _function(coupling: str | Coupling) -> Coupling:
+    return couplings.get(coupling) if isinstance(coupling, str) else coupling
+
+
+def _prepare(query, key, value, coupling, num_features, calibration, scale, mask):
+    """Tokens with one batch axis, which keys exist (b, s), the calibration and the scale.
+
+    Raises ValueError for what does not fit.
+    """
+    if num_features < 1:
+        raise ValueError(f"num_features must be at least 1, got {num_features}")
+    lead, h = query.shape[:-3], query.shape[-1]
+    scale = h**-0.5 if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
+    checks.check_dtypes(query=query, key=key, value=value)
+    if key.shape[:-3] != lead or value.shape[:-3] != lead or not query.size:
+        raise ValueError(
+            f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
+            " axes must be the same, and no axis empty"
+        )
+    function = _function(coupling)
+    frequencies = jax.eval_shape(lambda x: function(x, num_features, h), jax.random.key(0))
+    if frequencies.shape != (num_features, h):
+        raise ValueError(
+            f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
+            f" each feature, {(num_features, h)}"
+        )
+    query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
+    checks.check_shapes(query, key, value, frequencies, None, None)
+    calibration = Calibration() if calibration is None else calibration
+    checks.check_calibration(calibration, key, None, "positive", "exact")
+    exists = checks.key_mask(mask, None, lead, key)
+    exists = np.ones(key.shape[:2], bool) if exists is None else np.asarray(exists)
+    empty = np.sum(~exists.any(axis=1))
+    if empty:
+        raise ValueError(f"{empty} batch entries have no key that exists: leave them out")
+    return (query, key, value), exists, calibration, scale

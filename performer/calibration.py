@@ -1,0 +1,342 @@
+"""Calibration: exact invariances and importance sampling that lower the error of attention.
+
+The variance of an estimate of e^{q.k}, relative to its square, grows like e^{|q + k|^2}, and in a
+trained model queries and keys are long, off centre and anisotropic. What does not change softmax
+attention may be chosen to suit the estimate. With v = q + k over pairs (query, key), transformed:
+
+    shift     k -> k - c leaves softmax attention as it is; c = E k + M^2 E q makes E v = 0
+    scale     q -> M q, k -> M^-1 k leaves q.k as it is; M^2 = Cov(q)^-1 # Cov(k), with # the
+              geometric mean of matrices, makes the two covariances equal
+    proposal  frequencies w = mu + L g, where g is the coupling's draw, are N(mu, S), S = L L^T,
+              with mu = E v and S a function of Cov v
+    tilt      the same with mu = 0, and E v v^T in the place of Cov v
+    traceless the same, with S divided by its mean eigenvalue
+
+The last two are importance sampling: a feature has the weight N(w; 0, I) / N(w; mu, S), and the
+estimate of the kernel stays unbiased whatever mu and S are, if the rows of the coupling are
+N(0, I). For one pair its second moment, relative to the squared kernel, is in one dimension
+
+    s (2 s - 1)^(-1/2) exp(((2 v - mu / s)^2 s / (2 s - 1) + mu^2 / s) / 2 - v^2)
+
+and the mean of its logarithm over pairs is smallest at mu = E v and, with F = Cov v,
+2 S^2 - (3 I + 2 F) S + I = 0: S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4.
+
+Where the lengths of the frequencies are fixed, or one for a whole block, the normalisation of
+attention takes out of the weights what is common to all features, and with it the correction of a
+change of the mean length. There S must leave the mean square length as it is: `traceless`, which
+`for_coupling` puts in the place of `tilt`.
+
+The pairs are drawn from softmax attention itself, whose large entries count most: a query like any
+other, and a key as it attends to it. All is fitted from the second moment of (1, q, k) over them.
+
+Queries and keys here are those after the factor sqrt(scale) each, so that attention is
+softmax(q.k). Nothing here needs a decomposition: on CPU, several batched eigenvalue problems or
+triangular solves in one compiled program can wait for one another for ever.
+
+Sources: Likhosherstov et al. 2022 (FAVOR++, a scalar S) and 2023 (FAVOR#, dense-exponential
+features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer.attention.checks import key_mask
+from performer.choices import unknown
+
+PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
+SAMPLING = ("tilt", "traceless", "proposal")
+METHODS = {
+    "none": "",
+    "shift": "shift",
+    "shift+scale": "shift+scale",
+    "full": "shift+scale+tilt",
+}
+RIDGE = 0.05
+"""Added to covariances before they are inverted, relative to their mean eigenvalue."""
+
+Moments = Float[Array, "*n z z"]
+"""Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them."""
+
+
+class Calibration(NamedTuple):
+    """What attention does to its queries, keys and frequencies; None for what is left as it is.
+
+    In the module's notation c, M, M^-1, mu, L. Either each leaf has a first axis with one entry for
+    each key head, or none has.
+    """
+
+    shift: Float[Array, "*n h"] | None = None
+    scale: Float[Array, "*n h h"] | None = None
+    inverse_scale: Float[Array, "*n h h"] | None = None
+    mean: Float[Array, "*n h"] | None = None
+    root: Float[Array, "*n h h"] | None = None
+
+
+def calibrate(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    method: str = "full",
+    scale: float | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+) -> Calibration:
+    """The calibration that suits these queries and keys, for each key head.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h), n a multiple of k.
+        method: "none", "shift", "shift+scale" or "full"; or any of shift, scale, and tilt,
+            traceless or proposal joined by "+".
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        mask: which keys exist, as in `performer_attention`.
+        is_causal: only pairs whose key is not later than the query.
+
+    Raises:
+        ValueError: for an unknown method.
+
+    Example:
+        >>> calibration = calibrate(query, key)
+        >>> frequencies = performer.couplings.draw("orf-antithetic", random_key, 128, 64, 12)
+        >>> output = performer.performer_attention(
+        ...     query, key, value, frequencies, calibration=calibration
+        ... )
+    """
+    parts(method)
+    moments = pair_moments(query, key, scale=scale, mask=mask, is_causal=is_causal)
+    return fit(moments, method=method)
+
+
+def pair_moments(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    scale: float | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    num_queries: int | None = None,
+) -> Moments:
+    """Second moment of (1, q, k) over the pairs of softmax attention.
+
+    It is a mean over queries, batch entries and the query heads of a key head. Means of it over
+    batches or devices are what `fit` takes for all of them. Needs (..., n, num_queries, s) memory.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h).
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        mask: which keys exist, as in `performer_attention`. (Queries always do.)
+        is_causal: only pairs whose key is not later than the query.
+        num_queries: so many of the queries, evenly spaced; all if None.
+
+    Returns:
+        (k, 2 h + 1, 2 h + 1), float32.
+    """
+    lead, h, k = query.shape[:-3], key.shape[-1], key.shape[-2]
+    factor = h**-0.25 if scale is None else scale**0.5
+    query, key = (
+        jax.lax.stop_gradient(x.reshape(-1, *x.shape[-3:]).astype(jnp.float32)) * factor
+        for x in (query, key)
+    )
+    t, s = query.shape[1], key.shape[1]
+    count = t if num_queries is None else min(num_queries, t)
+    position = (2 * jnp.arange(count) + 1) * t // (2 * count)
+    exists = jnp.ones((count, s), bool)
+    if is_causal:
+        exists = jnp.arange(s) <= position[:, None]
+    if mask is not None:
+        keys = key_mask(mask, None, lead, key)
+        assert keys is not None
+        key = jnp.where(keys[:, :, None, None], key, 0)
+        exists = exists & keys[:, None, None, None]
+    query = query[:, position].reshape(-1, count, k, query.shape[2] // k, h)
+    query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
+    key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)
+    logits = _dot("kbgth,kbsh->kbgts", query, key)
+    attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
+    pairs = attention / query[0, ..., 0].size
+    of_query, of_key = jnp.sum(pairs, axis=-1), jnp.sum(pairs, axis=(-3, -2))
+    query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
+    query_query = _dot("kbgt,kbgty,kbgtz->kyz", of_query, query, query)
+    query_key = _dot("kbgts,kbgty,kbsz->kyz", pairs, query, key)
+    key_key = _dot("kbs,kbsy,kbsz->kyz", of_key, key, key)
+    return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
+
+
+def fit(moments: Moments, method: str = "full") -> Calibration:
+    """The calibration for these moments; the identity where no pair was counted.
+
+    Args:
+        moments: from `pair_moments`, or a mean of several.
+        method: as for `calibrate`.
+
+    Raises:
+        ValueError: for an unknown method.
+    """
+    names = parts(method)
+    h = (moments.shape[-1] - 1) // 2
+    # Where nothing was counted, as if all queries and keys were zero: the identity suits them.
+    nothing = jnp.zeros((2 * h + 1, 2 * h + 1)).at[0, 0].set(1)
+    moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
+    moments = moments / moments[..., :1, :1]
+    mean = moments[..., 0]
+    covariance = moments - mean[..., :, None] * mean[..., None, :]
+    queries, keys = slice(1, h + 1), slice(h + 1, None)
+    M = inverse = jnp.broadcast_to(jnp.eye(h), (*moments.shape[:-2], h, h))
+    c = jnp.zeros_like(mean[..., keys])
+    calibration = Calibration()
+    if "scale" in names:
+        M, inverse = _balance(covariance[..., queries, queries], covariance[..., keys, keys])
+        calibration = calibration._replace(scale=M, inverse_scale=inverse)
+    if "shift" in names:
+        c = mean[..., keys] + _apply(M, _apply(M, mean[..., queries]))
+        calibration = calibration._replace(shift=c)
+    # v = M q + M^-1 (k - c) as a linear map of (1, q, k)
+    to_v = jnp.concatenate([-_apply(inverse, c)[..., None], M, inverse], axis=-1)
+    if "tilt" in names or "traceless" in names:
+        root = _best_root(_transform(to_v, moments))
+        if "traceless" in names:
+            mean_eigenvalue = jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h
+            root = root / jnp.sqrt(mean_eigenvalue)
+        calibration = calibration._replace(root=root)
+    if "proposal" in names:
+        root = _best_root(_transform(to_v, covariance))
+        calibration = calibration._replace(mean=_apply(to_v, mean), root=root)
+    return calibration
+
+
+def fold(
+    calibration: Calibration, frequencies: Float[Array, "*n m h"]
+) -> tuple[Float[Array, "*k m h"], Float[Array, "*k m h"], Float[Array, "*k m"] | None]:
+    """Frequencies for the queries, for the keys, and the logarithm of each feature's weight.
+
+    For queries as they are and keys from `transform_keys`, w = mu + L g for the rows g of
+    `frequencies`. Of the weights the constant factor det L is left out, which attention does not
+    see; None stands for weights of 1.
+    """
+    w = frequencies
+    if calibration.root is not None:
+        w = _dot("...mx,...yx->...my", w, calibration.root)
+    if calibration.mean is not None:
+        w = w + calibration.mean[..., None, :]
+    log_weights = None
+    if w is not frequencies:
+        log_weights = jnp.sum(frequencies**2 - w**2, axis=-1) / 2
+    of_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
+    return of_query, w, log_weights
+
+
+def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
+    """For each of `num_heads` heads, of which consecutive ones share a key head."""
+
+    def repeat(leaf, rank):
+        return jnp.repeat(leaf, num_heads // leaf.shape[0], axis=0) if leaf.ndim > rank else leaf
+
+    return Calibration(
+        *(
+            None if leaf is None else repeat(leaf, rank)
+            for leaf, rank in zip(calibration, (1, 2, 2, 1, 2), strict=True)
+        )
+    )
+
+
+def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
+    """M^-1 (k - c); keys after the factor sqrt(scale)."""
+    if calibration.shift is not None:
+        key = key - calibration.shift
+    if calibration.inverse_scale is not None:
+        heads = "k" if calibration.inverse_scale.ndim == 3 else ""
+        key = _dot(f"...kx,{heads}xy->...ky", key, calibration.inverse_scale)
+    return key
+
+
+def parts(method: str) -> tuple[str, ...]:
+    """ "shift+scale" -> ("shift", "scale"); "full" stands for its parts, "none" for nothing.
+
+    Raises:
+        ValueError: for an unknown part, or for more than one law of the frequencies.
+    """
+    names = tuple(name for name in METHODS.get(method, method).split("+") if name)
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(
+                unknown(
+                    "calibration",
+                    name,
+                    (*METHODS, *PARTS),
+                    f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'",
+                )
+            )
+    if len(set(names) & set(SAMPLING)) > 1:
+        raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
+    return names
+
+
+def for_coupling(method: str, coupling: str) -> str:
+    """The method for frequencies of that coupling: with fixed or common lengths a traceless tilt.
+
+    Raises:
+        ValueError: for an unknown part.
+    """
+    one_length = coupling.removesuffix("-antithetic").endswith(("pm", "monotone", "fixed"))
+    names = ("traceless" if one_length and name == "tilt" else name for name in parts(method))
+    return "+".join(names)
+
+
+def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+    """M and M^-1 with M Cov(q) M = M^-1 Cov(k) M^-1, of regularised covariances."""
+    of_queries, of_keys = _regularised(of_queries), _regularised(of_keys)
+    # A^-1 # B = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2 (Bhatia 2007, Eq. 4.10)
+    root, inverse_root = _square_root(of_queries)
+    middle, _ = _square_root(_transform(root, of_keys))
+    M, inverse = _square_root(_transform(inverse_root, middle))
+    # One Newton step: the two are then inverse to each other but for rounding.
+    return M, 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)
+
+
+def _regularised(covariance: Array) -> Array:
+    h = covariance.shape[-1]
+    mean_eigenvalue = jnp.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / h
+    return covariance + (RIDGE * mean_eigenvalue + 1e-6) * jnp.eye(h)
+
+
+def _best_root(F: Array) -> Array:
+    """L with L L = S, for S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4."""
+    eye = jnp.eye(F.shape[-1])
+    radical, _ = _square_root(_transform(2 * F + eye, eye) + 8 * F)
+    return _square_root((3 * eye + 2 * F + radical) / 4)[0]
+
+
+def _square_root(matrix: Array) -> tuple[Array, Array]:
+    """A^1/2 and A^-1/2 of positive definite matrices, by coupled Newton-Schulz iterations.
+
+    Higham 2008, Eq. 6.35. Eigenvalues below 1e-7 of the largest do not converge.
+    """
+    eye = jnp.eye(matrix.shape[-1])
+    norm = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+
+    def step(_, pair):
+        root, inverse = pair
+        correction = (3 * eye - inverse @ root) / 2
+        return root @ correction, correction @ inverse
+
+    with jax.default_matmul_precision("highest"):
+        pair = (matrix / norm, jnp.broadcast_to(eye, matrix.shape))
+        root, inverse = jax.lax.fori_loop(0, 24, step, pair)
+    return root * jnp.sqrt(norm), inverse / jnp.sqrt(norm)
+
+
+def _transform(left: Array, moments: Array) -> Array:
+    return _dot("...xy,...yz,...wz->...xw", left, moments, left)
+
+
+def _apply(matrix: Array, vector: Array) -> Array:
+    return _dot("...xy,...y->...x", matrix, vector)
+
+
+def _dot(equation: str, *operands: Array) -> Array:
+    return jnp.einsum(equation, *operands, precision="highest")

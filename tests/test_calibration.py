@@ -1,0 +1,324 @@
+"""Calibration: the fit against eigenvectors, exact invariances, unbiased sampling, lower errors."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.attention_mse import DATA
+from performer import calibration, couplings, performer_attention
+from performer.attention import attention_weights
+from performer.calibration import Calibration, calibrate, fit, pair_moments
+from tests import oracles
+
+METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
+H = 4
+
+
+def data(seed=0, shape=(2, 9, 2, H), keys=7):
+    """Queries and keys off centre and anisotropic, differently in each head."""
+    rng = np.random.default_rng(seed)
+    batch, queries, heads, h = shape
+    query, key = (
+        np.einsum(
+            "btnh,nhg->btng",
+            rng.normal(size=(batch, length, heads, h)),
+            0.8 * rng.normal(size=(heads, h, h)),
+        )
+        + rng.normal(size=(heads, h))
+        for length in (queries, keys)
+    )
+    return tuple(jnp.asarray(x, jnp.float32) for x in (query, key))
+
+
+QUERY, KEY = data()
+VALUE = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 2, 3)), jnp.float32)
+ROOT = H**-0.25
+
+
+def parts_of(fitted, head):
+    """c, M, M^-1, mu, S of one head in float64, identities where there is none."""
+    eye, zero = np.eye(H), np.zeros(H)
+    leaves = [
+        default if leaf is None else np.asarray(leaf[head], np.float64)
+        for leaf, default in zip(fitted, (zero, eye, eye, zero, eye), strict=True)
+    ]
+    return *leaves[:4], leaves[4] @ leaves[4].T
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fit_is_that_of_the_equations(method):
+    fitted = calibrate(QUERY, KEY, method=method)
+    for head in range(2):
+        moments = oracles.pair_moments(ROOT * QUERY[:, :, head], ROOT * KEY[:, :, head])
+        want = oracles.calibration(moments, calibration.parts(method))
+        c, m, inverse, mu, s = parts_of(fitted, head)
+        for got, expected in zip((c, m, mu, s), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(inverse @ m, np.eye(H), atol=2e-6)
+
+
+def test_scale_makes_the_covariances_equal():
+    moments = oracles.pair_moments(ROOT * QUERY[:, :, 0], ROOT * KEY[:, :, 0])
+    _, m, _, _ = oracles.calibration(moments, ("scale",), ridge=0.0)
+    covariance = moments[1:, 1:] - np.outer(moments[0, 1:], moments[0, 1:])
+    inverse = np.linalg.inv(m)
+    of_queries, of_keys = m @ covariance[:H, :H] @ m, inverse @ covariance[H:, H:] @ inverse
+    np.testing.assert_allclose(of_queries, of_keys, atol=3e-4)  # 1e-6 is always added
+
+
+@pytest.mark.parametrize("f", [0.0, 0.3, 4.0, 50.0])
+def test_the_law_of_the_frequencies_minimises_the_second_moment(f):
+    """The formula of the module's docstring, checked by quadrature, and its minimiser."""
+
+    def log_second_moment(s, v, mu=0.0):
+        w = np.linspace(-60, 60, 400_001)
+        log_ratio = stats.norm.logpdf(w) * 2 - stats.norm.logpdf(w, mu, np.sqrt(s))
+        return np.log(np.trapezoid(np.exp(log_ratio + 2 * w * v - 2 * v**2), w)) + v**2
+
+    def printed(s, v, mu=0.0):
+        exponent = ((2 * v - mu / s) ** 2 * s / (2 * s - 1) + mu**2 / s) / 2 - v**2
+        return np.log(s / np.sqrt(2 * s - 1)) + exponent
+
+    for s, v, mu in [(1.0, 0.7, 0.0), (1.7, 1.1, 0.6), (3.0, 0.2, -1.0)]:
+        assert printed(s, v, mu) == pytest.approx(log_second_moment(s, v, mu), abs=1e-6)
+    best = (3 + 2 * f + np.sqrt((2 * f + 1) ** 2 + 8 * f)) / 4
+    grid = np.linspace(0.6, 120, 100_001)
+    mean = np.log(grid / np.sqrt(2 * grid - 1)) + f / (2 * grid - 1)  # E printed, mu = E v
+    assert grid[np.argmin(mean)] == pytest.approx(best, abs=2e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_softmax_attention_and_its_gradients_do_not_change(method):
+    """Shift and scale applied to exact attention; tilt and proposal leave q and k alone."""
+    fitted = calibrate(QUERY, KEY, method=method)
+
+    def attention(query, key, value, fitted):
+        query, key = ROOT * query, calibration.transform_keys(fitted, ROOT * key)
+        if fitted.scale is not None:
+            query = jnp.einsum("btnh,nhg->btng", query, fitted.scale)
+        attention = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key))
+        return jnp.einsum("bnts,bsnv->btnv", attention, value)
+
+    def both(fitted):
+        output, pull = jax.vjp(lambda *x: attention(*x, fitted), QUERY, KEY, VALUE)
+        return output, pull(jnp.cos(jnp.arange(output.size, dtype=float)).reshape(output.shape))
+
+    got, want = both(fitted), both(Calibration())
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def oracle(query, key, value, frequencies, fitted, allowed=None):
+    """Queries, keys, frequencies and weights changed in float64, then every pair by itself."""
+    n, k = query.shape[2], key.shape[2]
+    new_q, new_k, new_w, weights = [], [], [], []
+    for head in range(n):
+        c, m, inverse, mu, _ = parts_of(fitted, head * k // n)
+        root = np.eye(H) if fitted.root is None else np.asarray(fitted.root[head * k // n], float)
+        g = frequencies
+        if frequencies.ndim == 3:
+            g = frequencies[head * len(frequencies) // n]
+        g = np.asarray(g, float)
+        w = mu + g @ root.T
+        new_q.append(ROOT * np.asarray(query[:, :, head], float) @ m)
+        new_k.append((ROOT * np.asarray(key[:, :, head * k // n], float) - c) @ inverse)
+        new_w.append(w)
+        weights.append(np.exp((np.sum(g**2, -1) - np.sum(w**2, -1)) / 2))
+    value = np.repeat(value, n // k, axis=2)
+    stack = lambda x: np.stack(x, axis=2)  # noqa: E731
+    return oracles.kernel_attention(
+        stack(new_q),
+        stack(new_k),
+        value,
+        np.stack(new_w),
+        weights=np.stack(weights),
+        scale=1.0,
+        allowed=allowed,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_attention_is_that_of_the_changed_kernel(method):
+    fitted = calibrate(QUERY, KEY, method=method)
+    frequencies = couplings.draw("orf", jax.random.key(3), 6, H, 2)
+    got = performer_attention(QUERY, KEY, VALUE, frequencies, calibration=fitted)
+    np.testing.assert_allclose(got, oracle(QUERY, KEY, VALUE, frequencies, fitted), atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [None, 2, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_heads_and_causal(heads, is_causal):
+    """Frequencies for all, for each key head, for each query head; one calibration a key head."""
+    query, key = data(1, (1, 7, 2, H))
+    query = jnp.repeat(query, 2, axis=2) * jnp.array([1.0, 0.5, -1.0, 1.0])[:, None]
+    fitted = calibrate(query, key, is_causal=is_causal)
+    assert fitted.scale.shape == (2, H, H)
+    frequencies = couplings.draw("orf", jax.random.key(4), 6, H, heads)
+    value = VALUE[:1]
+    got = performer_attention(
+        query, key, value, frequencies, calibration=fitted, is_causal=is_causal
+    )
+    allowed = np.tril(np.ones((1, 7, 7), bool)) if is_causal else None
+    want = oracle(query, key, value, frequencies, fitted, allowed)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_one_calibration_for_all_heads_and_streaming():
+    fitted = jax.tree.map(lambda x: x[0], calibrate(QUERY, KEY))
+    query = QUERY[:, :7]
+    frequencies = couplings.draw("orf", jax.random.key(3), 6, H)
+    options = dict(calibration=fitted, is_causal=True)
+    want = performer_attention(query, KEY, VALUE, frequencies, **options)
+    state, got = None, []
+    for part in (slice(0, 3), slice(3, 7)):
+        output, state = performer_attention(
+            *(x[:, part] for x in (query, KEY, VALUE)),
+            *(frequencies,),
+            initial_state=state,
+            return_state=True,
+            **options,
+        )
+        got.append(output)
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("coupling", ["orf", "orf-antithetic", "pm-antithetic"])
+@pytest.mark.parametrize("method", ["tilt", "proposal", "full"])
+def test_kernel_estimates_stay_unbiased(method, coupling):
+    """z test of 4 pairs at once; false alarms 1e-4, by the sum of squares of 4 whitened means."""
+    query, key = 0.7 * QUERY[:, :, :1], 0.7 * KEY[:, :, :1]
+    fitted = calibrate(query, key, method=method)
+    draw = couplings.get(coupling)
+    q, k = ROOT * query[0, :2, 0], ROOT * key[0, :2]
+    log_det = np.linalg.slogdet(np.asarray(fitted.root[0], np.float64))[1]
+
+    def estimate(random_key, weighted=True):
+        of_query, of_key, log_weights = calibration.fold(fitted, draw(random_key, 8, H)[None])
+        moved = calibration.transform_keys(fitted, k)[:, 0]
+        exponent = (
+            (q @ of_query[0].T)[:, None]
+            + (moved @ of_key[0].T)[None]
+            - jnp.sum(moved**2, -1)[:, None] / 2
+            + weighted * (log_weights[0] + log_det)
+        )
+        # The kernel of (M q, M^-1 (k - c)) is e^{q.k - q.c}; the queries' |M q|^2 / 2 is restored.
+        m = jnp.eye(H) if fitted.scale is None else fitted.scale[0]
+        shift = jnp.zeros(H) if fitted.shift is None else fitted.shift[0]
+        log_kernel = q @ (k[:, 0] - shift).T + jnp.sum((q @ m) ** 2, -1, keepdims=True) / 2
+        return jnp.mean(jnp.exp(exponent - log_kernel[..., None]), axis=-1).reshape(-1)
+
+    keys = jax.random.split(jax.random.key(11), 40_000)
+
+    def z_squared(weighted):
+        samples = np.asarray(jax.jit(jax.vmap(lambda key: estimate(key, weighted)))(keys), float)
+        mean, covariance = samples.mean(0) - 1, np.cov(samples.T) / len(samples)
+        return mean @ np.linalg.solve(covariance, mean)
+
+    assert z_squared(True) < stats.chi2(4).isf(1e-4)
+    assert z_squared(False) > stats.chi2(4).isf(1e-4)  # the fault this is for: no weights
+
+
+def test_moments_are_means_over_pairs():
+    got = pair_moments(QUERY, KEY)
+    halves = [pair_moments(QUERY[i : i + 1], KEY[i : i + 1]) for i in range(2)]
+    np.testing.assert_allclose(got, (halves[0] + halves[1]) / 2, atol=1e-5)
+    mask = jnp.arange(7) < 5
+    bad = jnp.where(mask[:, None, None], KEY, jnp.nan)
+    want = pair_moments(QUERY, KEY[:, :5])
+    np.testing.assert_allclose(pair_moments(QUERY, bad, mask=mask), want, atol=1e-5)
+    allowed = np.tril(np.ones((7, 7), bool))
+    want = oracles.pair_moments(ROOT * QUERY[:, :7, 1], ROOT * KEY[:, :, 1], allowed)
+    got = pair_moments(QUERY[:, :7], KEY, is_causal=True)
+    np.testing.assert_allclose(got[1], want, rtol=1e-4, atol=1e-5)
+    few = pair_moments(QUERY, KEY, num_queries=3)
+    np.testing.assert_allclose(few, pair_moments(QUERY[:, jnp.array([1, 4, 7])], KEY), atol=1e-5)
+
+
+def test_without_any_pair_nothing_changes():
+    fitted = fit(jnp.zeros((2, 2 * H + 1, 2 * H + 1)), "full")
+    for leaf, want in zip(fitted, (0, np.eye(H), np.eye(H), None, np.eye(H)), strict=True):
+        if want is not None:
+            np.testing.assert_allclose(leaf, np.broadcast_to(want, leaf.shape), atol=1e-5)
+    nothing = pair_moments(QUERY, KEY, mask=jnp.zeros(7, bool))
+    assert not np.any(np.isnan(nothing))
+    np.testing.assert_array_equal(nothing[:, 0, 0], 0)
+
+
+SETTINGS = {
+    # coupling, method, data, |q|^2 = |k|^2, at most this part of ORF's error
+    "antithetic": ("pm-antithetic", "none", "isotropic", 1.0, 0.45),
+    "shift": ("fixed-antithetic", "shift", "anisotropic", 2.0, 0.20),
+    "full": ("orf-antithetic", "full", "anisotropic", 2.0, 0.08),
+    "full on clusters": ("pm-antithetic", "full", "clustered", 4.0, 0.45),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_attention_errors_fall(setting):
+    """Geometric mean over 2 data sets of 150 draws; over seeds it scatters by about 5%."""
+    name, method, kind, squared_norm, bound = SETTINGS[setting]
+    ratios = []
+    for seed in range(2):
+        query, key = DATA[kind](squared_norm, seed)
+        exact = jax.nn.softmax(query[:, 0] @ key[:, 0].T)
+        fitted = calibrate(query, key, method=calibration.for_coupling(method, name), scale=1.0)
+
+        @partial(jax.jit, static_argnums=1)
+        def errors(keys, name, fitted, query=query, key=key, exact=exact):
+            def error(random_key):
+                w = couplings.get(name)(random_key, 128, 64)
+                weights = attention_weights(query, key, w, scale=1.0, calibration=fitted)
+                return jnp.sum((weights[0] - exact) ** 2)
+
+            return jnp.mean(jax.lax.map(error, keys))
+
+        keys = jax.random.split(jax.random.key(seed), 150)
+        ratios.append(errors(keys, name, fitted) / errors(keys, "orf", Calibration()))
+    assert np.exp(np.mean(np.log(ratios))) <= bound
+
+
+def test_bad_input():
+    for method, message in [
+        ("fulll", "unknown calibration 'fulll'; did you mean 'full'"),
+        ("shift+tilt+proposal", "take one of tilt, traceless, proposal"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            calibrate(QUERY, KEY, method=method)
+    frequencies = couplings.draw("orf", jax.random.key(3), 6, H, 2)
+    fitted = calibrate(QUERY, KEY)
+    for options, message in [
+        (dict(shift=jnp.zeros(H)), "brings its own shift"),
+        (dict(feature_map="hyperbolic"), "needs feature_map='positive'"),
+        (dict(stabilizer="google"), "stabilizer='exact'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            performer_attention(QUERY, KEY, VALUE, frequencies, calibration=fitted, **options)
+    three = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), fitted)
+    with pytest.raises(ValueError, match=r"calibration.shift has shape \(3, 4\); expected \(4,\)"):
+        performer_attention(QUERY, KEY, VALUE, frequencies, calibration=three)
+
+
+def test_weights_and_a_calibration_multiply():
+    fitted = calibrate(QUERY, KEY)
+    frequencies = couplings.draw("orf", jax.random.key(3), 6, H, 2)
+    weights = jnp.array([2.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    chosen = jnp.array([0, 0, 1, 4, 5])
+    got = performer_attention(QUERY, KEY, VALUE, frequencies, weights=weights, calibration=fitted)
+    want = performer_attention(QUERY, KEY, VALUE, frequencies[:, chosen], calibration=fitted)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_matrix_functions_are_accurate_for_ill_conditioned_covariances():
+    """Eigenvalues over six orders of magnitude, as the covariances of trained queries have."""
+    rng = np.random.default_rng(0)
+    basis, _ = np.linalg.qr(rng.normal(size=(64, 64)))
+    values = np.logspace(-4, 2, 64)
+    matrix = basis * values @ basis.T
+    root, inverse = calibration._square_root(jnp.asarray(matrix, jnp.float32))
+    np.testing.assert_allclose(root, basis * np.sqrt(values) @ basis.T, atol=2e-3)
+    np.testing.assert_allclose(inverse @ root, np.eye(64), atol=2e-2)
