@@ -14,10 +14,19 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies
-from tests.small import small_config
+from tests.small import TINY, small_config
 from vit import checkpoint, config, data, evaluate, metrics, optim, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run that has ended, and what it returned; tests leave it as it is."""
+    workdir = tmp_path_factory.mktemp("train") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        return workdir, train.train(small_config(), workdir)
 
 
 def final_state(workdir):
@@ -38,9 +47,8 @@ def frequencies(state):
     return jax.tree.leaves(nnx.filter_state(state, Frequencies))
 
 
-def test_three_steps(tmp_path):
-    workdir = tmp_path / "run"
-    record = train.train(small_config(), workdir)
+def test_three_steps(finished):
+    workdir, record = finished
     assert record["step"] == 3
     assert record["eval_examples"] == 360
     assert config.load(workdir / "config.json") == small_config()
@@ -58,9 +66,8 @@ def test_three_steps(tmp_path):
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
 
 
-def test_frequencies_are_saved_and_not_trained(tmp_path):
-    train.train(small_config(), tmp_path / "run")
-    state, _ = final_state(tmp_path / "run")
+def test_frequencies_are_saved_and_not_trained(finished):
+    state, _ = final_state(finished[0])
     settings = small_config()
     _, initial = train.create(settings, data.load(settings.data), lambda step: 0.0)
     before, after = frequencies(initial), frequencies(state)
@@ -69,9 +76,11 @@ def test_frequencies_are_saved_and_not_trained(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("stop_after", [1, 2])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, stop_after):
-    """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were."""
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch):
+    """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
+
+    One run is stopped twice: before the frequencies are drawn anew and after it.
+    """
     settings = small_config(attention=config.Attention(num_features=8, redraw_every=2))
     train.train(settings, tmp_path / "whole")
 
@@ -79,39 +88,39 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, s
 
     def append_and_stop(log, record):
         append(log, record)
-        if record["step"] == stop_after:
+        if record["step"] < 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics, "append", append_and_stop)
-        with pytest.raises(SystemExit, match=f"stopped at step {stop_after} of 3"):
-            train.train(settings, tmp_path / "halves")
-    assert metrics.read(tmp_path / "halves" / "metrics.jsonl")[-1]["step"] == stop_after
-    train.train(settings, tmp_path / "halves")
+    monkeypatch.setattr(metrics, "append", append_and_stop)
+    for stop in (1, 2):
+        with pytest.raises(SystemExit, match=f"stopped at step {stop} of 3"):
+            train.train(settings, tmp_path / "parts")
+        assert metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1]["step"] == stop
+    train.train(settings, tmp_path / "parts")
 
-    states = [final_state(tmp_path / name)[0] for name in ("whole", "halves")]
+    states = [final_state(tmp_path / name)[0] for name in ("whole", "parts")]
     jax.tree.map(np.testing.assert_array_equal, *states)
     _, first = train.create(settings, data.load(settings.data), lambda step: 0.0)
     kept, drawn = (frequencies(state) for state in (first, states[0]))
     assert not any(np.allclose(a, b) for a, b in zip(kept, drawn, strict=True))  # at step 2
-    logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "halves")]
+    logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
 
 
-def test_a_finished_run_only_reports(tmp_path):
-    first = train.train(small_config(), tmp_path / "run")
-    log = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert train.train(small_config(), tmp_path / "run") == first
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == log
+def test_a_finished_run_only_reports(finished):
+    workdir, first = finished
+    log = (workdir / "metrics.jsonl").read_text()
+    assert train.train(small_config(), workdir) == first
+    assert (workdir / "metrics.jsonl").read_text() == log
 
 
-def test_another_config_is_refused_with_the_difference(tmp_path):
-    train.train(small_config(), tmp_path / "run")
+def test_another_config_is_refused_with_the_difference(finished):
+    workdir, _ = finished
     other = small_config(attention=config.Attention(coupling="orf", num_features=8))
     with pytest.raises(ValueError, match="attention.coupling: 'pm' -> 'orf'"):
-        train.train(other, tmp_path / "run")
-    assert config.load(tmp_path / "run" / "config.json") == small_config()
+        train.train(other, workdir)
+    assert config.load(workdir / "config.json") == small_config()
 
 
 def test_divergence_is_an_error_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
@@ -131,36 +140,30 @@ def test_divergence_is_an_error_and_keeps_the_last_checkpoint(tmp_path, monkeypa
         assert checkpoints.latest.step == 2
 
 
-def test_one_compilation_for_all_steps():
+def test_one_compilation_for_all_steps_and_label_smoothing():
     settings = small_config()
     dataset = data.load(settings.data)
     graph, state = train.create(settings, dataset, optim.schedule(settings.optim, 44, 100))
     chex.clear_trace_counter()
 
-    @jax.jit
+    @partial(jax.jit, static_argnums=0)
     @chex.assert_max_traces(n=1)
-    def step(state, batch):
-        return train.train_step(graph, 0.0, jax.random.key(0), state, batch)
+    def step(smoothing, state, batch):
+        return train.train_step(graph, smoothing, jax.random.key(0), state, batch)
 
     batches = iter(data.train_batches(dataset, settings.data, 0))
-    for _ in range(4):
-        state, _ = step(state, next(batches))
+    for _ in range(3):
+        before, batch = state, next(batches)
+        state, _ = step(0.0, before, batch)
+    chex.clear_trace_counter()
+    smooth, _ = step(0.1, before, batch)
+    same = jax.tree.map(np.array_equal, nnx_params(state), nnx_params(smooth))
+    assert not all(jax.tree.leaves(same))
 
 
 def test_softmax_twin_trains(tmp_path):
     settings = small_config(attention=config.Attention(kind="softmax"))
     assert train.train(settings, tmp_path / "run")["step"] == 3
-
-
-def test_label_smoothing_changes_the_step():
-    settings = small_config()
-    dataset = data.load(settings.data)
-    batch = next(iter(data.train_batches(dataset, settings.data, 0)))
-    graph, state = train.create(settings, dataset, lambda step: 0.1)
-    step = jax.jit(partial(train.train_step, graph), static_argnums=0)
-    plain, smooth = (step(s, jax.random.key(0), state, batch)[0] for s in (0.0, 0.1))
-    same = jax.tree.map(np.array_equal, nnx_params(plain), nnx_params(smooth))
-    assert not all(jax.tree.leaves(same))
 
 
 def nnx_params(state):
@@ -177,10 +180,12 @@ def test_evaluate_refuses_a_folder_without_a_run(tmp_path):
 
 FLAGS = [
     "--config=experiments/configs/digits.py",
+    "--config.model.variant=XS/4",
+    "--config.attention.num_features=8",
     "--config.data.batch_size=64",
     "--config.num_epochs=4",
     "--config.log_every=2",
-    "--config.eval_every=44",
+    "--config.eval_every=88",
     "--config.checkpoint_every=4",
 ]
 
@@ -210,32 +215,29 @@ def test_a_killed_process_resumes(tmp_path):
     assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
 
 
-def test_two_devices_train_as_one(tmp_path):
+def test_two_devices_train_as_one(finished, tmp_path):
     """The same run on two virtual CPU devices: the same losses up to rounding."""
     program = (
         "import sys\nfrom pathlib import Path\n"
         "from tests.small import TINY, small_config\n"
         "from vit import config, train\n"
         "config.SIZES['XS'] = TINY\n"
-        "settings = small_config(model=config.Model('XS/4', pooling='mean'))\n"
-        "print('loss', train.train(settings, Path(sys.argv[1]))['train_loss'])\n"
+        "print('loss', train.train(small_config(), Path(sys.argv[1]))['train_loss'])\n"
     )
-    losses = []
-    for devices in (1, 2):
-        env = os.environ | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "PYTHONPATH": ".",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / str(devices))],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=env,
-        )
-        assert "loss" in done.stdout, done.stderr
-        losses.append(float(done.stdout.split("loss")[-1].split()[0]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": ".",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
+    assert "loss" in done.stdout, done.stderr
+    loss = float(done.stdout.split("loss")[-1].split()[0])
+    assert loss == pytest.approx(finished[1]["train_loss"], rel=1e-4)
 
 
 def test_batches_must_divide_among_devices(monkeypatch):
