@@ -1,6 +1,9 @@
 """Configs: files and flags, JSON, and what is refused before any work starts."""
 
 import dataclasses
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,37 +86,67 @@ def test_bad_values_are_named(sections, message):
         config.validate(small_config(**sections))
 
 
-def run(*flags):
-    command = [sys.executable, "-m", "vit.train", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+# Imports once, then every command line in a process of its own, as `python -m vit.train` would.
+COMMAND_LINES = """
+import json, os, runpy, sys, traceback
+import vit.train
+outcomes = []
+for flags in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    if not os.fork():
+        os.dup2(write, 1), os.dup2(write, 2), os.close(read), os.close(write)
+        code = 0
+        try:
+            sys.argv = ["vit.train", *flags]
+            runpy.run_module("vit.train", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            code = 1
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        output = pipe.read()
+    outcomes.append((os.waitstatus_to_exitcode(os.wait()[1]), output))
+print(json.dumps(outcomes))
+"""
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--config.attention.cupling=pm"], "did you mean '--config.attention.coupling'"),
-        (["--config.attention.num_features=many"], "num_features=many"),
-        (["--config.seed=1.5"], "seed=1.5"),
-        (["--config.attention.coupling=orff"], "unknown coupling 'orff'; did you mean 'orf'"),
-        (["--config.data.name=mnist"], "unknown config.data.name 'mnist'"),
-        (["--config.data.batch_size=5000"], "larger than the training split"),
-        (["--config.num_epochs=1"], "warmup_epochs=3.* is 132 steps, but the whole run has 44"),
-        (["--confg.seed=1"], "confg.seed"),
-    ],
-)
-def test_mistyped_flags_are_errors_before_any_work(tmp_path, flags, message):
-    import re
-
+def test_mistyped_flags_are_errors_before_any_work(tmp_path):
     workdir = tmp_path / "run"
-    result = run("--config=experiments/configs/digits.py", f"--workdir={workdir}", *flags)
-    assert result.returncode != 0
-    assert re.search(message, result.stderr + result.stdout)
-    assert "Traceback" not in result.stderr
+    cases = {
+        "--config.attention.cupling=pm": "did you mean '--config.attention.coupling'",
+        "--config.attention.num_features=many": "num_features=many",
+        "--config.seed=1.5": r"seed=1\.5",
+        "--config.attention.coupling=orff": "unknown coupling 'orff'; did you mean 'orf'",
+        "--config.data.name=mnist": "unknown config.data.name 'mnist'",
+        "--config.data.batch_size=5000": "larger than the training split",
+        "--config.num_epochs=1": "warmup_epochs=3.* is 132 steps, but the whole run has 44",
+        "--confg.seed=1": r"confg\.seed",
+    }
+    always = ["--config=experiments/configs/digits.py", f"--workdir={workdir}"]
+    arguments = json.dumps([[*always, flag] for flag in cases])
+    done = run("-c", COMMAND_LINES, arguments)
+    outcomes = json.loads(done.stdout)
+    for (flag, message), (code, output) in zip(cases.items(), outcomes, strict=True):
+        assert code != 0, flag
+        assert re.search(message, output), (flag, output)
+        assert "Traceback" not in output, (flag, output)
     assert not workdir.exists()
 
 
 def test_missing_config_file(tmp_path):
-    result = run("--config=nowhere.py", f"--workdir={tmp_path}")
+    result = run("-m", "vit.train", "--config=nowhere.py", f"--workdir={tmp_path}")
     assert result.returncode != 0
     assert "nowhere.py" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def run(*arguments):
+    environment = os.environ | {"PYTHONPATH": "."}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
