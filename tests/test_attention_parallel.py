@@ -26,12 +26,10 @@ def test_eight_devices_give_the_numbers_of_one():
         "sequence, relu: equal; all_reduce 2",
         "sequence, one token on each device, causal: equal; all_gather 3",
         "jit, batch split, bidirectional: split like the inputs; 0 exchanges",
-        "jit, heads split, bidirectional: split like the inputs; 0 exchanges",
         "jit, batch and heads split, bidirectional: split like the inputs; 0 exchanges",
-        "jit, batch split, causal: split like the inputs; 0 exchanges",
-        "jit, heads split, causal: split like the inputs; 0 exchanges",
-        "jit, batch and heads split, causal: split like the inputs; 0 exchanges",
         "explicit mesh, bidirectional: split like the inputs",
+        "jit, batch split, causal: split like the inputs; 0 exchanges",
+        "jit, batch and heads split, causal: split like the inputs; 0 exchanges",
         "explicit mesh, causal: split like the inputs",
     ]
 
@@ -52,6 +50,7 @@ def main():
     query, key, value = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes))  # noqa: B905
     frequencies = jax.random.normal(keys[3], (2, 12, 8))
     mask = jax.random.bernoulli(keys[4], 0.8, (2, 1, 1, 48))
+    of_one_device = {}
 
     def compare(name, axes, specs, tokens=48, **options):
         mesh = jax.make_mesh(axes[1], axes[0], (AxisType.Auto,) * len(axes[0]))
@@ -69,15 +68,22 @@ def main():
                 out_specs=specs[0],
             )
         )
-        one = jax.jit(attend)
-        np.testing.assert_allclose(split(*inputs), one(*inputs), rtol=2e-5, atol=2e-5)
 
-        def gradients(f):
-            loss = lambda *a: jnp.sum(jnp.sin(f(*a, inputs[4])))  # noqa: E731
-            return jax.grad(loss, argnums=(0, 1, 2, 3))(*inputs[:4])
+        def run(f):  # outputs and gradients by one program
+            def loss(*args):
+                out = f(*args, inputs[4])
+                return jnp.sum(jnp.sin(out)), out
 
-        for mine, want in zip(gradients(split), gradients(one), strict=True):
-            assert np.linalg.norm(mine - want) < 1e-5 * np.linalg.norm(want), name
+            gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+            return gradient(*inputs[:4])
+
+        case = (tokens, *options.items())
+        if case not in of_one_device:
+            of_one_device[case] = run(attend)
+        (mine, out), (want, one) = run(split), of_one_device[case]
+        np.testing.assert_allclose(out, one, rtol=2e-5, atol=2e-5)
+        for a, b in zip(mine, want, strict=True):
+            assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b), name
         text = split.lower(*inputs).as_text()
         counts = Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text))
         print(f"{name}: equal", *(f"{k} {n}" for k, n in counts.items()), sep="; ")
@@ -96,30 +102,32 @@ def main():
     )
     # Under jit with split inputs, data or tensor parallel, tokens stay where they are.
     tokens = jax.random.normal(keys[0], (8, 300, 4, 8))
-    gradient_of = lambda f: lambda x: jax.vjp(f, x)[1](x)[0]  # noqa: E731
     for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
-        attend = lambda x, c=is_causal: performer_attention(x, x, x, frequencies[0], is_causal=c)  # noqa: E731
+
+        def gradient(x, is_causal=is_causal):
+            attend = partial(performer_attention, frequencies=frequencies[0], is_causal=is_causal)
+            return jax.vjp(lambda x: attend(x, x, x), x)[1](x)[0]
+
+        want = jax.jit(gradient)(tokens)
         mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
         for split, parts in [
             ("batch", spec(("data", "model"))),
-            ("heads", spec(None, None, "model")),
             ("batch and heads", spec("data", None, "model")),
         ]:
             x = jax.device_put(tokens, NamedSharding(mesh, parts))
-            program = jax.jit(gradient_of(attend)).lower(x).compile()
+            program = jax.jit(gradient).lower(x).compile()
             exchanges = re.findall(
                 r"(?:all-gather|all-to-all|all-reduce|collective-permute)\(", program.as_text()
             )
-            assert program(x).sharding.is_equivalent_to(x.sharding, 4)
+            got = program(x)
+            assert got.sharding.is_equivalent_to(x.sharding, 4)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
             print(f"jit, {split} split, {name}: split like the inputs; {len(exchanges)} exchanges")
-    for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
-        attend = lambda x, c=is_causal: performer_attention(x, x, x, frequencies[0], is_causal=c)  # noqa: E731
         mesh = jax.make_mesh((8,), ("data",))
         with jax.set_mesh(mesh):
             x = jax.device_put(tokens, NamedSharding(mesh, spec("data")))
-            got = jax.jit(gradient_of(attend))(x)
+            got = jax.jit(gradient)(x)
             assert jax.typeof(got).sharding.spec == jax.typeof(x).sharding.spec
-        want = gradient_of(attend)(tokens)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         print(f"explicit mesh, {name}: split like the inputs")
 
