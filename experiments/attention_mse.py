@@ -136,7 +136,7 @@ def vit(
         for name in names or SCHEMES.get(method, SCHEMES["full"])
     ]
     rows: list[dict] = [{"coupling": name, "calibration": method} for name, method in schemes]
-    uniform = {"coupling": "uniform", "calibration": ""}
+    uniform: dict = {"coupling": "uniform", "calibration": ""}
     for kind, squared_norm in itertools.product(DATA, norms):
         pairs = [DATA[kind](squared_norm, seed) for seed in range(DATA_SETS)]
         query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))

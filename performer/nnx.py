@@ -132,11 +132,6 @@ class PerformerAttention(nnx.Module):
         )
         if old.ndim == 2:
             moments = jnp.mean(moments, axis=0)
-        if old.shape != moments.shape:
-            raise ValueError(
-                f"the calibration has {old.shape[0]} heads (num_heads) but keys have"
-                f" {moments.shape[0]}: num_heads must be the number of key heads, or None"
-            )
         if self.axis_name is not None:
             moments = jax.lax.pmean(moments, self.axis_name)
         self.calibrate(self.momentum * old + (1 - self.momentum) * moments)

@@ -137,11 +137,11 @@ def assert_matches(error, query, key, value, g, calibration=Calibration(), share
 
 def test_a_named_coupling():
     query, key, value = inputs()
-    options = dict(coupling="halton", num_features=M, draws=DRAWS, seed=3)
+    options = dict(coupling="halton-antithetic", num_features=M, draws=DRAWS, seed=3)
     error = attention_error(query, key, value, **options)
     assert error.attention.value.shape == error.output.standard_error.shape == (2, N)
     root = H**-0.25
-    assert_matches(error, root * query, root * key, value, documented_draws("halton", 3))
+    assert_matches(error, root * query, root * key, value, documented_draws("halton-antithetic", 3))
     worse = error.attention.value > error.uniform_attention
     np.testing.assert_array_equal(error.worse_than_uniform, worse)
     assert worse.any()
@@ -321,15 +321,14 @@ def test_memory_at_4096():
     w = jax.ShapeDtypeStruct((32, 128, 64), jnp.float32)
     args = token, token, token, exists, Calibration(), np.float32(0), 0.125, w, 0
     compiled = analysis._measure.lower(*args).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < 6 * analysis.BLOCK * 4096 * 4
-    assert temporary < 4096 * 4096 * 4 / 2
+    # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4
 
 
 def test_a_second_call_compiles_nothing(caplog):
     query, key, value = inputs()
     mask = jnp.ones((2, 1, 1, S), bool)
-    options = dict(coupling="halton", num_features=M, draws=DRAWS, scale=0.3, mask=mask)
+    options = dict(coupling="halton-antithetic", num_features=M, draws=DRAWS, scale=0.3, mask=mask)
     attention_error(query, key, value, **options)
     other = query + 1
     with jax.log_compiles():

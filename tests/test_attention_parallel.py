@@ -31,6 +31,8 @@ def test_eight_devices_give_the_numbers_of_one():
         "jit, batch split, causal: split like the inputs; 0 exchanges",
         "jit, batch and heads split, causal: split like the inputs; 0 exchanges",
         "explicit mesh, causal: split like the inputs",
+        "running statistics, shard_map: equal",
+        "running statistics, jit: equal",
     ]
 
 
@@ -130,6 +132,43 @@ def main():
             assert jax.typeof(got).sharding.spec == jax.typeof(x).sharding.spec
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         print(f"explicit mesh, {name}: split like the inputs")
+
+    running_statistics()
+
+
+def running_statistics():
+    """Calibrated layers whose batch is split have the statistics of the whole batch."""
+    import chex
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from performer.nnx import PerformerAttention, Statistics
+
+    mesh = jax.make_mesh((8,), ("batch",), (AxisType.Auto,))
+    heads = jnp.arange(1.0, 3.0)[:, None] * jax.random.normal(jax.random.key(0), (16, 6, 2, 4))
+
+    def measured(x, axis_name=None):
+        layer = PerformerAttention(
+            8, 4, num_heads=2, calibration="full", axis_name=axis_name, rngs=nnx.Rngs(0)
+        )
+        layer(x, x[..., ::-1], x)
+        return nnx.to_pure_dict(nnx.state(layer, Statistics))
+
+    want = jax.jit(measured)(heads)
+    mapped = jax.shard_map(
+        partial(measured, axis_name="batch"),
+        mesh=mesh,
+        in_specs=PartitionSpec("batch"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    chex.assert_trees_all_close(jax.jit(mapped)(heads), want, atol=1e-4)
+    print("running statistics, shard_map: equal")
+    split = jax.device_put(heads, NamedSharding(mesh, PartitionSpec("batch")))
+    chex.assert_trees_all_close(jax.jit(measured)(split), want, atol=1e-4)
+    print("running statistics, jit: equal")
 
 
 if __name__ == "__main__":

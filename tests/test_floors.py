@@ -24,6 +24,7 @@ FLOORS = [
     {"vit.model", "vit.data", "vit.optim", "vit.checkpoint"},
     {"vit.train", "vit.prepare", "vit.attention_report"},
     {"vit.evaluate"},
+    {"vit.conversion"},
     {"vit.convert"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}

@@ -11,7 +11,8 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
-from performer.nnx import Frequencies, PerformerAttention, redraw
+from performer.calibration import fit, pair_moments
+from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, **kwargs):
@@ -192,3 +193,93 @@ def test_what_linear_attention_cannot_do_is_an_error():
         module.attention_fn(*[X.reshape(3, 5, 2, 4)] * 3, bias=jnp.zeros((1, 1, 5, 5)))
     with pytest.raises(ValueError, match="even number"):
         PerformerAttention(15, 4, coupling="pm-antithetic", rngs=nnx.Rngs(0))
+
+
+def calibrated(num_heads: int | None = 2, method="full", **kwargs):
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(
+        16, 4, coupling="orf", num_heads=num_heads, calibration=method, rngs=rngs, **kwargs
+    )
+    return nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+
+
+def statistics(module):
+    return jax.tree.map(jnp.asarray, nnx.to_pure_dict(nnx.state(module, Statistics)))
+
+
+def test_running_statistics_move_in_training_and_stay_in_evaluation():
+    module = calibrated(momentum=0.75)
+    frequencies = module.attention_fn.frequencies[...]
+    heads = module.query(X), module.key(X), module.value(X)
+    first = module(X)  # nothing is known yet: the identity
+    want = module.out(performer_attention(*heads, frequencies))
+    np.testing.assert_allclose(first, want, atol=1e-5)
+    moments = pair_moments(*heads[:2])
+    np.testing.assert_allclose(
+        module.attention_fn.statistics["moments"][...], 0.25 * moments, atol=1e-5
+    )
+    second = module(X)  # with what the first call saw, whatever the weight of it
+    fitted = fit(moments)
+    want = module.out(performer_attention(*heads, frequencies, calibration=fitted))
+    np.testing.assert_allclose(second, want, atol=1e-4)
+    assert np.max(np.abs(second - first)) > 1e-3
+
+    module.eval()
+    before = statistics(module)
+    third = module(X + 1)
+    chex.assert_trees_all_equal(statistics(module), before)
+    assert third.shape == X.shape
+    module.train()
+    module(X + 1)
+    assert not np.array_equal(
+        statistics(module)["attention_fn"]["statistics"]["moments"],
+        before["attention_fn"]["statistics"]["moments"],
+    )
+
+
+def test_statistics_are_state_but_not_trained():
+    module = calibrated()
+    _, params, state, _ = nnx.split(module, nnx.Param, Statistics, ...)
+    assert len(jax.tree.leaves(params)) == 8
+    assert len(jax.tree.leaves(state)) == 5  # moments, shift, scale, its inverse, root
+    gradients = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
+    assert jax.tree.structure(gradients) == jax.tree.structure(params)
+    assert np.all([np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients)])
+    assert np.any(module.attention_fn.statistics["moments"][...])  # the grad call measured, too
+    assert not nnx.state(layer(decode=False), Statistics)
+
+
+def test_calibrated_causal_attention_does_not_see_the_future_in_training():
+    """Not even through its statistics: they are used from the next call on."""
+    one, two = calibrated(), calibrated()
+    for module in (one, two):
+        module(X, is_causal=True)
+    changed = X.at[:, 3:].add(2.0)
+    outputs = one(X, is_causal=True), two(changed, is_causal=True)
+    np.testing.assert_array_equal(outputs[0][:, :3], outputs[1][:, :3])
+
+
+def test_one_calibration_for_all_heads_and_a_wrong_number():
+    module = calibrated(num_heads=None)
+    module(X)
+    assert module.attention_fn.statistics["shift"].shape == (4,)
+    assert module(X).shape == X.shape
+    attention_fn = PerformerAttention(16, 4, num_heads=4, calibration="full", rngs=nnx.Rngs(0))
+    query, key = jnp.ones((1, 5, 4, 4)), jnp.ones((1, 5, 2, 4))
+    with pytest.raises(ValueError, match="one for each of the 2 key heads"):
+        attention_fn(query, key, key)
+    with pytest.raises(ValueError, match="needs feature_map='positive', got 'hyperbolic'"):
+        calibrated(feature_map="hyperbolic")
+    with pytest.raises(ValueError, match="unknown calibration 'ful'"):
+        calibrated(method="ful")
+
+
+def test_a_common_length_has_a_traceless_tilt():
+    methods = {
+        name: PerformerAttention(16, 4, coupling=name, calibration="full", rngs=nnx.Rngs(0)).method
+        for name in ("orf-antithetic", "pm-antithetic", "fixed", "simplex*monotone", "halton")
+    }
+    full, traceless = "shift+scale+tilt", "shift+scale+traceless"
+    assert list(methods.values()) == [full, traceless, traceless, traceless, full]

@@ -1,0 +1,186 @@
+"""A softmax run becomes a calibrated Performer's: exact ends, report, a run that trains on."""
+
+import csv
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer import calibration, couplings
+from tests.small import small_config
+from vit import config, conversion, convert, data, evaluate, train
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.fixture(scope="module")
+def softmax_run(tmp_path_factory):
+    """Three steps, and then heads that look at something: queries and keys made larger."""
+    from tests.small import TINY
+
+    patch = pytest.MonkeyPatch()
+    patch.setitem(config.SIZES, "XS", TINY)
+    workdir = tmp_path_factory.mktemp("run") / "softmax"
+    train.train(small_config(attention=config.Attention(kind="softmax")), workdir)
+    yield workdir
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def converted(softmax_run):
+    out = softmax_run.with_name("converted")
+    table = convert.convert(
+        softmax_run,
+        out,
+        names=["orf-antithetic"],
+        method="full",
+        num_features=[8, 16],
+        refine_steps=5,
+        draws=2,
+        images=40,
+        num_epochs=2 / 44,
+    )
+    return out, table
+
+
+def test_report(converted, softmax_run):
+    out, table = converted
+    with (out / "conversion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["coupling"], r["calibration"], r["m"]) for r in rows] == [
+        ("softmax", "", "0"),
+        ("uniform", "", "0"),
+        *(
+            ("orf-antithetic", method, m)
+            for method in ("none", "full", "full, refined")
+            for m in ("8", "16")
+        ),
+    ]
+    trained = evaluate.evaluate_run(softmax_run)
+    assert float(rows[0]["accuracy"]) == pytest.approx(trained["eval_accuracy"], abs=1e-6)
+    assert float(rows[0]["attention error"]) == 0
+    assert float(rows[1]["attention error"]) > 0
+    assert (out / "conversion.png").exists()
+    assert table == (out / "conversion.md").read_text()
+
+
+def test_converted_run_evaluates_and_trains_on(converted):
+    out, _ = converted
+    settings = config.of_run(out)
+    assert settings.attention == config.Attention(
+        coupling="orf-antithetic", num_features=16, calibration="full"
+    )
+    before = evaluate.evaluate_run(out)
+    assert before["step"] == 0
+    record = train.train(settings, out)
+    assert record["step"] == 2
+    assert np.isfinite(record["train_loss"])
+    assert evaluate.evaluate_run(out)["step"] == 2
+
+
+def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
+    settings, dataset, model = evaluate.restore_model(softmax_run)
+    batch = next(iter(data.eval_batches(dataset, settings.data)))["image"]
+    moments, triples = conversion.measure(model, [batch])
+    new_settings = small_config(
+        attention=config.Attention(coupling="orf-antithetic", num_features=512, calibration="full")
+    )
+    frequencies, fitted = conversion.layers_of(
+        "orf-antithetic", "full", 512, jax.random.key(0), moments, triples, 0
+    )
+    new = conversion.performer_of(model, new_settings, dataset, moments, frequencies)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(new, nnx.Param)),
+    )
+    want, got = model(jnp.asarray(batch))[1], new(jnp.asarray(batch))[1]
+    name = "block01/output"
+    difference = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
+    assert difference < 0.05
+    # accuracy() with the same frequencies evaluates the same model
+    accuracy = conversion.accuracy(
+        model, settings, dataset, conversion._performer, frequencies, fitted
+    )
+    graph, state = nnx.split((new, None))
+    counts = train.evaluate(
+        lambda b: train.eval_step(graph, state, b), data.eval_batches(dataset, settings.data)
+    )
+    assert accuracy == pytest.approx(counts["eval_accuracy"], abs=0.01)
+
+
+def test_moments_are_those_of_the_projections(softmax_run):
+    settings, dataset, model = evaluate.restore_model(softmax_run)
+    batch = next(iter(data.eval_batches(dataset, settings.data)))["image"]
+    whole, _ = conversion.measure(model, [batch])
+    halves, triples = conversion.measure(model, [batch[:16], batch[16:]])
+    for a, b in zip(whole, halves, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert triples[0][0].shape == (32, 4, 2, 8)
+
+
+def test_refining_lowers_the_error():
+    """On other images than those it was done with; long queries and keys, few features."""
+    query, key = 1.5 * jax.random.normal(jax.random.key(0), (2, 48, 9, 2, 4))
+    fitted = calibration.calibrate(query[:32], key[:32])
+    frequencies = couplings.draw("orf", jax.random.key(1), 8, 4, 2)
+    refined = conversion.refine(query[:32], key[:32], frequencies, fitted, steps=100)
+
+    def error(frequencies):
+        return conversion.relative_error(query[32:], key[32:], frequencies, fitted)
+
+    assert np.all(error(refined) < 0.7 * error(frequencies))
+
+
+def test_refusals(converted, softmax_run, tmp_path):
+    out, _ = converted
+    options = dict(names=["orf"], method="full", num_features=[8])
+
+    def refused(workdir, message, target=tmp_path / "new", **changes):
+        with pytest.raises(ValueError, match=message):
+            convert.convert(workdir, target, **(options | changes))
+        assert not (tmp_path / "new").exists()
+
+    refused(tmp_path / "nowhere", "holds no run")
+    refused(out, "was trained with config.attention.kind='performer'")
+    refused(softmax_run, "holds a run already; take another --out", out)
+    refused(softmax_run, "unknown coupling 'orff'", names=["orff"])
+    refused(softmax_run, "unknown calibration 'fulll'", method="fulll")
+    refused(softmax_run, "even number of features", names=["pm-antithetic"], num_features=[7])
+    refused(softmax_run, "draws=0 must be positive", draws=0)
+
+
+def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
+    text = evaluate.report_attention(
+        softmax_run, tmp_path / "softmax", coupling="orf", num_features=8, images=2, draws=3
+    )
+    assert "of 4 heads are worse than uniform attention" in text
+    own = evaluate.report_attention(converted[0], tmp_path / "own", images=2, draws=3)
+    assert own.splitlines()[0].startswith("| layer | head | attention error |")
+    for name in ("softmax", "own"):
+        for suffix in ("csv", "md", "png"):
+            assert (tmp_path / f"{name}.{suffix}").exists()
+    with (tmp_path / "own.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["layer"], r["head"]) for r in rows] == [
+        ("0", "0"),
+        ("0", "1"),
+        ("1", "0"),
+        ("1", "1"),
+    ]
+    assert all(float(r["attention error"]) > 0 for r in rows)
+
+
+def test_training_without_a_config_takes_that_of_the_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "vit.train", f"--workdir={tmp_path / 'none'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "holds no run" in done.stderr

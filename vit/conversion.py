@@ -1,0 +1,253 @@
+"""A trained softmax ViT with random-feature attention in its place: measured, compared, built.
+
+`vit.convert` is the command.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer import couplings, performer_attention
+from performer.attention import attention_weights
+from performer.calibration import Calibration, Moments, fit, for_coupling, pair_moments
+from vit import config as configs
+from vit import data, metrics
+from vit.attention_report import Triple, projections
+from vit.evaluate import evaluation_images
+from vit.model import ViT, random_streams
+from vit.train import count, evaluate
+
+ERROR_IMAGES = 8
+"""Evaluation images whose attention errors are measured."""
+REFINE_IMAGES, REFINE_RATE = 16, 0.05
+"""Images in a step of `refine`, and Adam's rate at its start."""
+
+
+def measure(model: ViT, batches: Iterable[ArrayLike]) -> tuple[list[Moments], list[Triple]]:
+    """What each layer is calibrated with, and its queries, keys and values.
+
+    Args:
+        model: with softmax attention, in evaluation mode.
+        batches: of images (b, size, size, channels), all of one shape.
+
+    Returns:
+        Means over all images of (heads, 2 h + 1, 2 h + 1); and (images, tokens, heads, h).
+    """
+    project = nnx.jit(projections)
+    moments_of, moments, triples = jax.jit(pair_moments), [], []
+    for images in batches:
+        triples.append(project(model, jnp.asarray(images)))
+        moments.append([moments_of(query, key) for query, key, _ in triples[-1]])
+    return (
+        [jnp.mean(jnp.stack(layer), axis=0) for layer in zip(*moments, strict=True)],
+        jax.tree.map(lambda *batches: jnp.concatenate(batches), *triples),
+    )
+
+
+def relative_error(
+    query: Array, key: Array, frequencies: Array, calibration: Calibration | None
+) -> Float[Array, " n"]:
+    """|A^ - A|^2 / |A|^2 of each head, sums over the images (b, t, n, h)."""
+    exact = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5)
+    estimate = attention_weights(query, key, frequencies, calibration=calibration)
+    over = (0, 2, 3)
+    return jnp.sum((estimate - exact) ** 2, over) / jnp.sum(exact**2, over)
+
+
+@partial(jax.jit, static_argnames="steps")
+def refine(
+    query: Array, key: Array, frequencies: Array, calibration: Calibration | None, *, steps: int
+) -> Float[Array, "n m h"]:
+    """Frequencies (n, m, h) that Adam has moved to a lower `relative_error` on these images."""
+    size = min(REFINE_IMAGES, query.shape[0])
+    optimizer = optax.adam(optax.cosine_decay_schedule(REFINE_RATE, steps))
+
+    def step(carry, i):
+        frequencies, state = carry
+        start = i % (query.shape[0] // size) * size
+        q, k = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (query, key))
+        gradient = jax.grad(lambda w: jnp.sum(relative_error(q, k, w, calibration)))(frequencies)
+        update, state = optimizer.update(gradient, state)
+        return (frequencies + update, state), None
+
+    carry = (frequencies, optimizer.init(frequencies))
+    return jax.lax.scan(step, carry, jnp.arange(steps))[0][0]
+
+
+def performer_of(
+    model: ViT,
+    config: configs.Config,
+    dataset: data.Dataset,
+    moments: Sequence[Moments],
+    frequencies: Sequence[Array],
+) -> ViT:
+    """The same parameters with random-feature attention, in evaluation mode.
+
+    Args:
+        model: trained, with softmax attention.
+        config: what `attention` the new model has; the rest as of the trained one.
+        dataset: of the run.
+        moments: from `measure`.
+        frequencies: of each layer, (n, m, h).
+    """
+    new = ViT(
+        config,
+        num_classes=dataset.num_classes,
+        channels=dataset.channels,
+        rngs=random_streams(config.seed),
+    )
+    nnx.update(new, nnx.state(model, nnx.Param))
+    for block, of_layer, w in zip(new.blocks, moments, frequencies, strict=True):
+        attention = block.attention.attention_fn
+        attention.frequencies[...] = w
+        if attention.calibration is not None:
+            attention.calibrate(of_layer)
+    return new
+
+
+def accuracy(
+    model: ViT,
+    config: configs.Config,
+    dataset: data.Dataset,
+    attention_fn: Callable[..., Array],
+    *of_layers: Any,
+) -> float:
+    """Accuracy on the evaluation split with another attention.
+
+    Args:
+        model: in evaluation mode.
+        config: of its run.
+        dataset: of its run.
+        attention_fn: (query, key, value, *of_layer) -> output.
+        of_layers: sequences with one entry for each layer: what is passed to `attention_fn`.
+    """
+    graph, state = nnx.split(model)
+    count = partial(_count, graph, attention_fn, state, of_layers)
+    return evaluate(count, data.eval_batches(dataset, config.data))["eval_accuracy"]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _count(graph, attention_fn, state, of_layers, batch):
+    model = nnx.merge(graph, state)
+    for layer, block in enumerate(model.blocks):
+        arguments = [x[layer] for x in of_layers]
+        block.attention.attention_fn = lambda query, key, value, arguments=arguments, **_: (
+            attention_fn(query, key, value, *arguments)
+        )
+    return count(model, batch)
+
+
+def _exact(query: Array, key: Array, value: Array) -> Array:
+    return nnx.dot_product_attention(query, key, value)
+
+
+def _uniform(query: Array, key: Array, value: Array) -> Array:
+    del query, key
+    return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
+
+
+def _performer(query, key, value, frequencies, calibration):
+    output = performer_attention(query, key, value, frequencies, calibration=calibration)
+    return cast(Array, output)
+
+
+def layers_of(
+    name: str,
+    method: str,
+    m: int,
+    key: Array,
+    moments: Sequence[Moments],
+    triples: Sequence[Triple],
+    refine_steps: int,
+) -> tuple[list[Array], list[Calibration]]:
+    """Frequencies and calibration for each layer; the frequencies refined if there are steps."""
+    heads, head_dim = triples[0][1].shape[-2:]
+    frequencies = [
+        couplings.draw(name, k, m, head_dim, heads) for k in jax.random.split(key, len(triples))
+    ]
+    fitted = [fit(x, for_coupling(method, name)) for x in moments]
+    if refine_steps:
+        frequencies = [
+            refine(q, k, w, c, steps=refine_steps)
+            for (q, k, _), w, c in zip(triples, frequencies, fitted, strict=True)
+        ]
+    return frequencies, fitted
+
+
+def compare(
+    model: ViT,
+    config: configs.Config,
+    dataset: data.Dataset,
+    moments: Sequence[Moments],
+    triples: Sequence[Triple],
+    *,
+    names: Sequence[str],
+    methods: Sequence[tuple[str, int]],
+    num_features: Sequence[int],
+    draws: int,
+) -> Iterator[metrics.Record]:
+    """One record for each coupling, method and m: accuracy over draws, attention error by layer.
+
+    The first two records are of softmax and of uniform attention. Attention errors are those on
+    the inputs that the layers have with softmax attention on evaluation images; means over heads.
+
+    Args:
+        model: with softmax attention, in evaluation mode.
+        config: of its run.
+        dataset: of its run.
+        moments: from `measure`.
+        triples: from `measure`.
+        names: couplings.
+        methods: pairs of a method of calibration and the steps of refinement.
+        num_features: each m.
+        draws: how many, of the frequencies.
+    """
+    project = nnx.jit(projections)
+    held_out = project(model, evaluation_images(dataset, config, ERROR_IMAGES))
+    error = jax.jit(relative_error)
+
+    def record(coupling, method, m, accuracies, errors):
+        spread = np.std(accuracies, ddof=1) / len(accuracies) ** 0.5 if accuracies[1:] else 0.0
+        of_layers = np.mean(errors, axis=0)
+        return {
+            "coupling": coupling,
+            "calibration": method,
+            "m": m,
+            "accuracy": float(np.mean(accuracies)),
+            "standard error": float(spread),
+            "attention error": float(np.mean(of_layers)),
+            **{f"error layer {i}": float(e) for i, e in enumerate(of_layers)},
+        }
+
+    original = accuracy(model, config, dataset, _exact)
+    yield record("softmax", "", 0, [original], [[0.0] * len(triples)])
+    errors = [_error_of_uniform(q, k) for q, k, _ in held_out]
+    yield record("uniform", "", 0, [accuracy(model, config, dataset, _uniform)], [errors])
+    for name, (method, steps), m in itertools.product(names, methods, num_features):
+        accuracies, errors = [], []
+        for draw in range(draws):
+            random_key = jax.random.key(draw)
+            frequencies, fitted = layers_of(name, method, m, random_key, moments, triples, steps)
+            accuracies.append(accuracy(model, config, dataset, _performer, frequencies, fitted))
+            errors.append(
+                [
+                    jnp.mean(error(q, k, w, c))
+                    for (q, k, _), w, c in zip(held_out, frequencies, fitted, strict=True)
+                ]
+            )
+        yield record(name, method + ", refined" * (steps > 0), m, accuracies, errors)
+
+
+def _error_of_uniform(query: Array, key: Array) -> Float[Array, ""]:
+    exact = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5)
+    squares = jnp.sum(exact**2, (0, 2, 3))
+    return jnp.mean(jnp.sum((exact - 1 / key.shape[1]) ** 2, (0, 2, 3)) / squares)
