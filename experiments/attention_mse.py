@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from performer import couplings
 from performer.analysis import attention_error
@@ -30,6 +30,7 @@ from performer.calibration import calibrate, for_coupling, parts
 from vit import report
 from vit.evaluate import report_attention
 
+SIZES = (16, 32, 48, 64)
 TOKENS, HEAD_DIM = 197, 64
 DATA_SETS = 4
 NORMS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -89,7 +90,7 @@ def figure7(names: Sequence[str], draws: int, out: Path) -> str:
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
         x = jnp.asarray(tokens, jnp.float32)
-        for name, m in itertools.product(names, (16, 32, 48, 64)):
+        for name, m in itertools.product(names, SIZES):
             error = attention_error(
                 x, x, coupling=name, num_features=m, draws=draws, scale=1.0, seed=1
             )
@@ -115,7 +116,7 @@ def figure7(names: Sequence[str], draws: int, out: Path) -> str:
                 axis.plot(sizes, [row[column] for row in of_name], marker="o", label=name)
                 axis.set(ylabel=f"{column}, relative")
         for axis in axes:
-            report.log_log(axis, (16, 32, 48, 64))
+            report.log_log(axis, SIZES)
         drawn.suptitle(f"VRC Fig. 7, x ~ N(0, {reading})")
         report.save(drawn, _suffixed(out, reading))
     return report.table(rows, out)
@@ -205,6 +206,7 @@ def _suffixed(out: Path, suffix: str) -> Path:
 
 def main(_: list[str]) -> None:
     """Prints the tables."""
+    logging.set_verbosity(logging.WARNING)
     out, names, m, draws = Path(_OUT.value), _COUPLINGS.value, _NUM_FEATURES.value, _DRAWS.value
     try:
         for name in names:  # all is right before any work starts

@@ -74,7 +74,7 @@ class PerformerAttention(nnx.Module):
         num_features: int,
         head_dim: int,
         *,
-        coupling: str = "pm",
+        coupling: str = "pm-antithetic",
         num_heads: int | None = None,
         feature_map: str = "positive",
         redraw_every: int = 0,

@@ -54,6 +54,10 @@ def test_differences_name_field_and_both_values():
             dict(attention=config.Attention(coupling="pmm")),
             "unknown coupling 'pmm'; did you mean 'pm'",
         ),
+        (
+            dict(attention=config.Attention(calibration="ful")),
+            "config.attention: unknown calibration 'ful'; did you mean 'full'",
+        ),
         (dict(attention=config.Attention(kind="sofmax")), "'sofmax'; did you mean 'softmax'"),
         (dict(attention=config.Attention(num_features=0)), "config.attention: m .* got 0"),
         (

@@ -118,7 +118,7 @@ def test_a_finished_run_only_reports(finished):
 def test_another_config_is_refused_with_the_difference(finished):
     workdir, _ = finished
     other = small_config(attention=config.Attention(coupling="orf", num_features=8))
-    with pytest.raises(ValueError, match="attention.coupling: 'pm' -> 'orf'"):
+    with pytest.raises(ValueError, match="attention.coupling: 'pm-antithetic' -> 'orf'"):
         train.train(other, workdir)
     assert config.load(workdir / "config.json") == small_config()
 

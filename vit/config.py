@@ -62,7 +62,7 @@ class Attention:
 
     kind: str = "performer"
     """"performer" (random features) or "softmax" (exact)."""
-    coupling: str = "pm"
+    coupling: str = "pm-antithetic"
     """A name that `performer.couplings.get` knows."""
     num_features: int = 128
     """m, the number of frequencies of a head."""
