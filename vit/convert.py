@@ -136,7 +136,7 @@ def convert(
     if eval_images:
         count = min(eval_images, len(dataset.evaluation))
         dataset = dataset._replace(evaluation=[dataset.evaluation[i] for i in range(count)])
-    records = []
+    records, table = [], ""
     with metrics.progress_bar() as bar:
         task = bar.add_task(
             "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
@@ -153,9 +153,10 @@ def convert(
             draws=draws,
         ):
             records.append(record)
+            table = report.table(records, out / "conversion")  # what is done is not lost
             bar.update(task, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
     plot(records, out / "conversion")
-    return report.table(records, out / "conversion")
+    return table
 
 
 def save_run(model: ViT, config: configs.Config, dataset: data.Dataset, out: Path) -> None:
