@@ -40,12 +40,19 @@ def plot(records: Sequence[metrics.Record], out: Path) -> None:
     """Accuracy and attention error against m, a line for each coupling and method."""
     drawn, axes = report.figure(out, columns=2)
     (softmax, uniform), rest = records[:2], records[2:]
-    lines = dict.fromkeys((r["coupling"], r["calibration"]) for r in rest)
-    for number, line in enumerate(lines):
-        points = [r for r in rest if (r["coupling"], r["calibration"]) == line]
-        label = f"{line[0]}, {line[1]}" if line[1] != "none" else line[0]
-        style = {"label": label, "marker": "o", "markersize": 4, "color": f"C{number}"}
-        style["linestyle"] = "--" if line[1] == "none" else "-"
+    names = list(dict.fromkeys(r["coupling"] for r in rest))
+    styles = dict(
+        zip(dict.fromkeys(r["calibration"] for r in rest), ("--", "-", ":"), strict=False)
+    )
+    for coupling, method in dict.fromkeys((r["coupling"], r["calibration"]) for r in rest):
+        points = [r for r in rest if (r["coupling"], r["calibration"]) == (coupling, method)]
+        style = {
+            "label": coupling if method == "none" else f"{coupling}, {method}",
+            "color": f"C{names.index(coupling)}",
+            "linestyle": styles[method],
+            "marker": "o",
+            "markersize": 4,
+        }
         sizes = [r["m"] for r in points]
         axes[0].errorbar(
             sizes, [r["accuracy"] for r in points], [r["standard error"] for r in points], **style
@@ -58,8 +65,11 @@ def plot(records: Sequence[metrics.Record], out: Path) -> None:
     axes[0].set(xscale="log", xlabel="m", ylabel="accuracy, not retrained")
     axes[0].set_xticks(sorted({r["m"] for r in rest}), sorted({r["m"] for r in rest}))
     axes[0].minorticks_off()
-    axes[0].legend(fontsize="small")
     axes[1].set(ylabel="relative attention error")
+    axes[1].get_legend().remove()
+    axes[0].get_figure().legend(
+        *axes[0].get_legend_handles_labels(), loc="outside right center", fontsize="small"
+    )
     report.save(drawn, out)
 
 
