@@ -12,7 +12,7 @@ attention may be chosen to suit the estimate. With v = q + k over pairs (query, 
     tilt      the same with mu = 0, and E v v^T in the place of Cov v
     traceless the same, with S divided by its mean eigenvalue
 
-The last two are importance sampling: a feature has the weight N(w; 0, I) / N(w; mu, S), and the
+The last three are importance sampling: a feature has the weight N(w; 0, I) / N(w; mu, S), and the
 estimate of the kernel stays unbiased whatever mu and S are, if the rows of the coupling are
 N(0, I). For one pair its second moment, relative to the squared kernel, is in one dimension
 
@@ -49,7 +49,7 @@ from performer.choices import unknown
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
 SAMPLING = ("tilt", "traceless", "proposal")
-METHODS = {
+METHODS = {  # names for combinations of parts; any other is written out, as in "scale+proposal"
     "none": "",
     "shift": "shift",
     "shift+scale": "shift+scale",
@@ -59,7 +59,10 @@ RIDGE = 0.05
 """Added to covariances before they are inverted, relative to their mean eigenvalue."""
 
 Moments = Float[Array, "*n z z"]
-"""Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them."""
+"""Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them.
+
+`fit` divides by the count, so that sums, means and running means serve alike.
+"""
 
 
 class Calibration(NamedTuple):

@@ -232,7 +232,8 @@ def _attention(
     log_weights = None if weights is None else _logarithm(weights)
     if calibration is not None:
         root = options.scale**0.5
-        key = (transform_keys(calibration, key * root) / root).astype(key.dtype)
+        moved = transform_keys(calibration, key.astype(jnp.float32) * root)
+        key = (moved / root).astype(key.dtype)
         if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
             calibration = for_heads(calibration, frequencies.shape[0])
         of_query, of_key, tilt = fold(calibration, frequencies)
