@@ -50,7 +50,8 @@ class PerformerAttention(nnx.Module):
         redraw_every: steps between new draws by `redraw`; 0 for never.
         calibration: "none", "shift", "shift+scale", "full", ..., see `performer.calibration`; for
             each head where `num_heads` is given (then it must be the number of key heads).
-        momentum: the weight of what was before in the running moments.
+        momentum: the weight of what was before in the running moments. A slow average lags behind
+            a model that learns fast: 0.9 trained better than 0.99.
         num_queries: so many queries of each sequence are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
@@ -79,7 +80,7 @@ class PerformerAttention(nnx.Module):
         feature_map: str = "positive",
         redraw_every: int = 0,
         calibration: str = "none",
-        momentum: float = 0.99,
+        momentum: float = 0.9,
         num_queries: int = 64,
         use_running_average: bool = False,
         axis_name: str | None = None,

@@ -40,7 +40,8 @@ def test_a_foreign_json_is_refused(tmp_path, content):
 
 def test_differences_name_field_and_both_values():
     old = small_config()
-    new = dataclasses.replace(old, seed=1, attention=config.Attention("softmax", num_features=8))
+    softmax = dataclasses.replace(old.attention, kind="softmax")
+    new = dataclasses.replace(old, seed=1, attention=softmax)
     assert config.differences(old, new) == [
         "attention.kind: 'performer' -> 'softmax'",
         "seed: 0 -> 1",
