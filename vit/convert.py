@@ -198,6 +198,8 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     out = Path(_OUT.value or f"{workdir}-performer")
+    if not all(m.isdecimal() for m in _NUM_FEATURES.value):
+        sys.exit(f"--num_features={','.join(_NUM_FEATURES.value)}: give integers, as in 32,64")
     try:
         table = convert(
             workdir,
