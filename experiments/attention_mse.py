@@ -103,7 +103,8 @@ def figure7(names: Sequence[str], draws: int, out: Path) -> str:
             row = {"x ~ N(0, .)": reading, "coupling": name, "m": m}
             for column, estimate in columns.items():
                 row[column] = float(estimate.value.mean())
-            row["standard error"] = float(_of_mean(error.attention.standard_error))
+            # The data sets share the draws, so that their standard errors do not average out.
+            row["standard error"] = float(error.attention.standard_error.mean())
             rows.append(row | {"uniform": float(error.uniform_attention.mean())})
     for reading in dict.fromkeys(row["x ~ N(0, .)"] for row in rows):
         drawn, axes = report.figure(_suffixed(out, reading), columns=3)
@@ -192,11 +193,6 @@ def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
         axis.get_legend().remove()
     axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     report.save(drawn, out)
-
-
-def _of_mean(standard_errors: np.ndarray) -> float:
-    """Of the mean over data sets that share the draws: no smaller than theirs."""
-    return float(np.mean(standard_errors))
 
 
 def _suffixed(out: Path, suffix: str) -> Path:

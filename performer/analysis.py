@@ -38,7 +38,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import checks
-from performer.calibration import Calibration, fold, transform_keys
+from performer.calibration import RANKS, Calibration, fold, transform_keys
 from performer.typing import Coupling
 
 PerHead = Float[np.ndarray, "*b n"]
@@ -313,7 +313,7 @@ def _transform(query, key, calibration, scale, head):
     calibration = Calibration(
         *(
             x if x is None or x.ndim == rank else x[head]
-            for x, rank in zip(calibration, (1, 2, 2, 1, 2), strict=True)
+            for x, rank in zip(calibration, RANKS, strict=True)
         )
     )
     moved = query if calibration.scale is None else query @ calibration.scale.T

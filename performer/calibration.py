@@ -79,6 +79,10 @@ class Calibration(NamedTuple):
     root: Float[Array, "*n h h"] | None = None
 
 
+RANKS = (1, 2, 2, 1, 2)
+"""Axes of the leaves of a `Calibration`, in its order, but for that of the heads."""
+
+
 def calibrate(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -242,7 +246,7 @@ def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
     return Calibration(
         *(
             None if leaf is None else repeat(leaf, rank)
-            for leaf, rank in zip(calibration, (1, 2, 2, 1, 2), strict=True)
+            for leaf, rank in zip(calibration, RANKS, strict=True)
         )
     )
 

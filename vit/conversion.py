@@ -57,8 +57,12 @@ def relative_error(
     query: Array, key: Array, frequencies: Array, calibration: Calibration | None
 ) -> Float[Array, " n"]:
     """|A^ - A|^2 / |A|^2 of each head, sums over the images (b, t, n, h)."""
-    exact = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5)
     estimate = attention_weights(query, key, frequencies, calibration=calibration)
+    return _error_of(estimate, query, key)
+
+
+def _error_of(estimate: ArrayLike, query: Array, key: Array) -> Float[Array, " n"]:
+    exact = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5)
     over = (0, 2, 3)
     return jnp.sum((estimate - exact) ** 2, over) / jnp.sum(exact**2, over)
 
@@ -146,10 +150,6 @@ def _count(graph, attention_fn, state, of_layers, batch):
     return count(model, batch)
 
 
-def _exact(query: Array, key: Array, value: Array) -> Array:
-    return nnx.dot_product_attention(query, key, value)
-
-
 def _uniform(query: Array, key: Array, value: Array) -> Array:
     del query, key
     return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
@@ -169,7 +169,17 @@ def layers_of(
     triples: Sequence[Triple],
     refine_steps: int,
 ) -> tuple[list[Array], list[Calibration]]:
-    """Frequencies and calibration for each layer; the frequencies refined if there are steps."""
+    """Frequencies and calibration for each layer; the frequencies refined if there are steps.
+
+    Args:
+        name: coupling of the frequencies; each layer and head has its own draw.
+        method: of calibration.
+        m: number of features.
+        key: random key.
+        moments: from `measure`.
+        triples: from `measure`.
+        refine_steps: of `refine`; 0 leaves the draw as it is.
+    """
     heads, head_dim = triples[0][1].shape[-2:]
     frequencies = [
         couplings.draw(name, k, m, head_dim, heads) for k in jax.random.split(key, len(triples))
@@ -228,9 +238,9 @@ def compare(
             **{f"error layer {i}": float(e) for i, e in enumerate(of_layers)},
         }
 
-    original = accuracy(model, config, dataset, _exact)
+    original = accuracy(model, config, dataset, nnx.dot_product_attention)
     yield record("softmax", "", 0, [original], [[0.0] * len(triples)])
-    errors = [_error_of_uniform(q, k) for q, k, _ in held_out]
+    errors = [jnp.mean(_error_of(1 / k.shape[1], q, k)) for q, k, _ in held_out]
     yield record("uniform", "", 0, [accuracy(model, config, dataset, _uniform)], [errors])
     for name, (method, steps), m in itertools.product(names, methods, num_features):
         accuracies, errors = [], []
@@ -245,9 +255,3 @@ def compare(
                 ]
             )
         yield record(name, method + ", refined" * (steps > 0), m, accuracies, errors)
-
-
-def _error_of_uniform(query: Array, key: Array) -> Float[Array, ""]:
-    exact = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5)
-    squares = jnp.sum(exact**2, (0, 2, 3))
-    return jnp.mean(jnp.sum((exact - 1 / key.shape[1]) ** 2, (0, 2, 3)) / squares)

@@ -5,7 +5,8 @@
 
 The second one writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run: for
 every layer and head, how far its random-feature attention is from softmax attention on evaluation
-images, and whether attending to nothing would be nearer.
+images, and whether uniform attention would be nearer. The frequencies are new draws by the run's
+coupling: refined ones of `vit.convert` are not measured here.
 """
 
 import itertools
