@@ -98,7 +98,8 @@ def calibrate(
         query: (..., t, n, h).
         key: (..., s, k, h), n a multiple of k.
         method: "none", "shift", "shift+scale" or "full"; or any of shift, scale, and tilt,
-            traceless or proposal joined by "+".
+            traceless or proposal joined by "+". For couplings with fixed or common lengths (pm,
+            fixed) give `for_coupling("full", name)`; the drop-in for Flax does so itself.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
