@@ -9,7 +9,7 @@ def small_config(**sections):
         model=config.Model(variant="XS/4", pooling="mean", dropout=0.1),
         attention=config.Attention(num_features=8, calibration="full"),
         data=config.Data(batch_size=32, max_shift=1, flip=True),
-        optim=config.Optim(learning_rate=1e-2, warmup_epochs=0.02),
+        optim=config.Optim(learning_rate=1e-2, warmup_steps=1),
         num_epochs=3.2 / 44,
         log_every=1,
         eval_every=3,

@@ -130,7 +130,7 @@ def test_mistyped_flags_are_errors_before_any_work(tmp_path):
         "--config.attention.coupling=orff": "unknown coupling 'orff'; did you mean 'orf'",
         "--config.data.name=mnist": "unknown config.data.name 'mnist'",
         "--config.data.batch_size=5000": "larger than the training split",
-        "--config.num_epochs=1": "warmup_epochs=3.* is 132 steps, but the whole run has 44",
+        "--config.num_epochs=1": "warmup_steps=132.* are 132 steps, but the whole run has 44",
         "--confg.seed=1": r"confg\.seed",
     }
     always = ["--config=experiments/configs/digits.py", f"--workdir={workdir}"]

@@ -13,13 +13,16 @@ from vit.model import ViT, random_streams
 
 
 def test_schedule():
-    section = config.Optim(learning_rate=1.0, final_learning_rate=0.1, warmup_epochs=2.0)
-    rate = optim.schedule(section, steps_per_epoch=5, num_steps=30)
-    assert [float(rate(step)) for step in (0, 5, 10)] == pytest.approx([0, 0.5, 1])
-    assert float(rate(20)) == pytest.approx(0.55)
-    assert float(rate(30)) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match=r"warmup_epochs=2\.0 is 10 steps, but .* has 10"):
-        optim.schedule(section, steps_per_epoch=5, num_steps=10)
+    section = config.Optim(
+        learning_rate=1.0, final_learning_rate=0.1, warmup_steps=10, constant_steps=5
+    )
+    rate = optim.schedule(section, num_steps=35)
+    assert [float(rate(step)) for step in (0, 5, 10, 15)] == pytest.approx([0, 0.5, 1, 1])
+    assert float(rate(25)) == pytest.approx(0.55)
+    assert float(rate(35)) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match=r"warmup_steps=10 .* are 15 steps, .* has 15"):
+        optim.schedule(section, num_steps=15)
+    assert float(optim.schedule(config.Optim(warmup_steps=0), 10)(0)) == pytest.approx(1e-3)
 
 
 def test_only_weights_of_linear_maps_decay(tiny):

@@ -143,7 +143,7 @@ def test_divergence_is_an_error_and_keeps_the_last_checkpoint(tmp_path, monkeypa
 def test_one_compilation_for_all_steps_and_label_smoothing():
     settings = small_config()
     dataset = data.load(settings.data)
-    graph, state = train.create(settings, dataset, optim.schedule(settings.optim, 44, 100))
+    graph, state = train.create(settings, dataset, optim.schedule(settings.optim, 100))
     chex.clear_trace_counter()
 
     @partial(jax.jit, static_argnums=0)

@@ -54,6 +54,11 @@ class Model:
     """Position embedding: "learned" or "sincos" (fixed, two-dimensional)."""
     dropout: float = 0.0
     """Dropout rate after the embedding, the attention and each MLP layer."""
+    dtype: str = "float32"
+    """Of the arithmetic: "float32" or "bfloat16". Parameters, normalisation, the state of attention
+    and the logits are float32 in either case."""
+    remat: bool = False
+    """Compute the inside of each block again in the backward pass, instead of keeping it."""
 
 
 @dataclasses.dataclass
@@ -85,28 +90,48 @@ class Data:
     train_split: str = "train"
     eval_split: str = "test"
     image_size: int = 8
-    """Images are resized to this many pixels on a side."""
+    """What the model sees, in pixels on a side."""
+    eval_resize: int = 0
+    """Evaluation resizes the shorter side to this and takes the centre; 0: to image_size."""
+    crop: str = "center"
+    """Of training images: "center", as in evaluation, or "inception", a random part of the image
+    (8% to 100% of its area, sides 3:4 to 4:3, Szegedy et al. 2015)."""
     max_shift: int = 0
     """Training images are shifted by up to this many pixels in both directions, zeros moving in."""
     flip: bool = False
     """Training images are mirrored left to right, each with probability 1/2."""
+    randaugment_layers: int = 0
+    """Random operations on a training image, one after another (Cubuk et al. 2020); 0: none."""
+    randaugment_magnitude: float = 10.0
+    """Their strength, 0 to 30."""
+    mixup: float = 0.0
+    """Alpha of mixup (Zhang et al. 2018): each batch is blended with itself in another order, by a
+    share from Beta(alpha, alpha); 0: not."""
     batch_size: int = 128
+    """Images of a step, over all devices and hosts."""
     num_workers: int = 0
-    """Processes that read and augment; 0 reads in threads of the main process."""
+    """Processes of each host that read and augment; 0 reads in threads of the main process."""
+    max_bad_records: int = 10
+    """Records that cannot be decoded are left out, and counted; more than this stop the run."""
 
 
 @dataclasses.dataclass
 class Optim:
-    """AdamW; the rate rises linearly, then falls as a half cosine."""
+    """AdamW; the rate rises linearly, stays, and falls as a half cosine to the end of the run."""
 
     learning_rate: float = 1e-3
     final_learning_rate: float = 1e-5
-    warmup_epochs: float = 2.0
+    warmup_steps: int = 100
+    constant_steps: int = 0
     weight_decay: float = 1e-4
     """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     label_smoothing: float = 0.0
+    accumulate: int = 1
+    """Parts in which a batch goes through the model one after another, to save memory."""
+    ema: float = 0.0
+    """Decay of the running mean of the parameters, which evaluation then uses; 0: none."""
 
 
 @dataclasses.dataclass
@@ -119,6 +144,9 @@ class Config:
     optim: Optim = dataclasses.field(default_factory=Optim)
     seed: int = 0
     num_epochs: float = 10.0
+    fsdp: int = 1
+    """Devices that share one copy of the parameters and the optimiser's moments, each holding a
+    part; the batch is split over all devices in any case."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     eval_every: int = 100
@@ -168,6 +196,8 @@ def validate(config: Config) -> None:
     """Raises ValueError naming the field, its value and the choices, before any work starts."""
     _choice("config.model.pooling", config.model.pooling, ("token", "mean"))
     _choice("config.model.position", config.model.position, ("learned", "sincos"))
+    _choice("config.model.dtype", config.model.dtype, ("float32", "bfloat16"))
+    _choice("config.data.crop", config.data.crop, ("center", "inception"))
     _choice("config.attention.kind", config.attention.kind, ("performer", "softmax"))
     size, patch_size = parse_variant(config.model.variant)
     for name, value in flatten(config).items():
@@ -176,6 +206,8 @@ def validate(config: Config) -> None:
     for name in (
         "data.batch_size",
         "data.image_size",
+        "optim.accumulate",
+        "fsdp",
         "log_every",
         "eval_every",
         "checkpoint_every",
@@ -188,9 +220,25 @@ def validate(config: Config) -> None:
                 f"config.{name}={flatten(config)[name]} is not a multiple of"
                 f" config.log_every={config.log_every}"
             )
-    for name, limit in [("model.dropout", 1), ("optim.label_smoothing", 1)]:
-        if flatten(config)[name] >= limit:
-            raise ValueError(f"config.{name} must be below {limit}, got {flatten(config)[name]}")
+    for name in ("model.dropout", "optim.label_smoothing", "optim.ema"):
+        if flatten(config)[name] >= 1:
+            raise ValueError(f"config.{name} must be below 1, got {flatten(config)[name]}")
+    data = config.data
+    if data.randaugment_magnitude > 30:
+        raise ValueError(
+            "config.data.randaugment_magnitude must be at most 30, got"
+            f" {data.randaugment_magnitude}"
+        )
+    if data.eval_resize and data.eval_resize < data.image_size:
+        raise ValueError(
+            f"config.data.eval_resize={data.eval_resize} is smaller than"
+            f" config.data.image_size={data.image_size}"
+        )
+    if data.batch_size % config.optim.accumulate:
+        raise ValueError(
+            f"config.data.batch_size={data.batch_size} is not divisible by"
+            f" config.optim.accumulate={config.optim.accumulate}"
+        )
     if config.data.image_size % patch_size:
         raise ValueError(
             f"config.data.image_size={config.data.image_size} is not divisible by the patch size"

@@ -33,7 +33,7 @@ from vit import config as configs
 from vit.conversion import compare, layers_of, measure, performer_of
 from vit.evaluate import restore_model
 from vit.model import ViT
-from vit.train import claim
+from vit.train import claim, length
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
@@ -122,20 +122,24 @@ def convert(
     for name, m in itertools.product(names, num_features):
         attention = configs.Attention(coupling=name, num_features=m, calibration=method)
         configs.validate(dataclasses.replace(config, attention=attention))
-    optimiser = dataclasses.replace(
-        config.optim, learning_rate=learning_rate, warmup_epochs=0.1 * num_epochs
-    )
+    if (out / "checkpoints").exists():
+        raise ValueError(f"{out} holds a run already; take another --out")
+    _, dataset, model = restore_model(workdir)
     new_config = dataclasses.replace(
         config,
         attention=configs.Attention(
             coupling=names[0], num_features=max(num_features), calibration=method
         ),
-        optim=optimiser,
         num_epochs=num_epochs,
     )
-    if (out / "checkpoints").exists():
-        raise ValueError(f"{out} holds a run already; take another --out")
-    _, dataset, model = restore_model(workdir)
+    _, num_steps = length(new_config, dataset)
+    new_config.optim = dataclasses.replace(
+        config.optim,
+        learning_rate=learning_rate,
+        final_learning_rate=min(learning_rate, config.optim.final_learning_rate),
+        warmup_steps=num_steps // 10,
+        constant_steps=0,
+    )
     claim(out, new_config)
     moments, triples = measure(model, _training_images(dataset, config, images))
     frequencies, _ = layers_of(
@@ -171,9 +175,8 @@ def convert(
 
 def save_run(model: ViT, config: configs.Config, dataset: data.Dataset, out: Path) -> None:
     """The model at step 0 of a run with that config, its optimiser and data fresh."""
-    steps_per_epoch = len(dataset.train) // config.data.batch_size
-    num_steps = max(1, round(config.num_epochs * steps_per_epoch))
-    rate = optim.schedule(config.optim, steps_per_epoch, num_steps)
+    _, num_steps = length(config, dataset)
+    rate = optim.schedule(config.optim, num_steps)
     optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
     batches = iter(data.train_batches(dataset, config.data, config.seed))
     with checkpoint.open_checkpoints(out) as checkpoints:

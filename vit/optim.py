@@ -7,24 +7,27 @@ from jax.tree_util import tree_map_with_path
 from vit import config
 
 
-def schedule(optim: config.Optim, steps_per_epoch: int, num_steps: int) -> optax.Schedule:
-    """Step -> learning rate: linear from 0 over the warm-up, then a half cosine to the final one.
+def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
+    """Step -> learning rate: linear from 0 over the warm-up, constant, half a cosine to the end.
 
     Raises:
-        ValueError: when the warm-up is longer than the run.
+        ValueError: when warm-up and constant rate are longer than the run.
     """
-    warmup_steps = round(optim.warmup_epochs * steps_per_epoch)
-    if warmup_steps >= num_steps:
+    start = optim.warmup_steps + optim.constant_steps
+    if start >= num_steps:
         raise ValueError(
-            f"config.optim.warmup_epochs={optim.warmup_epochs} is {warmup_steps} steps, but the"
-            f" whole run has {num_steps}; lower it or raise config.num_epochs"
+            f"config.optim.warmup_steps={optim.warmup_steps} and"
+            f" config.optim.constant_steps={optim.constant_steps} are {start} steps, but the whole"
+            f" run has {num_steps}; lower them or raise config.num_epochs"
         )
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=optim.learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=num_steps,
-        end_value=optim.final_learning_rate,
+    peak, final = optim.learning_rate, optim.final_learning_rate
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, optim.warmup_steps),
+            optax.constant_schedule(peak),
+            optax.cosine_decay_schedule(peak, num_steps - start, alpha=final / peak if peak else 0),
+        ],
+        [optim.warmup_steps, start],
     )
 
 

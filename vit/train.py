@@ -50,9 +50,8 @@ def train(config: configs.Config, workdir: Path) -> metrics.Record:
     # What is asked for, checked before anything is written.
     configs.validate(config)
     dataset = data.load(config.data)
-    steps_per_epoch = len(dataset.train) // config.data.batch_size
-    num_steps = max(1, round(config.num_epochs * steps_per_epoch))
-    rate = optim.schedule(config.optim, steps_per_epoch, num_steps)
+    steps_per_epoch, num_steps = length(config, dataset)
+    rate = optim.schedule(config.optim, num_steps)
     replicated, split = shardings(config.data.batch_size)
     claim(workdir, config)
     log = workdir / "metrics.jsonl"
@@ -116,6 +115,12 @@ def train(config: configs.Config, workdir: Path) -> metrics.Record:
 
     metrics.plot_learning_curve(log, workdir / "learning_curve.png")
     return metrics.read(log)[-1]
+
+
+def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
+    """Steps of an epoch, and of the run."""
+    steps_per_epoch = len(dataset.train) // config.data.batch_size
+    return steps_per_epoch, max(1, round(config.num_epochs * steps_per_epoch))
 
 
 def create(

@@ -11,7 +11,7 @@ def get_config() -> Config:
         model=Model(variant="XS/2", pooling="mean", dropout=0.1),
         attention=Attention(coupling="pm", num_features=32),
         data=Data(name="digits", image_size=8, batch_size=32),
-        optim=Optim(learning_rate=4e-3, warmup_epochs=3.0, weight_decay=0.05, label_smoothing=0.1),
+        optim=Optim(learning_rate=4e-3, warmup_steps=132, weight_decay=0.05, label_smoothing=0.1),
         num_epochs=40.0,
         log_every=20,
         eval_every=220,
