@@ -104,11 +104,8 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
     accuracy = conversion.accuracy(
         model, settings, dataset, conversion._performer, frequencies, fitted
     )
-    graph, state = nnx.split((new, None))
     batches = data.eval_batches(dataset, settings.data)
-    counts = train.evaluate(
-        partial(jax.jit(train.eval_step, static_argnums=0), graph, state), batches
-    )
+    counts = train.evaluate(partial(nnx.jit(train.count), new), batches)
     assert accuracy == pytest.approx(counts["eval_accuracy"], abs=0.01)
 
 

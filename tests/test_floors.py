@@ -19,13 +19,14 @@ FLOORS = [
     {"performer.analysis"},
     {"performer"},
     {"performer.nnx", "performer.linen"},
-    {"vit", "vit.config", "vit.augment", "vit.metrics"},
-    {"vit.report"},
-    {"vit.model", "vit.data", "vit.optim", "vit.checkpoint"},
-    {"vit.train", "vit.prepare", "vit.attention_report"},
+    {"vit", "vit.config", "vit.augment", "vit.metrics", "vit.safety", "vit.checkpoint"},
+    {"vit.report", "vit.devices", "vit.costs"},
+    {"vit.model", "vit.data", "vit.optim"},
+    {"vit.train", "vit.prepare", "vit.attention_report", "vit.class_report"},
     {"vit.evaluate"},
     {"vit.conversion"},
     {"vit.convert"},
+    {"vit.pretrained"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 LIBRARIES = {"jax", "numpy", "scipy", "jaxtyping"}

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from flax import nnx
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, data, evaluate, metrics, optim, train
+from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -31,16 +29,20 @@ def finished(tmp_path_factory):
 
 def final_state(workdir):
     """The arrays of the last checkpoint, keys of random streams as numbers."""
-    settings = config.load(workdir / "config.json")
-    graph, state = train.create(settings, data.load(settings.data), lambda step: 0.0)
-    with checkpoint.open_checkpoints(workdir) as checkpoints:
-        state = checkpoint.restore_state(checkpoints, state)
 
     def number(x):
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if is_key else x)
 
-    return jax.tree.map(number, state), graph
+    return jax.tree.map(number, evaluate.restore(workdir).state)
+
+
+def program(settings):
+    """Functions and data of a run."""
+    dataset, mesh = data.load(settings.data), devices.mesh(settings)
+    rate = optim.schedule(settings.optim, 100)
+    batches = train.train_batches(dataset, settings, mesh, 0)
+    return train.build(settings, dataset, rate, mesh), batches
 
 
 def frequencies(state):
@@ -67,16 +69,14 @@ def test_three_steps(finished):
 
 
 def test_frequencies_are_saved_and_not_trained(finished):
-    state, _ = final_state(finished[0])
-    settings = small_config()
-    _, initial = train.create(settings, data.load(settings.data), lambda step: 0.0)
-    before, after = frequencies(initial), frequencies(state)
+    before = frequencies(program(small_config())[0].initial())
+    after = frequencies(final_state(finished[0]))
     assert len(before) == 2
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch):
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
     One run is stopped twice: before the frequencies are drawn anew and after it.
@@ -93,14 +93,16 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(metrics, "append", append_and_stop)
     for stop in (1, 2):
-        with pytest.raises(SystemExit, match=f"stopped at step {stop} of 3"):
+        with pytest.raises(SystemExit) as exit:
             train.train(settings, tmp_path / "parts")
+        assert exit.value.code == safety.STOPPED == 75
+        assert f"stopped at step {stop} of 3; the same command resumes" in capsys.readouterr().out
         assert metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1]["step"] == stop
     train.train(settings, tmp_path / "parts")
 
-    states = [final_state(tmp_path / name)[0] for name in ("whole", "parts")]
+    states = [final_state(tmp_path / name) for name in ("whole", "parts")]
     jax.tree.map(np.testing.assert_array_equal, *states)
-    _, first = train.create(settings, data.load(settings.data), lambda step: 0.0)
+    first = program(settings)[0].initial()
     kept, drawn = (frequencies(state) for state in (first, states[0]))
     assert not any(np.allclose(a, b) for a, b in zip(kept, drawn, strict=True))  # at step 2
     logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
@@ -123,51 +125,120 @@ def test_another_config_is_refused_with_the_difference(finished):
     assert config.load(workdir / "config.json") == small_config()
 
 
-def test_divergence_is_an_error_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    mean = train._mean
-
-    def poisoned(stretch):
-        record = mean(stretch)
-        poisoned.calls += 1
-        return record | ({"train_loss": float("nan")} if poisoned.calls == 3 else {})
-
-    poisoned.calls = 0
-    monkeypatch.setattr(train, "_mean", poisoned)
-    with pytest.raises(FloatingPointError, match="nan at step 3"):
-        train.train(small_config(), tmp_path / "run")
+def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_path):
+    """At a rate of 1e38, which the second step reaches, the third overflows."""
+    settings = small_config(
+        optim=config.Optim(learning_rate=1e38, final_learning_rate=1e38, warmup_steps=1)
+    )
+    message = "loss is nan at step 3; the first parameter .* is blocks.0.attention.key.bias"
+    with pytest.raises(FloatingPointError, match=message):
+        train.train(settings, tmp_path / "run")
     with checkpoint.open_checkpoints(tmp_path / "run") as checkpoints:
-        assert checkpoints.latest is not None
-        assert checkpoints.latest.step == 2
+        assert [c.step for c in checkpoints.checkpoints] == [1, 2]
+
+
+def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
+    """The step is finished, an evaluation is not: the resumed run makes it."""
+    settings = small_config(log_every=3, checkpoint_every=3)
+
+    def stop_at(name, number):
+        original, calls = getattr(data, name), []
+
+        def batches(*args, **options):
+            for batch in original(*args, **options):
+                calls.append(None)
+                if len(calls) == number:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        monkeypatch.setattr(data, name, batches)
+
+    stop_at("train_batches", 2)
+    with pytest.raises(SystemExit):
+        train.train(settings, tmp_path / "parts")
+    with checkpoint.open_checkpoints(tmp_path / "parts") as checkpoints:
+        assert [c.step for c in checkpoints.checkpoints] == [2]
+    monkeypatch.undo()
+    monkeypatch.setitem(config.SIZES, "XS", TINY)
+    stop_at("eval_batches", 5)
+    with pytest.raises(SystemExit):
+        train.train(settings, tmp_path / "parts")
+    (last,) = metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1:]
+    assert last["step"] == 3
+    assert "eval_accuracy" not in last
+    monkeypatch.undo()
+    monkeypatch.setitem(config.SIZES, "XS", TINY)
+    assert train.train(settings, tmp_path / "parts")["eval_examples"] == 360
 
 
 def test_one_compilation_for_all_steps_and_label_smoothing():
-    settings = small_config()
-    dataset = data.load(settings.data)
-    graph, state = train.create(settings, dataset, optim.schedule(settings.optim, 100))
-    chex.clear_trace_counter()
-
-    @partial(jax.jit, static_argnums=0)
-    @chex.assert_max_traces(n=1)
-    def step(smoothing, state, batch):
-        return train.train_step(graph, smoothing, jax.random.key(0), state, batch)
-
-    batches = iter(data.train_batches(dataset, settings.data, 0))
-    for _ in range(3):
-        before, batch = state, next(batches)
-        state, _ = step(0.0, before, batch)
-    chex.clear_trace_counter()
-    smooth, _ = step(0.1, before, batch)
-    same = jax.tree.map(np.array_equal, nnx_params(state), nnx_params(smooth))
+    """No value of a step reaches the host while the next ones are started, and none recompiles."""
+    after = []
+    for smoothing in (0.0, 0.1):
+        run, batches = program(
+            small_config(optim=config.Optim(label_smoothing=smoothing, warmup_steps=0))
+        )
+        state = run.initial()
+        batches = [next(batches) for _ in range(3)]
+        state, _ = run.train(state, batches[0])
+        with jax.transfer_guard("disallow"):
+            for batch in batches[1:]:
+                state, _ = run.train(state, batch)
+        assert run.train._cache_size() == 1
+        after.append(nnx.filter_state(state, nnx.Param))
+    same = jax.tree.map(np.array_equal, *after)
     assert not all(jax.tree.leaves(same))
+
+
+def test_a_batch_in_parts_gives_the_same_step():
+    """Gradient accumulation: no dropout here, for its masks depend on the place in the batch."""
+    results = []
+    for parts in (1, 4):
+        model = config.Model(variant="XS/4", pooling="mean")
+        optimiser = config.Optim(learning_rate=1e-2, warmup_steps=0, accumulate=parts)
+        run, batches = program(
+            small_config(model=model, optim=optimiser, attention=config.Attention(num_features=8))
+        )
+        results.append(run.train(run.initial(), next(batches))[1])
+    for name in ("train_loss", "train_accuracy", "gradient_norm"):
+        assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
+
+
+def test_the_running_mean_is_what_is_evaluated():
+    run, batches = program(small_config(optim=config.Optim(ema=0.9, warmup_steps=0)))
+    state, batch = run.initial(), next(batches)
+    batch = batch | {"mask": jax.numpy.ones(32)}
+    before = run.evaluate(state, batch)["loss"]
+    state, _ = run.train(state, batch)
+    _, optimizer = nnx.merge(run.graph, state)
+    mean = nnx.as_pure(optim.averaged(optimizer))
+    params = nnx.as_pure(nnx.state(train.evaluated_model(run.graph, state), nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, mean, params)
+    assert float(run.evaluate(state, batch)["loss"]) != pytest.approx(float(before), rel=1e-4)
+
+
+def test_undecodable_records_are_counted_and_too_many_stop_the_run(tmp_path, monkeypatch):
+    load = data.load
+
+    def with_damage(section):
+        dataset = load(section)
+        train = [r if i % 20 else r | {"image": b"no image"} for i, r in enumerate(dataset.train)]
+        return dataset._replace(train=train, evaluation=[{"image": b"", "label": 0}] * 5 + train)
+
+    monkeypatch.setattr(data, "load", with_damage)
+    record = train.train(small_config(), tmp_path / "run")
+    assert 0 < record["bad_records"] <= 10
+    assert record["eval_bad_records"] == 5 + len(range(0, 1437, 20))
+    assert record["eval_examples"] == 1437 - len(range(0, 1437, 20))
+    few = small_config(data=config.Data(batch_size=32, max_bad_records=0))
+    with pytest.raises(ValueError, match="'train' cannot be decoded, more than .*max_bad_rec"):
+        train.train(few, tmp_path / "few")
+    assert checkpoint.exists(tmp_path / "few")
 
 
 def test_softmax_twin_trains(tmp_path):
     settings = small_config(attention=config.Attention(kind="softmax"))
     assert train.train(settings, tmp_path / "run")["step"] == 3
-
-
-def nnx_params(state):
-    return nnx.filter_state(state, nnx.Param)
 
 
 def test_evaluate_refuses_a_folder_without_a_run(tmp_path):
@@ -184,6 +255,7 @@ FLAGS = [
     "--config.attention.num_features=8",
     "--config.data.batch_size=64",
     "--config.num_epochs=4",
+    "--config.optim.warmup_steps=22",
     "--config.log_every=2",
     "--config.eval_every=88",
     "--config.checkpoint_every=4",
@@ -213,34 +285,3 @@ def test_a_killed_process_resumes(tmp_path):
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
     assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
-
-
-def test_two_devices_train_as_one(finished, tmp_path):
-    """The same run on two virtual CPU devices: the same losses up to rounding."""
-    program = (
-        "import sys\nfrom pathlib import Path\n"
-        "from tests.small import TINY, small_config\n"
-        "from vit import config, train\n"
-        "config.SIZES['XS'] = TINY\n"
-        "print('loss', train.train(small_config(), Path(sys.argv[1]))['train_loss'])\n"
-    )
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": ".",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
-    assert "loss" in done.stdout, done.stderr
-    loss = float(done.stdout.split("loss")[-1].split()[0])
-    assert loss == pytest.approx(finished[1]["train_loss"], rel=1e-4)
-
-
-def test_batches_must_divide_among_devices(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 3)
-    with pytest.raises(ValueError, match="batch_size=32 is not divisible by the 3 devices"):
-        train.shardings(32)

@@ -126,7 +126,7 @@ class Optim:
     weight_decay: float = 1e-4
     """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
     clip_norm: float = 1.0
-    """Gradients are clipped to this global norm."""
+    """Gradients are clipped to this global norm; 0: not."""
     label_smoothing: float = 0.0
     accumulate: int = 1
     """Parts in which a batch goes through the model one after another, to save memory."""
@@ -267,8 +267,10 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes the config as JSON."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    """Writes the config as JSON, in one piece."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    temporary.replace(path)
 
 
 def load(path: Path) -> Config:
@@ -302,13 +304,17 @@ def of_run(workdir: Path) -> Config:
     return load(path)
 
 
+PLACEMENT = ("data.dir", "data.num_workers", "data.max_bad_records", "fsdp", "checkpoint_every")
+"""Fields that say where and how a run is computed, not what: a resumed run may change them."""
+
+
 def differences(old: Config, new: Config) -> list[str]:
-    """One line for every field that differs: "attention.coupling: 'orf' -> 'pm'"."""
+    """One line for every field that makes another run: "attention.coupling: 'orf' -> 'pm'"."""
     before, after = flatten(old), flatten(new)
     return [
         f"{name}: {before[name]!r} -> {after[name]!r}"
         for name in before
-        if before[name] != after[name]
+        if before[name] != after[name] and name not in PLACEMENT
     ]
 
 

@@ -174,13 +174,11 @@ def convert(
 
 
 def save_run(model: ViT, config: configs.Config, dataset: data.Dataset, out: Path) -> None:
-    """The model at step 0 of a run with that config, its optimiser and data fresh."""
-    _, num_steps = length(config, dataset)
-    rate = optim.schedule(config.optim, num_steps)
+    """The model at step 0 of a run with that config, its optimiser fresh."""
+    rate = optim.schedule(config.optim, length(config, dataset)[1])
     optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
-    batches = iter(data.train_batches(dataset, config.data, config.seed))
-    with checkpoint.open_checkpoints(out) as checkpoints:
-        checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)), batches)
+    with checkpoint.open_checkpoints(out, write=True) as checkpoints:
+        checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
 
 
 def _training_images(

@@ -2,44 +2,67 @@
 
     python -m vit.evaluate --workdir=runs/pm
     python -m vit.evaluate --workdir=runs/pm --report=attention
+    python -m vit.evaluate --workdir=runs/pm --report=classes
 
 The second one writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run: for
 every layer and head, how far its random-feature attention is from softmax attention on evaluation
 images, and whether uniform attention would be nearer. The frequencies are new draws by the run's
 coupling: refined ones of `vit.convert` are not measured here.
+
+The third one goes through the evaluation split once more, writes `classes.csv`, `classes.md` and
+`confusion.csv` into the folder of the run (see `vit.class_report`) and prints the worst classes.
 """
 
 import itertools
+import math
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 from flax import nnx
+from jax.sharding import Mesh
 
-from vit import attention_report, checkpoint, data, metrics
+from vit import attention_report, checkpoint, class_report, data, devices, metrics
 from vit import config as configs
 from vit.model import ViT
-from vit.train import create, eval_step, evaluate
+from vit.train import Program, build, eval_batches, evaluate, evaluated_model
 
 
-def restore(workdir: Path) -> tuple[configs.Config, data.Dataset, int, nnx.GraphDef, nnx.State]:
-    """Config, data, step, structure and state of (model, optimizer) of a run's last checkpoint.
+class Restored(NamedTuple):
+    """A run as its newest readable checkpoint has it."""
+
+    config: configs.Config
+    dataset: data.Dataset
+    mesh: Mesh
+    program: Program
+    step: int
+    state: nnx.State
+
+    def batches(self) -> Iterator[data.Batch]:
+        """Its evaluation batches, on the devices."""
+        return eval_batches(self.dataset, self.config, self.mesh)
+
+
+def restore(workdir: Path) -> Restored:
+    """Reads a run, on any number of devices; nothing in its folder changes.
 
     Raises:
-        ValueError: when the folder holds no run, or no checkpoint yet.
+        ValueError: when the folder holds no run, or no checkpoint that can be read.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
-    with checkpoint.open_checkpoints(workdir) as checkpoints:
-        if checkpoints.latest is None:
-            raise ValueError(f"{workdir} holds no checkpoint yet")
-        dataset = data.load(config.data)
-        graph, state = create(config, dataset, lambda step: 0.0)
-        state = checkpoint.restore_state(checkpoints, state)
-        return config, dataset, checkpoints.latest.step, graph, state
+    config.fsdp = math.gcd(config.fsdp, jax.device_count())
+    if not checkpoint.exists(workdir):
+        raise ValueError(f"{workdir} holds no checkpoint yet")
+    mesh, dataset = devices.mesh(config), data.load(config.data)
+    program = build(config, dataset, lambda step: 0.0, mesh)
+    step, state = checkpoint.restore(workdir, program.abstract)
+    return Restored(config, dataset, mesh, program, step, state)
 
 
 def restore_model(workdir: Path) -> tuple[configs.Config, data.Dataset, ViT]:
@@ -48,24 +71,22 @@ def restore_model(workdir: Path) -> tuple[configs.Config, data.Dataset, ViT]:
     Raises:
         ValueError: as `restore`.
     """
-    config, dataset, _, graph, state = restore(workdir)
-    model, _ = nnx.merge(graph, state)
-    model.eval()
-    return config, dataset, model
+    run = restore(workdir)
+    return run.config, run.dataset, evaluated_model(run.program.graph, run.state)
 
 
 def evaluate_run(workdir: Path) -> metrics.Record:
     """The last checkpoint of a run on its evaluation split.
 
     Returns:
-        step, eval_loss, eval_accuracy, eval_top5, eval_examples.
+        step, eval_loss, eval_accuracy, eval_top5, eval_examples, eval_bad_records.
 
     Raises:
-        ValueError: when the folder holds no run, or no checkpoint yet.
+        ValueError: as `restore`.
     """
-    config, dataset, step, graph, state = restore(workdir)
-    count = partial(jax.jit(partial(eval_step, graph)), state)
-    return {"step": step, **evaluate(count, data.eval_batches(dataset, config.data))}
+    run = restore(workdir)
+    count = partial(run.program.evaluate, run.state)
+    return {"step": run.step, **evaluate(count, run.batches())}
 
 
 def evaluation_images(dataset: data.Dataset, config: configs.Config, number: int) -> jax.Array:
@@ -115,6 +136,22 @@ def report_attention(
     return attention_report.write(records, out, title)
 
 
+def report_classes(workdir: Path) -> str:
+    """Writes the accuracy of each class and the confusion matrix into the folder of the run.
+
+    Returns:
+        Overall top-1 and top-5 accuracy and the worst classes, as text.
+
+    Raises:
+        ValueError: as `restore`.
+    """
+    run = restore(workdir)
+    model = evaluated_model(run.program.graph, run.state)
+    counted = class_report.tally(model, run.batches(), run.dataset.num_classes)
+    names = class_report.class_names(run.config.data, run.dataset.num_classes)
+    return class_report.summary(counted, class_report.write(counted, names, workdir))
+
+
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
@@ -125,11 +162,13 @@ def main(_: list[str]) -> None:
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
             print(report_attention(workdir, workdir / "attention"))
+        elif _REPORT.value == "classes":
+            print(report_classes(workdir))
     except ValueError as error:
         sys.exit(f"ValueError: {error}")
 
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _REPORT = flags.DEFINE_enum("report", "", ["", "attention"], "what to write besides")
+    _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
     app.run(main)

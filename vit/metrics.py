@@ -1,6 +1,9 @@
 """Metrics: masked counts, the log `metrics.jsonl`, the progress bar and the learning curve."""
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +38,63 @@ def append(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+@contextlib.contextmanager
+def writer(
+    log: Path, *, lead: bool = True, tensorboard: bool = False
+) -> Iterator[Callable[[Record], None]]:
+    """A function that adds a record to the log, and to TensorBoard's beside it if asked.
+
+    Only the leading process of a run writes.
+
+    Raises:
+        ValueError: when tensorboardX is wanted and not installed.
+    """
+    if not (tensorboard and lead):
+        yield partial(append, log) if lead else lambda record: None
+        return
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX") from error
+
+    def write(record: Record) -> None:
+        append(log, record)
+        for name, value in record.items():
+            board.add_scalar(name, value, record["step"])
+
+    purge = read(log)[-1]["step"] + 1 if read(log) else 0
+    with SummaryWriter(str(log.parent / "tensorboard"), purge_step=purge) as board:
+        yield write
+
+
 def read(path: Path) -> list[Record]:
-    """The records of a log; a last line that was cut off in writing is left out."""
-    records = []
+    """The records of a log, lines of the same step as one; a last line that was cut off is not."""
+    records: dict[int, Record] = {}
+    for line in _lines(path):
+        records[line["step"]] = records.get(line["step"], {}) | line
+    return list(records.values())
+
+
+def keep_up_to(path: Path, step: int) -> list[Record]:
+    """Drops the records after `step`, which a resumed run will write again; returns the others."""
+    temporary = path.with_suffix(".tmp")
+    kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= step]
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+    return read(path)
+
+
+def _lines(path: Path) -> list[Record]:
+    lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             break
-    return records
+    return lines
 
 
-def keep_up_to(path: Path, step: int) -> None:
-    """Drops the records after `step`, which a resumed run will write again."""
-    kept = [record for record in read(path) if record["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    temporary.replace(path)
-
-
-def progress_bar() -> Progress:
+def progress_bar(shown: bool = True) -> Progress:
     """A bar with steps, loss, accuracy, images/s and the time left."""
     return Progress(
         TextColumn("step"),
@@ -63,6 +103,7 @@ def progress_bar() -> Progress:
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         TextColumn("left"),
+        disable=not shown,
     )
 
 
@@ -84,7 +125,9 @@ def plot_learning_curve(log: Path, png: Path) -> None:
 
 def status(record: Record) -> str:
     """What the progress bar says of a record."""
+    mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+    bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
     return (
         f"loss {record['train_loss']:.3f}  accuracy {record['train_accuracy']:.3f}"
-        f"  {record['images_per_second']:,.0f} images/s"
+        f"  {record['images_per_second']:,.0f} images/s{mfu}{bad}"
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, parse_variant
@@ -18,6 +18,9 @@ from vit.config import Config, Size, parse_variant
 class ViT(nnx.Module):
     """images (b, size, size, channels), 0 to 255 -> (logits (b, num_classes), intermediates).
 
+    Images are bytes or floats. With dtype "bfloat16" so are the activations; parameters, the sums
+    of normalisation and attention, and the logits stay float32.
+
     A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout and the
     running statistics of calibrated attention.
 
@@ -25,15 +28,17 @@ class ViT(nnx.Module):
         config: the sections `model` and `attention` are read, and `data.image_size`.
         num_classes: width of the logits.
         channels: of the images.
-        rngs: streams `params`, `dropout` and `frequencies`; see `random_streams`.
+        rngs: streams `params`, `dropout`, `frequencies`; see `random_streams`.
     """
 
     def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
         size, patch_size = parse_variant(config.model.variant)
-        self.pooling = config.model.pooling
+        self.pooling, self.remat = config.model.pooling, config.model.remat
+        dtype = jnp.dtype(config.model.dtype)
         grid = config.data.image_size // patch_size
+        patch = (patch_size, patch_size)
         self.embed = nnx.Conv(
-            channels, size.width, (patch_size,) * 2, (patch_size,) * 2, padding="VALID", rngs=rngs
+            channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
         )
         if config.model.position == "learned":
             table = 0.02 * jax.random.normal(rngs.params(), (grid**2, size.width))
@@ -44,14 +49,14 @@ class ViT(nnx.Module):
             self.token = nnx.Param(jnp.zeros(size.width))
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
         self.blocks = nnx.List([Block(config, size, rngs) for _ in range(size.depth)])
-        self.norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
         self.head = nnx.Linear(
             size.width, num_classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
         )
         self.eval()
 
     def __call__(
-        self, images: Integer[Array, "b height width c"]
+        self, images: Real[Array, "b height width c"]
     ) -> tuple[Float[Array, "b classes"], dict[str, Array]]:
         """Logits, and by name what passed on the way.
 
@@ -59,14 +64,16 @@ class ViT(nnx.Module):
         projections of that block read), "block00/output", ..., "pooled".
         """
         x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
-        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...]
+        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
         if self.pooling == "token":
-            token = jnp.broadcast_to(self.token[...], (x.shape[0], 1, x.shape[-1]))
+            token = self.token[...].astype(x.dtype)
+            token = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)
         x = self.dropout(x)
         intermediates = {"embedded": x}
+        apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for i, block in enumerate(self.blocks):
-            x, attention_input = block(x)
+            x, attention_input = apply(block, x)
             intermediates[f"block{i:02d}/attention_input"] = attention_input
             intermediates[f"block{i:02d}/output"] = x
         x = self.norm(x)
@@ -91,18 +98,20 @@ class Block(nnx.Module):
                 calibration=attention.calibration,
                 rngs=rngs,
             )
-        self.attention_norm = nnx.LayerNorm(size.width, rngs=rngs)
+        dtype = jnp.dtype(config.model.dtype)
+        self.attention_norm = nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
             num_heads=size.num_heads,
             in_features=size.width,
             kernel_init=nnx.initializers.xavier_uniform(),
             attention_fn=attention_fn,
             decode=False,
+            dtype=dtype,
             rngs=rngs,
         )
-        self.mlp_norm = nnx.LayerNorm(size.width, rngs=rngs)
-        self.mlp_in = nnx.Linear(size.width, size.mlp_dim, rngs=rngs)
-        self.mlp_out = nnx.Linear(size.mlp_dim, size.width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
+        self.mlp_in = nnx.Linear(size.width, size.mlp_dim, dtype=dtype, rngs=rngs)
+        self.mlp_out = nnx.Linear(size.mlp_dim, size.width, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
 
     def __call__(
@@ -117,9 +126,9 @@ class Block(nnx.Module):
 
 
 def random_streams(seed: int) -> nnx.Rngs:
-    """The streams of a run, independent of one another: params, dropout, frequencies."""
-    params, dropout, frequencies = jax.random.split(jax.random.key(seed), 3)
-    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies)
+    """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
+    params, dropout, frequencies, mixup = jax.random.split(jax.random.key(seed), 4)
+    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies, mixup=mixup)
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:

@@ -1,0 +1,170 @@
+"""Eight devices, two processes and sharded parameters train as one device does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.small import TINY, small_config
+from vit import checkpoint, config, devices, metrics, safety, train
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import jax
+from vit import devices
+arguments = json.loads(sys.argv[1])
+if "coordinator" in arguments:
+    devices.initialize(arguments["coordinator"], 2, arguments["process"])
+from tests.small import TINY, small_config
+from vit import config, train
+config.SIZES["XS"] = TINY
+for workdir, changes in arguments["runs"].items():
+    train.train(small_config(**changes), Path(workdir))
+if arguments.get("shares"):
+    from vit import data, optim
+    import numpy as np
+    settings = config.Config(model=config.Model("B/16"), fsdp=8)
+    settings.data.image_size = 224
+    dataset = data.load(config.Data())._replace(num_classes=1000, channels=3)
+    run = train.build(settings, dataset, lambda step: 0.0, devices.mesh(settings))
+    print("state", *(
+        sum(np.prod(f(x), dtype=int) for x in jax.tree.leaves(run.abstract))
+        for f in (lambda x: x.shape, lambda x: x.sharding.shard_shape(x.shape))
+    ))
+    config.SIZES["XS"] = config.SIZES["Ti"]._replace(depth=1)
+    attention = config.Attention(num_features=8)
+    settings = small_config(attention=attention, fsdp=8)
+    run = train.build(settings, data.load(settings.data), lambda step: 0.0, devices.mesh(settings))
+    batch = next(train.train_batches(data.load(settings.data), settings, devices.mesh(settings), 0))
+    state, _ = run.train(run.initial(), batch)
+    for when in (run.abstract, state):
+        print("shard", max(x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(when)
+                           if x.shape == (192, 768)))
+    held = {d: 0 for d in jax.devices()}
+    for x in jax.tree.leaves(state):
+        if x.dtype == "float32":
+            for shard in x.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+    whole = sum(x.nbytes for x in jax.tree.leaves(state) if x.dtype == "float32")
+    print("held", max(held.values()), whole)
+"""
+
+
+def start(arguments, count=1):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "PYTHONPATH": ".",
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def losses(workdir):
+    return [
+        (r["step"], r["train_loss"], r.get("eval_loss"), r.get("eval_accuracy"))
+        for r in metrics.read(workdir / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        train.train(small_config(), workdir)
+    return losses(workdir)
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert [x is None for x in a] == [x is None for x in b]
+        np.testing.assert_allclose(
+            [x for x in a if x is not None], [x for x in b if x is not None], rtol=1e-5
+        )
+
+
+def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch):
+    """Data parallel and with sharded parameters (of which only a small array is left whole)."""
+    runs = {str(tmp_path / "data"): {}, str(tmp_path / "fsdp"): {"fsdp": 4}}
+    done = start({"runs": runs, "shares": True}, 8)
+    output, errors = done.communicate(timeout=400)
+    assert done.returncode == 0, errors
+    for name in ("data", "fsdp"):
+        assert_same(losses(tmp_path / name), one_device)
+    words = [line.split() for line in output.splitlines()]
+    ((_, whole, part),) = [w for w in words if w[0] == "state"]
+    assert int(part) < 1.01 * int(whole) / 8  # B/16 with Adam: 1.0 GB whole, 0.13 GB on a device
+    shards = [w[1:] for w in words if w[0] == "shard"]
+    assert shards[0] == shards[1] == ["(192,", "96)"]
+    ((_, held, whole),) = [w for w in words if w[0] == "held"]
+    assert int(held) < 1.2 * int(whole) / 8  # small arrays are whole
+
+
+def test_two_processes_train_as_one_and_stop_together(one_device, tmp_path):
+    """Two processes on loopback; SIGTERM to one stops both after the same step."""
+    changes = {"num_epochs": 400.2 / 44, "checkpoint_every": 1000, "eval_every": 1000}
+    runs = {str(tmp_path / "short"): {}, str(tmp_path / "long"): changes}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    pair = [
+        start({"coordinator": coordinator, "process": process, "runs": runs})
+        for process in range(2)
+    ]
+    log, deadline = tmp_path / "long" / "metrics.jsonl", time.time() + 200
+    while len(metrics.read(log)) < 5 and time.time() < deadline:
+        time.sleep(0.05)
+    pair[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=400) for process in pair]
+    assert [process.returncode for process in pair] == [safety.STOPPED] * 2, outputs
+    assert_same(losses(tmp_path / "short"), one_device)
+    last = metrics.read(log)[-1]["step"]
+    assert 5 <= last < 400
+    with checkpoint.open_checkpoints(tmp_path / "long") as checkpoints:
+        assert [c.step for c in checkpoints.checkpoints] == [last]
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "message"),
+    [
+        (3, {}, "batch_size=32 is not divisible by the 3 devices"),
+        (8, {"fsdp": 3}, "config.fsdp=3 does not divide the 8 devices"),
+        (
+            8,
+            {"optim": config.Optim(accumulate=8)},
+            "not divisible by the 8 devices times config.optim.accumulate=8",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_named(monkeypatch, count, changes, message):
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=message):
+        devices.mesh(small_config(**changes))
+
+
+def test_processes_are_all_described_or_not_at_all(monkeypatch):
+    with pytest.raises(ValueError, match="give all three, or none"):
+        devices.initialize("localhost:1", 2)
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch):
+    class Device:
+        device_kind = "TPU v5 lite"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device] * 4)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert devices.peak_flops() == 4 * 197e12
+    Device.device_kind = "cpu"
+    assert devices.peak_flops() is None

@@ -1,0 +1,59 @@
+"""What a run costs: floating point operations, parameters and memory."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from vit.config import Config, parse_variant
+
+
+def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
+    """Operations of the forward pass for one image: two for each multiplication in a product.
+
+    n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
+    the projections, 4 n w mlp_dim, and 4 n^2 w for softmax or 8 n m w for random features. A
+    training step takes three times as many; what `remat` computes again is not counted.
+    """
+    size, patch_size = parse_variant(config.model.variant)
+    patches = (config.data.image_size // patch_size) ** 2
+    n = patches + (config.model.pooling == "token")
+    m = config.attention.num_features
+    attention = 8 * n * m if config.attention.kind == "performer" else 4 * n**2
+    layer = size.width * (8 * n * size.width + 4 * n * size.mlp_dim + attention)
+    ends = 2 * patches * patch_size**2 * channels * size.width + 2 * size.width * num_classes
+    return float(size.depth * layer + ends)
+
+
+def parameters(state: nnx.State) -> dict[str, Any]:
+    """Name -> array (or shape) of each parameter in the state of (model, optimizer).
+
+    The order is that of `jax.tree.leaves`; a name is a path, "blocks.0.attention.key.bias".
+    """
+    model = nnx.filter_state(state, nnx.Param)
+    return {
+        ".".join(str(key.key) for key in path[1:] if hasattr(key, "key")): x
+        for path, x in jax.tree.leaves_with_path(model)
+    }
+
+
+def parameter_table(state: nnx.State) -> str:
+    """Name, shape, elements and how many of them a device holds, for each parameter."""
+    rows = [
+        (name, x.shape, x.size, math.prod(x.sharding.shard_shape(x.shape)))
+        for name, x in parameters(state).items()
+    ]
+    rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'parameter':{width}}  {'shape':18} {'elements':>12} {'on a device':>12}"]
+    lines += [f"{a:{width}}  {b!s:18} {c:12,} {d:12,}" for a, b, c, d in rows]
+    return "\n".join(lines)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes on each device that a compiled program needs: arguments, temporary, in all."""
+    analysis = compiled.memory_analysis()
+    arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {"arguments": arguments, "temporary": temporary, "in all": arguments + temporary + new}

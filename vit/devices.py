@@ -1,0 +1,143 @@
+"""Devices: one mesh (data, fsdp), where state and batches lie on it, and several processes.
+
+A batch is split over all devices. The parameters, the optimiser's moments and the running mean are
+split over the axis "fsdp" and repeated over "data"; `jit` gathers what a layer needs when it needs
+it (fully sharded data parallelism, Rajbhandari et al. 2020). One process drives the devices of one
+host; every process runs the same program.
+"""
+
+import resource
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from vit.config import Config
+
+SMALLEST = 4096
+"""Arrays of fewer elements are not split: gathering them costs more than keeping them."""
+
+PEAK = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+"""bfloat16 FLOP/s of one device (dense, from the makers' data sheets), by how its name begins."""
+
+
+def initialize(coordinator: str = "", num_processes: int = 0, process_id: int = -1) -> None:
+    """Joins the processes of a run; before anything else touches a device.
+
+    On a TPU pod, under Slurm and under Open MPI nothing need be given.
+
+    Args:
+        coordinator: "host:port" of process 0.
+        num_processes: how many there are.
+        process_id: the number of this one.
+
+    Raises:
+        ValueError: when some of the three are given and some are not.
+    """
+    given = [bool(coordinator), num_processes > 0, process_id >= 0]
+    if any(given) and not all(given):
+        raise ValueError(
+            f"--coordinator={coordinator!r} --num_processes={num_processes}"
+            f" --process_id={process_id}: give all three, or none where the cluster tells them"
+            " (TPU pods, Slurm, Open MPI)"
+        )
+    if all(given):
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+        return
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--distributed found no cluster ({error}); give --coordinator=HOST:PORT,"
+            " --num_processes and --process_id"
+        ) from error
+
+
+def mesh(config: Config) -> Mesh:
+    """All devices as (data, fsdp).
+
+    Raises:
+        ValueError: when the devices cannot be divided so, or the batch not among them.
+    """
+    count, parts = jax.device_count(), config.optim.accumulate
+    if count % config.fsdp:
+        raise ValueError(f"config.fsdp={config.fsdp} does not divide the {count} devices")
+    if config.data.batch_size % (count * parts):
+        times = f" times config.optim.accumulate={parts}" if parts > 1 else ""
+        raise ValueError(
+            f"config.data.batch_size={config.data.batch_size} is not divisible by the {count}"
+            f" devices{times}"
+        )
+    shape = (count // config.fsdp, config.fsdp)
+    return jax.make_mesh(shape, ("data", "fsdp"), (AxisType.Auto, AxisType.Auto))
+
+
+def of_state(mesh: Mesh, state: Any) -> Any:
+    """The sharding of each array: its longest axis that "fsdp" divides; small arrays are whole."""
+
+    def sharding(x: Any) -> NamedSharding:
+        fsdp = mesh.shape["fsdp"]
+        axes = [axis for axis, size in enumerate(x.shape) if size % fsdp == 0]
+        if fsdp == 1 or x.size < SMALLEST or not axes:
+            return NamedSharding(mesh, PartitionSpec())
+        longest = max(axes, key=lambda axis: x.shape[axis])
+        return NamedSharding(mesh, PartitionSpec(*[None] * longest, "fsdp"))
+
+    return jax.tree.map(sharding, state)
+
+
+def of_batch(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: the first axis over all devices."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """The sharding of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A batch on the devices, of which each process gives its own rows."""
+    sharding = of_batch(mesh)
+    return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
+
+
+def agree(value: bool) -> bool:
+    """What process 0 says."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+def memory() -> dict[str, float]:
+    """The most memory that was in use so far, in GiB: of a device, and of this process.
+
+    A backend that does not count (the CPU's) says nothing of the device.
+    """
+    gib = 2.0**30
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return ({"device_memory_gib": max(peaks) / gib} if peaks else {}) | {"memory_gib": host / gib}
+
+
+def peak_flops() -> float | None:
+    """FLOP/s that all devices can do together, or None for a device that `PEAK` does not know."""
+    kind = jax.devices()[0].device_kind
+    for name, value in sorted(PEAK.items(), key=lambda item: -len(item[0])):
+        if kind.startswith(name):
+            return value * jax.device_count()
+    return None
