@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
@@ -42,8 +41,8 @@ def exists(workdir: Path) -> bool:
     return any(p.name.isdecimal() for p in (workdir / "checkpoints").glob("*"))
 
 
-def save(checkpoints: ocp.training.Checkpointer, step: int, state: nnx.State) -> None:
-    """Saves `state` in the background, after what is still being saved.
+def save(checkpoints: ocp.training.Checkpointer, step: int, state: Any) -> None:
+    """Saves `state`, a pytree of arrays, in the background, after what is still being saved.
 
     Raises:
         SaveError: when this or the one before cannot be written; earlier checkpoints are intact.
@@ -67,7 +66,7 @@ def finish(checkpoints: ocp.training.Checkpointer) -> None:
         raise _save_error(checkpoints, error) from error
 
 
-def restore(workdir: Path, state: nnx.State) -> tuple[int, nnx.State]:
+def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     """Step and state of the newest checkpoint that can be read; nothing is changed on disk.
 
     A damaged one is named and passed over.
@@ -116,7 +115,7 @@ def set_aside(workdir: Path, step: int) -> None:
 
 
 @jax.jit
-def checksums(state: nnx.State) -> Integer[Array, " arrays"]:
+def checksums(state: Any) -> Integer[Array, " arrays"]:
     """For each array the sum of (2 i + 1) bits_i mod 2^32: no single changed word leaves it alone."""
 
     def checksum(x: Array) -> Integer[Array, ""]:

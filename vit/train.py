@@ -388,7 +388,7 @@ def _mean(stretch: list[dict[str, np.ndarray]]) -> dict[str, float]:
 
 def main(_: list[str]) -> None:
     """The command line."""
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     try:
         if _DISTRIBUTED.value or _COORDINATOR.value:

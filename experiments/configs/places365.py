@@ -1,0 +1,48 @@
+"""Places365 (365 scenes), a SimRFs-Performer: Reid et al. 2023, Sec. 5.4 and Fig. 9(d).
+
+    python -m vit.prepare --source=DIR --out=data --name=places365
+    python -m vit.train --config=experiments/configs/places365.py --workdir=runs/places365
+    python -m vit.train --config=experiments/configs/places365.py --workdir=runs/places365_orf \\
+        --config.attention.coupling=orf
+
+DIR holds the class folders `train/<class>/*.jpg` and `val/<class>/*.jpg` of Places365-Standard in
+its "easyformat" (256 x 256 images, one archive to unpack).
+
+The paper: model, optimiser, features and epochs as on ImageNet (see `imagenet_simrf.py`, also for
+what is left open); "365 classes, 1.8M training images, 328K test set". The labels of that test set
+are not public: the accuracy here is that on the validation split, 36,500 images. 300 epochs of
+1,803,460 images are 132,000 steps.
+
+Expected: the paper prints curves only; of this data set it says that SimRF is never worse than ORF.
+Not yet run here: it takes accelerators.
+"""
+
+from vit.config import Attention, Config, Data, Model, Optim
+
+
+def get_config() -> Config:
+    return Config(
+        model=Model(variant="B/16", dropout=0.1, dtype="bfloat16"),
+        attention=Attention(coupling="simrf", num_features=130),
+        data=Data(
+            name="places365",
+            dir="data",
+            eval_split="validation",
+            image_size=224,
+            eval_resize=256,
+            crop="inception",
+            flip=True,
+            batch_size=4096,
+            num_workers=16,
+        ),
+        optim=Optim(
+            learning_rate=3e-3,
+            final_learning_rate=1e-5,
+            warmup_steps=10_000,
+            weight_decay=0.1,
+        ),
+        num_epochs=300.0,
+        log_every=50,
+        eval_every=3_000,
+        checkpoint_every=500,
+    )

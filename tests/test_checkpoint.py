@@ -1,0 +1,152 @@
+"""Checkpoints: what damage is noticed, what is passed over, and what a full disk leaves."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit import checkpoint
+
+
+def state(seed=0):
+    numbers = np.random.default_rng(seed).normal(size=(64, 65))
+    return {
+        "kernel": jnp.asarray(numbers, jnp.float32),
+        "half": jnp.asarray(numbers[0], jnp.bfloat16),
+        "key": jax.random.key(seed),
+        "step": jnp.uint32(seed),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 1 and 2; tests work on copies."""
+    workdir = tmp_path_factory.mktemp("checkpoints")
+    checkpoints = checkpoint.open_checkpoints(workdir, write=True)
+    for step in (0, 1, 2):
+        checkpoint.save(checkpoints, step, state(step))
+    checkpoint.finish(checkpoints)
+    return workdir
+
+
+def restored(workdir):
+    step, found = checkpoint.restore(workdir, state())
+    assert jax.random.key_data(found["key"]).tolist() == [0, step]
+    np.testing.assert_array_equal(found["kernel"], state(step)["kernel"])
+    np.testing.assert_array_equal(found["half"], state(step)["half"])
+    return step
+
+
+def damaged(saved, folder, change):
+    """A copy in which the largest file of step 2, which holds the arrays, is changed."""
+    shutil.copytree(saved, folder)
+    files = (folder / "checkpoints" / "2").rglob("*")
+    path = max((p for p in files if p.is_file()), key=lambda p: p.stat().st_size)
+    change(path)
+    return folder
+
+
+def flip_one_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_the_newest_two_are_kept_and_read(saved):
+    with checkpoint.open_checkpoints(saved) as checkpoints:
+        assert [c.step for c in checkpoints.checkpoints] == [1, 2]
+    assert restored(saved) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        flip_one_bit,
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.unlink(),
+        lambda path: shutil.rmtree(path.parents[1]),
+    ],
+    ids=["one bit", "half", "empty", "file missing", "folder missing"],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(saved, tmp_path, capsys, change):
+    workdir = damaged(saved, tmp_path / "run", change)
+    assert restored(workdir) == 1
+    output = capsys.readouterr().out
+    assert "checkpoints/2 cannot be read" in output
+    assert "going back to step 1" in output
+    assert (workdir / "checkpoints" / "2").exists()  # reading changes nothing
+    checkpoint.set_aside(workdir, 1)
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1"]
+    assert (workdir / "unreadable" / "2").exists()
+
+
+def test_nothing_that_can_be_read(saved, tmp_path):
+    with pytest.raises(ValueError, match="holds no checkpoint yet"):
+        checkpoint.restore(tmp_path, state())
+    workdir = damaged(saved, tmp_path / "run", flip_one_bit)
+    shutil.rmtree(workdir / "checkpoints" / "1")
+    with pytest.raises(ValueError, match="no checkpoint can be read:\n.*checksums are wrong"):
+        checkpoint.restore(workdir, state())
+
+
+def test_reading_leaves_a_save_that_is_going_on_alone(saved, tmp_path):
+    workdir = shutil.copytree(saved, tmp_path / "run")
+    half = workdir / "checkpoints" / "3.orbax-checkpoint-tmp"
+    half.mkdir()
+    assert restored(workdir) == 2
+    assert half.exists()
+    checkpoint.open_checkpoints(workdir, write=True).close()
+    assert not half.exists()
+
+
+def test_every_single_changed_word_changes_its_checksum():
+    x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    want = checkpoint.checksums({"x": x})
+    bits = np.asarray(x).view(np.uint32)
+    for place in range(12):
+        for bit in (0, 31):
+            changed = bits.copy().reshape(-1)
+            changed[place] ^= np.uint32(1 << bit)
+            other = jnp.asarray(changed.view(np.float32).reshape(3, 4))
+            assert checkpoint.checksums({"x": other})[0] != want[0]
+    assert checkpoint.checksums({"x": x[::-1]})[0] != want[0]
+
+
+FULL = """
+import resource, signal, sys, time
+from pathlib import Path
+from vit import checkpoint
+from tests.test_checkpoint import state
+workdir = Path(sys.argv[1])
+checkpoints = checkpoint.open_checkpoints(workdir, write=True)
+checkpoint.save(checkpoints, 1, state(1))
+while not checkpoint.exists(workdir):
+    time.sleep(0.05)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    checkpoint.save(checkpoints, 2, state(2))
+    checkpoint.finish(checkpoints)
+except checkpoint.SaveError as error:
+    print("SaveError", error)
+"""
+
+
+def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
+    """Files of more than 4 KiB cannot be written in that process: what a full disk does."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert "SaveError a checkpoint could not be written" in done.stdout, done.stderr
+    assert "Complete are those of steps [1]" in done.stdout
+    assert restored(tmp_path) == 1

@@ -1,0 +1,143 @@
+"""Accuracy by class and the confusion matrix, against scikit-learn and a plain count."""
+
+import csv
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import confusion_matrix
+
+from tests.small import TINY, small_config
+from vit import class_report, config, convert, data, evaluate, metrics
+from vit.model import ViT, random_streams
+
+CLASSES = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def guessing():
+    """A model with random logits, batches of which the last is mostly padding, and its logits."""
+    settings = small_config(data=config.Data(batch_size=128))  # 360 images: 3 batches
+    model = ViT(settings, num_classes=CLASSES, channels=1, rngs=random_streams(0))
+    rng = np.random.default_rng(0)
+    model.head.kernel[...] = jnp.asarray(rng.normal(0, 1, (TINY.width, CLASSES)), jnp.float32)
+    batches = list(data.eval_batches(data.load(settings.data), settings.data))
+    assert [int(batch["mask"].sum()) for batch in batches] == [128, 128, 104]
+    real = [
+        (np.asarray(model(jnp.asarray(batch["image"]))[0])[i], int(batch["label"][i]))
+        for batch in batches
+        for i in np.flatnonzero(batch["mask"])
+    ]
+    logits, labels = (np.array(values) for values in zip(*real, strict=True))
+    return model, batches, logits, labels
+
+
+def test_counts_are_those_of_a_plain_count(guessing):
+    model, batches, logits, labels = guessing
+    counted = class_report.tally(model, batches, CLASSES)
+    predicted = logits.argmax(axis=1)
+    assert len(set(predicted)) > 3
+    np.testing.assert_array_equal(
+        counted.confusion, confusion_matrix(labels, predicted, labels=range(CLASSES))
+    )
+    top5 = np.zeros(CLASSES, int)
+    for row, label in zip(logits, labels, strict=True):
+        top5[label] += label in np.argsort(-row)[:5]
+    np.testing.assert_array_equal(counted.top5, top5)
+    assert counted.confusion.sum() == 360  # every image once, no padding
+    for row in class_report.rows(counted, [str(i) for i in range(CLASSES)]):
+        of_class = labels == row["class"]
+        assert row["images"] == of_class.sum()
+        assert row["top-1"] == pytest.approx(np.mean(predicted[of_class] == labels[of_class]))
+        assert row["top-5"] == pytest.approx(top5[row["class"]] / of_class.sum())
+
+
+def test_hidden_examples_count_nowhere(guessing):
+    """Whatever stands behind the mask: other images, other labels."""
+    model, batches, _, _ = guessing
+    changed = []
+    for batch in batches:
+        hidden = batch["mask"] == 0
+        image, label = batch["image"].copy(), batch["label"].copy()
+        image[hidden], label[hidden] = 255, 7
+        changed.append(batch | {"image": image, "label": label})
+    before, after = (class_report.tally(model, b, CLASSES) for b in (batches, changed))
+    np.testing.assert_array_equal(before.confusion, after.confusion)
+    np.testing.assert_array_equal(before.top5, after.top5)
+
+
+def test_ties_and_nan_are_counted_as_the_metrics_do():
+    nan, inf = np.nan, np.inf
+    logits = np.array(
+        [
+            [1, 2, 0],  # class 1
+            [2, 2, 0],  # a tie of the label with class 1
+            [0, nan, 1],  # NaN elsewhere
+            [0, nan, 1],  # NaN at the label
+            [nan, nan, nan],
+            [-inf, -inf, -inf],
+            [0, -inf, -inf],
+            [inf, inf, 0],
+        ],
+        np.float32,
+    )
+    labels = np.array([1, 0, 2, 1, 0, 2, 0, 0], np.int32)
+    predicted, rank = class_report.outcomes(jnp.asarray(logits), jnp.asarray(labels))
+    assert np.asarray(predicted).tolist() == [1, 1, 1, 2, 1, 0, 0, 1]
+    ones = jnp.ones(len(labels), jnp.float32)
+    for row in range(len(labels)):
+        at = slice(row, row + 1)
+        counts = metrics.counts(jnp.asarray(logits[at]), jnp.asarray(labels[at]), ones[at])
+        assert int(predicted[row] == labels[row]) == int(counts["top1"]), row
+        assert int(rank[row] < 1) == int(counts["top1"])
+        assert int(rank[row] < 5) == int(counts["top5"])
+
+
+def test_one_class():
+    predicted, rank = class_report.outcomes(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32))
+    assert (predicted.tolist(), rank.tolist()) == ([0, 0], [0, 0])
+
+
+def test_files(tmp_path):
+    confusion = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 2]])
+    counted = class_report.Tally(confusion, np.array([4, 0, 3]))
+    names = ["ant", "bee, wild", "cat"]
+    records = class_report.write(counted, names, tmp_path)
+    with (tmp_path / "classes.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["class", "name", "images", "top-1", "top-5"]
+    assert rows[1] == ["0", "ant", "4", "0.75", "1.0"]
+    assert rows[2] == ["1", "bee, wild", "0", "nan", "nan"]
+    assert "| 2 | cat | 4 | 0.5 | 0.75 |" in (tmp_path / "classes.md").read_text()
+    with (tmp_path / "confusion.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        ["true \\ predicted", *names],
+        ["ant", "3", "1", "0"],
+        ["bee, wild", "0", "0", "0"],
+        ["cat", "2", "0", "2"],
+    ]
+    lines = class_report.summary(counted, records).splitlines()
+    assert lines[0].startswith("top-1 0.6250, top-5 0.8750 of 8 images")
+    assert [line.split()[1] for line in lines[1:]] == ["cat:", "ant:"]  # none for the empty class
+    assert lines[1].endswith("most often taken for ant")
+
+
+def test_a_run(guessing, tmp_path):
+    model, _, logits, labels = guessing
+    settings = small_config()
+    convert.save_run(model, settings, data.load(settings.data), tmp_path)
+    config.save(settings, tmp_path / "config.json")
+    text = evaluate.report_classes(tmp_path)
+    accuracy = np.mean(logits.argmax(axis=1) == labels)
+    assert text.startswith(f"top-1 {accuracy:.4f}, top-5 ")
+    assert " of 360 images" in text
+    for name in ("classes.csv", "classes.md", "confusion.csv"):
+        assert (tmp_path / name).exists()

@@ -1,0 +1,347 @@
+"""Published ViT weights become a run: the same function, whole error messages, nothing half done.
+
+The reference is the original network written from its definition in float64 NumPy.
+"""
+
+import zipfile
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from scipy.special import logsumexp
+
+from performer.nnx import Frequencies
+from tests.small import TINY, small_config
+from vit import config, evaluate, metrics, pretrained, train
+from vit.model import ViT, random_streams
+
+WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
+PATCH, GRID, CLASSES = 4, 2, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        yield
+
+
+def settings(pooling="token", kind="softmax", position="learned", **sections):
+    return small_config(
+        model=config.Model(variant=f"XS/{PATCH}", pooling=pooling, position=position),
+        attention=config.Attention(kind=kind, num_features=8),
+        **sections,
+    )
+
+
+def weights(pooling="token", layout="augreg", classes=CLASSES, depth=DEPTH):
+    """Random arrays, none of them near its initialisation."""
+    rng = np.random.default_rng(0)
+    augreg = layout == "augreg"
+    norms, attention, mlp = (
+        (("LayerNorm_0", "LayerNorm_2"), "MultiHeadDotProductAttention_1", "MlpBlock_3")
+        if augreg
+        else (("LayerNorm_0", "LayerNorm_1"), "MultiHeadDotProductAttention_0", "MlpBlock_0")
+    )
+
+    def draw(*shape):
+        return rng.normal(0, 0.5, shape).astype(np.float32)
+
+    token = pooling == "token"
+    arrays = {"embedding/kernel": draw(PATCH, PATCH, 1, WIDTH), "embedding/bias": draw(WIDTH)}
+    if token:
+        arrays["cls"] = draw(1, 1, WIDTH)
+    position = draw(1, GRID**2 + (token and augreg), WIDTH)
+    arrays["Transformer/posembed_input/pos_embedding" if augreg else "pos_embedding"] = position
+    for i in range(depth):
+        block = f"Transformer/encoderblock_{i}"
+        for norm in norms:
+            arrays[f"{block}/{norm}/scale"] = 1 + draw(WIDTH)
+            arrays[f"{block}/{norm}/bias"] = draw(WIDTH)
+        for name in ("query", "key", "value"):
+            arrays[f"{block}/{attention}/{name}/kernel"] = draw(WIDTH, HEADS, WIDTH // HEADS)
+            arrays[f"{block}/{attention}/{name}/bias"] = draw(HEADS, WIDTH // HEADS)
+        arrays[f"{block}/{attention}/out/kernel"] = draw(HEADS, WIDTH // HEADS, WIDTH)
+        arrays[f"{block}/{attention}/out/bias"] = draw(WIDTH)
+        for j, (a, b) in enumerate([(WIDTH, MLP), (MLP, WIDTH)]):
+            arrays[f"{block}/{mlp}/Dense_{j}/kernel"] = draw(a, b)
+            arrays[f"{block}/{mlp}/Dense_{j}/bias"] = draw(b)
+    arrays["Transformer/encoder_norm/scale"] = 1 + draw(WIDTH)
+    arrays["Transformer/encoder_norm/bias"] = draw(WIDTH)
+    return arrays | {"head/kernel": draw(WIDTH, classes), "head/bias": draw(classes)}
+
+
+def reference(arrays, images, pooling="token"):
+    """Logits of the original network, in either layout, in float64."""
+    w = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+    augreg = "Transformer/posembed_input/pos_embedding" in w
+    second, attention, mlp = (
+        ("LayerNorm_2", "MultiHeadDotProductAttention_1", "MlpBlock_3")
+        if augreg
+        else ("LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0")
+    )
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+        return x * w[f"{name}/scale"] + w[f"{name}/bias"]
+
+    def dense(x, name):
+        return x @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+
+    def gelu(x):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def attend(x, name):
+        q, k, v = (
+            np.einsum("tw,whd->thd", x, w[f"{name}/{p}/kernel"]) + w[f"{name}/{p}/bias"]
+            for p in ("query", "key", "value")
+        )
+        logits = np.einsum("thd,shd->hts", q, k) / np.sqrt(WIDTH // HEADS)
+        shares = np.exp(logits - logsumexp(logits, axis=-1, keepdims=True))
+        out = np.einsum("hts,shd->thd", shares, v)
+        return np.einsum("thd,hdw->tw", out, w[f"{name}/out/kernel"]) + w[f"{name}/out/bias"]
+
+    def logits_of(image):
+        pixels = image.astype(np.float64) / 127.5 - 1
+        patches = [
+            np.einsum("ijc,ijcw->w", pixels[y : y + PATCH, x : x + PATCH], w["embedding/kernel"])
+            for y in range(0, GRID * PATCH, PATCH)
+            for x in range(0, GRID * PATCH, PATCH)
+        ]
+        x = np.stack(patches) + w["embedding/bias"]
+        if augreg:  # the older network concatenates first, then adds positions
+            if pooling == "token":
+                x = np.concatenate([w["cls"][0], x])
+            x = x + w["Transformer/posembed_input/pos_embedding"][0]
+        else:
+            x = x + w["pos_embedding"][0]
+            if pooling == "token":
+                x = np.concatenate([w["cls"][0], x])
+        for i in range(DEPTH):
+            block = f"Transformer/encoderblock_{i}"
+            x = x + attend(norm(x, f"{block}/LayerNorm_0"), f"{block}/{attention}")
+            hidden = gelu(dense(norm(x, f"{block}/{second}"), f"{block}/{mlp}/Dense_0"))
+            x = x + dense(hidden, f"{block}/{mlp}/Dense_1")
+        x = norm(x, "Transformer/encoder_norm")
+        return dense(x[0] if pooling == "token" else x.mean(0), "head")
+
+    return np.stack([logits_of(image) for image in images])
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(arrays):
+        np.savez(tmp_path / "weights.npz", **arrays)
+        return tmp_path / "weights.npz"
+
+    return write
+
+
+IMAGES = np.random.default_rng(1).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
+
+
+def loaded(path, options):
+    model = ViT(options, num_classes=CLASSES, channels=1, rngs=random_streams(0))
+    arrays, lines = pretrained.read(path)
+    return model, [*lines, *pretrained.load(model, arrays, str(path))]
+
+
+def logits_of(model):
+    return model(jnp.asarray(IMAGES))[0]
+
+
+def params(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("pooling", ["token", "mean"])
+@pytest.mark.parametrize("layout", ["augreg", "big_vision"])
+def test_the_loaded_model_is_the_original_function(file, pooling, layout):
+    arrays = weights(pooling, layout)
+    model, lines = loaded(file(arrays), settings(pooling))
+    assert lines == []
+    want = reference(arrays, IMAGES, pooling)
+    np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
+    arrays = weights(layout="big_vision")
+    plain = params(loaded(file(arrays), settings())[0])
+    stacked = {name: x for name, x in arrays.items() if "encoderblock" not in name}
+    for name in arrays:
+        if "encoderblock_0" in name:
+            layers = [arrays[name.replace("_0/", f"_{i}/", 1)] for i in range(DEPTH)]
+            stacked[name.replace("encoderblock_0", "encoderblock")] = np.stack(layers)
+    beside = {"opt/0/mu/head/bias": np.full(3, np.nan), "opt/0/count": np.array(5)}
+    cases = {
+        "stacked": (stacked, []),
+        "params": ({f"params/{n}": x for n, x in stacked.items()} | beside, ["opt: 2 arrays"]),
+        "target": (
+            {f"opt/target/{n}": x for n, x in arrays.items()} | {"opt/state/step": np.array(3)},
+            ["opt: 1 arrays"],
+        ),
+        "beside": (arrays | beside, ["opt: 2 arrays"]),
+    }
+    for case, (variant, told) in cases.items():
+        model, lines = loaded(file(variant), settings())
+        assert [line.partition(" left out")[0] for line in lines] == told, case
+        jax.tree.map(np.testing.assert_array_equal, params(model), plain)
+
+
+def test_half_precision(file):
+    arrays = weights()
+    for dtype, digits in [(ml_dtypes.bfloat16, 8), (np.float16, 11)]:
+        path = file({name: array.astype(dtype) for name, array in arrays.items()})
+        got, _ = pretrained.read(path)
+        for name, array in arrays.items():
+            assert got[name].dtype == np.float32
+            np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)
+
+
+def test_a_fixed_position_table_needs_none_in_the_file(file):
+    arrays = weights("mean", "big_vision")
+    options = settings("mean", position="sincos")
+    with pytest.raises(ValueError, match=r"pos_embedding: \(4, 16\) in the file, no place here"):
+        loaded(file(arrays), options)
+    del arrays["pos_embedding"]
+    model, lines = loaded(file(arrays), options)
+    assert lines == []
+    table = model.position[...][None]
+    want = reference(arrays | {"pos_embedding": table}, IMAGES, "mean")
+    np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+def test_runs_evaluate_and_train_on(file, tmp_path):
+    """The softmax twin and a Performer with the same parameters, from one file."""
+    path = file(weights())
+    runs = {kind: tmp_path / kind for kind in ("softmax", "performer")}
+    for kind, workdir in runs.items():
+        assert pretrained.pretrained(path, settings(kind=kind), workdir) == []
+    models = {kind: evaluate.restore_model(workdir)[2] for kind, workdir in runs.items()}
+    jax.tree.map(np.testing.assert_array_equal, *map(params, models.values()))
+    assert len(jax.tree.leaves(nnx.state(models["performer"], Frequencies))) == DEPTH
+    direct, _ = loaded(path, settings())
+    np.testing.assert_array_equal(logits_of(models["softmax"]), logits_of(direct))
+    record = evaluate.evaluate_run(runs["softmax"])
+    assert (record["step"], record["eval_examples"]) == (0, 360)
+
+    assert train.train(settings(kind="performer"), runs["performer"])["step"] == 3
+    losses = [r["train_loss"] for r in metrics.read(runs["performer"] / "metrics.jsonl")]
+    assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
+
+    with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
+        pretrained.pretrained(path, settings(), runs["softmax"])
+
+
+def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
+    told = "head/kernel: (16, 10) left at its initialisation, "
+    more = weights(classes=21)
+    behind = weights() | {"pre_logits/kernel": np.eye(WIDTH), "pre_logits/bias": np.zeros(WIDTH)}
+    headless = {name: array for name, array in weights().items() if "head/" not in name}
+    for arrays, line in [
+        (more, told + "(16, 21) in the file"),
+        (behind, told + "(16, 10) in the file"),  # its input was another
+        (headless, told + "not in the file"),
+    ]:
+        model, lines = loaded(file(arrays), settings())
+        assert line in lines
+        assert not np.any(model.head.kernel[...])
+        np.testing.assert_array_equal(model.norm.bias[...], arrays["Transformer/encoder_norm/bias"])
+    assert loaded(file(behind), settings())[1][:2] == [
+        "pre_logits/kernel: (16, 16) left out, no place here",
+        "pre_logits/bias: (16,) left out, no place here",
+    ]
+
+
+def test_all_that_does_not_fit_is_listed_at_once(file, tmp_path):
+    arrays = weights(depth=DEPTH + 1)
+    del arrays["Transformer/encoderblock_0/LayerNorm_0/scale"]
+    del arrays["head/bias"]
+    arrays["Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel"] = np.zeros((WIDTH, MLP + 1))
+    arrays["Transformer/posembed_input/pos_embedding"] = np.zeros((1, 10, WIDTH))
+    with pytest.raises(ValueError, match="does not fit the model") as error:
+        pretrained.pretrained(file(arrays), settings(), tmp_path / "run")
+    lines = [line.strip() for line in str(error.value).splitlines()[1:]]
+    missing = [line for line in lines if "encoderblock_2" not in line]
+    assert sorted(missing) == [
+        "blocks/0/attention_norm/scale: (16,) here, not in the file",
+        "blocks/1/mlp_in/kernel: (16, 32) here, (16, 33) in"
+        " Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel",
+        "head/bias: (10,) here, not in the file",
+        "position: (4, 16) here, (10, 16) in Transformer/posembed_input/pos_embedding",
+    ]
+    assert len(lines) - len(missing) == 16  # every array of the block too many
+    assert "no place here" in lines[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_token_has_no_place_in_a_mean(file):
+    with pytest.raises(ValueError, match=r"cls: \(16,\) in the file, no place here"):
+        loaded(file(weights("token", "big_vision")), settings("mean"))
+    with pytest.raises(ValueError, match=r"token: \(16,\) here, not in the file"):
+        loaded(file(weights("mean")), settings("token"))
+
+
+def test_two_arrays_of_one_parameter(file):
+    arrays = weights()
+    arrays["pos_embedding"] = arrays["Transformer/posembed_input/pos_embedding"]
+    with pytest.raises(ValueError, match=r"pos_embedding and pos_embedding are both position"):
+        loaded(file(arrays), settings())
+
+
+def test_files_that_are_no_weights(file, tmp_path):
+    def refused(path, message):
+        with pytest.raises(ValueError, match=message):
+            pretrained.pretrained(path, settings(), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    refused(tmp_path / "none.npz", "none.npz cannot be read as an .npz file: .*No such file")
+    whole = file(weights()).read_bytes()
+    broken = tmp_path / "broken.npz"
+    for content in (b"", b"text", whole[: len(whole) // 2], whole[:4]):
+        broken.write_bytes(content)
+        refused(broken, "broken.npz cannot be read as an .npz file")
+    flipped = bytearray(whole)
+    with zipfile.ZipFile(file(weights())) as archive:
+        start = archive.getinfo("Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel.npy")
+    at = start.header_offset + 400
+    flipped[at : at + 8] = bytes(255 - b for b in flipped[at : at + 8])
+    broken.write_bytes(flipped)
+    refused(broken, "encoderblock_1/MlpBlock_3/Dense_0/kernel in .*broken.npz cannot be read")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    refused(tmp_path / "one.npy", "one.npy cannot be read as an .npz file")
+    refused(file({"a": np.zeros(3)}), "holds no ViT: there is no embedding/kernel")
+    pickled = np.array([{}], dtype=object)
+    refused(file(weights() | {"head/bias": pickled}), "head/bias in .*Object arrays cannot")
+
+
+def test_values_that_are_no_weights_are_named(file):
+    arrays = weights()
+    arrays["cls"][0, 0, 3] = np.nan
+    arrays["head/bias"] = np.full(CLASSES, 1e300)
+    arrays["embedding/bias"] = np.arange(WIDTH)
+    with pytest.raises(ValueError, match="that are no weights") as error:
+        pretrained.read(file(arrays))
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
+        "embedding/bias: of type int64",
+        "cls: not finite",
+        "head/bias: not finite",
+    ]
+
+
+def test_command_line(file, tmp_path, monkeypatch, capsys):
+    values = {"weights": file(weights(classes=21)), "workdir": tmp_path / "run"}
+    values["config"] = settings()
+    for name, value in values.items():
+        flag = SimpleNamespace(value=value)
+        monkeypatch.setattr(pretrained, f"_{name.upper()}", flag, raising=False)
+    pretrained.main([])
+    assert "head/bias: (10,) left at its initialisation, (21,) in the" in capsys.readouterr().out
+    assert config.of_run(tmp_path / "run") == settings()
+    with pytest.raises(SystemExit, match="ValueError: .*holds a run already"):
+        pretrained.main([])

@@ -1,0 +1,134 @@
+"""Accuracy class by class, and which classes are taken for which.
+
+`python -m vit.evaluate --workdir=RUN --report=classes` writes into the folder of the run
+
+    classes.csv, classes.md    for each class: index, name, images, top-1 and top-5 accuracy
+    confusion.csv              images by true class (rows) and predicted class (columns)
+
+Examples with mask 0, the padding of the last batch, count nowhere. Ties go against the label, as in
+`vit.metrics.counts`: an image is right when no other logit is at least as large (or NaN), so the
+diagonal of the confusion matrix is top-1.
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from vit import config, metrics, report
+from vit.data import Batch
+from vit.model import ViT
+
+
+class Tally(NamedTuple):
+    """Counts over all examples."""
+
+    confusion: np.ndarray
+    """(classes, classes) int64: true class, predicted class."""
+    top5: np.ndarray
+    """(classes,) int64: how often the label is among the five likeliest."""
+
+
+def outcomes(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
+) -> tuple[Integer[Array, " b"], Integer[Array, " b"]]:
+    """The predicted class, and the number of other classes at least as likely as the label."""
+    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    rank = jnp.sum(~(logits < label_logit), axis=-1) - 1  # NaN ranks last
+    is_label = jnp.arange(logits.shape[-1]) == labels[:, None]
+    # NaN counts as likeliest, and -inf stays above the label, which cannot be the other class
+    others = jnp.nan_to_num(logits, nan=jnp.inf, neginf=jnp.finfo(logits.dtype).min)
+    other = jnp.argmax(jnp.where(is_label, -jnp.inf, others), axis=-1)
+    return jnp.where(rank == 0, labels, other), rank
+
+
+def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
+    """Counts over the unmasked examples.
+
+    Args:
+        model: in evaluation mode.
+        batches: image, label, mask, as from `vit.data.eval_batches`.
+        num_classes: width of the logits.
+    """
+    graph, state = nnx.split(model)
+    step = jax.jit(partial(_outcomes, graph))
+    confusion = np.zeros((num_classes, num_classes), np.int64)
+    top5 = np.zeros(num_classes, np.int64)
+    for batch in batches:
+        predicted, rank = jax.device_get(step(state, batch["image"], batch["label"]))
+        real = np.asarray(batch["mask"]) > 0
+        label = np.asarray(batch["label"])[real]
+        np.add.at(confusion, (label, predicted[real]), 1)
+        np.add.at(top5, label, rank[real] < 5)
+    return Tally(confusion, top5)
+
+
+def _outcomes(graph: Any, state: Any, images: Array, labels: Array) -> tuple[Array, Array]:
+    return outcomes(nnx.merge(graph, state)(jnp.asarray(images))[0], jnp.asarray(labels))
+
+
+def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
+    """One record for each class; accuracies are NaN for a class without images."""
+    images = counted.confusion.sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        top1, top5 = np.diag(counted.confusion) / images, counted.top5 / images
+    return [
+        {
+            "class": index,
+            "name": name,
+            "images": int(images[index]),
+            "top-1": float(top1[index]),
+            "top-5": float(top5[index]),
+        }
+        for index, name in enumerate(names)
+    ]
+
+
+def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Record]:
+    """Writes `classes.csv`, `classes.md` and `confusion.csv`; returns the rows of the first."""
+    records = rows(counted, names)
+    report.table(records, folder / "classes")
+    with (folder / "confusion.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["true \\ predicted", *names])
+        for name, row in zip(names, counted.confusion.tolist(), strict=True):
+            writer.writerow([name, *row])
+    return records
+
+
+def summary(counted: Tally, records: Sequence[metrics.Record], worst: int = 10) -> str:
+    """Overall accuracies, and the classes with the lowest top-1 accuracy."""
+    images = counted.confusion.sum()
+    lines = [
+        f"top-1 {np.trace(counted.confusion) / images:.4f},"
+        f" top-5 {counted.top5.sum() / images:.4f} of {images} images;"
+        " the classes with the lowest top-1 accuracy:"
+    ]
+    seen = sorted((r for r in records if r["images"]), key=lambda r: r["top-1"])
+    for r in seen[:worst]:
+        row = counted.confusion[r["class"]].copy()
+        row[r["class"]] = 0
+        taken_for = f"; most often taken for {records[int(np.argmax(row))]['name']}"
+        lines.append(
+            f"  {r['class']:5d} {r['name']}: top-1 {r['top-1']:.4f}, top-5 {r['top-5']:.4f}"
+            f" of {r['images']}{taken_for * bool(row.any())}"
+        )
+    return "\n".join(lines)
+
+
+def class_names(data: config.Data, num_classes: int) -> list[str]:
+    """The names that the data set gives its classes; their numbers for "digits"."""
+    if data.name == "digits":
+        return [str(i) for i in range(num_classes)]
+    from tensorflow_datasets.core import read_only_builder
+
+    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    features: Any = builder.info.features
+    return list(features["label"].names)
