@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from performer.nnx import Frequencies
+from performer.nnx import Frequencies, Statistics
 from tests.small import small_config
 from vit import config
 from vit.model import ViT, random_streams, sincos_positions
@@ -107,3 +107,36 @@ def test_sincos_positions_are_distinct_and_of_unit_amplitude():
     assert distances[~np.eye(16, dtype=bool)].min() > 0.1
     with pytest.raises(ValueError, match="divisible by 4, got 6"):
         sincos_positions(2, 6)
+
+
+def gradients(**model):
+    """Loss and gradients in training mode, and what the pass left in the model."""
+    net = vit(model=config.Model("XS/4", dropout=0.1, **model))
+    net.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
+    net.train()
+
+    @nnx.jit
+    def run(net):
+        return nnx.value_and_grad(lambda net: jnp.mean(net(jnp.asarray(IMAGES))[0] ** 2))(net)
+
+    loss, grads = run(net)
+    return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(net, Statistics))
+
+
+def test_remat_changes_nothing_but_memory():
+    """Dropout masks and running statistics are those of one pass, not of two."""
+    for kept, again in zip(gradients(), gradients(remat=True), strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), kept, again
+        )
+
+
+def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32():
+    exact, half = gradients(), gradients(dtype="bfloat16")
+    assert float(half[0]) == pytest.approx(float(exact[0]), rel=0.05)
+    assert float(half[0]) != pytest.approx(float(exact[0]), rel=1e-6)
+    for tree in half[1:]:
+        assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
+    logits, intermediates = vit(model=config.Model("XS/4", dtype="bfloat16"))(jnp.asarray(IMAGES))
+    assert logits.dtype == intermediates["pooled"].dtype == jnp.float32
+    assert intermediates["block00/output"].dtype == jnp.bfloat16

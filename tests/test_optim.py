@@ -36,3 +36,34 @@ def test_only_weights_of_linear_maps_decay(tiny):
         decayed[path] = bool(np.any(np.asarray(update[...]) != 0))
     assert {path[-1] for path, yes in decayed.items() if yes} == {"kernel"}
     assert {path[-1] for path, yes in decayed.items() if not yes} == {"bias", "scale", "position"}
+
+
+def test_running_mean():
+    """Against the recursion in NumPy; the updates pass through."""
+    section = config.Optim(ema=0.5, clip_norm=0.0, weight_decay=0.0)
+    transform = optim.optimizer(section, optax.constant_schedule(0.1))
+    plain = optim.optimizer(config.Optim(clip_norm=0.0, weight_decay=0.0), lambda step: 0.1)
+    params = {"w": jnp.asarray([1.0, -2.0])}
+    state, bare, mean = transform.init(params), plain.init(params), np.asarray(params["w"])
+    for t in range(8):
+        gradient = {"w": jnp.asarray([t - 3.0, 1.0])}
+        updates, state = transform.update(gradient, state, params)
+        want, bare = plain.update(gradient, bare, params)
+        np.testing.assert_array_equal(updates["w"], want["w"])
+        params = optax.apply_updates(params, updates)
+        decay = min(0.5, (1 + t) / (10 + t))
+        mean = decay * mean + (1 - decay) * np.asarray(params["w"])
+        np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mean")["w"], mean, rtol=1e-6)
+
+
+def test_clipping_is_optional():
+    """Sums of unit gradients: what Adam divides out, clipping by norm changes only with epsilon."""
+    gradients, params = {"w": jnp.full(4, 1e-7)}, {"w": jnp.zeros(4)}
+    sizes = []
+    for clip_norm in (0.0, 1e-9):
+        section = config.Optim(clip_norm=clip_norm)
+        transform = optim.optimizer(section, optax.constant_schedule(1.0))
+        updates, _ = transform.update(gradients, transform.init(params), params)
+        sizes.append(float(-updates["w"][0]))
+    assert sizes[0] == pytest.approx(1e-7 / (1e-7 + 1e-8), rel=1e-3)
+    assert sizes[1] == pytest.approx(5e-10 / (5e-10 + 1e-8), rel=1e-3)

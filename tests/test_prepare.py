@@ -116,6 +116,26 @@ def test_too_many_bad_files_write_nothing(tmp_path):
     assert prepare(source, tmp_path / "out", max_bad_files=3)["skipped"] == 3
 
 
+def test_a_split_without_class_folders(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source)
+    (source / "test").mkdir()
+    (source / "test" / "0.jpg").write_bytes(picture())
+    with pytest.raises(ValueError, match=r"pets/test holds no <class>/\*\.jpg"):
+        prepare(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_run_leaves_is_named_and_harms_nothing(tmp_path, capsys):
+    source = tmp_path / "pets"
+    write_folders(source)
+    leftover = tmp_path / "out" / "pets" / "incomplete.ABC_1.0.0"
+    leftover.mkdir(parents=True)
+    assert prepare(source, tmp_path / "out")["train"] == 6
+    assert f"{leftover} is left from a run that was killed" in capsys.readouterr().err
+    assert len(load(tmp_path / "out", "pets", "validation").train) == 6
+
+
 def tar(path, files, mode="w"):
     with tarfile.open(path, mode) as archive:
         for name, content in files.items():
@@ -159,6 +179,13 @@ def test_ilsvrc2012(tmp_path):
     assert got == {(picture(100 + i), index[wnids[t - 1]]) for i, t in enumerate(truth)}
     got = {(r["image"], int(r["label"])) for r in (dataset.train[i] for i in range(6))}
     assert got == {(picture(10 * k + i), index[w]) for k, w in enumerate(wnids) for i in range(3)}
+    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_devkit_t12.tar.gz"):
+        content = (source / name).read_bytes()
+        (source / name).write_bytes(content[: len(content) // 3])
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            prepare(source, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+        (source / name).write_bytes(content)
     (source / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(ValueError, match="lacks ILSVRC2012_devkit_t12"):
         prepare(source, tmp_path / "other")
@@ -180,6 +207,8 @@ def test_odd_images_are_converted():
     exif[0x0112] = 6  # turned by a quarter
     turned = Image.open(io.BytesIO(encode(picture(exif=exif), 3)))
     assert turned.size == (10, 12)
+    exif[0x0112] = 0  # no orientation, but written by some cameras
+    assert encode(picture(exif=exif), 3) == picture(exif=exif)
     bitmap = Image.open(io.BytesIO(encode(picture(kind="BMP"), 3)))
     assert bitmap.format == "PNG"
 

@@ -80,7 +80,7 @@ def averaged(optimizer: nnx.Optimizer) -> optax.Params:
     return optax.tree_utils.tree_get(nnx.as_pure(optimizer.opt_state), "mean")
 
 
-def _is_kernel(params: nnx.State) -> nnx.State:
+def _is_kernel(params: optax.Params) -> optax.Params:
     return tree_map_with_path(
         lambda path, _: "kernel" in [getattr(k, "key", 0) for k in path], params
     )

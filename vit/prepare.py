@@ -14,12 +14,14 @@ Then `--config.data.name=NAME --config.data.dir=OUT` trains on it, with the spli
 "test" or "validation". A JPEG or PNG goes in as it is; another format, another colour model than
 grey or RGB, or a rotation noted in EXIF is converted. A file that is no image, or a truncated one,
 is named and left out; more than `max_bad_files` of them are an error, and nothing is written then.
+Nor is it when the run is stopped; only after SIGKILL a folder `OUT/NAME/incomplete.*` stays.
 """
 
 import contextlib
 import gzip
 import io
 import re
+import signal
 import sys
 import tarfile
 import tempfile
@@ -86,6 +88,8 @@ def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) ->
     target = out / name / VERSION
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or take another --name or --out")
+    for leftover in target.parent.glob("incomplete.*"):
+        print(f"{leftover} is left from a run that was killed, or still runs", file=sys.stderr)
     skipped: list[str] = []
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,7 +131,7 @@ def encode(image: bytes, channels: int) -> bytes:
         opened.load()
         kind = "JPEG" if opened.format == "JPEG" else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")
-        upright = opened.getexif().get(0x0112, 1) == 1  # the EXIF tag "Orientation"
+        upright = opened.getexif().get(0x0112) not in range(2, 9)  # the EXIF tag "Orientation"
         if opened.format == kind and opened.mode in modes and upright:
             return image
         converted = ImageOps.exif_transpose(opened).convert("L" if channels == 1 else "RGB")
@@ -218,6 +222,9 @@ def _class_folders(source: Path) -> Source:
     class_names = {
         split: {f.name for f in folder.iterdir() if f.is_dir()} for split, folder in folders.items()
     }
+    for folder in folders.values():
+        if not any(path.suffix.lower() in _SUFFIXES for path in folder.glob("*/*")):
+            raise ValueError(f"{folder} holds no <class>/*.jpg, *.jpeg or *.png")
     for split, names in class_names.items():
         unknown = sorted(names - class_names["train"])
         if unknown:
@@ -244,14 +251,14 @@ def _ilsvrc2012(source: Path) -> Source:
     labels = _validation_labels(source / _DEVKIT_TAR)
 
     def train() -> Iterator[Example]:
-        with tarfile.open(source / _TRAIN_TAR) as outer:
+        with _tar(source / _TRAIN_TAR) as outer:
             for member in outer:  # one tar for each class, named n01440764.tar
                 with tarfile.open(fileobj=outer.extractfile(member)) as inner:
                     for name, image in _files(inner):
                         yield Example(f"{member.name}/{name}", image, Path(member.name).stem)
 
     def validation() -> Iterator[Example]:
-        with tarfile.open(source / _VAL_TAR) as tar:
+        with _tar(source / _VAL_TAR) as tar:
             for name, image in _files(tar):  # ILSVRC2012_val_00000001.JPEG
                 number = int(Path(name).stem.split("_")[-1])
                 yield Example(name, image, labels[number - 1])
@@ -263,12 +270,22 @@ def _validation_labels(devkit: Path) -> list[str]:
     """The wnid of each validation image, in their order: the devkit's numbers through its table."""
     from scipy.io import loadmat
 
-    with tarfile.open(devkit) as tar:
+    with _tar(devkit) as tar:
         files = {Path(name).name: content for name, content in _files(tar)}
     synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
     wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
     truth = files["ILSVRC2012_validation_ground_truth.txt"]
     return [wnids[int(line)] for line in truth.split()]
+
+
+@contextlib.contextmanager
+def _tar(path: Path) -> Iterator[tarfile.TarFile]:
+    """An open archive; what is wrong with it becomes a ValueError that names it."""
+    try:
+        with tarfile.open(path) as tar:
+            yield tar
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
@@ -317,6 +334,7 @@ def _builder(
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.ERROR)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     out, name = Path(_OUT.value), _NAME.value
     try:
         counts = prepare(Path(_SOURCE.value), out, name, _MAX_BAD_FILES.value)

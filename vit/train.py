@@ -399,7 +399,7 @@ def main(_: list[str]) -> None:
             print(dry_run(config))
             return
         record = train(config, workdir, profile=_PROFILE.value, tensorboard=_TENSORBOARD.value)
-    except (ValueError, FloatingPointError, checkpoint.SaveError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     if jax.process_index() == 0:
         print(

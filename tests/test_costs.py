@@ -1,0 +1,56 @@
+"""Operations against what XLA counts, and what --dry_run says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.small import small_config
+from vit import config, costs, data, train
+from vit.model import ViT, random_streams
+
+
+@pytest.mark.parametrize("pooling", ["token", "mean"])
+@pytest.mark.parametrize("kind", ["softmax", "performer"])
+def test_operations_are_those_that_xla_counts(kind, pooling):
+    """XLA adds what is no product (normalisation, exponentials); at these sizes within a tenth."""
+    settings = small_config(
+        model=config.Model("XS/4", pooling=pooling),
+        attention=config.Attention(kind, num_features=32),
+        data=config.Data(image_size=32),
+    )
+    model = ViT(settings, num_classes=10, channels=3, rngs=random_streams(0))
+    graph, state = nnx.split(model)
+    images = jnp.zeros((2, 32, 32, 3))
+    compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, images).compile()
+    counted = compiled.cost_analysis()["flops"] / 2
+    ours = costs.forward_flops(settings, num_classes=10, channels=3)
+    assert 0.85 * counted < ours < 1.02 * counted
+
+
+def test_b16_takes_what_is_published():
+    """17.6 GFLOP, as is commonly given for ViT-B/16, counts a multiplication and addition once."""
+    settings = small_config(
+        model=config.Model("B/16"),
+        attention=config.Attention("softmax"),
+        data=config.Data(image_size=224),
+    )
+    flops = costs.forward_flops(settings, num_classes=1000, channels=3)
+    assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
+
+
+def test_a_dry_run_says_what_a_run_costs_and_writes_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = small_config()
+    text = train.dry_run(settings)
+    assert "blocks.1.mlp_out.kernel" in text
+    assert "(32, 16)" in text
+    total = next(line for line in text.splitlines() if line.startswith("total"))
+    model = ViT(settings, num_classes=10, channels=1, rngs=random_streams(0))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert f"{count:,}" in total
+    flops = costs.forward_flops(settings, **train.sizes(data.load(settings.data)))
+    assert f"{flops / 1e9:.3f} GFLOP" in text
+    assert "batch: image (32, 8, 8, 1) uint8" in text
+    assert "memory on each device: arguments" in text
+    assert list(tmp_path.iterdir()) == []
