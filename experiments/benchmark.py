@@ -1,7 +1,8 @@
-"""Speed of the samplers and of attention.
+"""Speed of the samplers, of attention and of the input pipeline.
 
     python -m experiments.benchmark couplings
     python -m experiments.benchmark attention [--quick]
+    taskset -c 0 python -m experiments.benchmark data [--images=DIR]
 
 `couplings`: warm and jitted, keys as arguments. Prints milliseconds of one draw (m = 128, d = 64)
 and of 144 at once (12 layers x 12 heads), the best of 7; how often the sampler was traced over all
@@ -10,6 +11,9 @@ implementations in turn.
 
 `attention`: `benchmark_attention` says what is measured, and `benchmark_lengths` what besides. With
 --quick everything runs at a 16th of the length, to see that it runs: the numbers mean nothing.
+
+`data`: images per second of one core, of the JPEG files in a folder (those that come with
+scikit-learn if none is given), beside tf.data; `benchmark_data` says what differs.
 
 Tables and figures go to results/benchmark.
 """
@@ -21,7 +25,7 @@ from typing import Any
 
 import jax
 
-from experiments import benchmark_attention, benchmark_lengths, timing
+from experiments import benchmark_attention, benchmark_data, benchmark_lengths, timing
 from performer import couplings, structured
 from vit import report
 
@@ -108,6 +112,14 @@ def attention(quick: bool) -> None:
     print(report.table(rows, out / "targets_gpu"))
 
 
+def pipeline(images: Path) -> None:
+    """Prints and writes the table of the input pipeline."""
+    rows, compared = benchmark_data.rates(benchmark_data.read(images))
+    print(report.table(rows, OUT / f"data_{images.name}"))
+    if not compared:
+        print("tf.data: tensorflow is not installed")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -116,13 +128,20 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="what", required=True, metavar="{couplings,attention [--quick]}"
+        dest="what",
+        required=True,
+        metavar="{couplings,attention [--quick],data [--images=DIR]}",
     )
     commands.add_parser("couplings", help="speed of the samplers")
     command = commands.add_parser("attention", help="speed, memory, exactness of attention")
     command.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    command = commands.add_parser("data", help="images per second of the input pipeline")
+    command.add_argument("--images", type=Path, help="folder of JPEG files")
     arguments = parser.parse_args()
     print(timing.machine() + "\n")
+    if arguments.what == "data":
+        pipeline(arguments.images or benchmark_data.sample_images())
+        return
     if arguments.what == "attention":
         attention(arguments.quick)
         return

@@ -13,7 +13,7 @@ from flax import nnx
 
 from performer import calibration, couplings
 from tests.small import small_config
-from vit import config, conversion, convert, data, evaluate, train
+from vit import config, conversion, convert, data, evaluate, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -105,7 +105,7 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
         model, settings, dataset, conversion._performer, frequencies, fitted
     )
     batches = data.eval_batches(dataset, settings.data)
-    counts = train.evaluate(partial(nnx.jit(train.count), new), batches)
+    counts = steps.evaluate(partial(nnx.jit(steps.count), new), batches)
     assert accuracy == pytest.approx(counts["eval_accuracy"], abs=0.01)
 
 

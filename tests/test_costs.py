@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests.small import small_config
-from vit import config, costs, data, train
+from vit import config, costs, data, steps, train
 from vit.model import ViT, random_streams
 
 
@@ -49,7 +49,7 @@ def test_a_dry_run_says_what_a_run_costs_and_writes_nothing(tiny, tmp_path, monk
     model = ViT(settings, num_classes=10, channels=1, rngs=random_streams(0))
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert f"{count:,}" in total
-    flops = costs.forward_flops(settings, **train.sizes(data.load(settings.data)))
+    flops = costs.forward_flops(settings, **steps.sizes(data.load(settings.data)))
     assert f"{flops / 1e9:.3f} GFLOP" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
     assert "memory on each device: arguments" in text

@@ -1,9 +1,16 @@
 """Data: the digits, the stream of batches and its position, evaluation of every example once."""
 
+import io
+import os
+import subprocess
+import sys
+from threading import get_ident
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
+from experiments import benchmark_data
 from tests.small import small_config
 from vit import augment, config, data
 
@@ -24,11 +31,52 @@ def test_digits_are_split_without_overlap(digits):
     assert np.array_equal(digits.train[5]["image"], data.load(config.Data()).train[5]["image"])
 
 
-def take(dataset, section, seed, n, start=None):
-    iterator = iter(data.train_batches(dataset, section, seed))
-    if start is not None:
-        iterator.set_state(start)
-    return [next(iterator) for _ in range(n)], iterator
+def take(dataset, section, seed, n, state=None, threads=2, **share):
+    """The next n batches, and the position after them."""
+    iterator = iter(data.train_batches(dataset, section, seed, threads=threads, **share))
+    if state is not None:
+        iterator.set_state(state)
+    batches = [next(iterator) for _ in range(n)]
+    state = iterator.get_state()
+    iterator.close()
+    return batches, state
+
+
+def encoded(pixels, kind="PNG", **options):
+    buffer = io.BytesIO()
+    augment.to_pil(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def noise(seed, height=12, width=10, channels=3):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels)).astype(np.uint8)
+
+
+JPEG = encoded(noise(0, 100, 100), "JPEG")
+BROKEN = {
+    "empty": b"",
+    "text": b"no image",
+    "half a JPEG": JPEG[: len(JPEG) // 2],
+    "a JPEG without its last tenth": JPEG[: len(JPEG) * 9 // 10],
+    "half a PNG": encoded(noise(0))[:200],
+    "a PNG of another length": encoded(noise(0)).replace(b"IDAT", b"IDAB"),
+}
+
+
+def few(bad=(), n=19):
+    """A data set of n images, where those at `bad` cannot be decoded; label = index."""
+    broken = list(BROKEN.values())
+    records = [
+        {"image": broken[i % len(broken)] if i in bad else encoded(noise(i)), "label": i}
+        for i in range(n)
+    ]
+    return data.Dataset(records, records, num_classes=n, channels=3)
+
+
+AUGMENTED = config.Data(
+    batch_size=8, image_size=8, crop="inception", flip=True, max_shift=1, randaugment_layers=1
+)
+PLAIN = config.Data(batch_size=8, image_size=8)
 
 
 def test_stream_is_deterministic_and_depends_on_the_seed(digits):
@@ -41,13 +89,70 @@ def test_stream_is_deterministic_and_depends_on_the_seed(digits):
     assert a[0]["image"].dtype == np.uint8
 
 
-def test_stream_goes_on_from_a_saved_position(digits):
-    section = small_config().data
-    whole, _ = take(digits, section, 0, 100)
-    _, iterator = take(digits, section, 0, 60)
-    rest, _ = take(digits, section, 0, 40, start=iterator.get_state())
-    for x, y in zip(whole[60:], rest, strict=True):
-        assert np.array_equal(x["image"], y["image"])
+@pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2)])
+def test_stream_goes_on_from_a_saved_position(digits, process, processes):
+    section, share = small_config().data, dict(process=process, processes=processes)
+    whole, _ = take(digits, section, 0, 20, **share)
+    _, state = take(digits, section, 0, 12, **share)
+    for place in (dict(state=state), dict(start=12)):
+        rest, _ = take(digits, section, 0, 8, **share, **place)
+        for x, y in zip(whole[12:], rest, strict=True):
+            assert np.array_equal(x["image"], y["image"])
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_every_batch_of_one(processes):
+    dataset = few(bad=(2, 3, 18))
+    want, _ = take(dataset, AUGMENTED, 0, 6)
+    shares = [
+        take(dataset, AUGMENTED, 0, 6, process=p, processes=processes)[0] for p in range(processes)
+    ]
+    for whole, *parts in zip(want, *shares, strict=True):
+        for name in ("image", "label", "bad"):
+            assert np.array_equal(whole[name], np.concatenate([part[name] for part in parts])), name
+    assert {b for batch in want for b in batch["bad"]} == {-1, 2, 3, 18}
+    with pytest.raises(ValueError, match="batch_size=8 is not divisible by the 3 processes"):
+        data.train_batches(dataset, AUGMENTED, 0, processes=3)
+
+
+def test_a_process_decodes_its_own_rows_only(monkeypatch):
+    threads, decode = [], Image.open  # pipelines of other tests may still be reading ahead
+    monkeypatch.setattr(Image, "open", lambda file: threads.append(get_ident()) or decode(file))
+    take(few(), PLAIN, 0, 5, process=1, processes=2, threads=0)
+    assert threads.count(get_ident()) == 5 * 4
+
+
+def test_the_next_readable_record_stands_for_a_broken_one():
+    batches, _ = take(few(bad=(2, 3, 18)), PLAIN, 0, 19)  # 8 x 19 rows: each index 8 times
+    label, bad = (np.concatenate([batch[name] for batch in batches]) for name in ("label", "bad"))
+    assert {(b, k) for b, k in zip(bad, label, strict=True) if b >= 0} == {(2, 4), (3, 4), (18, 0)}
+    assert [np.sum(bad == i) for i in (2, 3, 18)] == [8, 8, 8]
+    images = np.concatenate([batch["image"] for batch in batches])
+    whole = np.concatenate([batch["image"] for batch in data.eval_batches(few(), PLAIN)])
+    assert np.array_equal(images, whole[label])
+
+
+@pytest.mark.parametrize("image", BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_decoded(image):
+    good = {"image": JPEG, "label": 1}
+    records = [{"image": image, "label": 0}, good]
+    dataset = data.Dataset(records, records, num_classes=2, channels=3)
+    section = config.Data(batch_size=2, image_size=8, crop="inception")
+    (batch,), _ = take(dataset, section, 0, 1)
+    assert sorted(batch["bad"]) == [-1, 0]
+    assert list(batch["label"]) == [1, 1]
+    (batch,) = data.eval_batches(dataset, section)
+    assert (list(batch["bad"]), list(batch["mask"])) == ([0, -1], [0, 1])
+    assert not batch["image"][0].any()
+
+
+@pytest.mark.parametrize(("n", "message"), [(120, "100 training records"), (19, "19 training")])
+def test_many_broken_records_in_a_row_are_an_error(n, message):
+    dataset = few(bad=range(n), n=n)
+    with pytest.raises(ValueError, match=rf"{message} .*, \d+ to \d+; the last one: \w+"):
+        take(dataset, PLAIN, 0, 1)
+    readable = dataset._replace(train=[*dataset.train[:98], *few().train])
+    assert np.all(take(readable, PLAIN, 0, 5)[0][0]["label"] < 120)
 
 
 def test_an_epoch_shows_every_image_once_and_the_next_in_another_order(digits):
@@ -69,34 +174,110 @@ def test_evaluation_counts_every_image_once(digits, batch_size):
     assert np.array_equal(images, [r["image"] for r in digits.evaluation])
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("n", [36, 37, 47])
+def test_processes_evaluate_every_image_once(digits, processes, n):
+    dataset, section = digits._replace(evaluation=digits.evaluation[:n]), config.Data(batch_size=12)
+    shares = [list(data.eval_batches(dataset, section, p, processes)) for p in range(processes)]
+    assert [len(share) for share in shares] == [-(-n // 12)] * processes
+    for name, want in [("image", None), ("label", None), ("mask", [1.0] * n), ("bad", [-1] * n)]:
+        got = np.concatenate([part[name] for parts in zip(*shares, strict=True) for part in parts])
+        want = [r[name] for r in dataset.evaluation] if want is None else want
+        assert np.array_equal(got[:n], want)
+        assert len(got) % 12 == 0
+        assert np.all(got[n:] == (-1 if name == "bad" else 0))
+
+
+def evaluated(image, channels=3, **fields):
+    """What evaluation makes of one image."""
+    dataset = data.Dataset([], [{"image": image, "label": 0}], num_classes=1, channels=channels)
+    (batch,) = data.eval_batches(dataset, config.Data(batch_size=1, **fields))
+    assert batch["mask"] == 1
+    return batch["image"][0]
+
+
 @pytest.mark.parametrize("channels", [1, 3])
-def test_images_are_cropped_to_a_square_and_resized(channels):
-    image = np.zeros((10, 30, channels), np.uint8)
-    image[:, 10:20] = 200  # the centre square
-    record = {"image": image, "label": 1}
-    out = data._example(record, config.Data(image_size=4), channels)["image"]
-    assert out.shape == (4, 4, channels)
-    assert np.all(np.abs(out.astype(int) - 200) < 20)  # the filter reaches past the edge
+@pytest.mark.parametrize("encode", [encoded, lambda pixels: pixels], ids=["png", "array"])
+def test_evaluation_takes_the_largest_square(channels, encode):
+    pixels = noise(0, 31, 90, channels)
+    want = ImageOps.fit(augment.to_pil(pixels), (16, 16), Image.Resampling.BICUBIC)
+    got = evaluated(encode(pixels), channels, image_size=16)
+    assert np.array_equal(got, np.asarray(want).reshape(16, 16, channels))
+    assert np.array_equal(
+        evaluated(encode(pixels[:, :31]), channels, image_size=31), pixels[:, :31]
+    )
 
 
-def test_bytes_are_decoded(tmp_path):
-    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    record = {"image": (tmp_path / "a.png").read_bytes(), "label": 3}
-    out = data._example(record, config.Data(image_size=8), 1)
-    assert np.array_equal(out["image"][..., 0], pixels)
-    rgb = data._example(record, config.Data(image_size=8), 3)
-    assert np.array_equal(rgb["image"][..., 2], pixels)
+@pytest.mark.parametrize("encode", [encoded, lambda pixels: pixels], ids=["png", "array"])
+def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(encode):
+    pixels = noise(0, 300, 200)
+    resized = np.asarray(Image.fromarray(pixels).resize((100, 150), Image.Resampling.BICUBIC))
+    got = evaluated(encode(pixels), image_size=80, eval_resize=100)
+    assert np.abs(got.astype(int) - resized[35:-35, 10:-10]).max() <= 1  # one rounding
 
 
-def test_shift_and_flip():
-    image = np.arange(1, 10, dtype=np.uint8).reshape(3, 3, 1)
-    rng = np.random.default_rng(0)
-    shifted = {augment.random_shift(image, rng, 1).tobytes() for _ in range(200)}
-    assert len(shifted) == 9
-    assert image.tobytes() in shifted
-    flipped = {augment.random_flip(image, rng).tobytes() for _ in range(50)}
-    assert flipped == {image.tobytes(), image[:, ::-1].tobytes()}
+def photograph(height, width):
+    """Waves in three colours: smooth, and every shift or scale shows."""
+    y, x = np.mgrid[:height, :width] / 40
+    waves = [np.sin(x + 0.3 * y), np.cos(0.7 * x - y), np.sin(x * y / 30)]
+    return np.round(127.5 + 120 * np.stack(waves, -1)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(64, 8), (150, 4), (300, 2), (500, 1)])
+def test_large_jpegs_are_decoded_as_small_as_suffices(monkeypatch, size, scale):
+    pixels = photograph(803, 1201)
+    resized, resize = [], Image.Image.resize
+
+    def spy(self, *args, **kwargs):
+        if max(self.size) > 100:  # pipelines of other tests may still be reading ahead
+            resized.append(self.size)
+        return resize(self, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "resize", spy)
+    got = evaluated(encoded(pixels, "JPEG", quality=95), image_size=size)
+    assert resized == [(-(-1201 // scale), -(-803 // scale))]
+    want = evaluated(pixels, image_size=size)
+    difference = np.abs(got.astype(int) - want)
+    assert difference.mean() < 1.5
+    assert difference.max() < 16
+
+
+def test_training_crops_are_resized_parts(monkeypatch):
+    pixels = photograph(60, 90)
+    records = [{"image": encoded(pixels), "label": 0}]
+    dataset = data.Dataset(records, records, num_classes=1, channels=3)
+    section = config.Data(batch_size=1, image_size=32, crop="inception")
+    (batch,), _ = take(dataset, section, 0, 1)
+    (other,), _ = take(dataset, section, 1, 1)
+    assert not np.array_equal(batch["image"], other["image"])
+    monkeypatch.setattr(augment, "inception_box", lambda width, height, rng: (40, 20, 72, 52))
+    (batch,), _ = take(dataset, section, 0, 1)
+    assert np.array_equal(batch["image"][0], pixels[20:52, 40:72])
+
+
+def test_colour_models_are_converted():
+    grey = noise(0, 16, 16, 1)
+    for kind in ("PNG", "JPEG"):
+        image = evaluated(encoded(grey, kind), image_size=8)
+        assert np.array_equal(image[..., 0], image[..., 2])
+    assert evaluated(encoded(noise(0, 16, 16), "JPEG"), channels=1, image_size=8).shape == (8, 8, 1)
+    buffer = io.BytesIO()
+    Image.fromarray(photograph(16, 16)).convert("CMYK").save(buffer, "JPEG", quality=95)
+    got = evaluated(buffer.getvalue(), image_size=16)
+    assert np.abs(got.astype(int) - photograph(16, 16)).mean() < 3
+
+
+def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="holds no JPEG file"):
+        benchmark_data.read(tmp_path)
+    (tmp_path / "a.JPEG").write_bytes(JPEG)
+    for name, value in [("REPEATS", 1), ("IMAGES", 2), ("RECORDS", 20)]:
+        monkeypatch.setattr(benchmark_data, name, value)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # not installed
+    rows, compared = benchmark_data.rates(benchmark_data.read(tmp_path))
+    assert not compared
+    assert [row["pipeline"] for row in rows] == ["training", "evaluation"]
+    assert all(row["images/s"] > 0 for row in rows)
 
 
 def test_unknown_names_and_splits(tmp_path):
@@ -113,20 +294,23 @@ def test_workers_do_not_change_the_stream(tmp_path):
         "import numpy as np\n"
         "from absl import app\n"
         "from vit import config, data\n"
-        "def take(num_workers):\n"
+        "def take(num_workers, process=0, processes=1, start=None, n=6):\n"
         "    section = config.Data(batch_size=32, max_shift=1, num_workers=num_workers)\n"
-        "    stream = iter(data.train_batches(data.load(section), section, 0))\n"
-        "    return [next(stream)['image'] for _ in range(5)]\n"
+        "    dataset = data.load(section)\n"
+        "    stream = iter(data.train_batches(dataset, section, 0, process, processes))\n"
+        "    if start is not None:\n"
+        "        stream.set_state(start)\n"
+        "    images = [next(stream)['image'] for _ in range(n)]\n"
+        "    return np.stack(images), stream.get_state()\n"
         "def main(_):\n"
-        "    assert np.array_equal(take(0), take(2))\n"
+        "    want, _ = take(0)\n"
+        "    half, state = take(2, 1, 2, n=3)\n"
+        "    rest, _ = take(2, 1, 2, start=state, n=3)\n"
+        "    assert np.array_equal(want[:, 16:], np.concatenate([half, rest]))\n"
         "    print('the same')\n"
         "if __name__ == '__main__':\n"
         "    app.run(main)\n"
     )
-    import os
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, program],
         capture_output=True,

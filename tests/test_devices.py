@@ -24,7 +24,7 @@ arguments = json.loads(sys.argv[1])
 if "coordinator" in arguments:
     devices.initialize(arguments["coordinator"], 2, arguments["process"])
 from tests.small import TINY, small_config
-from vit import config, train
+from vit import config, steps, train
 config.SIZES["XS"] = TINY
 for workdir, changes in arguments["runs"].items():
     train.train(small_config(**changes), Path(workdir))
@@ -34,7 +34,7 @@ if arguments.get("shares"):
     settings = config.Config(model=config.Model("B/16"), fsdp=8)
     settings.data.image_size = 224
     dataset = data.load(config.Data())._replace(num_classes=1000, channels=3)
-    run = train.build(settings, dataset, lambda step: 0.0, devices.mesh(settings))
+    run = steps.build(settings, dataset, lambda step: 0.0, devices.mesh(settings))
     print("state", *(
         sum(np.prod(f(x), dtype=int) for x in jax.tree.leaves(run.abstract))
         for f in (lambda x: x.shape, lambda x: x.sharding.shard_shape(x.shape))
@@ -42,7 +42,7 @@ if arguments.get("shares"):
     config.SIZES["XS"] = config.SIZES["Ti"]._replace(depth=1)
     attention = config.Attention(num_features=8)
     settings = small_config(attention=attention, fsdp=8)
-    run = train.build(settings, data.load(settings.data), lambda step: 0.0, devices.mesh(settings))
+    run = steps.build(settings, data.load(settings.data), lambda step: 0.0, devices.mesh(settings))
     batch = next(train.train_batches(data.load(settings.data), settings, devices.mesh(settings), 0))
     state, _ = run.train(run.initial(), batch)
     for when in (run.abstract, state):

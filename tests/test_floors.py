@@ -22,6 +22,7 @@ FLOORS = [
     {"vit", "vit.config", "vit.augment", "vit.metrics", "vit.safety", "vit.checkpoint"},
     {"vit.report", "vit.devices", "vit.costs"},
     {"vit.model", "vit.data", "vit.optim"},
+    {"vit.steps"},
     {"vit.train", "vit.prepare", "vit.attention_report", "vit.class_report"},
     {"vit.evaluate"},
     {"vit.conversion"},

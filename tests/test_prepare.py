@@ -207,8 +207,9 @@ def test_odd_images_are_converted():
     exif[0x0112] = 6  # turned by a quarter
     turned = Image.open(io.BytesIO(encode(picture(exif=exif), 3)))
     assert turned.size == (10, 12)
-    exif[0x0112] = 0  # no orientation, but written by some cameras
-    assert encode(picture(exif=exif), 3) == picture(exif=exif)
+    for upright in (0, 1):  # 0 is no orientation, but written by some cameras
+        exif[0x0112] = upright
+        assert encode(picture(exif=exif), 3) == picture(exif=exif)
     bitmap = Image.open(io.BytesIO(encode(picture(kind="BMP"), 3)))
     assert bitmap.format == "PNG"
 

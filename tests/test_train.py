@@ -13,7 +13,7 @@ from flax import nnx
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, train
+from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -42,7 +42,7 @@ def program(settings):
     dataset, mesh = data.load(settings.data), devices.mesh(settings)
     rate = optim.schedule(settings.optim, 100)
     batches = train.train_batches(dataset, settings, mesh, 0)
-    return train.build(settings, dataset, rate, mesh), batches
+    return steps.build(settings, dataset, rate, mesh), batches
 
 
 def frequencies(state):
@@ -212,7 +212,7 @@ def test_the_running_mean_is_what_is_evaluated():
     state, _ = run.train(state, batch)
     _, optimizer = nnx.merge(run.graph, state)
     mean = nnx.as_pure(optim.averaged(optimizer))
-    params = nnx.as_pure(nnx.state(train.evaluated_model(run.graph, state), nnx.Param))
+    params = nnx.as_pure(nnx.state(steps.evaluated_model(run.graph, state), nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, mean, params)
     assert float(run.evaluate(state, batch)["loss"]) != pytest.approx(float(before), rel=1e-4)
 

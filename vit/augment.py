@@ -1,6 +1,19 @@
-"""Augmentations: plain functions of an image (height, width, channels) and a NumPy generator."""
+"""Augmentations: plain functions of an image (height, width, channels) and a NumPy generator.
 
+`mixup` alone works on batches, in JAX: it belongs into the training step.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
+from PIL import Image, ImageEnhance, ImageOps
+
+Box = tuple[float, float, float, float]
+"""Part of an image in pixels: left, top, right, bottom."""
 
 
 def random_shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) -> np.ndarray:
@@ -12,4 +25,119 @@ def random_shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) ->
 
 def random_flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Mirrors the image left to right with probability 1/2."""
-    return image[:, ::-1] if rng.random() < 0.5 else image
+    if rng.random() < 0.5:
+        return image
+    mirrored = np.empty_like(image)
+    for channel in range(image.shape[-1]):  # four times as fast as one copy of image[:, ::-1]
+        mirrored[..., channel] = image[:, ::-1, channel]
+    return mirrored
+
+
+def inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
+    """A random part of an image (Szegedy et al. 2015, section 6), in whole pixels.
+
+    Its share of the area is uniform in [0.08, 1] and the logarithm of width / height uniform
+    between those of 3/4 and 4/3, given that it fits; its place is uniform. After ten tries that did
+    not fit it is the largest part in the centre with width / height between 3/4 and 4/3.
+    """
+    for _ in range(10):
+        area = rng.uniform(0.08, 1.0) * width * height
+        ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
+            return left, top, left + w, top + h
+    w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def randaugment(
+    image: np.ndarray, rng: np.random.Generator, layers: int, magnitude: float
+) -> np.ndarray:
+    """`layers` operations of `OPERATIONS`, one after another (Cubuk et al. 2020, algorithm 1).
+
+    Each is drawn uniformly, with repetition, and so is the sign of those that have two directions.
+
+    Args:
+        image: (height, width, 1 or 3) uint8.
+        rng: generator.
+        layers: N of the paper.
+        magnitude: M of the paper, 0 to 30. At 0 all but autocontrast and equalize do nothing.
+
+    Returns:
+        An image of the same shape and dtype.
+    """
+    drawn = to_pil(image)
+    for name in rng.choice(list(OPERATIONS), size=layers):
+        drawn = OPERATIONS[name](drawn, rng.choice([-1.0, 1.0]) * magnitude / 30)
+    return np.asarray(drawn).reshape(image.shape)
+
+
+def mixup(
+    key: Array,
+    images: Float[Array, "b height width c"],
+    targets: Float[Array, "b classes"],
+    alpha: float,
+) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+    """Blends a batch with itself, moved on by one (Zhang et al. 2018, eq. 1).
+
+    lam x_i + (1 - lam) x_{i-1} for images and targets, one lam ~ Beta(alpha, alpha) for the batch.
+
+    Args:
+        key: random key.
+        images: float32.
+        targets: float32, probabilities of the classes.
+        alpha: > 0; small values keep lam near 0 or 1.
+
+    Returns:
+        The blended images and targets.
+    """
+    share = jax.random.beta(key, alpha, alpha, dtype=images.dtype)
+    images, targets = (share * x + (1 - share) * jnp.roll(x, 1, axis=0) for x in (images, targets))
+    return images, targets
+
+
+def to_pil(image: np.ndarray) -> Image.Image:
+    """An array (height, width, 1 or 3) of uint8 as a PIL image of mode "L" or "RGB"."""
+    return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+
+
+def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> "Operation":
+    return lambda image, level: kind(image).enhance(1 + 0.9 * level)
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    """The output pixel (x, y) is the input's (a x + b y + c, d x + e y + f), or grey outside."""
+    grey = (128,) * len(image.getbands())
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=grey)
+
+
+Operation = Callable[[Image.Image, float], Image.Image]
+
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda image, level: image,
+    "autocontrast": lambda image, level: ImageOps.autocontrast(image),
+    "equalize": lambda image, level: ImageOps.equalize(image),
+    "rotate": lambda image, level: image.rotate(
+        30 * level, fillcolor=(128,) * len(image.getbands())
+    ),
+    "solarize": lambda image, level: ImageOps.solarize(image, round(256 * (1 - abs(level)))),
+    "posterize": lambda image, level: ImageOps.posterize(image, 8 - round(4 * abs(level))),
+    "color": _enhance(ImageEnhance.Color),
+    "contrast": _enhance(ImageEnhance.Contrast),
+    "brightness": _enhance(ImageEnhance.Brightness),
+    "sharpness": _enhance(ImageEnhance.Sharpness),
+    "shear_x": lambda image, level: _affine(image, 1, 0.3 * level, 0, 0, 1, 0),
+    "shear_y": lambda image, level: _affine(image, 1, 0, 0, 0.3 * level, 1, 0),
+    "translate_x": lambda image, level: _affine(
+        image, 1, 0, 150 / 331 * level * image.width, 0, 1, 0
+    ),
+    "translate_y": lambda image, level: _affine(
+        image, 1, 0, 0, 0, 1, 150 / 331 * level * image.height
+    ),
+}
+"""The operations of Cubuk et al. 2020 with the ranges of Cubuk et al. 2019.
+
+`level` is the magnitude over 30, -1 to 1; where the direction means nothing its sign is ignored.
+"""

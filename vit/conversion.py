@@ -24,7 +24,7 @@ from vit import data, metrics
 from vit.attention_report import Triple, projections
 from vit.evaluate import evaluation_images
 from vit.model import ViT, random_streams
-from vit.train import count, evaluate
+from vit.steps import count, evaluate
 
 ERROR_IMAGES = 8
 """Evaluation images whose attention errors are measured."""

@@ -2,24 +2,27 @@
 
 A record is {"image", "label"}, the image an array (height, width, channels) of uint8 or the bytes
 of a JPEG or PNG file. The stream of training batches depends on the seed alone, not on the number
-of workers, and its position is saved in checkpoints.
+of processes or workers; a stopped run goes on with the batch of its step.
 """
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 from etils import epath
-from PIL import Image, ImageOps
+from PIL import Image
 
 from performer.choices import unknown
 from vit import augment, config
 
 Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: image, label and for evaluation mask."""
+"""Arrays by name, NumPy or JAX: image, label, bad and for evaluation mask."""
+
+_TRIES = 100
 
 
 class Dataset(NamedTuple):
@@ -47,67 +50,208 @@ def load(data: config.Data) -> Dataset:
     return dataset
 
 
-def train_batches(dataset: Dataset, data: config.Data, seed: int) -> grain.IterDataset:
-    """Shuffled, augmented batches without end: image (b, size, size, c) uint8, label (b,) int32."""
+def train_batches(
+    dataset: Dataset,
+    data: config.Data,
+    seed: int,
+    process: int = 0,
+    processes: int = 1,
+    start: int = 0,
+    threads: int = 16,
+) -> grain.IterDataset:
+    """Shuffled, augmented batches without end.
+
+    Every global batch of `data.batch_size` rows depends on the seed and its place in the stream
+    alone, not on the number of processes, workers or threads.
+
+    Args:
+        dataset: what `load` returns.
+        data: section of the config.
+        seed: of the order and the augmentations.
+        process: which of the processes this is; it gets the rows [process b, (process + 1) b).
+        processes: how many share a global batch, each b = batch_size / processes rows.
+        start: number of the first batch, to go on where a stopped run was.
+        threads: how many batches are prepared at a time, over all workers, and held in memory;
+            0 prepares each when it is asked for.
+
+    Returns:
+        image (b, size, size, c) uint8, label (b,) int32 and bad (b,) int32: -1, or the index of a
+        record that cannot be decoded, where the row shows the next one that can.
+
+    Raises:
+        ValueError: when the processes do not divide the batch; and while reading, when 100 records
+            in a row cannot be decoded.
+    """
+
+    # No functools.partial: grain takes the repr of what it calls, here of all records.
+    def example(index: int, rng: np.random.Generator) -> Batch:
+        return _train_example(index, rng, dataset.train, data, dataset.channels)
+
     batches = (
-        grain.MapDataset.source(dataset.train)
+        grain.MapDataset.range(len(dataset.train))
         .seed(seed)
         .shuffle()
         .repeat()
-        .random_map(partial(_train_example, data=data, channels=dataset.channels))
-        .batch(data.batch_size, drop_remainder=True)
-        .to_iter_dataset()
+        .random_map(example)
+        .batch(_local_size(data, processes), drop_remainder=True)
+        .slice(slice(start * processes + process, None, processes))
+        .to_iter_dataset(_read_options(threads // max(1, data.num_workers)))
     )
     if data.num_workers:
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
     return batches
 
 
-def eval_batches(dataset: Dataset, data: config.Data) -> Iterator[Batch]:
-    """Every evaluation image once, in order. The last batch is padded; "mask" is 0 on the padding.
+def eval_batches(
+    dataset: Dataset, data: config.Data, process: int = 0, processes: int = 1, threads: int = 16
+) -> Iterator[Batch]:
+    """Every evaluation example once, in order, in ceil(n / batch_size) batches of the same shape.
 
-    All batches have the same shape: image, label as in `train_batches`, mask (b,) float32.
+    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
+    centre is cut out, in one resampling; an image that has the right size passes untouched.
+
+    Args:
+        dataset: what `load` returns.
+        data: section of the config.
+        process: which of the processes this is; it gets the rows [process b, (process + 1) b).
+        processes: how many share a global batch, each b = batch_size / processes rows.
+        threads: how many batches are prepared at a time, and held in memory.
+
+    Returns:
+        image and label as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
+        batch and on records that cannot be decoded; bad (b,) int32, the index of such a record or
+        -1.
+
+    Raises:
+        ValueError: when the processes do not divide the batch.
     """
+
+    def example(index: int) -> Batch:  # no functools.partial, as above
+        return _eval_example(index, dataset, data)
+
+    rows = math.ceil(len(dataset.evaluation) / data.batch_size) * data.batch_size
     batches = (
-        grain.MapDataset.source(dataset.evaluation)
-        .map(partial(_example, data=data, channels=dataset.channels))
-        .batch(data.batch_size, drop_remainder=False)
-        .to_iter_dataset()
+        grain.MapDataset.range(rows)
+        .map(example)
+        .batch(_local_size(data, processes))
+        .slice(slice(process, None, processes))
+        .to_iter_dataset(_read_options(threads))
     )
-    for batch in batches:
-        missing = data.batch_size - len(batch["label"])
-        batch = {"mask": np.ones(len(batch["label"]), np.float32), **batch}
-        yield {
-            name: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
-            for name, array in batch.items()
-        }
+    return iter(batches)
 
 
-def _example(record: dict[str, Any], data: config.Data, channels: int) -> Batch:
-    image = record["image"]
-    if isinstance(image, bytes) or image.shape[:2] != (data.image_size, data.image_size):
-        opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else _to_pil(image)
-        opened = opened.convert("L" if channels == 1 else "RGB")
-        size = (data.image_size, data.image_size)
-        if opened.size != size:  # the largest square in the centre, resized
-            opened = ImageOps.fit(opened, size, Image.Resampling.BICUBIC)
-        image = np.asarray(opened).reshape(*size, channels)
-    return {"image": image, "label": np.int32(record["label"])}
+def _local_size(data: config.Data, processes: int) -> int:
+    if data.batch_size % processes:
+        raise ValueError(
+            f"config.data.batch_size={data.batch_size} is not divisible by the {processes}"
+            " processes"
+        )
+    return data.batch_size // processes
+
+
+def _read_options(threads: int) -> grain.ReadOptions:
+    """A buffer as long as the threads are many: grain's 500 are meant for single records."""
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
 
 
 def _train_example(
-    record: dict[str, Any], rng: np.random.Generator, data: config.Data, channels: int
+    index: int,
+    rng: np.random.Generator,
+    records: Sequence[dict[str, Any]],
+    data: config.Data,
+    channels: int,
 ) -> Batch:
-    example = _example(record, data, channels)
+    def decode(image: Any) -> np.ndarray:
+        if data.crop == "inception":
+            box = partial(augment.inception_box, rng=rng)
+            return _pixels(image, data.image_size, channels, box, Image.Resampling.BILINEAR)
+        return _pixels(image, data.image_size, channels, partial(_center_box, data=data))
+
+    image, label, bad = _first_readable(records, index, decode)
     if data.max_shift:
-        example["image"] = augment.random_shift(example["image"], rng, data.max_shift)
+        image = augment.random_shift(image, rng, data.max_shift)
     if data.flip:
-        example["image"] = augment.random_flip(example["image"], rng)
-    return example
+        image = augment.random_flip(image, rng)
+    if data.randaugment_layers:
+        image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
+    return {"image": image, "label": label, "bad": bad}
 
 
-def _to_pil(image: np.ndarray) -> Image.Image:
-    return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+def _first_readable(
+    records: Sequence[dict[str, Any]], index: int, decode: Callable[[Any], np.ndarray]
+) -> tuple[np.ndarray, np.int32, np.int32]:
+    """Image and label of the record at `index`, or of the next that decodes; -1, or `index`."""
+    tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
+    errors: list[Exception] = []
+    for i in tried:
+        record = records[i]
+        try:
+            image = decode(record["image"])
+        except Exception as error:  # PIL raises many kinds for broken files
+            errors.append(error)
+            continue
+        return image, np.int32(record["label"]), np.int32(index if errors else -1)
+    raise ValueError(
+        f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
+        f" the last one: {errors[-1]}"
+    ) from errors[-1]
+
+
+def _eval_example(index: int, dataset: Dataset, data: config.Data) -> Batch:
+    image = np.zeros((data.image_size, data.image_size, dataset.channels), np.uint8)
+    label, mask, bad = 0, 0, -1
+    if index < len(dataset.evaluation):
+        record = dataset.evaluation[index]
+        label, mask = record["label"], 1
+        try:
+            box = partial(_center_box, data=data)
+            image = _pixels(record["image"], data.image_size, dataset.channels, box)
+        except Exception:  # PIL raises many kinds for broken files
+            mask, bad = 0, index
+    return {
+        "image": image,
+        "label": np.int32(label),
+        "mask": np.float32(mask),
+        "bad": np.int32(bad),
+    }
+
+
+def _center_box(width: int, height: int, data: config.Data) -> augment.Box:
+    """What evaluation sees of an image, in its own pixels."""
+    side = min(width, height) * data.image_size / (data.eval_resize or data.image_size)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _pixels(
+    image: Any,
+    size: int,
+    channels: int,
+    box: Callable[[int, int], augment.Box],
+    filter: Image.Resampling = Image.Resampling.BICUBIC,
+) -> np.ndarray:
+    """The part `box(width, height)` of an array or encoded image, resized: (size, size, channels).
+
+    A JPEG is decoded at a half, a quarter or an eighth where the part remains large enough.
+
+    Raises:
+        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
+    """
+    opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else augment.to_pil(image)
+    mode = "L" if channels == 1 else "RGB"
+    width, height = opened.size
+    left, top, right, bottom = box(width, height)
+    room = min(right - left, bottom - top) / size
+    reduction = next((r for r in (8, 4, 2) if r <= room), 1)
+    if not opened.draft(mode, (width // reduction, height // reduction)):
+        reduction = 1
+    if opened.mode not in ("L", mode):
+        opened = opened.convert(mode)
+    part = (left / reduction, top / reduction, right / reduction, bottom / reduction)
+    opened = opened.resize((size, size), filter, box=part)
+    if opened.mode != mode:  # grey images are resized before they get three channels
+        opened = opened.convert(mode)
+    return np.asarray(opened).reshape(size, size, channels)
 
 
 def _digits() -> Dataset:

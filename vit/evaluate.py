@@ -30,7 +30,8 @@ from jax.sharding import Mesh
 from vit import attention_report, checkpoint, class_report, data, devices, metrics
 from vit import config as configs
 from vit.model import ViT
-from vit.train import Program, build, eval_batches, evaluate, evaluated_model
+from vit.steps import Program, build, evaluate, evaluated_model
+from vit.train import eval_batches
 
 
 class Restored(NamedTuple):

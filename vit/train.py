@@ -11,26 +11,19 @@ batch are printed. On several hosts each runs the same command with --distribute
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import app, flags, logging
-from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from performer.nnx import redraw
-from vit import augment, checkpoint, costs, data, devices, metrics, optim, safety
+from vit import checkpoint, costs, data, devices, metrics, optim, safety, steps
 from vit import config as configs
-from vit.model import ViT, random_streams
-
-Counts = dict[str, jax.Array]
 
 
 def train(
@@ -62,9 +55,9 @@ def train(
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
-    program = build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
+    program = steps.build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
     names = list(costs.parameters(program.abstract))
-    step_flops = 3 * config.data.batch_size * costs.forward_flops(config, **sizes(dataset))
+    step_flops = 3 * config.data.batch_size * costs.forward_flops(config, **steps.sizes(dataset))
     peak_flops = devices.peak_flops()
     lead, log = jax.process_index() == 0, workdir / "metrics.jsonl"
 
@@ -106,7 +99,7 @@ def train(
             if evaluate_now:
                 evaluation = safety.until(stopping, eval_batches(dataset, config, mesh))
                 with contextlib.suppress(safety.Stopped):
-                    record |= evaluate(partial(program.evaluate, state), evaluation)
+                    record |= steps.evaluate(partial(program.evaluate, state), evaluation)
                     write(record | {"seconds": time.perf_counter() - start})
                     evaluate_now = False
                     bar.console.print(
@@ -158,165 +151,10 @@ def train(
     return metrics.read(log)[-1]
 
 
-class Program(NamedTuple):
-    """What a run computes, compiled at the first call, and how its arrays lie on the devices."""
-
-    graph: nnx.GraphDef
-    """Structure of (model, optimizer)."""
-    abstract: nnx.State
-    """Their state: shapes, dtypes and shardings."""
-    initial: Callable[[], nnx.State]
-    train: Any
-    """(state, batch) -> (state, values of the step); the state that goes in is given up."""
-    evaluate: Any
-    """(state, batch) -> `eval_step`."""
-
-
-def build(
-    config: configs.Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mesh
-) -> Program:
-    """The functions of a run on those devices."""
-
-    def initial() -> nnx.State:
-        model = ViT(config, **sizes(dataset), rngs=random_streams(config.seed))
-        optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
-        graphs.append(nnx.graphdef((model, optimizer)))
-        return nnx.state((model, optimizer))
-
-    graphs: list[nnx.GraphDef] = []
-    shapes = jax.eval_shape(initial)
-    graph, everywhere = graphs[0], devices.everywhere(mesh)
-    shardings = devices.of_state(mesh, shapes)
-    return Program(
-        graph=graph,
-        abstract=jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        ),
-        initial=jax.jit(initial, out_shardings=shardings),
-        train=jax.jit(
-            partial(train_step, config, graph),
-            donate_argnums=0,
-            out_shardings=(shardings, everywhere),
-        ),
-        evaluate=jax.jit(partial(eval_step, graph), out_shardings=everywhere),
-    )
-
-
-def train_step(
-    config: configs.Config, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch
-) -> tuple[nnx.State, Counts]:
-    """One step of the optimiser on the mean cross entropy of a batch; frequencies as due.
-
-    Besides the state: train_loss, train_accuracy, gradient_norm, `finite` (for each parameter,
-    whether its gradient and its new value are) and `bad` (of the batch, as `data.train_batches`).
-    """
-    model, optimizer = nnx.merge(graph, state)
-    model.train()
-    streams, step = random_streams(config.seed), optimizer.step[...]
-    redraw(model, streams.frequencies.key[...], step)
-    images, labels = batch["image"], batch["label"]
-    targets = jax.nn.one_hot(labels, model.head.out_features)
-    targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
-    if config.data.mixup:
-        key = jax.random.fold_in(streams.mixup.key[...], step)
-        images = images.astype(jnp.float32)
-        images, targets = augment.mixup(key, images, targets, config.data.mixup)
-    loss, hits, gradients = loss_and_gradients(
-        model, (images, targets, labels), config.optim.accumulate
-    )
-    optimizer.update(model, gradients)
-    finite = jax.tree.map(
-        lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
-        gradients,
-        nnx.state(model, nnx.Param),
-    )
-    return nnx.state((model, optimizer)), {
-        "train_loss": loss,
-        "train_accuracy": hits / len(labels),
-        "gradient_norm": optax.tree.norm(gradients),
-        "finite": jnp.stack(jax.tree.leaves(finite)),
-        "bad": batch["bad"],
-    }
-
-
-def loss_and_gradients(
-    model: ViT, batch: tuple[jax.Array, jax.Array, jax.Array], parts: int
-) -> tuple[jax.Array, jax.Array, nnx.State]:
-    """Mean loss over (images, targets, labels), right answers, and gradients, in `parts` parts.
-
-    The parts go through the model one after another and their gradients are added up, so that only
-    one part's activations are kept; the result is that of the whole batch.
-    """
-
-    def mean_loss(model: ViT, images: jax.Array, targets: jax.Array, labels: jax.Array) -> Any:
-        logits, _ = model(images)
-        loss = optax.losses.softmax_cross_entropy(logits, targets).mean() / parts
-        return loss, jnp.sum(jnp.argmax(logits, axis=-1) == labels)
-
-    def part(carry: Any, batch: Any) -> tuple[Any, None]:
-        rest, total = carry
-        model = nnx.merge(graph, nnx.as_pure(params), rest)
-        results = nnx.value_and_grad(mean_loss, has_aux=True)(model, *batch)
-        rest = nnx.state(model, nnx.Not(nnx.Param))
-        return (rest, jax.tree.map(jnp.add, total, results)), None
-
-    def split(x: jax.Array) -> jax.Array:  # each device's rows stay on it
-        return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
-
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    zeros = (jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, params)
-    carry, _ = jax.lax.scan(part, (rest, zeros), jax.tree.map(split, batch))
-    rest, ((loss, hits), gradients) = carry
-    nnx.update(model, rest)
-    return loss, hits, gradients
-
-
-def eval_step(graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Counts:
-    """Sums over the unmasked examples of a batch: loss, top1, top5, examples; and bad records."""
-    return count(evaluated_model(graph, state), batch)
-
-
-def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> ViT:
-    """The model in evaluation mode, with the running mean of its parameters if there is one."""
-    model, optimizer = nnx.merge(graph, state)
-    mean = optim.averaged(optimizer)
-    if mean is not None:
-        nnx.update(model, mean)
-    model.eval()
-    return model
-
-
-def count(model: ViT, batch: data.Batch) -> Counts:
-    """The sums of `eval_step`, for a model in evaluation mode."""
-    logits, _ = model(batch["image"])
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    counts = metrics.counts(logits, batch["label"], batch["mask"])
-    return counts | {"loss": jnp.sum(losses * batch["mask"]), "bad": jnp.sum(batch["bad"] >= 0)}
-
-
-def evaluate(count: Callable[[Any], Counts], batches: Iterable[data.Batch]) -> metrics.Record:
-    """eval_loss, eval_accuracy, eval_top5 over all examples, how many they are, and bad records."""
-    counts = [jax.device_get(count(batch)) for batch in batches]
-    total = {name: sum(float(c[name]) for c in counts) for name in counts[0]}
-    examples = total["examples"]
-    return {
-        "eval_loss": total["loss"] / examples,
-        "eval_accuracy": total["top1"] / examples,
-        "eval_top5": total["top5"] / examples,
-        "eval_examples": int(examples),
-        "eval_bad_records": int(total["bad"]),
-    }
-
-
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
     """Steps of an epoch, and of the run."""
     steps_per_epoch = len(dataset.train) // config.data.batch_size
     return steps_per_epoch, max(1, round(config.num_epochs * steps_per_epoch))
-
-
-def sizes(dataset: data.Dataset) -> dict[str, int]:
-    """What a model must know of the data."""
-    return {"num_classes": dataset.num_classes, "channels": dataset.channels}
 
 
 def train_batches(
@@ -363,10 +201,10 @@ def dry_run(config: configs.Config) -> str:
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
-    program = build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
+    program = steps.build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
     batch = next(train_batches(dataset, config, mesh, 0))
     compiled = program.train.lower(program.abstract, batch).compile()
-    flops = costs.forward_flops(config, **sizes(dataset))
+    flops = costs.forward_flops(config, **steps.sizes(dataset))
     lines = [
         costs.parameter_table(program.abstract),
         f"devices: {jax.device_count()} x {jax.devices()[0].device_kind},"

@@ -1,0 +1,276 @@
+"""Augmentations: laws of the random ones, each operation against plain arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit import augment
+from vit.augment import OPERATIONS
+
+
+def test_shift_and_flip():
+    image = np.arange(1, 10, dtype=np.uint8).reshape(3, 3, 1)
+    rng = np.random.default_rng(0)
+    shifted = {augment.random_shift(image, rng, 1).tobytes() for _ in range(200)}
+    assert len(shifted) == 9
+    assert image.tobytes() in shifted
+    flipped = {augment.random_flip(image, rng).tobytes() for _ in range(50)}
+    assert flipped == {image.tobytes(), image[:, ::-1].tobytes()}
+
+
+def test_a_large_image_is_mirrored_whole():
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
+    flips = [augment.random_flip(image, np.random.default_rng(seed)) for seed in range(20)]
+    assert {f.tobytes() for f in flips} == {image.tobytes(), image[:, ::-1].tobytes()}
+
+
+# --- the inception crop
+
+DRAWS = 4000
+Z = 5.0  # a mean of draws is further from its expectation with probability 6e-7
+
+
+@pytest.fixture(scope="module")
+def boxes():
+    """On a square of so many pixels that rounding does not show."""
+    rng = np.random.default_rng(0)
+    return np.array([augment.inception_box(10_000, 10_000, rng) for _ in range(DRAWS)]) / 10_000
+
+
+def expectations():
+    """Means of the area and of |log aspect|, given that the part fits into a square.
+
+    With share s and a = |log aspect|, uniform in [0.08, 1] and [0, log 4/3], it fits if
+    s <= exp(-a).
+    """
+    s, a = np.meshgrid(np.linspace(0.08, 1, 2001), np.linspace(0, np.log(4 / 3), 2001))
+    fits = s <= np.exp(-a)
+    return s[fits].mean(), a[fits].mean()
+
+
+def test_inception_boxes_have_the_law_they_should(boxes):
+    left, top, right, bottom = boxes.T
+    width, height = right - left, bottom - top
+    assert min(left.min(), top.min()) >= 0
+    assert max(right.max(), bottom.max()) <= 1
+    area, aspect = width * height, np.log(width / height)
+    assert 0.0799 < area.min() < 0.09
+    assert area.max() > 0.95
+    assert np.abs(aspect).max() < np.log(4 / 3) + 1e-3
+    mean_area, mean_aspect = expectations()
+    means = [
+        (area, mean_area),
+        (np.abs(aspect), mean_aspect),
+        (np.sign(aspect), 0.0),
+        (left / (1 - width + 1e-9), 0.5),
+        (top / (1 - height + 1e-9), 0.5),
+    ]
+    for values, mean in means:
+        assert abs(values.mean() - mean) < Z * values.std() / np.sqrt(DRAWS) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "want"),
+    [((1000, 10), (493, 0, 506, 10)), ((10, 1000), (0, 493, 10, 506)), ((1, 1), (0, 0, 1, 1))],
+)
+def test_where_nothing_fits_it_is_the_centre(size, want):
+    class Largest(np.random.Generator):
+        """Asks for the whole area as a square."""
+
+        def uniform(self, low, high):
+            return high if high == 1 else 0.0
+
+        def integers(self, high):
+            return 0
+
+    assert augment.inception_box(*size, Largest(np.random.PCG64(0))) == want
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        left, top, right, bottom = augment.inception_box(3, 2, rng)
+        assert 0 <= left < right <= 3
+        assert 0 <= top < bottom <= 2
+
+
+# --- RandAugment
+
+
+def image_of(channels, height=21, width=33, seed=0):
+    shape = (height, width, channels)
+    return np.random.default_rng(seed).integers(20, 220, shape).astype(np.uint8)
+
+
+def apply(name, image, level):
+    return np.asarray(OPERATIONS[name](augment.to_pil(image), level)).reshape(image.shape)
+
+
+def luma(image):
+    """ITU-R 601: what grey means to PIL."""
+    return image @ np.array([0.299, 0.587, 0.114]) if image.shape[-1] == 3 else image[..., 0] * 1.0
+
+
+def stretched(image):
+    low, high = image.min((0, 1)).astype(float), image.max((0, 1))
+    return (image - low) * 255 / (high - low)
+
+
+def levelled(image):
+    """Each channel through its own distribution function."""
+    channels = []
+    for values in np.moveaxis(image, -1, 0):
+        below = np.array([np.mean(values < v) for v in range(256)])
+        channels.append(255 * below[values] / below[values.max()])
+    return np.stack(channels, -1)
+
+
+def turned(image, degrees):
+    """Counterclockwise about the centre, each pixel from the nearest; grey from outside."""
+    return moved(image, np.deg2rad(degrees))
+
+
+def moved(image, angle=0.0, shear=(0, 0), shift=(0, 0)):
+    height, width = image.shape[:2]
+    out = np.full_like(image, 128)
+    for row in range(height):
+        for column in range(width):
+            x, y = column + 0.5, row + 0.5
+            if angle:
+                dx, dy = x - width / 2, y - height / 2
+                x = width / 2 + np.cos(angle) * dx - np.sin(angle) * dy
+                y = height / 2 + np.sin(angle) * dx + np.cos(angle) * dy
+            x, y = x + shear[0] * y + shift[0], y + shear[1] * x + shift[1]
+            if 0 <= x < width and 0 <= y < height:
+                out[row, column] = image[int(y), int(x)]
+    return out
+
+
+def blended(image, other, level):
+    return np.clip(other + (1 + 0.9 * level) * (image - other), 0, 255)
+
+
+def smooth(image):
+    """The mean with weight 5 on the pixel and 1 on its neighbours; edges stay."""
+    out = image.astype(float)
+    parts = [
+        out[1 + i : out.shape[0] - 1 + i, 1 + j : out.shape[1] - 1 + j]
+        for i in (-1, 0, 1)
+        for j in (-1, 0, 1)
+    ]
+    inner = (sum(parts) + 4 * parts[4]) / 13
+    out[1:-1, 1:-1] = inner
+    return out
+
+
+PLAIN = {  # the operation by arithmetic, at level 0.5 or -0.5, and the gap rounding may cause
+    "identity": (lambda x, level: x, 0),
+    "autocontrast": (lambda x, level: stretched(x), 1),
+    "equalize": (lambda x, level: levelled(x), 2),
+    "rotate": (lambda x, level: turned(x, 30 * level), None),
+    "solarize": (lambda x, level: np.where(x < 128, x, 255 - x), 0),
+    "posterize": (lambda x, level: x // 4 * 4, 0),
+    "color": (lambda x, level: blended(x, luma(x)[..., None], level), 2),
+    "contrast": (lambda x, level: blended(x, luma(x).mean(), level), 2),
+    "brightness": (lambda x, level: blended(x, 0.0, level), 1),
+    "sharpness": (lambda x, level: blended(x, smooth(x), level), 2),
+    "shear_x": (lambda x, level: moved(x, shear=(0.3 * level, 0)), None),
+    "shear_y": (lambda x, level: moved(x, shear=(0, 0.3 * level)), None),
+    "translate_x": (lambda x, level: moved(x, shift=(150 / 331 * level * x.shape[1], 0)), 0),
+    "translate_y": (lambda x, level: moved(x, shift=(0, 150 / 331 * level * x.shape[0])), 0),
+}
+
+
+def test_there_are_fourteen_operations():
+    assert len(OPERATIONS) == 14
+    assert set(OPERATIONS) == set(PLAIN)
+
+
+@pytest.mark.parametrize("level", [0.5, -0.5])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", PLAIN)
+def test_operations_are_what_their_names_say(name, channels, level):
+    image = image_of(channels, *(210, 330) if name == "equalize" else (21, 33))
+    got = apply(name, image, level)
+    assert (got.shape, got.dtype) == (image.shape, np.uint8)
+    plain, gap = PLAIN[name]
+    difference = np.abs(got - np.asarray(plain(image, level), float))
+    if gap is None:  # a pixel on the edge between two may come from either
+        assert np.mean(difference > 0) < 0.02
+    else:
+        assert difference.max() <= gap
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"autocontrast", "equalize"}))
+def test_no_magnitude_changes_nothing(name, channels):
+    image = image_of(channels)
+    assert np.array_equal(apply(name, image, 0.0), image)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_full_magnitude_keeps_the_form(name, channels):
+    image = image_of(channels)
+    for level in (-1.0, 1.0):
+        assert apply(name, image, level).shape == image.shape
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_randaugment_depends_on_the_generator_alone(channels):
+    image = image_of(channels)
+    runs = [
+        [augment.randaugment(image, np.random.default_rng(seed), 2, 9.0) for seed in range(30)]
+        for _ in range(2)
+    ]
+    assert np.array_equal(*runs)
+    assert len({r.tobytes() for r in runs[0]}) > 20
+    assert all((r.shape, r.dtype) == (image.shape, np.uint8) for r in runs[0])
+
+
+def test_randaugment_draws_all_operations_and_both_signs(monkeypatch):
+    drawn = []
+    for name in OPERATIONS:
+        monkeypatch.setitem(
+            OPERATIONS, name, lambda image, level, name=name: drawn.append((name, level)) or image
+        )
+    rng = np.random.default_rng(0)
+    for _ in range(700):
+        augment.randaugment(image_of(1), rng, 2, 15.0)
+    names, levels = zip(*drawn, strict=True)
+    counts = np.array([names.count(name) for name in OPERATIONS])
+    assert counts.sum() == 1400
+    assert np.abs(counts - 100).max() < Z * np.sqrt(1400 / 14 * 13 / 14)  # 14 x 6e-7
+    assert set(levels) == {-0.5, 0.5}
+    assert abs(np.mean(levels)) < Z * 0.5 / np.sqrt(1400)
+
+
+# --- mixup
+
+
+def test_mixup_blends_with_the_neighbour():
+    rng = np.random.default_rng(0)
+    images = rng.random((4, 3, 3, 2), np.float32)
+    targets = np.eye(5, dtype=np.float32)[[0, 2, 2, 4]]
+    mixed, labels = jax.jit(lambda *args: augment.mixup(*args, 0.4))(
+        jax.random.key(1), jnp.asarray(images), jnp.asarray(targets)
+    )
+    share = float(labels[0, 0])
+    assert 0 < share < 1
+    for got, x in [(mixed, images), (labels, targets)]:
+        want = [share * x[i] + (1 - share) * x[i - 1] for i in range(4)]
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    assert mixed.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_the_share_is_beta_distributed(alpha):
+    n = 4000
+
+    def share(key):
+        targets = jnp.eye(2)
+        return augment.mixup(key, jnp.zeros((2, 1, 1, 1)), targets, alpha)[1][0, 0]
+
+    shares = np.asarray(jax.vmap(share)(jax.random.split(jax.random.key(0), n)), float)
+    variance = 1 / (4 * (2 * alpha + 1))
+    assert abs(shares.mean() - 0.5) < Z * np.sqrt(variance / n)
+    squares = (shares - 0.5) ** 2
+    assert abs(squares.mean() - variance) < Z * squares.std() / np.sqrt(n)
