@@ -191,7 +191,7 @@ def _training_images(
     chosen = [dataset.train[i * step] for i in range(number // size * size)]
     sizes = dataclasses.replace(config.data, batch_size=size)
     for batch in data.eval_batches(dataset._replace(evaluation=chosen), sizes):
-        yield batch["image"]
+        yield batch["image"][batch["mask"] > 0]
 
 
 def main(_: list[str]) -> None:

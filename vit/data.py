@@ -7,6 +7,10 @@ of processes or workers; a stopped run goes on with the batch of its step.
 
 import io
 import math
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,7 +102,8 @@ def train_batches(
         .to_iter_dataset(_read_options(threads // max(1, data.num_workers)))
     )
     if data.num_workers:
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
+        options = grain.MultiprocessingOptions(num_workers=data.num_workers)
+        batches = batches.mp_prefetch(options, _start_worker)
     return batches
 
 
@@ -138,6 +143,20 @@ def eval_batches(
         .to_iter_dataset(_read_options(threads))
     )
     return iter(batches)
+
+
+def _start_worker(index: int, workers: int) -> None:
+    """Leaves signals, which a terminal and a scheduler send to all, to the parent; ends with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _local_size(data: config.Data, processes: int) -> int:

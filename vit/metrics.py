@@ -38,24 +38,30 @@ def append(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-@contextlib.contextmanager
-def writer(
-    log: Path, *, lead: bool = True, tensorboard: bool = False
-) -> Iterator[Callable[[Record], None]]:
-    """A function that adds a record to the log, and to TensorBoard's beside it if asked.
-
-    Only the leading process of a run writes.
+def summary_writer() -> type:
+    """tensorboardX's `SummaryWriter`.
 
     Raises:
-        ValueError: when tensorboardX is wanted and not installed.
+        ValueError: when tensorboardX is not installed.
     """
-    if not (tensorboard and lead):
-        yield partial(append, log) if lead else lambda record: None
-        return
     try:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX") from error
+    return SummaryWriter
+
+
+@contextlib.contextmanager
+def writer(log: Path, tensorboard: type | None = None) -> Iterator[Callable[[Record], None]]:
+    """A function that adds a record to the log, and to TensorBoard's folder beside it.
+
+    Args:
+        log: the file.
+        tensorboard: `summary_writer()`, or None for the log alone.
+    """
+    if tensorboard is None:
+        yield partial(append, log)
+        return
 
     def write(record: Record) -> None:
         append(log, record)
@@ -63,7 +69,7 @@ def writer(
             board.add_scalar(name, value, record["step"])
 
     purge = read(log)[-1]["step"] + 1 if read(log) else 0
-    with SummaryWriter(str(log.parent / "tensorboard"), purge_step=purge) as board:
+    with tensorboard(str(log.parent / "tensorboard"), purge_step=purge) as board:
         yield write
 
 

@@ -11,7 +11,7 @@ batch are printed. On several hosts each runs the same command with --distribute
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def train(
     """
     # What is asked for, checked before anything is written.
     configs.validate(config)
+    board = metrics.summary_writer() if tensorboard else None
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
@@ -78,8 +79,10 @@ def train(
         checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
         past = metrics.keep_up_to(log, step) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
-        write = stack.enter_context(metrics.writer(log, lead=lead, tensorboard=tensorboard))
-        batches = iter(train_batches(dataset, config, mesh, step))
+        write = stack.enter_context(metrics.writer(log, board)) if lead else lambda record: None
+        batches = stack.enter_context(
+            contextlib.closing(train_batches(dataset, config, mesh, step))
+        )
 
         def due(step: int) -> bool:
             return step == num_steps or (step > 0 and step % config.eval_every == 0)
@@ -119,7 +122,10 @@ def train(
                 number += 1
                 seconds = time.perf_counter() - stretch_start
                 safety.check_finite(stretch, step, names, config.optim.learning_rate)
-                bad_records |= {int(i) for values in stretch for i in values["bad"] if i >= 0}
+                bad = {int(i) for values in stretch for i in values["bad"] if i >= 0}
+                if bad - bad_records:
+                    bar.console.print(f"cannot be decoded: records {sorted(bad - bad_records)}")
+                bad_records |= bad
                 record = {"step": step, "epoch": step / steps_per_epoch, **_mean(stretch)}
                 record["images_per_second"] = len(stretch) * config.data.batch_size / seconds
                 if peak_flops:
@@ -159,11 +165,13 @@ def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
 
 def train_batches(
     dataset: data.Dataset, config: configs.Config, mesh: Mesh, start: int
-) -> Iterator[data.Batch]:
+) -> Generator[data.Batch]:
     """The training batches from step `start` on, on the devices; this process reads its rows."""
     index, count = jax.process_index(), jax.process_count()
-    batches = data.train_batches(dataset, config.data, config.seed, index, count, start)
-    return (devices.put(mesh, batch) for batch in batches)
+    batches = iter(data.train_batches(dataset, config.data, config.seed, index, count, start))
+    with contextlib.closing(batches):  # ends the workers
+        for batch in batches:
+            yield devices.put(mesh, batch)
 
 
 def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> Iterator[data.Batch]:
