@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.small import TINY, small_config
+from tests.small import CALIBRATED, TINY, small_config
 from vit import checkpoint, config, devices, metrics, safety, train
 
 PROGRAM = """
@@ -23,38 +23,26 @@ from vit import devices
 arguments = json.loads(sys.argv[1])
 if "coordinator" in arguments:
     devices.initialize(arguments["coordinator"], 2, arguments["process"])
-from tests.small import TINY, small_config
+from tests.small import CALIBRATED, TINY, small_config
 from vit import config, steps, train
 config.SIZES["XS"] = TINY
 for workdir, changes in arguments["runs"].items():
-    train.train(small_config(**changes), Path(workdir))
+    train.train(small_config(**({"attention": CALIBRATED} | changes)), Path(workdir))
 if arguments.get("shares"):
-    from vit import data, optim
-    import numpy as np
-    settings = config.Config(model=config.Model("B/16"), fsdp=8)
-    settings.data.image_size = 224
-    dataset = data.load(config.Data())._replace(num_classes=1000, channels=3)
-    run = steps.build(settings, dataset, lambda step: 0.0, devices.mesh(settings))
-    print("state", *(
-        sum(np.prod(f(x), dtype=int) for x in jax.tree.leaves(run.abstract))
-        for f in (lambda x: x.shape, lambda x: x.sharding.shard_shape(x.shape))
-    ))
+    from vit import data
     config.SIZES["XS"] = config.SIZES["Ti"]._replace(depth=1)
-    attention = config.Attention(num_features=8)
-    settings = small_config(attention=attention, fsdp=8)
-    run = steps.build(settings, data.load(settings.data), lambda step: 0.0, devices.mesh(settings))
-    batch = next(train.train_batches(data.load(settings.data), settings, devices.mesh(settings), 0))
-    state, _ = run.train(run.initial(), batch)
+    settings = small_config(fsdp=8)
+    dataset, mesh = data.load(settings.data), devices.mesh(settings)
+    run = steps.build(settings, dataset, lambda step: 0.0, mesh)
+    state, _ = run.train(run.initial(), next(train.train_batches(dataset, settings, mesh, 0)))
     for when in (run.abstract, state):
         print("shard", max(x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(when)
                            if x.shape == (192, 768)))
-    held = {d: 0 for d in jax.devices()}
-    for x in jax.tree.leaves(state):
-        if x.dtype == "float32":
-            for shard in x.addressable_shards:
-                held[shard.device] += shard.data.nbytes
-    whole = sum(x.nbytes for x in jax.tree.leaves(state) if x.dtype == "float32")
-    print("held", max(held.values()), whole)
+    arrays = [x for x in jax.tree.leaves(state) if x.dtype == "float32"]
+    held = {device: 0 for device in jax.devices()}
+    for shard in (shard for x in arrays for shard in x.addressable_shards):
+        held[shard.device] += shard.data.nbytes
+    print("held", max(held.values()), sum(x.nbytes for x in arrays))
 """
 
 
@@ -81,7 +69,7 @@ def one_device(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("one") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.SIZES, "XS", TINY)
-        train.train(small_config(), workdir)
+        train.train(small_config(attention=CALIBRATED), workdir)
     return losses(workdir)
 
 
@@ -93,17 +81,13 @@ def assert_same(got, want):
         )
 
 
-def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch):
-    """Data parallel and with sharded parameters (of which only a small array is left whole)."""
-    runs = {str(tmp_path / "data"): {}, str(tmp_path / "fsdp"): {"fsdp": 4}}
-    done = start({"runs": runs, "shares": True}, 8)
+def test_eight_devices_train_as_one(one_device, tmp_path):
+    """Each copy of the parameters lies on four of them; a larger model's, on all eight."""
+    done = start({"runs": {str(tmp_path / "run"): {"fsdp": 4}}, "shares": True}, 8)
     output, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
-    for name in ("data", "fsdp"):
-        assert_same(losses(tmp_path / name), one_device)
+    assert_same(losses(tmp_path / "run"), one_device)
     words = [line.split() for line in output.splitlines()]
-    ((_, whole, part),) = [w for w in words if w[0] == "state"]
-    assert int(part) < 1.01 * int(whole) / 8  # B/16 with Adam: 1.0 GB whole, 0.13 GB on a device
     shards = [w[1:] for w in words if w[0] == "shard"]
     assert shards[0] == shards[1] == ["(192,", "96)"]
     ((_, held, whole),) = [w for w in words if w[0] == "held"]

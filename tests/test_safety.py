@@ -42,6 +42,7 @@ def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
 
 
 def test_the_second_signal_ends_the_process():
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     previous = signal.getsignal(signal.SIGINT)
     with safety.interruption() as stopping:
         assert not stopping()
@@ -50,6 +51,7 @@ def test_the_second_signal_ends_the_process():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is previous
+    signal.signal(signal.SIGINT, outer)
 
 
 def test_until():

@@ -1,5 +1,6 @@
 """Training: a few steps, resuming bit for bit, interruptions, refusals, several devices."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies
-from tests.small import TINY, small_config
+from tests.small import CALIBRATED, TINY, small_config
 from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -81,7 +82,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
 
     One run is stopped twice: before the frequencies are drawn anew and after it.
     """
-    settings = small_config(attention=config.Attention(num_features=8, redraw_every=2))
+    settings = small_config(attention=dataclasses.replace(CALIBRATED, redraw_every=2))
     train.train(settings, tmp_path / "whole")
 
     append = metrics.append
@@ -196,9 +197,7 @@ def test_a_batch_in_parts_gives_the_same_step():
     for parts in (1, 4):
         model = config.Model(variant="XS/4", pooling="mean")
         optimiser = config.Optim(learning_rate=1e-2, warmup_steps=0, accumulate=parts)
-        run, batches = program(
-            small_config(model=model, optim=optimiser, attention=config.Attention(num_features=8))
-        )
+        run, batches = program(small_config(model=model, optim=optimiser))
         results.append(run.train(run.initial(), next(batches))[1])
     for name in ("train_loss", "train_accuracy", "gradient_norm"):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
 
@@ -79,8 +80,11 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
         ValueError: when there is no checkpoint, or none can be read.
     """
     failures: list[str] = []
-    everywhere = next(x.sharding for x in jax.tree.leaves(state) if x.ndim == 0)
-    sums = jax.ShapeDtypeStruct((len(jax.tree.leaves(state)),), jnp.uint32, sharding=everywhere)
+    leaves = jax.tree.leaves(state)
+    everywhere = leaves[0].sharding
+    if isinstance(everywhere, NamedSharding):
+        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
+    sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     with open_checkpoints(workdir) as checkpoints:
         for found in reversed(checkpoints.checkpoints):
             try:

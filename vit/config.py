@@ -266,6 +266,35 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """A copy in which the fields {"attention.coupling": "pm", ...} have other values."""
+    new = dataclasses.replace(config)
+    for name, value in values.items():
+        section, _, field = name.rpartition(".")
+        if section:
+            part = dataclasses.replace(getattr(new, section), **{field: value})
+            new = dataclasses.replace(new, **{section: part})
+        else:
+            new = dataclasses.replace(new, **{field: value})
+    return new
+
+
+def parse(name: str, text: str, like: Any) -> Any:
+    """A value in the type of `like`, from a flag.
+
+    Raises:
+        ValueError: when the text is none.
+    """
+    if isinstance(like, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"config.{name}={text}: give true or false")
+        return text.lower() == "true"
+    try:
+        return type(like)(text)
+    except ValueError:
+        raise ValueError(f"config.{name}={text} is no {type(like).__name__}") from None
+
+
 def save(config: Config, path: Path) -> None:
     """Writes the config as JSON, in one piece."""
     temporary = path.with_suffix(".tmp")
@@ -280,16 +309,20 @@ def load(path: Path) -> Config:
         ValueError: when the file is no config of this version; the message names the fields.
     """
     try:
-        values = json.loads(path.read_text())
-        sections = typing.get_type_hints(Config)
-        return Config(
-            **{
-                name: sections[name](**value) if isinstance(value, dict) else value
-                for name, value in values.items()
-            }
-        )
+        return from_dict(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """What `dataclasses.asdict` made of a config."""
+    sections = typing.get_type_hints(Config)
+    return Config(
+        **{
+            name: sections[name](**value) if isinstance(value, dict) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def of_run(workdir: Path) -> Config:

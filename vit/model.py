@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Float, Integer, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, parse_variant
@@ -125,7 +125,7 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp_out(hidden)), attention_input
 
 
-def random_streams(seed: int) -> nnx.Rngs:
+def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:
     """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
     params, dropout, frequencies, mixup = jax.random.split(jax.random.key(seed), 4)
     return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies, mixup=mixup)

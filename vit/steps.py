@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Integer
 
 from performer.nnx import redraw
 from vit import augment, data, devices, metrics, optim
@@ -16,6 +17,7 @@ from vit.config import Config
 from vit.model import ViT, random_streams
 
 Counts = dict[str, jax.Array]
+Seed = int | Integer[Array, ""]
 
 
 class Program(NamedTuple):
@@ -34,25 +36,17 @@ class Program(NamedTuple):
 
 def build(config: Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mesh) -> Program:
     """The functions of a run on those devices."""
-
-    def initial() -> nnx.State:
-        model = ViT(config, **sizes(dataset), rngs=random_streams(config.seed))
-        optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
-        graphs.append(nnx.graphdef((model, optimizer)))
-        return nnx.state((model, optimizer))
-
-    graphs: list[nnx.GraphDef] = []
-    shapes = jax.eval_shape(initial)
-    graph, everywhere = graphs[0], devices.everywhere(mesh)
-    shardings = devices.of_state(mesh, shapes)
+    new = partial(create, config, dataset, rate, config.seed)
+    graph, shapes = nnx.split(nnx.eval_shape(new))
+    everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, shapes)
     return Program(
         graph=graph,
         abstract=jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
         ),
-        initial=jax.jit(initial, out_shardings=shardings),
+        initial=jax.jit(lambda: nnx.state(new()), out_shardings=shardings),
         train=jax.jit(
-            partial(train_step, config, graph),
+            partial(train_step, config, graph, config.seed),
             donate_argnums=0,
             out_shardings=(shardings, everywhere),
         ),
@@ -60,8 +54,16 @@ def build(config: Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mes
     )
 
 
+def create(
+    config: Config, dataset: data.Dataset, rate: optax.Schedule, seed: Seed
+) -> tuple[ViT, nnx.Optimizer]:
+    """A new model, and its optimiser at that rate."""
+    model = ViT(config, **sizes(dataset), rngs=random_streams(seed))
+    return model, nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
+
+
 def train_step(
-    config: Config, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch
+    config: Config, graph: nnx.GraphDef, seed: Seed, state: nnx.State, batch: data.Batch
 ) -> tuple[nnx.State, Counts]:
     """One step of the optimiser on the mean cross entropy of a batch; frequencies as due.
 
@@ -70,7 +72,7 @@ def train_step(
     """
     model, optimizer = nnx.merge(graph, state)
     model.train()
-    streams, step = random_streams(config.seed), optimizer.step[...]
+    streams, step = random_streams(seed), optimizer.step[...]
     redraw(model, streams.frequencies.key[...], step)
     images, labels = batch["image"], batch["label"]
     targets = jax.nn.one_hot(labels, model.head.out_features)
