@@ -43,6 +43,11 @@ if arguments.get("shares"):
     for shard in (shard for x in arrays for shard in x.addressable_shards):
         held[shard.device] += shard.data.nbytes
     print("held", max(held.values()), sum(x.nbytes for x in arrays))
+    from experiments import ensemble
+    config.SIZES["XS"] = TINY
+    seeds = ensemble.train(small_config(attention=CALIBRATED), [0, 1], Path(arguments["ensemble"]))
+    print("ensemble", *(record["train_loss"][0] for record in seeds.records))
+    print("spread", len(jax.tree.leaves(seeds.state)[0].devices()))
 """
 
 
@@ -83,11 +88,18 @@ def assert_same(got, want):
 
 def test_eight_devices_train_as_one(one_device, tmp_path):
     """Each copy of the parameters lies on four of them; a larger model's, on all eight."""
-    done = start({"runs": {str(tmp_path / "run"): {"fsdp": 4}}, "shares": True}, 8)
+    runs = {str(tmp_path / "run"): {"fsdp": 4}}
+    done = start({"runs": runs, "shares": True, "ensemble": str(tmp_path / "seeds")}, 8)
     output, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
     assert_same(losses(tmp_path / "run"), one_device)
     words = [line.split() for line in output.splitlines()]
+    (spread,) = [w[1] for w in words if w[0] == "spread"]
+    assert spread == "2"  # two seeds, each on a device of its own
+    (seed_0,) = [w[1:] for w in words if w[0] == "ensemble"]
+    np.testing.assert_allclose(
+        [float(x) for x in seed_0], [loss for _, loss, *_ in one_device], rtol=1e-5
+    )
     shards = [w[1:] for w in words if w[0] == "shard"]
     assert shards[0] == shards[1] == ["(192,", "96)"]
     ((_, held, whole),) = [w for w in words if w[0] == "held"]

@@ -1,9 +1,11 @@
 """Counts under a mask, ties and NaN; the log; the plot."""
 
 import json
+import sys
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from vit import metrics
 
@@ -43,3 +45,47 @@ def test_plot(tmp_path):
     metrics.append(log, {"step": 3, "eval_loss": 1.0, "eval_accuracy": 0.5})
     metrics.plot_learning_curve(log, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lines_of_a_step_are_one_record_and_a_cut_line_is_dropped(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    for record in ({"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 2, "b": 3}):
+        metrics.append(log, record)
+    with log.open("a") as file:
+        file.write('{"step": 3, "a"')
+    assert metrics.read(log) == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}]
+    assert metrics.keep_up_to(log, 2) == metrics.read(log)
+    assert log.read_text().count("\n") == 3  # lines stay as they were written
+    assert metrics.keep_up_to(log, 1) == [{"step": 1, "a": 1}]
+
+
+def test_tensorboard_gets_what_the_log_gets(tmp_path, monkeypatch):
+    seen = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            seen.append((folder, purge_step))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            seen.append("closed")
+
+        def add_scalar(self, *scalar):
+            seen.append(scalar)
+
+    log = tmp_path / "metrics.jsonl"
+    metrics.append(log, {"step": 4})
+    with metrics.writer(log, Board) as write:
+        write({"step": 5, "train_loss": 0.5})
+    assert seen == [
+        (str(tmp_path / "tensorboard"), 5),
+        ("step", 5, 5),
+        ("train_loss", 0.5, 5),
+        "closed",
+    ]
+    assert metrics.read(log)[-1] == {"step": 5, "train_loss": 0.5}
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="pip install tensorboardX"):
+        metrics.summary_writer()

@@ -25,6 +25,9 @@ from ml_collections import config_flags
 from vit import checkpoint, costs, data, devices, metrics, optim, safety, steps
 from vit import config as configs
 
+AHEAD = 3
+"""Steps that may wait for the devices: their batches lie in the devices' memory."""
+
 
 def train(
     config: configs.Config, workdir: Path, *, profile: bool = False, tensorboard: bool = False
@@ -116,6 +119,7 @@ def train(
                     while step < end and not (stretch and stopping()):
                         state, values = program.train(state, next(batches))
                         stretch.append(values)
+                        jax.block_until_ready(stretch[-AHEAD:][0]["train_loss"])
                         step += 1
                         bar.advance(task)
                     stretch = jax.device_get(stretch)

@@ -1,0 +1,251 @@
+"""Compares couplings, or values of any flag, over several seeds; says what the seeds can show.
+
+    python -m experiments.compare --config=experiments/configs/digits.py \\
+        --couplings=softmax,orf,simrf,pnc,pm,pm-antithetic --seeds=8 --out=results/digits
+    python -m experiments.compare --config=experiments/configs/digits.py --couplings=orf,pm \\
+        --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
+
+"softmax" stands for exact attention. All settings have the same seeds: seed s means the same
+initial parameters, order of the data and dropout in each of them, and only what is compared
+differs. The seeds of a setting are trained at once (`experiments.ensemble`). The folder receives
+`report.md`, `report.html` (one file, with its figures inside), `results.csv` and the runs; the same
+command goes on where a stopped one was.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from experiments import compare_report, ensemble
+from performer.choices import unknown
+from vit import attention_report, data, metrics, optim, safety
+from vit import config as configs
+from vit.evaluate import evaluation_images
+from vit.train import length
+
+SOFTMAX = "softmax"
+IMAGES, DRAWS, MEASURED = 4, 4, 3
+"""Attention errors: on so many images, over so many draws, of so many seeds."""
+
+
+class Setting(NamedTuple):
+    """One point of the grid."""
+
+    coupling: str
+    values: tuple[tuple[str, Any], ...]
+    """The other fields that are compared: (("attention.num_features", 32), ...)."""
+    config: configs.Config
+
+    @property
+    def point(self) -> str:
+        """The values in words; empty where only couplings are compared."""
+        return ", ".join(f"{name.split('.')[-1]}={value}" for name, value in self.values)
+
+    @property
+    def name(self) -> str:
+        """Coupling and point."""
+        return f"{self.coupling}, {self.point}" if self.values else self.coupling
+
+    @property
+    def folder(self) -> str:
+        """Where its runs lie."""
+        return "_".join([self.coupling, *(f"{n}={v}" for n, v in self.values)]).replace("/", "-")
+
+
+def settings(
+    config: configs.Config, couplings: Sequence[str], grid: dict[str, list[Any]]
+) -> list[Setting]:
+    """Every coupling at every point of the grid, all of them valid.
+
+    Raises:
+        ValueError: for a coupling, field or value that cannot be; the message names it.
+    """
+    repeated = sorted({name for name in couplings if couplings.count(name) > 1})
+    if repeated or not couplings:
+        raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
+    found = []
+    for point in itertools.product(*grid.values()):
+        values = tuple(zip(grid, point, strict=True))
+        for name in couplings:
+            change = {"attention.kind": SOFTMAX}
+            if name != SOFTMAX:
+                change = {"attention.kind": "performer", "attention.coupling": name}
+            new = configs.with_values(config, dict(values) | change)
+            configs.validate(new)
+            found.append(Setting(name, values, new))
+    return found
+
+
+def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:
+    """["config.attention.num_features=16,32"] -> {"attention.num_features": [16, 32]}.
+
+    Raises:
+        ValueError: for a field that is none or is compared already, or values of another type.
+    """
+    grid: dict[str, list[Any]] = {}
+    flat = configs.flatten(config)
+    for text in texts:
+        name, _, values = text.partition("=")
+        field = name.removeprefix("config.")
+        if not name.startswith("config.") or field not in flat:
+            raise ValueError(unknown("--grid", name, [f"config.{field}" for field in flat]))
+        if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
+            raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
+        grid[field] = [configs.parse(field, value, flat[field]) for value in values.split(",")]
+    return grid
+
+
+def claim(out: Path, grid: dict[str, Any]) -> None:
+    """Notes in `out` what is compared.
+
+    Raises:
+        ValueError: when it holds another comparison; the message names what differs.
+    """
+    path = out / "grid.json"
+    if path.exists():
+        old = json.loads(path.read_text())
+        different = [k for k in grid if old.get(k) != json.loads(json.dumps(grid[k]))]
+        if different:
+            lines = [f"{k}: {old.get(k)!r} -> {grid[k]!r}" for k in different]
+            raise ValueError(
+                f"{out} holds another comparison; take another --out:\n  " + "\n  ".join(lines)
+            )
+        return
+    if out.exists() and [p for p in out.iterdir() if p.name != "lock"]:
+        raise ValueError(f"{out} is not empty and holds no comparison; take another --out")
+    temporary = out / "grid.tmp"
+    temporary.write_text(json.dumps(grid, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def compare(
+    config: configs.Config,
+    out: Path,
+    *,
+    couplings: Sequence[str],
+    num_seeds: int,
+    grid: Sequence[str] = (),
+    baseline: str = "",
+) -> str:
+    """Trains what has not been trained, and writes the report; returns it as markdown.
+
+    Args:
+        config: of all runs, but for what is compared.
+        out: folder.
+        couplings: names, or "softmax".
+        num_seeds: of each setting: config.seed, config.seed + 1, ...
+        grid: as `--grid`.
+        baseline: the coupling that the others are compared with at each point; if empty the first
+            of them that is not softmax. With one coupling the first point of the grid.
+
+    Raises:
+        ValueError: before anything is trained, for input that cannot be.
+    """
+    if num_seeds < 1:
+        raise ValueError(f"--seeds={num_seeds} must be at least 1")
+    all_settings = settings(config, couplings, parse_grid(grid, config))
+    baseline = baseline or next((name for name in couplings if name != SOFTMAX), couplings[0])
+    if baseline not in couplings:
+        raise ValueError(unknown("--baseline", baseline, couplings))
+    totals = []
+    for setting in all_settings:
+        _, num_steps = length(setting.config, data.load(setting.config.data))
+        optim.schedule(setting.config.optim, num_steps)
+        totals.append(num_steps)
+    seeds = [config.seed + i for i in range(num_seeds)]
+    contents = {
+        "config": dataclasses.asdict(config),
+        "couplings": list(couplings),
+        "seeds": seeds,
+        "grid": list(grid),
+        "baseline": baseline,
+    }
+    with safety.exclusive(out), metrics.progress_bar() as bar:
+        claim(out, contents)
+        task, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
+        for setting, num_steps in zip(all_settings, totals, strict=True):
+
+            def advance(
+                step: int, record: metrics.Record, done: int = done, name: str = setting.name
+            ) -> None:
+                rate = f"  {record['images_per_second']:,.0f} images/s" if record else ""
+                bar.update(task, completed=done + step, status=name + rate)
+
+            runs = out / "runs" / setting.folder
+            trained = ensemble.train(setting.config, seeds, runs, advance=advance)
+            errors = _attention_errors(setting, trained, runs)
+            results.append(
+                compare_report.Result(
+                    setting.coupling, setting.point, setting.config, trained, errors
+                )
+            )
+            done += num_steps
+            bar.update(task, completed=done)
+        return compare_report.write(results, contents, out)
+
+
+def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path) -> list[float]:
+    """Relative attention error of each of the first seeds: the mean over layers and heads."""
+    if setting.coupling == SOFTMAX:
+        return []
+    path = folder / "attention_errors.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    images = evaluation_images(data.load(setting.config.data), setting.config, IMAGES)
+    errors = []
+    for place in _sound(trained, MEASURED):
+        rows = attention_report.rows(
+            trained.model(place),
+            images,
+            coupling=setting.coupling,
+            num_features=setting.config.attention.num_features,
+            draws=DRAWS,
+        )
+        errors.append(sum(row["attention error"] for row in rows) / len(rows))
+    path.write_text(json.dumps(errors))
+    return errors
+
+
+def _sound(trained: ensemble.Ensemble, number: int) -> Iterator[int]:
+    sound = (place for place, step in enumerate(trained.diverged) if step is None)
+    return itertools.islice(sound, number)
+
+
+def main(_: list[str]) -> None:
+    """The command line."""
+    logging.set_verbosity(logging.FATAL)
+    out = Path(str(_OUT.value))
+    try:
+        text = compare(
+            configs.from_flag(_CONFIG),
+            out,
+            couplings=_COUPLINGS.value,
+            num_seeds=_SEEDS.value,
+            grid=_GRID.value,
+            baseline=_BASELINE.value,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint")
+        sys.exit(safety.STOPPED)
+    print(f"{text}\nThe report is {out / 'report.html'}; {jax.device_count()} devices.")
+
+
+if __name__ == "__main__":
+    _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
+    _OUT = flags.DEFINE_string("out", None, "folder of the report and the runs", required=True)
+    _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
+    _SEEDS = flags.DEFINE_integer("seeds", 5, "of each setting")
+    _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
+    _BASELINE = flags.DEFINE_string("baseline", "", "coupling that the others are compared with")
+    flags.mark_flags_as_required(["config"])
+    app.run(main, flags_parser=configs.parse_flags)

@@ -1,0 +1,381 @@
+"""The report of a comparison: tables, figures and a verdict that follows the statistics."""
+
+import base64
+import csv
+import html
+import io
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from experiments import statistics
+from experiments.ensemble import Ensemble
+from vit import config as configs
+
+EFFECT = 0.008
+"""The gain in accuracy of PM over ORF in Reid et al. 2025, Table 2."""
+LEVEL = 0.05
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
+
+
+class Result(NamedTuple):
+    """A setting and what came of it."""
+
+    coupling: str
+    point: str
+    """The other values that are compared, in words."""
+    config: configs.Config
+    trained: Ensemble
+    attention_errors: list[float]
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """Of the last evaluation, by seed; without the seeds that diverged."""
+        final = self.trained.records[-1].get("eval_accuracy", [])
+        runs = zip(self.trained.seeds, final, self.trained.diverged, strict=False)
+        return {seed: value for seed, value, step in runs if step is None}
+
+
+class Comparison(NamedTuple):
+    """A setting against the baseline at the same point."""
+
+    result: Result
+    baseline: Result
+    difference: statistics.Difference
+    corrected: float
+    """p-value with Holm's correction over all comparisons of the report."""
+
+
+def comparisons(results: Sequence[Result], baseline: str) -> list[Comparison]:
+    """Each setting against the baseline of its point; with one coupling, the first point."""
+    pairs = []
+    for result in results:
+        if len({r.coupling for r in results}) > 1:
+            found = (r for r in results if r.coupling == baseline and r.point == result.point)
+            other = next(found)
+        else:
+            other = results[0]
+        if other is not result:
+            pairs.append((result, other))
+    differences = []
+    for result, other in pairs:
+        a, b = result.accuracy, other.accuracy
+        both = [seed for seed in a if seed in b]
+        differences.append(statistics.paired([a[s] for s in both], [b[s] for s in both]))
+    corrected = statistics.holm([d.p_value for d in differences])
+    return [
+        Comparison(result, other, difference, p)
+        for (result, other), difference, p in zip(pairs, differences, corrected, strict=True)
+    ]
+
+
+def name(result: Result) -> str:
+    """Coupling and point, as in "pm, num_features=32"."""
+    return ", ".join(filter(None, [result.coupling, result.point]))
+
+
+def sentence(comparison: Comparison) -> str:
+    """What the seeds say of one difference."""
+    d, who = comparison.difference, name(comparison.result)
+    other = name(comparison.baseline)
+    if d.count < 2 or np.isnan(d.p_value):
+        what = f"{d.count} seed{'s' * (d.count != 1)} that both finished"
+        return f"{who} against {other}: {what} cannot show a difference or its absence."
+    interval = (
+        f"{d.mean:+.4f}, 95% interval {d.low:+.4f} to {d.high:+.4f},"
+        f" corrected p = {comparison.corrected:.2g}"
+    )
+    if comparison.corrected < LEVEL:
+        direction = "better" if d.mean > 0 else "worse"
+        return f"{who} is {direction} than {other} ({interval})."
+    return f"{who} against {other}: no difference that {d.count} seeds can show ({interval})."
+
+
+def verdict(found: Sequence[Comparison]) -> str:
+    """All of it in a sentence or two."""
+    if not found:
+        return "One setting: nothing is compared."
+    shown = [c for c in found if c.corrected < LEVEL]
+    counts = {c.difference.count for c in found}
+    seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    if not shown:
+        return f"No difference that {seeds} seeds can show, in {len(found)} comparisons."
+    better = [name(c.result) for c in shown if c.difference.mean > 0]
+    worse = [name(c.result) for c in shown if c.difference.mean < 0]
+    parts = [f"better than the baseline: {'; '.join(better)}"] if better else []
+    parts += [f"worse: {'; '.join(worse)}"] if worse else []
+    rest = len(found) - len(shown)
+    others = f" For the other {rest}, no difference that {seeds} seeds can show." if rest else ""
+    return (
+        f"Of {len(found)} comparisons {len(shown)} show a difference. {'. '.join(parts)}.{others}"
+    )
+
+
+def power(comparison: Comparison) -> str:
+    """How many seeds the paper's effect would take at the spread that was seen."""
+    d = comparison.difference
+    if np.isnan(d.p_value):
+        return "unknown: no spread was seen"
+    needed = statistics.seeds_needed(EFFECT, d.deviation)
+    now = statistics.power(EFFECT, d.deviation, d.count)
+    return f"{needed} ({d.count} find it in {now:.0%} of cases)"
+
+
+def rows(results: Sequence[Result], found: Sequence[Comparison]) -> list[dict[str, str]]:
+    """The main table, one row for each setting."""
+    of = {id(c.result): c for c in found}
+    table = []
+    for result in results:
+        mean, error = statistics.mean_and_error(list(result.accuracy.values()))
+        row = {
+            "setting": name(result),
+            "seeds": str(len(result.accuracy)),
+            "accuracy": _plus_minus(mean, error),
+        }
+        comparison = of.get(id(result))
+        row["difference to baseline"] = "baseline"
+        row["95% interval"] = row["corrected p"] = ""
+        if comparison:
+            d = comparison.difference
+            row["difference to baseline"] = f"{d.mean:+.4f}"
+            row["95% interval"] = f"{d.low:+.4f} to {d.high:+.4f}"
+            row["corrected p"] = f"{comparison.corrected:.2g}"
+        errors = statistics.mean_and_error(result.attention_errors)
+        row["attention error"] = _plus_minus(*errors) if result.attention_errors else ""
+        if result.config.attention.kind == "softmax":
+            row["attention error"] = "exact"
+        records = result.trained.records
+        rate = float(np.median([r["images_per_second"] for r in records]))
+        row["seconds, all seeds"] = f"{records[-1]['seconds']:.0f}"
+        row["images/s"] = f"{rate:,.0f}"
+        row["temporary memory, MiB"] = f"{result.trained.temporary_mib:,.1f}"
+        row["diverged"] = ", ".join(
+            f"seed {seed} at step {step}"
+            for seed, step in zip(result.trained.seeds, result.trained.diverged, strict=True)
+            if step is not None
+        )
+        table.append(row)
+    if not any(row["diverged"] for row in table):
+        for row in table:
+            del row["diverged"]
+    return table
+
+
+def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str:
+    """Writes `report.md`, `report.html`, `results.csv`, `seeds.csv` and figures; returns the first.
+
+    Args:
+        results: of all settings.
+        contents: config, couplings, seeds, grid and baseline.
+        out: the folder.
+    """
+    found = comparisons(results, contents["baseline"])
+    table = rows(results, found)
+    _write_csv(out / "results.csv", table)
+    _write_csv(out / "seeds.csv", _runs(results))
+    figures = {"curves": _curves(results), "differences": _differences(results, found)}
+    needed = [
+        {
+            "comparison": f"{name(c.result)} against {name(c.baseline)}",
+            "standard deviation of the differences": f"{c.difference.deviation:.4f}",
+            f"seeds needed for {EFFECT:+.3f}": power(c),
+        }
+        for c in found
+    ]
+    config = configs.from_dict(contents["config"])
+    grid = {k: ", ".join(map(str, contents[k])) for k in ("couplings", "seeds", "grid")}
+    values = [{"field": k, "value": v} for k, v in grid.items() if v] + [
+        {"field": f"config.{k}", "value": str(v)} for k, v in configs.flatten(config).items()
+    ]
+    sections: list[tuple[str, list[str], list[dict[str, str]], str]] = [
+        ("Verdict", [verdict(found), *map(sentence, found)], [], ""),
+        ("Results", _notes(contents), table, ""),
+        (
+            "Differences",
+            ["With 95% intervals, uncorrected; each dot is a seed."],
+            [],
+            "differences",
+        ),
+        ("Learning curves", ["Means over the seeds, with a standard error."], [], "curves"),
+        (
+            "How many seeds would be needed",
+            [
+                f"For {EFFECT:+.3f}, the paper's gain of PM over ORF, to be found in 80% of cases"
+                f" by one paired t-test at level {LEVEL}, at the spread seen here."
+            ],
+            needed,
+            "",
+        ),
+        ("Versions and hardware", [], _machine(), ""),
+        ("Every value of the config", [], values, ""),
+    ]
+    for key, figure in figures.items():
+        figure.savefig(out / f"{key}.png", dpi=120)
+    (out / "report.html").write_text(_html(sections, figures))
+    for figure in figures.values():
+        plt.close(figure)
+    markdown = _markdown(sections)
+    (out / "report.md").write_text(markdown)
+    return markdown
+
+
+def _notes(contents: dict[str, Any]) -> list[str]:
+    return [
+        f"Accuracy on {contents['config']['data']['eval_split']!r}: mean ± standard error."
+        f" Differences are paired by seed, to {contents['baseline']!r} at the same point; p-values"
+        " are those of paired t-tests with Holm's correction. Attention error: of the trained"
+        " layers, relative to exact attention, mean over layers and heads of the first seeds."
+    ]
+
+
+def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
+    table = []
+    for result in results:
+        last, trained = result.trained.records[-1], result.trained
+        for place, seed in enumerate(trained.seeds):
+            row = {"coupling": result.coupling, "point": result.point, "seed": str(seed)}
+            for key in ("train_loss", "eval_loss", "eval_accuracy", "eval_top5"):
+                row[key] = str(last[key][place]) if key in last else ""
+            row["diverged_at_step"] = str(trained.diverged[place] or "")
+            table.append(row)
+    return table
+
+
+def _write_csv(path: Path, table: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def _plus_minus(mean: float, error: float) -> str:
+    return f"{mean:.4f}" if np.isnan(error) else f"{mean:.4f} ± {error:.4f}"
+
+
+def _machine() -> list[dict[str, str]]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    values = {package: metadata.version(package) for package in PACKAGES}
+    values |= {
+        "python": platform.python_version(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "host": f"{platform.machine()}, {cores} cores",
+    }
+    return [{"what": k, "is": v} for k, v in values.items()]
+
+
+def _curves(results: Sequence[Result]) -> Any:
+    points = list(dict.fromkeys(result.point for result in results))
+    figure, axes = plt.subplots(
+        len(points), 2, figsize=(10, 3.6 * len(points)), layout="constrained", squeeze=False
+    )
+    couplings = list(dict.fromkeys(result.coupling for result in results))
+    for result in results:
+        color = f"C{couplings.index(result.coupling)}"
+        sound = [place for place, step in enumerate(result.trained.diverged) if step is None]
+        for axis, key in zip(
+            axes[points.index(result.point)], ("train_loss", "eval_accuracy"), strict=True
+        ):
+            records = [r for r in result.trained.records if key in r]
+            if not (sound and records):
+                continue
+            values = np.asarray([[r[key][place] for place in sound] for r in records], float)
+            epochs, mean = [r["epoch"] for r in records], values.mean(axis=1)
+            axis.plot(epochs, mean, color=color, label=result.coupling, linewidth=1.2)
+            if len(sound) > 1:
+                error = values.std(axis=1, ddof=1) / np.sqrt(len(sound))
+                axis.fill_between(
+                    epochs, mean - error, mean + error, color=color, alpha=0.2, linewidth=0
+                )
+            axis.set(xlabel="epoch", ylabel=key.replace("_", " "), title=result.point)
+            axis.grid(alpha=0.3)
+    axes[0][1].legend(fontsize="small")
+    return figure
+
+
+def _differences(results: Sequence[Result], found: Sequence[Comparison]) -> Any:
+    height = 1.2 + 0.4 * max(1, len(found))
+    figure, axis = plt.subplots(figsize=(8, height), layout="constrained")
+    for row, c in enumerate(found):
+        d, a, b = c.difference, c.result.accuracy, c.baseline.accuracy
+        axis.plot([a[s] - b[s] for s in a if s in b], [row] * d.count, ".", color="0.6", zorder=1)
+        if not np.isnan(d.p_value):
+            error = [[d.mean - d.low], [d.high - d.mean]]
+            color = "C3" if c.corrected < LEVEL else "C0"
+            axis.errorbar([d.mean], [row], xerr=error, fmt="o", color=color, capsize=4)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(found)), [name(c.result) for c in found])
+    axis.set_ylim(len(found) - 0.5, -0.5)
+    axis.set(xlabel="difference in accuracy to the baseline (red: corrected p < 0.05)")
+    axis.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def _markdown(sections: Sequence[Any]) -> str:
+    lines = ["# Comparison", ""]
+    for title, texts, table, figure in sections:
+        lines += [f"## {title}", ""]
+        lines += [line for text in texts for line in (text, "")]
+        if table:
+            lines += [f"| {' | '.join(table[0])} |", "|---" * len(table[0]) + "|"]
+            lines += [f"| {' | '.join(_cell(v) for v in row.values())} |" for row in table]
+            lines += [""]
+        if figure:
+            lines += [f"![{title}]({figure}.png)", ""]
+    return "\n".join(lines)
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", r"\|").replace("*", r"\*")
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 0 auto; padding: 1rem;
+  color: #222; background: #fff; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2rem; }
+.table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { text-align: left; padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd;
+  white-space: nowrap; vertical-align: top; }
+th { border-bottom: 2px solid #888; white-space: normal; min-width: 4rem; }
+img { max-width: 100%; height: auto; }
+.verdict p:first-of-type { font-weight: 600; font-size: 1.1rem; }
+"""
+
+
+def _html(sections: Sequence[Any], figures: dict[str, Any]) -> str:
+    """One file that needs no other; every text is escaped."""
+    body = []
+    for title, texts, table, figure in sections:
+        body.append(f'<section class="{html.escape(title.split()[0].lower())}">')
+        body.append(f"<h2>{html.escape(title)}</h2>")
+        body += [f"<p>{html.escape(text)}</p>" for text in texts]
+        if table:
+            head = "".join(f"<th>{html.escape(key)}</th>" for key in table[0])
+            lines = [
+                "<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row.values()) + "</tr>"
+                for row in table
+            ]
+            body.append(f'<div class="table"><table><tr>{head}</tr>{"".join(lines)}</table></div>')
+        if figure:
+            buffer = io.BytesIO()
+            figures[figure].savefig(buffer, format="svg")
+            encoded = base64.b64encode(buffer.getvalue()).decode()
+            body.append(
+                f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{encoded}">'
+            )
+        body.append("</section>")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Comparison</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>Comparison</h1>\n{chr(10).join(body)}\n</body></html>\n"
+    )

@@ -1,0 +1,163 @@
+"""Several seeds of one config trained at once: one program, mapped over the seeds.
+
+Seed s has the parameters, the order of the data, the dropout and the frequencies that
+`vit.train --config.seed=s` gives it. Small models leave most of a device idle; eight of them at
+once take far less than eight times as long. With several devices the seeds are spread over them.
+
+The folder holds `metrics.jsonl`, with a list over the seeds where `vit.train` has a number, and
+checkpoints; a stopped or killed one goes on where it was. A seed that diverges is noted, and the
+others go on.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from vit import checkpoint, costs, data, metrics, optim, steps
+from vit.config import Config
+from vit.model import ViT
+from vit.train import AHEAD, length
+
+READ_AHEAD = 4
+"""Batches that each seed's reader holds."""
+
+
+class Ensemble(NamedTuple):
+    """Trained seeds of one config."""
+
+    seeds: tuple[int, ...]
+    records: list[metrics.Record]
+    """The log: lists over the seeds."""
+    diverged: list[int | None]
+    """For each seed the step of the first record in which it was not finite."""
+    graph: Any
+    state: Any
+    """Structure and state of (model, optimizer); every array has a first axis for the seeds."""
+    temporary_mib: float
+    """Memory that the compiled training step needs besides its arguments, for all seeds."""
+
+    def model(self, place: int) -> ViT:
+        """The model of the seed at that place, in evaluation mode."""
+        return steps.evaluated_model(self.graph, jax.tree.map(lambda x: x[place], self.state))
+
+
+def train(
+    config: Config,
+    seeds: Sequence[int],
+    folder: Path,
+    *,
+    advance: Callable[[int, metrics.Record], None] = lambda steps, record: None,
+) -> Ensemble:
+    """Trains to the end, or reads what has been trained.
+
+    Args:
+        config: of the runs; its own seed is not read.
+        seeds: one run for each.
+        folder: of the log and the checkpoints.
+        advance: called with the number of steps done and the last record.
+
+    Raises:
+        ValueError: for a config that cannot work.
+    """
+    dataset = data.load(config.data)
+    steps_per_epoch, num_steps = length(config, dataset)
+    rate = optim.schedule(config.optim, num_steps)
+    over_seeds, everywhere = _shardings(len(seeds))
+    numbers = jax.device_put(np.asarray(seeds, np.int32), over_seeds)
+
+    new = partial(steps.create, config, dataset, rate)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: new(0)))
+    initial = jax.jit(jax.vmap(lambda seed: nnx.state(new(seed))), out_shardings=over_seeds)
+    train_step = jax.jit(
+        jax.vmap(lambda seed, state, batch: steps.train_step(config, graph, seed, state, batch)),
+        donate_argnums=1,
+    )
+    eval_step = jax.jit(jax.vmap(partial(steps.eval_step, graph), in_axes=(0, None)))
+
+    log, step = folder / "metrics.jsonl", 0
+    folder.mkdir(parents=True, exist_ok=True)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_seeds),
+        jax.eval_shape(initial, numbers),
+    )
+    if checkpoint.exists(folder):
+        step, state = checkpoint.restore(folder, abstract)
+        checkpoint.set_aside(folder, step)
+    else:
+        state = initial(numbers)
+    past = metrics.keep_up_to(log, step)[-1:]
+    start = time.perf_counter() - sum(record["seconds"] for record in past)
+    diverged: list[int | None] = past[0]["diverged"] if past else [None] * len(seeds)
+    advance(step, past[0] if past else {})
+    streams = [
+        iter(data.train_batches(dataset, config.data, seed, start=step, threads=READ_AHEAD))
+        for seed in seeds
+    ]
+    compiled, memory = None, folder / "memory.json"
+    with checkpoint.open_checkpoints(folder, write=True) as checkpoints:
+        while step < num_steps and not all(diverged):
+            end = min(step - step % config.log_every + config.log_every, num_steps)
+            stretch, stretch_start = [], time.perf_counter()
+            while step < end:
+                batch = jax.tree.map(lambda *rows: np.stack(rows), *map(next, streams))
+                batch = jax.device_put(batch, over_seeds)
+                if compiled is None:
+                    compiled = train_step.lower(numbers, state, batch).compile()
+                    memory.write_text(json.dumps(costs.memory_of(compiled)))
+                    stretch_start = time.perf_counter()
+                state, values = compiled(numbers, state, batch)
+                stretch.append(values)
+                jax.block_until_ready(stretch[-AHEAD:][0]["train_loss"])
+                step += 1
+            stretch = jax.device_get(stretch)
+            seconds = time.perf_counter() - stretch_start
+            record = {"step": step, "epoch": step / steps_per_epoch, **_means(stretch)}
+            images = len(seeds) * len(stretch) * config.data.batch_size
+            record["images_per_second"] = images / seconds
+            finite = np.all([v["finite"].all(axis=-1) for v in stretch], axis=0)
+            finite &= np.isfinite(record["train_loss"])
+            diverged = [
+                s if s or ok else step for s, ok in zip(diverged, finite.tolist(), strict=True)
+            ]
+            if step % config.eval_every == 0 or step == num_steps:
+                record |= _evaluate(
+                    partial(eval_step, state), data.eval_batches(dataset, config.data), everywhere
+                )
+            record |= {"diverged": diverged, "seconds": time.perf_counter() - start}
+            metrics.append(log, record)
+            advance(step, record)
+            if step % config.checkpoint_every == 0 or step == num_steps or all(diverged):
+                checkpoint.save(checkpoints, step, state)
+        checkpoint.finish(checkpoints)
+
+    temporary = json.loads(memory.read_text())["temporary"] / 2**20
+    return Ensemble(tuple(seeds), metrics.read(log), diverged, graph, state, temporary)
+
+
+def _shardings(seeds: int) -> tuple[NamedSharding, NamedSharding]:
+    """The seeds over as many devices as divide them, and what all of these hold whole."""
+    count = math.gcd(seeds, jax.device_count())
+    mesh = jax.make_mesh((count,), ("seed",), (AxisType.Auto,), devices=jax.devices()[:count])
+    return NamedSharding(mesh, PartitionSpec("seed")), NamedSharding(mesh, PartitionSpec())
+
+
+def _means(stretch: list[dict[str, np.ndarray]]) -> dict[str, list[float]]:
+    names = ("train_loss", "train_accuracy", "gradient_norm")
+    return {k: np.mean([v[k] for v in stretch], axis=0).astype(float).tolist() for k in names}
+
+
+def _evaluate(count: Callable[[Any], Any], batches: Any, sharding: NamedSharding) -> metrics.Record:
+    counts = [jax.device_get(count(jax.device_put(batch, sharding))) for batch in batches]
+    total = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64), *counts)
+    examples = total["examples"]
+    names = {"eval_loss": "loss", "eval_accuracy": "top1", "eval_top5": "top5"}
+    return {k: (total[v] / examples).tolist() for k, v in names.items()}

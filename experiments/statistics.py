@@ -1,0 +1,91 @@
+"""What a comparison over a few seeds can say: means, paired differences, corrected p-values, power.
+
+Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
+cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+
+class Difference(NamedTuple):
+    """A paired difference over n seeds."""
+
+    mean: float
+    standard_error: float
+    low: float
+    high: float
+    """The ends of the 95% confidence interval."""
+    p_value: float
+    """Two-sided, of the paired t-test; not corrected."""
+    deviation: float
+    """Standard deviation of the d_s."""
+    count: int
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error of the mean; NaN where the values are too few."""
+    x = np.asarray(values, np.float64)
+    mean = float(np.mean(x)) if len(x) else float("nan")
+    return mean, float(np.std(x, ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """a - b, seed by seed. With one seed, or no spread at all, nothing can be said: NaN."""
+    d = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    mean, error = mean_and_error(d.tolist())
+    if not error > 0:
+        nothing = float("nan")
+        return Difference(mean, error, nothing, nothing, nothing, error, len(d))
+    t = stats.t(len(d) - 1)
+    half = float(t.ppf(0.975)) * error
+    p = float(2 * t.sf(abs(mean) / error))
+    return Difference(mean, error, mean - half, mean + half, p, float(np.std(d, ddof=1)), len(d))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction (1979): with it the chance of any false alarm is at most the level.
+
+    The i-th smallest of n is multiplied by n - i + 1; a corrected value is at least the one before.
+    A NaN (nothing could be tested) stays one and is not counted.
+    """
+    p = np.asarray(p_values, np.float64)
+    tested = np.flatnonzero(~np.isnan(p))
+    corrected, largest = p.copy(), 0.0
+    for rank, i in enumerate(tested[np.argsort(p[tested])]):
+        largest = max(largest, float(min(1.0, p[i] * (len(tested) - rank))))
+        corrected[i] = largest
+    return corrected.tolist()
+
+
+def power(effect: float, deviation: float, count: int, level: float = 0.05) -> float:
+    """Chance that the two-sided paired t-test over `count` seeds finds a true difference."""
+    freedom, shift = count - 1, effect / deviation * np.sqrt(count)
+    limit = stats.t.ppf(1 - level / 2, freedom)
+    missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)
+    return float(1 - missed)
+
+
+def seeds_needed(effect: float, deviation: float, level: float = 0.05, chance: float = 0.8) -> int:
+    """The fewest seeds (at least 2) with which a difference is found with that chance.
+
+    Raises:
+        ValueError: when the effect or the deviation is not positive.
+    """
+    if not (effect > 0 and deviation > 0):
+        raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
+    low, high = 1, 2
+    while power(effect, deviation, high, level) < chance:
+        low, high = high, 2 * high
+        if high > 10**6:
+            return high
+    while high - low > 1:  # power grows with the count
+        middle = (low + high) // 2
+        if power(effect, deviation, middle, level) < chance:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,231 @@
+"""The comparison: seeds are those of vit.train, what is stopped goes on, and what is reported."""
+
+import csv
+import dataclasses
+import html.parser
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import compare, compare_report, ensemble
+from tests.small import TINY, small_config
+from vit import checkpoint, config, metrics, train
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A whole comparison; tests leave it as it is."""
+    out = tmp_path_factory.mktemp("compare") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        text = compare.compare(small_config(), out, couplings=["softmax", "orf", "pm"], num_seeds=2)
+    return out, text
+
+
+def test_a_seed_of_the_ensemble_is_the_run_of_vit_train(compared, tmp_path):
+    """The same losses up to the rounding of batched products."""
+    out, _ = compared
+    attention = config.Attention(num_features=8, coupling="pm")
+    train.train(small_config(seed=1, attention=attention), tmp_path / "run")
+    alone = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    together = metrics.read(out / "runs" / "pm" / "metrics.jsonl")
+    for a, b in zip(alone, together, strict=True):
+        assert b["train_loss"][1] == pytest.approx(a["train_loss"], rel=1e-5)
+        assert b["gradient_norm"][1] == pytest.approx(a["gradient_norm"], rel=1e-4)
+    assert together[-1]["eval_loss"][1] == pytest.approx(alone[-1]["eval_loss"], rel=1e-5)
+    assert together[-1]["eval_loss"][0] != pytest.approx(alone[-1]["eval_loss"], rel=1e-4)
+
+
+def test_settings_share_all_but_what_is_compared(compared):
+    """At step 1, where the rate is still 0, the head is 0 and every setting has the same loss."""
+    out, _ = compared
+    logs = [metrics.read(out / "runs" / n / "metrics.jsonl") for n in ("softmax", "orf", "pm")]
+    first = [log[0]["train_accuracy"] for log in logs]
+    assert first[0] == first[1] == first[2]
+
+
+def test_the_report_has_what_was_asked_for(compared):
+    out, text = compared
+    assert text == (out / "report.md").read_text()
+    for part in ("Verdict", "How many seeds", "Versions and hardware", "Every value", "| jax |"):
+        assert part in text
+    assert "| softmax |" in text
+    assert "config.optim.warmup\\_steps" in text or "config.optim.warmup_steps" in text
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["setting"] for row in rows] == ["softmax", "orf", "pm"]
+    assert rows[1]["difference to baseline"] == "baseline"
+    assert rows[0]["attention error"] == "exact"
+    assert float(rows[2]["attention error"].split(" ")[0]) > 0
+    with (out / "seeds.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    accuracies = [float(run["eval_accuracy"]) for run in runs if run["coupling"] == "pm"]
+    assert rows[2]["accuracy"].startswith(f"{np.mean(accuracies):.4f} ± ")
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "http" not in page.replace("http://www.w3.org", "")  # it needs no network
+    for name in ("curves.png", "differences.png"):
+        assert (out / name).stat().st_size > 10_000
+
+
+def test_a_finished_comparison_only_reports(compared, monkeypatch):
+    out, text = compared
+    monkeypatch.setattr(ensemble.steps, "train_step", None)
+    again = compare.compare(small_config(), out, couplings=["softmax", "orf", "pm"], num_seeds=2)
+    assert again == text
+
+
+def test_another_comparison_in_the_folder_is_refused(compared, tmp_path):
+    out, _ = compared
+    with pytest.raises(ValueError, match=r"holds another comparison.*\n  seeds: \[0, 1\] -> \[0"):
+        compare.compare(small_config(), out, couplings=["softmax", "orf", "pm"], num_seeds=3)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is not empty and holds no comparison"):
+        compare.compare(small_config(), tmp_path, couplings=["orf"], num_seeds=1)
+
+
+def test_a_stopped_ensemble_goes_on_and_ends_the_same(compared, tmp_path):
+    out, _ = compared
+    (setting,) = compare.settings(small_config(), ["pm"], {})
+
+    def stop(step, record):
+        if step == 2 and record:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensemble.train(setting.config, [0, 1], tmp_path, advance=stop)
+    assert checkpoint.exists(tmp_path)
+    trained = ensemble.train(setting.config, [0, 1], tmp_path)
+    whole = metrics.read(out / "runs" / "pm" / "metrics.jsonl")
+    for a, b in zip(trained.records, whole, strict=True):
+        assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
+    assert trained.records[-1]["eval_loss"] == whole[-1]["eval_loss"]
+
+
+def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(tmp_path, monkeypatch):
+    """Its loss is poisoned from the second step on."""
+    original = ensemble.steps.train_step
+
+    def poisoned(config, graph, seed, state, batch):
+        state, values = original(config, graph, seed, state, batch)
+        _, optimizer = nnx.merge(graph, state)
+        bad = (seed == 1) & (optimizer.step[...] >= 2)
+        return state, values | {"train_loss": jnp.where(bad, jnp.nan, values["train_loss"])}
+
+    monkeypatch.setattr(ensemble.steps, "train_step", poisoned)
+    text = compare.compare(small_config(), tmp_path, couplings=["orf", "pm"], num_seeds=3)
+    assert "seed 1 at step 2" in text
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["seeds"] for row in rows] == ["2", "2"]
+    log = metrics.read(tmp_path / "runs" / "orf" / "metrics.jsonl")
+    assert log[-1]["diverged"] == [None, 2, None]
+    assert np.isfinite(log[-1]["train_loss"][2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(couplings=["orff"]), "unknown coupling 'orff'; did you mean 'orf'"),
+        (dict(couplings=["orf", "orf"]), "name each once"),
+        (dict(num_seeds=0), "--seeds=0 must be at least 1"),
+        (dict(baseline="simrf"), "--baseline 'simrf'"),
+        (dict(grid=["config.attention.num_feature=8"]), "mean 'config.attention.num_features'"),
+        (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
+        (dict(grid=["config.attention.num_features=8,x"]), "num_features=x is no int"),
+        (dict(grid=["config.data.flip=maybe"]), "flip=maybe: give true or false"),
+        (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
+        (dict(grid=["config.attention.num_features=0"]), "got 0"),
+        (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),
+    ],
+)
+def test_bad_input_is_named_before_any_work(tmp_path, options, message):
+    arguments = dict(couplings=["orf"], num_seeds=1) | options
+    with pytest.raises(ValueError, match=message):
+        compare.compare(small_config(), tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def result(coupling, accuracies, point="", diverged=None):
+    seeds = tuple(range(len(accuracies)))
+    records = [
+        {
+            "step": 1,
+            "epoch": 1.0,
+            "train_loss": [1.0] * len(seeds),
+            "train_accuracy": [0.5] * len(seeds),
+            "eval_accuracy": list(accuracies),
+            "eval_loss": [1.0] * len(seeds),
+            "eval_top5": [1.0] * len(seeds),
+            "images_per_second": 1.0,
+            "seconds": 1.0,
+        }
+    ]
+    trained = ensemble.Ensemble(seeds, records, diverged or [None] * len(seeds), None, None, 1.0)
+    return compare_report.Result(coupling, point, small_config(), trained, [0.5])
+
+
+BASE = [0.50, 0.52, 0.51, 0.49, 0.53]
+
+
+def test_the_verdict_follows_the_statistics():
+    clear = result("pm", [x + 0.1 + 0.001 * i for i, x in enumerate(BASE)])
+    nothing = result("pnc", [x + d for x, d in zip(BASE, [1, -1, 1, -1, 0.5], strict=True)])
+    worse = result("iid", [x - 0.1 - 0.001 * i for i, x in enumerate(BASE)])
+    found = compare_report.comparisons([result("orf", BASE), clear, nothing, worse], "orf")
+    words = [compare_report.sentence(c) for c in found]
+    assert words[0].startswith("pm is better than orf (+0.1020")
+    assert words[1].startswith("pnc against orf: no difference that 5 seeds can show")
+    assert words[2].startswith("iid is worse than orf")
+    overall = compare_report.verdict(found)
+    assert "2 show a difference. better than the baseline: pm. worse: iid." in overall
+    assert "For the other 1, no difference that 5 seeds can show." in overall
+    assert compare_report.verdict(found[1:2]).startswith("No difference that 5 seeds can show")
+
+
+def test_pairs_are_by_seed_and_leave_out_what_diverged():
+    """Unpaired these accuracies overlap; paired they differ by 0.01 throughout, but for seed 1."""
+    a = result("pm", [0.11, 9.0, 0.61, 0.911], diverged=[None, 7, None, None])
+    b = result("orf", [0.10, 0.3, 0.60, 0.90])
+    (found,) = compare_report.comparisons([b, a], "orf")
+    assert found.difference.count == 3
+    assert found.difference.mean == pytest.approx(0.0103, abs=1e-4)
+    assert found.corrected < 0.01
+
+
+def test_with_one_coupling_the_first_point_is_the_baseline():
+    points = [result("orf", BASE, f"num_features={m}") for m in (8, 16, 32)]
+    found = compare_report.comparisons(points, "orf")
+    assert [c.baseline for c in found] == [points[0]] * 2
+    grids = [result(n, BASE, f"m={m}") for m in (8, 16) for n in ("orf", "pm")]
+    found = compare_report.comparisons(grids, "orf")
+    assert [(c.result.point, c.baseline.point) for c in found] == [("m=8",) * 2, ("m=16",) * 2]
+
+
+def test_one_seed_says_that_it_says_nothing():
+    found = compare_report.comparisons([result("orf", [0.5]), result("pm", [0.9])], "orf")
+    assert "cannot show a difference or its absence" in compare_report.sentence(found[0])
+    assert compare_report.power(found[0]) == "unknown: no spread was seen"
+
+
+def test_strings_of_the_config_are_escaped(tmp_path):
+    evil = "<script>alert(1)</script>|*"
+    values = dataclasses.asdict(small_config())
+    values["data"]["dir"] = evil
+    contents = {"config": values, "couplings": ["orf"], "seeds": [0], "grid": [], "baseline": "orf"}
+    compare_report.write([result("orf", BASE, evil)], contents, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    tags = []
+    parser = html.parser.HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
+    parser.feed(page)
+    assert {"table", "img", "section"} <= set(tags)
+    assert r"alert(1)</script>\|\*" in (tmp_path / "report.md").read_text()
+    assert json.loads(json.dumps(contents)) == contents
