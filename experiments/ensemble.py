@@ -9,6 +9,8 @@ checkpoints; a stopped or killed one goes on where it was. A seed that diverges 
 others go on.
 """
 
+import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -60,7 +62,7 @@ def train(
     """Trains to the end, or reads what has been trained.
 
     Args:
-        config: of the runs; its own seed is not read.
+        config: of the runs; its own seed is not read, and `data.num_workers` are for all seeds.
         seeds: one run for each.
         folder: of the log and the checkpoints.
         advance: called with the number of steps done and the last record.
@@ -98,12 +100,16 @@ def train(
     start = time.perf_counter() - sum(record["seconds"] for record in past)
     diverged: list[int | None] = past[0]["diverged"] if past else [None] * len(seeds)
     advance(step, past[0] if past else {})
+    share = dataclasses.replace(config.data, num_workers=config.data.num_workers // len(seeds))
     streams = [
-        iter(data.train_batches(dataset, config.data, seed, start=step, threads=READ_AHEAD))
+        iter(data.train_batches(dataset, share, seed, start=step, threads=READ_AHEAD))
         for seed in seeds
     ]
     compiled, memory = None, folder / "memory.json"
-    with checkpoint.open_checkpoints(folder, write=True) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(contextlib.closing(stream))  # ends its workers
+        checkpoints = stack.enter_context(checkpoint.open_checkpoints(folder, write=True))
         while step < num_steps and not all(diverged):
             end = min(step - step % config.log_every + config.log_every, num_steps)
             stretch, stretch_start = [], time.perf_counter()
