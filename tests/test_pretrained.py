@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -195,7 +194,7 @@ def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
 
 def test_half_precision(file):
     arrays = weights()
-    for dtype, digits in [(ml_dtypes.bfloat16, 8), (np.float16, 11)]:
+    for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
         path = file({name: array.astype(dtype) for name, array in arrays.items()})
         got, _ = pretrained.read(path)
         for name, array in arrays.items():

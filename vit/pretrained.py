@@ -30,7 +30,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from flax import nnx
@@ -254,8 +254,8 @@ def _is_foreign(name: str) -> bool:
 
 def _float32(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        array = array.view(ml_dtypes.bfloat16)
-    if array.dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
+        array = array.view(np.dtype(jnp.bfloat16))
+    if array.dtype in (np.float16, np.float32, np.float64, np.dtype(jnp.bfloat16)):
         with np.errstate(over="ignore"):  # a float64 too large becomes inf, which is refused
             return array.astype(np.float32)
     return array
