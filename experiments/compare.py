@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -237,7 +236,7 @@ def main(_: list[str]) -> None:
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint")
         sys.exit(safety.STOPPED)
-    print(f"{text}\nThe report is {out / 'report.html'}; {jax.device_count()} devices.")
+    print(f"{text}\nThe report is {out / 'report.html'}.")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,15 @@ class Comparison(NamedTuple):
     """p-value with Holm's correction over all comparisons of the report."""
 
 
+class Section(NamedTuple):
+    """A part of the report."""
+
+    title: str
+    texts: list[str]
+    table: Sequence[dict[str, str]] = ()
+    figure: str = ""
+
+
 def comparisons(results: Sequence[Result], baseline: str) -> list[Comparison]:
     """Each setting against the baseline of its point; with one coupling, the first point."""
     pairs = []
@@ -108,17 +117,16 @@ def verdict(found: Sequence[Comparison]) -> str:
     shown = [c for c in found if c.corrected < LEVEL]
     counts = {c.difference.count for c in found}
     seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    total = f"{len(found)} comparison{'s' * (len(found) != 1)}"
     if not shown:
-        return f"No difference that {seeds} seeds can show, in {len(found)} comparisons."
+        return f"No difference that {seeds} seeds can show, in {total}."
     better = [name(c.result) for c in shown if c.difference.mean > 0]
     worse = [name(c.result) for c in shown if c.difference.mean < 0]
     parts = [f"better than the baseline: {'; '.join(better)}"] if better else []
     parts += [f"worse: {'; '.join(worse)}"] if worse else []
     rest = len(found) - len(shown)
     others = f" For the other {rest}, no difference that {seeds} seeds can show." if rest else ""
-    return (
-        f"Of {len(found)} comparisons {len(shown)} show a difference. {'. '.join(parts)}.{others}"
-    )
+    return f"Of {total} {len(shown)} show a difference. {'. '.join(parts)}.{others}"
 
 
 def power(comparison: Comparison) -> str:
@@ -183,7 +191,7 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
     table = rows(results, found)
     _write_csv(out / "results.csv", table)
     _write_csv(out / "seeds.csv", _runs(results))
-    figures = {"curves": _curves(results), "differences": _differences(results, found)}
+    figures = {"curves": _curves(results)} | ({"differences": _differences(found)} if found else {})
     needed = [
         {
             "comparison": f"{name(c.result)} against {name(c.baseline)}",
@@ -197,27 +205,27 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
     values = [{"field": k, "value": v} for k, v in grid.items() if v] + [
         {"field": f"config.{k}", "value": str(v)} for k, v in configs.flatten(config).items()
     ]
-    sections: list[tuple[str, list[str], list[dict[str, str]], str]] = [
-        ("Verdict", [verdict(found), *map(sentence, found)], [], ""),
-        ("Results", _notes(contents), table, ""),
-        (
-            "Differences",
-            ["With 95% intervals, uncorrected; each dot is a seed."],
-            [],
-            "differences",
-        ),
-        ("Learning curves", ["Means over the seeds, with a standard error."], [], "curves"),
-        (
-            "How many seeds would be needed",
-            [
-                f"For {EFFECT:+.3f}, the paper's gain of PM over ORF, to be found in 80% of cases"
-                f" by one paired t-test at level {LEVEL}, at the spread seen here."
-            ],
-            needed,
-            "",
-        ),
-        ("Versions and hardware", [], _machine(), ""),
-        ("Every value of the config", [], values, ""),
+    differences = Section(
+        "Differences",
+        ["With 95% intervals, uncorrected; each dot is a seed."],
+        figure="differences",
+    )
+    seeds = Section(
+        "How many seeds would be needed",
+        [
+            f"For {EFFECT:+.3f}, the paper's gain of PM over ORF, to be found in 80% of cases"
+            f" by one paired t-test at level {LEVEL}, at the spread seen here."
+        ],
+        needed,
+    )
+    sections = [
+        Section("Verdict", [verdict(found), *map(sentence, found)]),
+        Section("Results", [_notes(contents)], table),
+        *([differences] if found else []),
+        Section("Learning curves", ["Means over the seeds, with a standard error."], (), "curves"),
+        *([seeds] if found else []),
+        Section("Versions and hardware", [], _machine()),
+        Section("Every value of the config", [], values),
     ]
     for key, figure in figures.items():
         figure.savefig(out / f"{key}.png", dpi=120)
@@ -229,13 +237,16 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
     return markdown
 
 
-def _notes(contents: dict[str, Any]) -> list[str]:
-    return [
+def _notes(contents: dict[str, Any]) -> str:
+    baseline = f"{contents['baseline']!r} at the same point"
+    if len(contents["couplings"]) == 1:
+        baseline = "the first point"
+    return (
         f"Accuracy on {contents['config']['data']['eval_split']!r}: mean ± standard error."
-        f" Differences are paired by seed, to {contents['baseline']!r} at the same point; p-values"
-        " are those of paired t-tests with Holm's correction. Attention error: of the trained"
-        " layers, relative to exact attention, mean over layers and heads of the first seeds."
-    ]
+        f" Differences are paired by seed, to {baseline}; p-values are those of paired t-tests with"
+        " Holm's correction. Attention error: of the trained layers, relative to exact attention,"
+        " mean over layers and heads of the first seeds."
+    )
 
 
 def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
@@ -302,8 +313,8 @@ def _curves(results: Sequence[Result]) -> Any:
     return figure
 
 
-def _differences(results: Sequence[Result], found: Sequence[Comparison]) -> Any:
-    height = 1.2 + 0.4 * max(1, len(found))
+def _differences(found: Sequence[Comparison]) -> Any:
+    height = 1.2 + 0.4 * len(found)
     figure, axis = plt.subplots(figsize=(8, height), layout="constrained")
     for row, c in enumerate(found):
         d, a, b = c.difference, c.result.accuracy, c.baseline.accuracy
@@ -320,7 +331,7 @@ def _differences(results: Sequence[Result], found: Sequence[Comparison]) -> Any:
     return figure
 
 
-def _markdown(sections: Sequence[Any]) -> str:
+def _markdown(sections: Sequence[Section]) -> str:
     lines = ["# Comparison", ""]
     for title, texts, table, figure in sections:
         lines += [f"## {title}", ""]
@@ -351,7 +362,7 @@ img { max-width: 100%; height: auto; }
 """
 
 
-def _html(sections: Sequence[Any], figures: dict[str, Any]) -> str:
+def _html(sections: Sequence[Section], figures: dict[str, Any]) -> str:
     """One file that needs no other; every text is escaped."""
     body = []
     for title, texts, table, figure in sections:
