@@ -40,8 +40,7 @@ def outcomes(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
 ) -> tuple[Integer[Array, " b"], Integer[Array, " b"]]:
     """The predicted class, and the number of other classes at least as likely as the label."""
-    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    rank = jnp.sum(~(logits < label_logit), axis=-1) - 1  # NaN ranks last
+    rank = metrics.label_rank(logits, labels)
     is_label = jnp.arange(logits.shape[-1]) == labels[:, None]
     # NaN counts as likeliest, and -inf stays above the label, which cannot be the other class
     others = jnp.nan_to_num(logits, nan=jnp.inf, neginf=jnp.finfo(logits.dtype).min)

@@ -55,8 +55,8 @@ class Model:
     dropout: float = 0.0
     """Dropout rate after the embedding, the attention and each MLP layer."""
     dtype: str = "float32"
-    """Of the arithmetic: "float32" or "bfloat16". Parameters, normalisation, the state of attention
-    and the logits are float32 in either case."""
+    """Of the arithmetic: "float32" or "bfloat16". Parameters, the sums of normalisation and
+    attention, and the logits are float32 in either case."""
     remat: bool = False
     """Compute the inside of each block again in the backward pass, instead of keeping it."""
 

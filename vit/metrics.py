@@ -26,10 +26,17 @@ def counts(
     Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
     than the label when its logit is at least as large.
     """
-    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    rank = jnp.sum(~(logits < label_logit), axis=-1) - 1  # NaN ranks last
+    rank = label_rank(logits, labels)
     top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
     return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
+
+
+def label_rank(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
+) -> Integer[Array, " b"]:
+    """How many other classes are at least as likely as the label; all of them where it is NaN."""
+    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    return jnp.sum(~(logits < label_logit), axis=-1) - 1
 
 
 def append(path: Path, record: Record) -> None:

@@ -17,32 +17,11 @@ Expected: the paper prints curves only; of this data set it says that SimRF is n
 Not yet run here: it takes accelerators.
 """
 
-from vit.config import Attention, Config, Data, Model, Optim
+from experiments.configs import imagenet_simrf
+from vit.config import Config
 
 
 def get_config() -> Config:
-    return Config(
-        model=Model(variant="B/16", dropout=0.1, dtype="bfloat16"),
-        attention=Attention(coupling="simrf", num_features=130),
-        data=Data(
-            name="places365",
-            dir="data",
-            eval_split="validation",
-            image_size=224,
-            eval_resize=256,
-            crop="inception",
-            flip=True,
-            batch_size=4096,
-            num_workers=16,
-        ),
-        optim=Optim(
-            learning_rate=3e-3,
-            final_learning_rate=1e-5,
-            warmup_steps=10_000,
-            weight_decay=0.1,
-        ),
-        num_epochs=300.0,
-        log_every=50,
-        eval_every=3_000,
-        checkpoint_every=500,
-    )
+    config = imagenet_simrf.get_config()
+    config.data.name = "places365"
+    return config
