@@ -2,11 +2,15 @@
 
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 features    feature maps whose dot products estimate a kernel
+kernels     these kernels themselves
 performer_attention   softmax attention in linear time, estimated with these features
 attention   its state, what devices exchange of it, and the attention matrix to look at
 calibration   exact invariances and importance sampling that lower its error
 analysis    its error on given queries and keys, and how many features they need
 nnx, linen  the same as drop-ins for Flax (`import performer.nnx`; they need flax)
+gp          Gaussian processes, exact and with random features
+copula      couplings of the lengths learned by gradient
+sklearn     random features as a scikit-learn transformer (`import performer.sklearn`)
 theory      how accurate the kernel estimates are, coupling by coupling, in closed form
 testing     statistical assertions about a coupling of your own
 structured  frequencies that multiply in O(m log d) without ever being a matrix
@@ -16,9 +20,12 @@ norms, directions     the two parts that a coupling is made of
 from performer import analysis as analysis
 from performer import attention as attention
 from performer import calibration as calibration
+from performer import copula as copula
 from performer import couplings as couplings
 from performer import directions as directions
 from performer import features as features
+from performer import gp as gp
+from performer import kernels as kernels
 from performer import norms as norms
 from performer import structured as structured
 from performer import testing as testing

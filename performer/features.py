@@ -17,9 +17,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from performer.choices import unknown
+from performer.kernels import checked
 
 Inputs = Float[Array, "*b d"] | Int[Array, "*b d"]
 Kernel = Literal["softmax", "gaussian"]
@@ -49,27 +50,33 @@ def positive(
     *,
     kernel: Kernel = "softmax",
     weights: Float[Array, " m"] | None = None,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "*b m"]:
     """Positive random features: phi(x).phi(y) is an unbiased estimate of the kernel.
 
         softmax   k(x, y) = exp(x.y)            phi(x)_i = sqrt(a_i) exp(w_i.x - |x|^2 / 2)
         gaussian  k(x, y) = exp(-|x - y|^2 / 2)  phi(x)_i = sqrt(a_i) exp(w_i.x - |x|^2)
 
-    with a_i = 1 / m unless `weights` gives other, non-negative ones (importance sampling).
+    with a_i = 1 / m unless `weights` gives other, non-negative ones (importance sampling), for
+    x / lengthscale in the place of x, all times output_scale: `kernels.gaussian` with these scales.
 
     Args:
         x: inputs (..., d). Integers, float16 and bfloat16 are promoted to float32.
         W: frequencies (m, d), each row N(0, I_d): the draw of a coupling.
         kernel: which of the two kernels.
         weights: a_i, (m,), or None for 1 / m each.
+        lengthscale: in the units of x; a number, or (d,) with one for each dimension.
+        output_scale: the square root of the Gaussian kernel's k(x, x).
 
     Returns:
         Features (..., m), float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: for an unknown kernel, or when the widths of `x` and `W` differ.
+        ValueError: for an unknown kernel, when the widths of `x` and `W` differ, or for a scale
+            that is not positive and finite.
     """
-    return _features("positive", x, W, kernel, weights)
+    return _features("positive", x, W, kernel, weights, lengthscale, output_scale)
 
 
 def hyperbolic(
@@ -78,6 +85,8 @@ def hyperbolic(
     *,
     kernel: Kernel = "softmax",
     weights: Float[Array, " m"] | None = None,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "*b two_m"]:
     """Positive features of [W, -W], in that order, from the projections on W alone.
 
@@ -87,7 +96,7 @@ def hyperbolic(
 
     Args, Returns and Raises as for `positive`, with 2m features.
     """
-    return _features("hyperbolic", x, W, kernel, weights)
+    return _features("hyperbolic", x, W, kernel, weights, lengthscale, output_scale)
 
 
 def trigonometric(
@@ -96,6 +105,8 @@ def trigonometric(
     *,
     kernel: Literal["gaussian", "softmax"] = "gaussian",
     weights: Float[Array, " m"] | None = None,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "*b two_m"]:
     """Random Fourier features: phi(x).phi(y) is an unbiased estimate of the kernel.
 
@@ -103,14 +114,15 @@ def trigonometric(
         softmax   k(x, y) = exp(x.y)             the same times exp(|x|^2 / 2)
 
     VRC Eq. 3, all sines first. With frequencies of another radial law (`norms.matern`) "gaussian"
-    gives that law's kernel. Estimates can be negative: attention wants `positive`.
+    gives that law's kernel, `kernels.matern` with the same two scales. Estimates can be
+    negative: attention wants `positive`.
 
     Args and Raises as for `positive`.
 
     Returns:
         Features (..., 2m), float32 (float64 for float64 inputs).
     """
-    return _features("trigonometric", x, W, kernel, weights)
+    return _features("trigonometric", x, W, kernel, weights, lengthscale, output_scale)
 
 
 def relu(
@@ -135,8 +147,16 @@ def elu(
     return _features("elu+1", x, W, "softmax", weights)
 
 
-def _features(name: str, x: Array, W: Array, kernel: str, weights: Array | None) -> Array:
-    projections, half = _project(x, W, kernel)
+def _features(
+    name: str,
+    x: Array,
+    W: Array,
+    kernel: str,
+    weights: Array | None,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
+) -> Array:
+    projections, half = _project(x, W, kernel, lengthscale)
     exponent, factor = SPLITS[name](projections, half)
     if kernel == "gaussian":  # exp(-|x - y|^2 / 2) = exp(x.y) exp(-|x|^2 / 2) exp(-|y|^2 / 2)
         exponent = exponent - half
@@ -145,17 +165,18 @@ def _features(name: str, x: Array, W: Array, kernel: str, weights: Array | None)
         weights = jnp.full(W.shape[0], 1 / W.shape[0])
     if name == "hyperbolic":
         weights = weights / 2
-    return values * jnp.sqrt(jnp.tile(weights, 2) if name in TWO_FOR_EACH else weights)
+    values = values * jnp.sqrt(jnp.tile(weights, 2) if name in TWO_FOR_EACH else weights)
+    return values * checked("output_scale", output_scale)
 
 
 def _project(
-    x: Array, W: Float[Array, "m d"], kernel: str
+    x: Array, W: Float[Array, "m d"], kernel: str, lengthscale: ArrayLike = 1.0
 ) -> tuple[Float[Array, "*b m"], Float[Array, "*b 1"]]:
-    """W x and |x|^2 / 2, in float32 or wider."""
+    """W x and |x|^2 / 2 for x / lengthscale, in float32 or wider."""
     if kernel not in ("softmax", "gaussian"):
         raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, W.dtype), jnp.float32)
-    x, W = x.astype(dtype), W.astype(dtype)
+    x, W = x.astype(dtype) / checked("lengthscale", lengthscale), W.astype(dtype)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

@@ -9,16 +9,16 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"performer.typing", "performer.choices"},
     {"performer.norms", "performer.hadamard", "performer.theory"},
-    {"performer.directions"},
+    {"performer.kernels", "performer.descent", "performer.directions"},
     {"performer.features", "performer.couplings", "performer.structured"},
     {"performer.attention.state", "performer.testing"},
     {"performer.attention.sweep", "performer.attention.parallel", "performer.attention.checks"},
     {"performer.calibration"},
     {"performer.attention.op"},
     {"performer.attention.dropin", "performer.attention"},
-    {"performer.analysis"},
+    {"performer.analysis", "performer.gp", "performer.copula"},
     {"performer"},
-    {"performer.nnx", "performer.linen"},
+    {"performer.nnx", "performer.linen", "performer.sklearn"},
     {"vit", "vit.config", "vit.augment", "vit.metrics", "vit.safety", "vit.checkpoint"},
     {"vit.report", "vit.devices", "vit.costs"},
     {"vit.model", "vit.data", "vit.optim"},
@@ -30,7 +30,8 @@ FLOORS = [
     {"vit.pretrained"},
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
-LIBRARIES = {"jax", "numpy", "scipy", "jaxtyping"}
+LIBRARIES = {"jax", "numpy", "optax", "scipy", "jaxtyping"}
+OPTIONAL = {"nnx.py": {"flax"}, "linen.py": {"flax"}, "sklearn.py": {"sklearn"}}
 
 
 def module_name(path):
@@ -67,9 +68,7 @@ def test_imports_go_down(path):
     "path", [p for p in SOURCES if "performer" in p.parts[-3:-1]], ids=module_name
 )
 def test_the_library_needs_only_its_dependencies(path):
-    allowed = (
-        LIBRARIES | {"performer"} | ({"flax"} if path.name in ("nnx.py", "linen.py") else set())
-    )
+    allowed = LIBRARIES | {"performer"} | OPTIONAL.get(path.name, set())
     import sys
 
     for imported in imports(path):
