@@ -48,9 +48,9 @@ def minimize(
     keys = jax.random.split(key, num_steps)
     (parameters, _), losses = jax.lax.scan(step, (start, optimizer.init(start)), keys)
     if not isinstance(losses, Tracer) and not bool(jnp.isfinite(losses).all()):
-        step = int(jnp.argmin(jnp.isfinite(losses)))
+        first = int(jnp.argmin(jnp.isfinite(losses)))
         raise ValueError(
-            f"the loss left the finite numbers in step {step} of {num_steps}: look for NaN in the"
+            f"the loss left the finite numbers in step {first} of {num_steps}: look for NaN in the"
             " data, start elsewhere, or take a smaller learning rate"
         )
     return parameters, losses

@@ -1,0 +1,144 @@
+"""Copulas of the lengths: the family, its limits PNC and PM, and what learning makes of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from performer import copula, couplings, features, testing, theory
+
+D = 4
+THETA = jax.random.normal(jax.random.key(0), (D * (D - 1) // 2,))
+
+
+def test_cholesky_matches_the_equation():
+    """VRC Eq. 34, with j <= i."""
+    theta, at = np.asarray(THETA, np.float64), 0
+    want = np.zeros((D, D))
+    for i in range(D):
+        row = [*theta[at : at + i], 1.0]
+        at += i
+        for j, value in enumerate(row):
+            want[i, j] = value / np.sqrt(sum(v**2 for v in row))
+    np.testing.assert_allclose(copula.cholesky(THETA), want, rtol=1e-6)
+    np.testing.assert_allclose(np.diag(want @ want.T), 1)
+    np.testing.assert_allclose(copula.parameters(jnp.asarray(want @ want.T)), theta, rtol=1e-4)
+
+
+def test_scores_have_the_correlation():
+    """Spearman correlations of 40,000 blocks are the copula's, within 5 / sqrt(40,000)."""
+    L = np.asarray(copula.cholesky(THETA), np.float64)
+    keys = jax.random.split(jax.random.key(1), 40_000)
+    lengths = jax.vmap(lambda key: copula.norms(THETA)(key, D, D))(keys)
+    want = 6 / np.pi * np.arcsin(L @ L.T / 2)
+    got = stats.spearmanr(np.asarray(lengths)).statistic
+    assert (abs(got - want) < 5 / 200).all()
+
+
+@pytest.mark.parametrize("theta", [THETA, 30 * THETA], ids=["weak", "strong"])
+def test_rows_are_normal(theta):
+    testing.assert_gaussian_marginals(copula.orthogonal(theta), 2 * D, D)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("pnc", copula.pairwise), ("pm", copula.monotone)])
+def test_expresses(name, limit):
+    """The mean squared kernel error over 40,000 draws is that coupling's, within 5 standard errors.
+
+    They differ by tens of standard errors from those of independent lengths.
+    """
+    x = np.full((2, D), 0.5) * [[1], [-1]] * [1, 0.5, 1, 0.5]
+    coupling = copula.orthogonal(copula.parameters(limit(D)))
+    keys = jax.random.split(jax.random.key(2), 40_000)
+
+    @jax.vmap
+    def estimate(key):
+        phi = features.trigonometric(jnp.asarray(x, jnp.float32), coupling(key, D, D))
+        return phi[0] @ phi[1]
+
+    exact = np.exp(-np.sum((x[0] - x[1]) ** 2) / 2)
+    squares = (np.asarray(estimate(keys), np.float64) - exact) ** 2
+    error = squares.std() / np.sqrt(len(squares))
+    want, of_orf = (
+        float(theory.kernel_mse(n, x[0], x[1], D, features="trigonometric")) for n in (name, "orf")
+    )
+    assert abs(squares.mean() - want) < 5 * error
+    assert abs(of_orf - want) > 20 * error
+
+
+def test_pairs_of_the_limit_are_those_of_pnc():
+    lengths = copula.norms(copula.parameters(copula.pairwise(5)))(jax.random.key(3), 5, 5)
+    u = stats.chi(5).cdf(np.asarray(lengths, np.float64))
+    np.testing.assert_allclose(u[[0, 2]] + u[[1, 3]], 1, atol=5e-3)
+
+
+def test_learning_recovers_pnc_from_a_random_start():
+    """VRC Fig. 6: at most 2% above PNC's error, where independent lengths are 15% above."""
+    x = jax.random.normal(jax.random.key(4), (32, D)) / D**0.5
+    loss = copula.kernel_rmse(x)
+    keys = jax.random.split(jax.random.key(5), 4000)
+
+    @jax.jit
+    def error(frequencies):
+        return jax.vmap(loss)(frequencies).mean()
+
+    def of(coupling):
+        return float(error(jax.vmap(lambda key: coupling(key, D, D))(keys)))
+
+    theta, losses = copula.learn(
+        loss,
+        THETA,
+        jax.random.key(6),
+        num_features=D,
+        num_draws=16,
+        num_steps=300,
+        optimizer=optax.adam(0.1),
+    )
+    assert losses.shape == (300,)
+    assert of(couplings.get("orf")) > 1.1 * of(couplings.get("pnc"))
+    assert of(copula.orthogonal(theta)) < 1.02 * of(couplings.get("pnc"))
+
+
+def test_learning_on_attention_goes_to_pm():
+    """All correlations above 0.7 from independent lengths, and attention's error is lower."""
+    query, key = 0.4 * jax.random.normal(jax.random.key(7), (2, 12, D))
+    loss = copula.attention_mse(query, key)
+    theta, losses = copula.learn(
+        loss,
+        jnp.zeros_like(THETA),
+        jax.random.key(8),
+        num_features=D,
+        num_draws=32,
+        num_steps=200,
+        optimizer=optax.adam(0.1),
+    )
+    L = copula.cholesky(theta)
+    assert float((L @ L.T).min()) > 0.7
+    assert float(losses[-50:].mean()) < 0.9 * float(losses[:20].mean())
+
+
+def test_any_coupling_of_theta():
+    theta, losses = copula.learn(
+        copula.kernel_rmse(jnp.eye(D), features.positive, lengthscale=2.0),
+        THETA,
+        jax.random.key(9),
+        num_features=2 * D,
+        coupling=lambda theta: couplings.antithetic(copula.orthogonal(theta)),
+        num_steps=2,
+    )
+    assert bool(jnp.isfinite(losses).all())
+    assert not bool((theta == THETA).any())
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"theta has 4 parameters; m lengths .* as 3 for m = 3"):
+        copula.cholesky(jnp.ones(4))
+    with pytest.raises(ValueError, match="couples 4 lengths, the block has 3"):
+        copula.orthogonal(THETA)(jax.random.key(0), 3, 3)
+    with pytest.raises(ValueError, match="ones on its diagonal"):
+        copula.parameters(2 * jnp.eye(3))
+    with pytest.raises(ValueError, match="not positive definite: its least eigenvalue is -1"):
+        copula.parameters(jnp.array([[1.0, 2.0], [2.0, 1.0]]))
+    with pytest.raises(ValueError, match="lengthscale must be positive"):
+        copula.kernel_rmse(jnp.eye(D), lengthscale=0.0)
