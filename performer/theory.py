@@ -153,7 +153,7 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
     """
     squares = np.asarray(lengths, np.float64) ** 2
     t = np.asarray(t, np.float64)[..., None, None] / 4
-    pairs = _bessel(t * (squares[..., :, None] + squares[..., None, :]), d)
+    pairs = special.hyp0f1(d / 2, t * (squares[..., :, None] + squares[..., None, :]))
     own = np.trace(pairs, axis1=-2, axis2=-1)
     return np.sum(pairs, axis=(-2, -1)) - own
 
@@ -211,7 +211,7 @@ def _negatively_coupled(t: Array, d: int) -> Array:
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     squares = 2 * np.where(_SCORES < 0, *inverses)
     weights = np.exp(-(_SCORES**2) / 2) / np.sqrt(2 * np.pi) * (_SCORES[1] - _SCORES[0])
-    return _bessel(t[..., None] / 4 * (squares + squares[::-1]), d) @ weights
+    return special.hyp0f1(d / 2, t[..., None] / 4 * (squares + squares[::-1])) @ weights
 
 
 def _simplex_cosine(d: int) -> float:
@@ -245,16 +245,14 @@ def _double_angle_rule(d: int, nodes: int = 80) -> tuple[Array, Array]:
 
 
 def _kummer(s: Array, d: int) -> Array:
-    """1F1(d; d/2; s), for s < 0 through e^s 1F1(-d/2; d/2; -s), whose terms stay below e^{-s}."""
-    size = np.abs(s)
-    positive = _series(size, lambda k: (d + k) / (d / 2 + k))
+    """1F1(d; d/2; s), for s < 0 through e^s 1F1(-d/2; d/2; -s), whose terms stay below e^{-s}.
+
+    It falls like |s|^{-d}: below -700, where the terms would overflow, it stays at some 1e-9.
+    """
+    positive = _series(np.maximum(s, 0.0), lambda k: (d + k) / (d / 2 + k))
+    size = np.clip(-s, 0.0, 700.0)
     negative = np.exp(-size) * _series(size, lambda k: (k - d / 2) / (d / 2 + k))
     return np.where(s >= 0, positive, negative)
-
-
-def _bessel(s: Array, d: int) -> Array:
-    """0F1(; d/2; s), by its series."""
-    return _series(s, lambda k: 1 / (d / 2 + k))
 
 
 def _series(s: Array, ratio: Callable[[int], float]) -> Array:

@@ -45,15 +45,28 @@ def test_monotone_lengths_have_closed_forms(d):
 
 @pytest.mark.parametrize("d", [2, 7, 64])
 def test_a_negatively_coupled_pair_by_adaptive_quadrature(d):
-    """Over u in (0, 1) instead of over the normal score, with SciPy's own 0F1."""
+    """Over u in (0, 1) instead of over the normal score, with 0F1 by its series."""
     law = stats.chi(d)
+    k = np.arange(60)
+    logs = special.gammaln(d / 2) - special.gammaln(d / 2 + k) - special.gammaln(k + 1)
     for v in (0.5, 2.0):
 
         def integrand(u, v=v):
-            return special.hyp0f1(d / 2, v**2 * (law.ppf(u) ** 2 + law.isf(u) ** 2) / 4)
+            s = v**2 * (law.ppf(u) ** 2 + law.isf(u) ** 2) / 4
+            return np.exp(logs + k * np.log(s)).sum()
 
         want, _ = integrate.quad(integrand, 0, 0.5, epsabs=1e-12, epsrel=1e-12, limit=200)
         np.testing.assert_allclose(theory.conformity("pnc", v, d, 2), 2 * want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("d", [19, 20])
+@pytest.mark.parametrize("name", ["orf", "simrf", "pnc", "pm-antithetic"])
+def test_far_points(name, d):
+    """Where the Gaussian kernel is 0 the terms of trigonometric estimates are uncorrelated."""
+    x = np.array([[5.0], [8.0], [15.0], [40.0]]) * np.eye(d)[0]
+    errors = theory.kernel_mse(name, x, 0 * x, 20, features="trigonometric")
+    base = 1 / 40 if name == "pm-antithetic" else 0.0  # cos(w.x) is there twice
+    np.testing.assert_allclose(errors[1:], 1 / 40 + base, rtol=0.02)
 
 
 def test_pairs_of_truncated_blocks_are_counted():

@@ -1,0 +1,304 @@
+"""Gaussian processes on tabular data with coupled features: VRC Tables 3 and 4, Fig. 1.
+
+    python -m experiments.uci_gp --data_dir=DIR --data_sets=boston_housing,power_plant
+    python -m experiments.uci_gp                          # the sets that come with scikit-learn
+
+With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and with the scales of
+`experiments.uci`, in the units of the targets:
+
+    kernel RMSE   of the Gram matrix of the test points, over the draws, too; targets standardised
+    KL            KL(exact || approximate) of the predictive laws of the test values, over their
+                  number: the order and the scale that the paper's figures have
+    RMSE          of the predictive mean
+    NLL           negative log density of the test values, each by itself
+
+Values are means over splits of means over draws, ± two standard errors over the splits. What the
+couplings themselves change is far smaller than what the splits do, and is told from the paired
+differences between "+ pnc" and "orthogonal", split by split, with t-tests under Holm's correction.
+"exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
+
+Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m from d to 32 d, and
+the KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from sklearn.linear_model import RidgeCV
+
+from experiments import statistics, tabular, uci, uci_published
+from performer import couplings, gp, kernels
+from vit import report
+
+MULTIPLES = (1, 8)
+SIZES = (1, 2, 4, 8, 16, 32)
+QUANTITIES = ("kernel RMSE", "KL", "RMSE", "NLL")
+
+
+class Scores(NamedTuple):
+    """What one draw of the frequencies, or the exact kernel, comes to."""
+
+    kernel_mse: Any
+    kl: Any
+    rmse: Any
+    nll: Any
+    prior_kl: Any
+
+
+class Split(NamedTuple):
+    """One split, and its scales."""
+
+    x: jax.Array
+    y: jax.Array
+    test_x: jax.Array
+    test_y: jax.Array
+    scales: gp.Scales
+
+
+def split_of(splits: tabular.Splits, scales: gp.Scales) -> Split:
+    """All splits, stacked."""
+    x, y, test_x, test_y = (jnp.asarray(part) for part in splits[:4])
+    return Split(x, y, test_x, test_y, scales)
+
+
+def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The exact kernel with the scales of the split."""
+    lengthscale, output_scale, _ = split.scales
+    return kernels.gaussian(x, y, lengthscale=lengthscale, output_scale=output_scale)
+
+
+def exact(split: Split) -> gp.Gaussian:
+    """The exact law of the test values."""
+    x, test_x, noise = split.x, split.test_x, split.scales.noise_scale
+    f = gp.condition(
+        gram(split, x, x), gram(split, test_x, x), gram(split, test_x, test_x), split.y, noise
+    )
+    return gp.observed(f, noise)
+
+
+def of_law(law: gp.Gaussian, split: Split) -> tuple[jax.Array, jax.Array]:
+    """RMSE and NLL of a predictive law."""
+    rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
+    return rmse, gp.negative_log_density(law, split.test_y)
+
+
+def scores(
+    split: Split, frequencies: jax.Array, reference: gp.Gaussian, feature_map: Callable
+) -> Scores:
+    """The scores of the random-feature Gaussian process; `reference` is `exact(split)`."""
+    lengthscale, output_scale, noise = split.scales
+    options = dict(kernel="gaussian", lengthscale=lengthscale, output_scale=output_scale)
+    phi, test_phi = (feature_map(x, frequencies, **options) for x in (split.x, split.test_x))
+    law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
+    test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
+    count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
+    prior, approximate = (gp.observed(gp.Gaussian(zero, k), noise) for k in (test_gram, estimate))
+    return Scores(
+        jnp.mean((estimate - test_gram) ** 2),
+        gp.kl(reference, law) / count,
+        *of_law(law, split),
+        gp.kl(prior, approximate) / count,
+    )
+
+
+@partial(jax.jit, static_argnames=("coupling", "m", "feature_map"))
+def all_scores(
+    splits: Split, keys: jax.Array, *, coupling: str, m: int, feature_map: Callable
+) -> Scores:
+    """Scores by split and draw, (s, draws) each."""
+
+    def one(arguments):
+        split, keys = arguments
+        reference = exact(split)
+
+        def draw(key):
+            w = couplings.get(coupling)(key, m, split.x.shape[-1]).astype(split.x.dtype)
+            return scores(split, w, reference, feature_map)
+
+        return jax.lax.map(draw, keys)
+
+    return jax.lax.map(one, (splits, keys))
+
+
+def scores_of(
+    scheme: uci.Scheme, coupling: str, multiple: int, splits: Split, keys: jax.Array
+) -> Scores:
+    """The same for a row of the paper's tables."""
+    return all_scores(
+        splits,
+        keys,
+        coupling=scheme.couplings[coupling],
+        m=multiple * scheme.per_dimension * splits.x.shape[-1],
+        feature_map=scheme.feature_map,
+    )
+
+
+def in_units(found: Scores, scale: np.ndarray) -> Scores:
+    """RMSE and NLL in the units of the targets."""
+    scale = scale.reshape(-1, *[1] * (np.ndim(found.rmse) - 1))
+    rmse, nll = np.asarray(found.rmse) * scale, np.asarray(found.nll) + np.log(scale)
+    return Scores(*map(np.asarray, (found.kernel_mse, found.kl, rmse, nll, found.prior_kl)))
+
+
+def over_draws(found: Scores) -> Scores:
+    """Means over the draws, (s, draws) -> (s,); of the kernel's error the root mean square."""
+    means = Scores(*(np.mean(values, axis=1) for values in found))
+    return means._replace(kernel_mse=np.sqrt(means.kernel_mse))
+
+
+def baselines(name: str, splits: tabular.Splits, stacked: Split) -> dict[str, Scores]:
+    """The exact Gaussian process and ridge regression, by split."""
+    rmse, nll = jax.jit(
+        lambda stacked: jax.lax.map(lambda split: of_law(exact(split), split), stacked)
+    )(stacked)
+    zero, none = np.zeros(len(rmse)), np.full(len(rmse), np.nan)
+    linear = [
+        RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
+        for x, y, test_x, test_y in zip(*splits[:4], strict=True)
+    ]
+    found = {
+        "exact": Scores(zero, zero, rmse, nll, zero),
+        "linear": Scores(none, none, np.sqrt(np.mean(np.square(linear), axis=1)), none, none),
+    }
+    return {key: in_units(value, splits.scale) for key, value in found.items()}
+
+
+def rows_of(name: str, splits: tabular.Splits, draws: int) -> tuple[list[dict], list[dict]]:
+    """The rows of one data set, and those of its paired differences."""
+    keys = uci.split_keys(len(splits.scale), draws)
+    rows, differences = [], []
+    for scheme in uci.SCHEMES:
+        stacked = split_of(splits, uci.hyperparameters(name, scheme, splits))
+        for multiple in MULTIPLES:
+            found = {
+                coupling: in_units(
+                    scores_of(scheme, coupling, multiple, stacked, keys), splits.scale
+                )
+                for coupling in scheme.couplings
+            }
+            for number, quantity in enumerate(QUANTITIES):
+                what = {coupling: of[number] for coupling, of in found.items()}
+                uci.check_finite(name, scheme, quantity, what)
+            means = {coupling: over_draws(of) for coupling, of in found.items()}
+            common = {
+                "data set": name,
+                "d": splits.test_x.shape[-1],
+                "features": scheme.name,
+                "m": "d" if multiple == 1 else f"{multiple}d",
+            }
+            for coupling, of in (means | baselines(name, splits, stacked)).items():
+                rows.append(common | {"coupling": coupling} | _columns(common, coupling, of))
+                short = [f"{q} {v.mean():.4g}" for q, v in zip(QUANTITIES, of, strict=False)]
+                print(*common.values(), coupling, *short, flush=True)
+            for quantity, a, b in zip(
+                QUANTITIES, means["+ pnc"], means["orthogonal"], strict=False
+            ):
+                differences.append(
+                    common
+                    | {"quantity": quantity, "orthogonal": float(b.mean())}
+                    | statistics.paired(a.tolist(), b.tolist())._asdict()
+                )
+    return rows, differences
+
+
+def _columns(common: dict, coupling: str, of: Scores) -> dict:
+    columns: dict = {}
+    for quantity, values in zip(QUANTITIES, of, strict=False):
+        mean, error = statistics.mean_and_error(values.tolist())
+        theirs = uci_published.value(
+            f"{quantity}, m = {common['m']}", common["features"], coupling, common["data set"]
+        )
+        empty = np.isnan(mean)
+        columns[quantity] = "" if empty else mean
+        columns[f"{quantity} ±"] = "" if empty else 2 * error
+        columns[f"{quantity}, paper"] = "" if theirs is None else f"{theirs[0]:g} ± {theirs[1]:g}"
+    return columns
+
+
+def verdict(differences: list[dict]) -> str:
+    """Adds Holm-corrected p-values, and says where PNC made a difference."""
+    corrected = statistics.holm([row["p_value"] for row in differences])
+    for row, p in zip(differences, corrected, strict=True):
+        row["corrected p"] = p
+    lines = []
+    for quantity in QUANTITIES:
+        of = [row for row in differences if row["quantity"] == quantity]
+        better = sum(row["corrected p"] < 0.05 and row["mean"] < 0 for row in of)
+        worse = sum(row["corrected p"] < 0.05 and row["mean"] > 0 for row in of)
+        lines.append(
+            f"- {quantity}: + pnc is better than orthogonal in {better} and worse in {worse} of"
+            f" {len(of)} cases, no difference shown in {len(of) - better - worse}."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
+    """Scores against m on the first split, Fourier features."""
+    scheme = uci.SCHEMES[0]
+    first = tabular.Splits(*(part[:1] for part in splits))
+    stacked = split_of(first, uci.hyperparameters(name, scheme, first))
+    keys, d = uci.split_keys(1, draws), first.test_x.shape[-1]
+    rows = []
+    for coupling in scheme.couplings:
+        for size in SIZES:
+            found = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
+            row: dict = {"coupling": coupling, "m": size * d}
+            labels = (*QUANTITIES, "prior KL")
+            for label, values, mean in zip(labels, found, over_draws(found), strict=True):
+                _, error = statistics.mean_and_error(values[0].tolist())
+                if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
+                    error /= 2 * mean[0]
+                row |= {label: float(mean[0]), f"{label} ±": float(error)}
+            rows.append(row)
+    drawn, axes = report.figure(out, columns=5)
+    for axis, label in zip(axes, (*QUANTITIES, "prior KL"), strict=True):
+        for coupling in scheme.couplings:
+            of = [row for row in rows if row["coupling"] == coupling]
+            sizes, values, errors = ([row[c] for row in of] for c in ("m", label, f"{label} ±"))
+            axis.errorbar(sizes, values, errors, marker="o", markersize=3, label=coupling)
+        axis.set(ylabel=label)
+    references = baselines(name, first, stacked)
+    axes[2].axhline(references["exact"].rmse[0], color="black", ls=":", label="exact kernel")
+    axes[2].axhline(references["linear"].rmse[0], color="gray", ls="--", label="linear regression")
+    axes[3].axhline(references["exact"].nll[0], color="black", ls=":", label="exact kernel")
+    for axis in axes:
+        report.log_log(axis, [size * d for size in SIZES])
+    drawn.suptitle(f"VRC Fig. 1: {name}, one split")
+    report.save(drawn, out)
+    return report.table(rows, out)
+
+
+def main() -> None:
+    """Prints the tables."""
+    jax.config.update("jax_enable_x64", True)  # posteriors are differences of near-equal matrices
+    out = Path(_OUT.value)
+    data = dict(uci.tables(_SPLITS.value, _POINTS.value))
+    figure = _FIGURE.value or ("power_plant" if "power_plant" in data else next(iter(data)))
+    if figure not in data:
+        raise ValueError(f"--figure={figure} is none of the data sets {', '.join(data)}")
+    rows, differences = [], []
+    for name, splits in data.items():
+        of_set = rows_of(name, splits, _DRAWS.value)
+        rows += of_set[0]
+        differences += of_set[1]
+    print(report.table(rows, out / "gp"))
+    said = verdict(differences)
+    print(report.table(differences, out / "differences"))
+    print(figure_1(figure, data[figure], 5 * _DRAWS.value, out / "figure_1"))
+    print(said)
+    (out / "verdict.md").write_text(said)
+
+
+if __name__ == "__main__":
+    _SPLITS = flags.DEFINE_integer("splits", 20, "random splits", lower_bound=2)
+    _POINTS = flags.DEFINE_integer("points", 256, "training and test points at most", lower_bound=2)
+    _DRAWS = flags.DEFINE_integer("draws", 10, "draws of the frequencies per split", lower_bound=1)
+    _FIGURE = flags.DEFINE_string("figure", "", "the data set of Fig. 1")
+    _OUT = flags.DEFINE_string("out", "results/uci_gp", "folder for tables and figures")
+    uci.run(main)
