@@ -1,13 +1,12 @@
-"""Kernel errors of the couplings, theory beside measurement: SimRF Figs 4 to 7, VRC Fig. 12.
+"""Kernel errors of the couplings, theory beside measurement: SimRF Figs 4 to 7.
 
-    python -m experiments.conformity --out=results/conformity [--figures=4,5,6,7,12]
+    python -m experiments.conformity --out=results/conformity [--figures=4,5,6,7]
 
     4   RF-conformity of one draw of lengths (d = 6, v = 1): iid, ORF, SimRF, SimRF+, and the
         arrangement of the same lengths that scipy.optimize finds best
     5   distribution of |w_i + w_j| (d = 6)
     6   mean squared error over that of iid, against v (d = m = 64)
     7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
-    12  error of the Gram matrix of Matern kernels against m (64 points in 8 dimensions)
 
 Each prints a table, writes it as csv and markdown with a png, and ends with what agrees.
 """
@@ -156,7 +155,7 @@ def figure_6(out: Path) -> str:
     return report.table(rows, out) + verdict
 
 
-def _gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
+def gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
     """|K_hat - K|_F over |K|_F for each draw."""
 
     def error(key):
@@ -182,7 +181,7 @@ def figure_7(out: Path) -> str:
         row: dict = {"coupling": name}
         means = []
         for m in sizes:
-            errors = _gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
+            errors = gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
             means.append(errors.mean())
             row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(200):.4f}"
         axis.plot(sizes, means, marker="o", markersize=3, label=name)
@@ -193,45 +192,7 @@ def figure_7(out: Path) -> str:
     return report.table(rows, out)
 
 
-def matern_kernel(r: jax.Array, nu: float) -> jax.Array:
-    """The Matern kernel of lengthscale 1 at distance r, for nu = 1/2, 3/2 or 5/2."""
-    s = jnp.sqrt(2 * nu) * r
-    polynomial = {0.5: 1.0, 1.5: 1 + s, 2.5: 1 + s + s**2 / 3}[nu]
-    return polynomial * jnp.exp(-s)
-
-
-def figure_12(out: Path) -> str:
-    """Gram matrices of Matern kernels, random Fourier features under another radial law."""
-    d = 8
-    x = jax.random.normal(jax.random.key(12), (64, d)) / d**0.5
-    distances = jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, axis=-1))
-    sizes = (8, 16, 32, 64, 128)
-    drawn, axes = report.figure(out, columns=3)
-    rows = []
-    for axis, nu in zip(axes, (0.5, 1.5, 2.5), strict=True):
-        quantile = norms.matern(nu)
-        for name, draw_directions, draw_norms in [
-            ("iid", directions.independent, norms.independent),
-            ("orf", directions.orthogonal, norms.independent),
-            ("pnc", directions.orthogonal, norms.pairwise),
-        ]:
-            coupling = couplings.blocks(draw_directions, partial(draw_norms, quantile=quantile))
-            row: dict = {"nu": nu, "coupling": name}
-            means = []
-            for m in sizes:
-                exact = matern_kernel(distances, nu)
-                errors = _gram_errors(coupling, x, exact, m, 500, features.trigonometric)
-                means.append(errors.mean())
-                row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(500):.4f}"
-            axis.plot(sizes, means, marker="o", markersize=3, label=name)
-            rows.append(row)
-        axis.set(ylabel="relative Frobenius error", title=f"VRC Fig. 12: nu = {nu}")
-        report.log_log(axis, sizes)
-    report.save(drawn, out)
-    return report.table(rows, out)
-
-
-FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "12": figure_12}
+FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
 
 
 def main(_: list[str]) -> None:

@@ -1,19 +1,41 @@
 """Random features as a scikit-learn transformer: `RBFSampler` with a choice of coupling."""
 
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from performer import couplings, features
-from performer.typing import Coupling
+from performer.typing import Frequencies, Key
 
-# One compiled program for each shape and dtype, shared by all transformers of any gamma.
-_features = jax.jit(features.trigonometric)
+# Compiled once for each shape, for all transformers: gamma is an argument of the program.
+_draw = jax.jit(couplings.draw, static_argnames=("name", "num_features", "head_dim"))
+
+
+@partial(jax.jit, static_argnames="odd")
+def _features(x, frequencies, phase, lengthscale, *, odd):
+    """All sines, all cosines; if odd the last frequency has one column, cos(w.x + phase), for two.
+
+    With a uniform phase that is half of what two columns are on average, and n of these halves make
+    the mean: unbiased for any n.
+    """
+    m = len(frequencies)
+    weights = jnp.full(m, 2 / (2 * m - odd))
+    phi = features.trigonometric(x, frequencies, weights=weights, lengthscale=lengthscale)
+    if not odd:
+        return phi
+    sines, cosines = phi[:, :m], phi[:, m:]
+    last = jnp.cos(phase) * cosines[:, -1:] - jnp.sin(phase) * sines[:, -1:]
+    return jnp.concatenate([sines[:, :-1], cosines[:, :-1], last], axis=1)
+
+
+_DTYPES = (np.float64, np.float32)  # all others become the first
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -21,32 +43,33 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
         phi(x).phi(y) is an unbiased estimate of exp(-gamma |x - y|^2)
 
-    with m = n_components / 2 frequencies, their m sines first, then their m cosines. The frequencies
-    are drawn jointly, by a coupling; most of them have a lower error than the independent ones
-    ("iid") for the same number of columns, at the same cost of `transform`.
+    with m = n_components / 2 frequencies: their m sines, then their m cosines. (If n_components is
+    odd the last of (n_components + 1) / 2 frequencies has a cosine alone, with a random phase.)
+    What couplings add to `RBFSampler` is a lower error for the same number of columns.
 
     Sources: Rahimi and Recht 2007; Reid et al. (VRC), Def. 3.3, for the coupling "pnc".
 
     Parameters:
         coupling: joint law of the frequencies: a name that `performer.couplings.get` knows ("pnc",
-            "orf", "simrf+", "iid", ...) or a function (key, m, d) -> (m, d). With lengths of another
-            law (`norms.matern`) the kernel is that law's, of sqrt(2 gamma) |x - y|. Antithetic
-            couplings waste half the columns: w and -w have the same features up to signs.
-        n_components: number of output columns, even: 2m.
-        gamma: positive, in 1 / (units of X)^2; the lengthscale is 1 / sqrt(2 gamma). Or "scale" for
-            1 / (n_features * X.var()) of the X that is fitted (1 where that variance is 0).
-        random_state: an integer for the same frequencies in every fit, a `RandomState`, or None.
+            "orf", "simrf+", "iid", ...) or any function (key, m, d) -> (m, d). With the lengths of
+            `norms.matern` the kernel is Matern's, of sqrt(2 gamma) |x - y|. Antithetic couplings
+            waste half of the columns: the features of w and -w are the same up to signs.
+        n_components: number of output columns.
+        gamma: positive, in 1 / (units of X)^2; the lengthscale is 1 / sqrt(2 gamma). Or "scale":
+            1 / (n_features * X.var()) of the X in `fit`, 1 where X does not vary.
+        random_state: an integer for the same draw in every `fit`; or a `RandomState`, or None.
 
     Attributes:
-        frequencies_: the draw of the coupling, (m, n_features), before gamma.
+        frequencies_: the draw of the coupling, (m, n_features); gamma is not in it.
+        phase_: uniform on [0, 2 pi); used if n_components is odd.
         gamma_: gamma as a number.
-        n_features_in_: width of X in fit.
-        feature_names_in_: names of its columns, where they are all strings.
+        n_features_in_, feature_names_in_: width and column names of the X in `fit`.
 
-    Raises (in `fit`; setting a parameter never does):
-        ValueError: for n_components that is not positive and even (an antithetic coupling needs a
-            multiple of 4), gamma that is not positive and finite, an unknown coupling, or one that
-            returns another shape; for X that is not a dense, finite, two-dimensional array.
+    Raises:
+        ValueError: in `fit`, for an unknown coupling or sizes that it does not admit (antithetic
+            ones need an even m), n_components that is no positive integer, or gamma that is not
+            positive and finite; for X that is not a finite 2-D array.
+        TypeError: for a sparse X.
 
     Example:
         >>> X, y = sklearn.datasets.load_diabetes(return_X_y=True)
@@ -56,72 +79,59 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         >>> search.fit(X, y).best_params_
     """
 
-    def __init__(
-        self,
-        coupling: str | Coupling = "pnc",
-        n_components: int = 100,
-        gamma: float | Literal["scale"] = 1.0,
-        random_state: int | np.random.RandomState | None = None,
-    ):
+    # No types: by scikit-learn's rules it takes anything, and `fit` looks at it.
+    def __init__(self, coupling="pnc", n_components=100, gamma=1.0, random_state=None):
         self.coupling = coupling
         self.n_components = n_components
         self.gamma = gamma
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> "RandomFeatures":
-        """Draws the frequencies; of X it uses the width and, for gamma="scale", the variance."""
-        X = validate_data(self, X, dtype=(np.float64, np.float32))
-        coupling, m, self.gamma_ = self._coupling(), self._num_frequencies(), self._gamma(X)
-        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
-        with jax.enable_x64(False):  # the same draw whatever the global setting is
-            frequencies = np.array(coupling(jax.random.key(seed), m, X.shape[1]))
-        if frequencies.shape != (m, X.shape[1]):
-            raise ValueError(
-                f"coupling must return (m, d) = {(m, X.shape[1])}, got {frequencies.shape}"
-            )
-        self.frequencies_ = frequencies
+        """Draws the frequencies. Of X only the width matters and, with "scale", the variance."""
+        X = validate_data(self, X, dtype=_DTYPES)
+        m, d, gamma = self._num_frequencies(), X.shape[1], self._number_gamma(X)
+        random = check_random_state(self.random_state)
+        seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
+        with jax.enable_x64(False):  # one draw, whatever the global setting
+            frequencies = np.array(self._drawn(jax.random.key(seed), m, d))
+        if frequencies.shape != (m, d):
+            raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
+        self.frequencies_, self.gamma_ = frequencies, gamma
+        self._n_features_out = int(self.n_components)
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """The features (n, n_components), float32 for float32 inputs and float64 for all others."""
+        """The features (n, n_components); float32 for float32 inputs, float64 for all others."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        X = validate_data(self, X, dtype=_DTYPES, reset=False)
         with jax.enable_x64(X.dtype == np.float64):
-            phi = _features(X, self.frequencies_, lengthscale=(2 * self.gamma_) ** -0.5)
-        return np.array(phi)  # a copy: JAX's own memory is read-only
+            lengthscale, odd = (2 * self.gamma_) ** -0.5, self._n_features_out % 2
+            phi = _features(X, self.frequencies_, self.phase_, lengthscale, odd=odd)
+        return np.array(phi)  # a copy: what JAX returns is read-only
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
-    @property
-    def _n_features_out(self) -> int:
-        return 2 * len(self.frequencies_)
-
-    def _coupling(self) -> Coupling:
-        if callable(self.coupling):
-            return self.coupling
+    def _drawn(self, key: Key, m: int, d: int) -> Frequencies | np.ndarray:
         if isinstance(self.coupling, str):
-            return couplings.get(self.coupling)
-        raise ValueError(
-            f"coupling must be a name or a function (key, m, d) -> (m, d), got {self.coupling!r}"
-        )
+            return _draw(self.coupling, key, m, d)
+        if callable(self.coupling):
+            return self.coupling(key, m, d)
+        raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")
 
     def _num_frequencies(self) -> int:
         n = self.n_components
-        if isinstance(n, Integral) and n > 0 and n % 2 == 0:
-            return int(n) // 2
-        fix = f"; use {n + 1}" if isinstance(n, Integral) and n > 0 else ""
-        raise ValueError(
-            "n_components must be a positive even integer (a sine and a cosine for each"
-            f" frequency), got {n!r}{fix}"
-        )
+        if isinstance(n, Integral) and n > 0:
+            return (int(n) + 1) // 2
+        raise ValueError(f"n_components must be a positive integer, got {n!r}; use 100, say")
 
-    def _gamma(self, X: np.ndarray) -> float:
-        if isinstance(self.gamma, str) and self.gamma == "scale":
+    def _number_gamma(self, X: np.ndarray) -> float:
+        gamma: Any = self.gamma
+        if isinstance(gamma, str) and gamma == "scale":
             variance = float(X.var())
             return 1 / (X.shape[1] * variance) if variance else 1.0
-        if isinstance(self.gamma, Real) and 0 < self.gamma < float("inf"):
-            return float(self.gamma)
-        raise ValueError(f"gamma must be positive and finite, or 'scale', got {self.gamma!r}")
+        if isinstance(gamma, Real) and 0 < float(gamma) < float("inf"):
+            return float(gamma)
+        raise ValueError(f"gamma must be a positive, finite number or 'scale', got {gamma!r}")
