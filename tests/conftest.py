@@ -22,6 +22,14 @@ def _clear_compilations():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules where compiling takes nearly all the time: machine code in a hurry."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """The variant XS shrunk to two layers of width 16."""

@@ -34,6 +34,10 @@ def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
     return tuple(map(jnp.asarray, (scale * query, scale * key, value, frequencies)))
 
 
+# Where only what a transformation makes of a program counts, or the program is not run at all.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
 def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
@@ -474,7 +478,8 @@ def test_gradients_against_float64(options, small_chunks):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
         loss = lambda *a: jnp.sum(jnp.sin(plain(*a, allowed)))  # noqa: E731
-        want = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*wide)
+        oracle = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)), compiler_options=QUICKLY)
+        want = oracle(*wide)
         want = [np.asarray(x) for x in want]
     loss = lambda *a: jnp.sum(jnp.sin(performer_attention(*a, **options)))  # noqa: E731
     got = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*args)
@@ -493,22 +498,22 @@ def test_transformations(is_causal, small_chunks):
     def loss(query):
         return jnp.sum(jnp.sin(attend(query)))
 
-    along = lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(query)  # noqa: E731
+    quickly = partial(jax.jit, compiler_options=QUICKLY)
+    along = lambda f: quickly(lambda x: jax.jvp(f, (x,), (x,)))(query)  # noqa: E731
     gradient, curvature = along(jax.grad(loss))
     _, slope = along(loss)
     np.testing.assert_allclose(slope, jnp.vdot(gradient, query), rtol=1e-3, atol=1e-4)
-    close(jax.jit(jax.grad(jax.checkpoint(loss)))(query), gradient)
+    close(quickly(jax.grad(jax.checkpoint(loss)))(query), gradient)
     chex.assert_tree_all_finite(curvature)
     mapped = jax.vmap(
         lambda q, k, v: performer_attention(q, k, v, frequencies, is_causal=is_causal)
-    )(query, key, value)
-    close(mapped, attend(query))
-    _, scanned = jax.lax.scan(lambda _, q: (None, attend(q)), None, jnp.stack([query, 2 * query]))
-    close(scanned[1], attend(2 * query))
-    per_draw = jax.vmap(lambda w: performer_attention(query, key, value, w, is_causal=is_causal))(
-        jnp.stack([frequencies, -frequencies])
     )
-    close(per_draw[0], attend(query))
+    close(quickly(mapped)(query, key, value), attend(query))
+    scan = lambda q: jax.lax.scan(lambda _, q: (None, attend(q)), None, q)  # noqa: E731
+    _, scanned = quickly(scan)(jnp.stack([query, 2 * query]))
+    close(scanned[1], attend(2 * query))
+    per_draw = jax.vmap(lambda w: performer_attention(query, key, value, w, is_causal=is_causal))
+    close(quickly(per_draw)(jnp.stack([frequencies, -frequencies]))[0], attend(query))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -522,7 +527,7 @@ def test_features_are_never_stored(is_causal):
             lambda q, k, v, w: jnp.sum(performer_attention(q, k, v, w, is_causal=is_causal) ** 2),
             argnums=(0, 1, 2),
         )
-        compiled = jax.jit(run).lower(*arrays, frequencies).compile()
+        compiled = jax.jit(run).lower(*arrays, frequencies).compile(QUICKLY)
         return compiled.memory_analysis().temp_size_in_bytes
 
     features = 65536 * 512 * 4
@@ -536,9 +541,12 @@ def test_constants_under_jit_and_vmap():
     query, key, value, frequencies = inputs()
     mask = jnp.arange(7.0)[None, None, None] > 2
     for options in [
-        dict(mask=mask.astype(jnp.float32), weights=jnp.arange(M, dtype=jnp.float32)),
-        dict(mask=np.asarray(mask), key_value_seq_lengths=np.array([4, 5])),
-        dict(segment_ids=np.zeros((2, 7), int)),
+        dict(
+            mask=mask.astype(jnp.float32),
+            weights=jnp.arange(M, dtype=jnp.float32),
+            key_value_seq_lengths=np.array([4, 5]),
+        ),
+        dict(mask=np.asarray(mask), segment_ids=np.zeros((2, 7), int)),
     ]:
         attend = lambda q, o=options: performer_attention(q, key, value, frequencies, **o)  # noqa: E731
         want = attend(query)

@@ -14,7 +14,7 @@ from experiments import compare, compare_report, ensemble
 from tests.small import TINY, small_config
 from vit import checkpoint, config, metrics, train
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def compared(tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.SIZES, "XS", TINY)
-        text = compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=2)
+        text = compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=3)
     return out, text
 
 
@@ -76,14 +76,16 @@ def test_the_report_has_what_was_asked_for(compared):
 def test_a_finished_comparison_only_reports(compared, monkeypatch):
     out, text = compared
     monkeypatch.setattr(ensemble.steps, "train_step", None)
-    again = compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=2)
+    again = compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=3)
     assert again == text
 
 
 def test_another_comparison_in_the_folder_is_refused(compared, tmp_path):
     out, _ = compared
-    with pytest.raises(ValueError, match=r"holds another comparison.*\n  seeds: \[0, 1\] -> \[0"):
-        compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=3)
+    with pytest.raises(
+        ValueError, match=r"holds another comparison.*\n  seeds: \[0, 1, 2\] -> \[0"
+    ):
+        compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=4)
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="is not empty and holds no comparison"):
         compare.compare(small_config(), tmp_path, couplings=["orf"], num_seeds=1)
@@ -98,9 +100,9 @@ def test_a_stopped_ensemble_goes_on_and_ends_the_same(compared, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ensemble.train(setting.config, [0, 1], tmp_path, advance=stop)
+        ensemble.train(setting.config, [0, 1, 2], tmp_path, advance=stop)
     assert checkpoint.exists(tmp_path)
-    trained = ensemble.train(setting.config, [0, 1], tmp_path)
+    trained = ensemble.train(setting.config, [0, 1, 2], tmp_path)
     whole = metrics.read(out / "runs" / "pm" / "metrics.jsonl")
     for a, b in zip(trained.records, whole, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])

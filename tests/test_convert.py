@@ -15,7 +15,7 @@ from performer import calibration, couplings
 from tests.small import small_config
 from vit import config, conversion, convert, data, evaluate, steps, train
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,10 @@ def converted(softmax_run):
         num_epochs=2 / 44,
     )
     return out, table
+
+
+def test_softmax_twin_trains(softmax_run):
+    assert evaluate.evaluate_run(softmax_run)["step"] == 3
 
 
 def test_report(converted, softmax_run):
@@ -96,7 +100,8 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
         nnx.to_pure_dict(nnx.state(new, nnx.Param)),
     )
-    want, got = model(batch)[1], new(batch)[1]
+    outputs = nnx.jit(lambda model: model(batch)[1])
+    want, got = outputs(model), outputs(new)
     name = "block01/output"
     difference = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
     assert difference < 0.05
@@ -123,10 +128,12 @@ def test_refining_lowers_the_error():
     """On other images than those it was done with; in two of four directions, few features."""
     query, key = jax.random.normal(jax.random.key(0), (2, 48, 9, 2, 4))
     query, key = (x * jnp.array([2.0, 1.5, 0.1, 0.1]) for x in (query, key))
-    fitted = calibration.calibrate(query[:32], key[:32])
-    frequencies = couplings.draw("orf", jax.random.key(1), 8, 4, 2)
+    fitted = jax.jit(calibration.calibrate)(query[:32], key[:32])
+    draw = jax.jit(lambda key: couplings.draw("orf", key, 8, 4, 2))
+    frequencies = draw(jax.random.key(1))
     refined = conversion.refine(query[:32], key[:32], frequencies, fitted, steps=100)
 
+    @jax.jit
     def error(frequencies):
         return conversion.relative_error(query[32:], key[32:], frequencies, fitted)
 

@@ -15,6 +15,8 @@ import pytest
 from tests.small import CALIBRATED, TINY, small_config
 from vit import checkpoint, config, devices, metrics, safety, train
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -25,6 +27,7 @@ if "coordinator" in arguments:
     devices.initialize(arguments["coordinator"], 2, arguments["process"])
 from tests.small import CALIBRATED, TINY, small_config
 from vit import config, steps, train
+
 config.SIZES["XS"] = TINY
 for workdir, changes in arguments["runs"].items():
     train.train(small_config(**({"attention": CALIBRATED} | changes)), Path(workdir))
@@ -55,6 +58,7 @@ def start(arguments, count=1):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
         "PYTHONPATH": ".",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
     return subprocess.Popen(

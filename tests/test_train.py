@@ -16,7 +16,7 @@ from performer.nnx import Frequencies
 from tests.small import CALIBRATED, TINY, small_config
 from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -172,16 +172,27 @@ def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monk
     assert train.train(settings, tmp_path / "parts")["eval_examples"] == 360
 
 
-def test_one_compilation_for_all_steps_and_label_smoothing():
+def without_dropout(**fields):
+    """A run whose steps are the same wherever an example stands in its batch; three batches."""
+    model = config.Model(variant="XS/4", pooling="mean")
+    optimiser = config.Optim(learning_rate=1e-2, warmup_steps=0, **fields)
+    run, batches = program(small_config(model=model, optim=optimiser))
+    return run, [next(batches) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Each is compiled once: the plain one, and one in parts with a running mean."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        return without_dropout(), without_dropout(accumulate=4, ema=0.9)
+
+
+def test_one_compilation_for_all_steps_and_label_smoothing(programs):
     """No value of a step reaches the host while the next ones are started, and none recompiles."""
     after = []
-    for smoothing in (0.0, 0.1):
-        run, batches = program(
-            small_config(optim=config.Optim(label_smoothing=smoothing, warmup_steps=0))
-        )
-        state = run.initial()
-        batches = [next(batches) for _ in range(3)]
-        state, _ = run.train(state, batches[0])
+    for run, batches in (programs[0], without_dropout(label_smoothing=0.1)):
+        state, _ = run.train(run.initial(), batches[0])
         with jax.transfer_guard("disallow"):
             for batch in batches[1:]:
                 state, _ = run.train(state, batch)
@@ -191,22 +202,16 @@ def test_one_compilation_for_all_steps_and_label_smoothing():
     assert not all(jax.tree.leaves(same))
 
 
-def test_a_batch_in_parts_gives_the_same_step():
+def test_a_batch_in_parts_gives_the_same_step(programs):
     """Gradient accumulation: no dropout here, for its masks depend on the place in the batch."""
-    results = []
-    for parts in (1, 4):
-        model = config.Model(variant="XS/4", pooling="mean")
-        optimiser = config.Optim(learning_rate=1e-2, warmup_steps=0, accumulate=parts)
-        run, batches = program(small_config(model=model, optim=optimiser))
-        results.append(run.train(run.initial(), next(batches))[1])
+    results = [run.train(run.initial(), batches[0])[1] for run, batches in programs]
     for name in ("train_loss", "train_accuracy", "gradient_norm"):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
 
 
-def test_the_running_mean_is_what_is_evaluated():
-    run, batches = program(small_config(optim=config.Optim(ema=0.9, warmup_steps=0)))
-    state, batch = run.initial(), next(batches)
-    batch = batch | {"mask": jax.numpy.ones(32)}
+def test_the_running_mean_is_what_is_evaluated(programs):
+    run, (batch, *_) = programs[1]
+    state, batch = run.initial(), batch | {"mask": jax.numpy.ones(32)}
     before = run.evaluate(state, batch)["loss"]
     state, _ = run.train(state, batch)
     _, optimizer = nnx.merge(run.graph, state)
@@ -235,11 +240,6 @@ def test_undecodable_records_are_counted_and_too_many_stop_the_run(tmp_path, mon
     assert checkpoint.exists(tmp_path / "few")
 
 
-def test_softmax_twin_trains(tmp_path):
-    settings = small_config(attention=config.Attention(kind="softmax"))
-    assert train.train(settings, tmp_path / "run")["step"] == 3
-
-
 def test_evaluate_refuses_a_folder_without_a_run(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         evaluate.evaluate_run(tmp_path)
@@ -261,15 +261,16 @@ FLAGS = [
 ]
 
 
-def command(workdir):
-    return [sys.executable, "-m", "vit.train", *FLAGS, f"--workdir={workdir}"]
+COMMAND = [sys.executable, "-m", "vit.train", *FLAGS]
+ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def test_a_killed_process_resumes(tmp_path):
     """kill -9 between two checkpoints, at the real command line."""
     workdir = tmp_path / "run"
+    command = [*COMMAND, f"--workdir={workdir}"]
     process = subprocess.Popen(
-        command(workdir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
     )
     log = workdir / "metrics.jsonl"
     deadline = time.time() + 120
@@ -279,7 +280,7 @@ def test_a_killed_process_resumes(tmp_path):
     process.wait()
     reached = metrics.read(log)[-1]["step"]
     assert 10 <= reached < 88
-    done = subprocess.run(command(workdir), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout

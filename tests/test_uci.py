@@ -1,0 +1,233 @@
+"""Experiments on tabular data: what they compute is what they say, and their tables are whole."""
+
+import csv
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import copula, matern, tabular, uci, uci_gp, uci_kernels, uci_published
+from performer import features, gp, theory
+
+FOURIER, LAPLACE = uci.SCHEMES
+SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
+
+
+@pytest.fixture(scope="module")
+def splits():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 4)) * [1, 5, 0.1, 2]
+    y = np.sin(x[:, 0]) + 0.1 * rng.normal(size=80)
+    table = tabular.Table("toy", x, y, ("a", "b", "c", "d"))
+    return tabular.splits(table, 6, train=30, test=20)
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch):
+    monkeypatch.setattr(uci, "STEPS", 60)
+
+
+def test_summed_norms_match_the_equation(splits):
+    """VRC Eq. 36."""
+    x = splits.train_x[:2]
+    want = [2 * np.mean([np.linalg.norm(a + b) for a in of for b in of]) for of in x]
+    np.testing.assert_allclose(uci.summed_norms(jnp.asarray(x)), want, rtol=1e-5)
+
+
+def test_hyperparameters(splits):
+    fitted = uci.hyperparameters("toy", FOURIER, splits)
+    held = uci.hyperparameters("toy", LAPLACE, splits)
+    np.testing.assert_allclose(held.lengthscale, uci.summed_norms(splits.train_x), rtol=1e-5)
+    x, y = (jnp.asarray(part[0]) for part in splits[:2])
+    want, _ = gp.fit(
+        x,
+        y,
+        gp.Scales(2.0, 1.0, 0.5),
+        num_steps=60,
+        optimizer=uci.optax.adam(uci.LEARNING_RATE),
+    )
+    for got, value in zip(fitted, want, strict=True):
+        assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
+    broken = splits._replace(train_y=np.where(splits.train_y > 1, np.inf, splits.train_y))
+    with pytest.raises(ValueError, match="data set 'toy', split 0, has no finite lengthscale"):
+        uci.hyperparameters("toy", FOURIER, broken)
+
+
+def test_published_tables_are_whole():
+    for key, table in uci_published._TABLES.items():
+        assert len(table.split()) == 24, key
+        quantity, kind = key.rsplit(", ", 1)
+        for name in uci_published.SETS:
+            for coupling in uci_published._ROWS:
+                assert uci_published.value(quantity, kind, coupling, name)
+    got = uci_published.value("KL, m = d", "Laplace", "+ pnc", "boston_housing")
+    assert got == (0.673, 0.058)
+    assert uci_published.value("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
+    assert uci_published.value("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
+
+
+@pytest.mark.parametrize("scheme", uci.SCHEMES, ids=["Fourier", "Laplace"])
+def test_predicted_is_the_theory_of_every_pair(scheme, splits):
+    x = splits.test_x[0] / 4
+    kind = "trigonometric" if scheme is FOURIER else "positive"
+    exact = theory.kernel_mse(
+        scheme.couplings["+ pnc"], x[:, None], x, 4 * scheme.per_dimension, features=kind
+    )
+    got = uci_kernels.predicted(scheme, "+ pnc", x, 4 * scheme.per_dimension)
+    assert got == pytest.approx(np.sqrt(exact.mean()), rel=1e-3)
+
+
+def test_ratio():
+    """The error of a ratio of means over 4,000 simulated splits is its spread over repetitions."""
+    rng = np.random.default_rng(1)
+    reference = rng.gamma(5, size=(2000, 40))
+    values = 0.5 * reference + 0.1 * rng.normal(size=reference.shape)
+    found = np.array([uci_kernels.ratio(a, b) for a, b in zip(values, reference, strict=True)])
+    assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
+
+
+def test_kernel_table(splits, tmp_path, monkeypatch):
+    """Measured and theory agree; the false-alarm rate of 5 standard errors is below 1e-3."""
+    monkeypatch.setattr(uci, "SCHEMES", (SMALL, SMALL._replace(name="Laplace")))
+    rows = uci_kernels.rows_of("toy", SMALL, splits, 300)
+    assert rows[0]["ratio"] == 1
+    for row in rows[1:]:
+        assert abs(row["ratio"] - row["theory"]) < 5 * row["standard error"] + 0.03
+        assert row["ratio"] < 0.9
+    rows[2] |= {"paper": 0.5}
+    uci_kernels.plot(rows + [row | {"features": "Laplace"} for row in rows], tmp_path / "kernels")
+    assert (tmp_path / "kernels.png").exists()
+
+
+def test_check_finite():
+    with pytest.raises(
+        ValueError, match=r"KL of data set 'toy' \(Laplace features, iid\) .* split 1"
+    ):
+        uci.check_finite("toy", LAPLACE, "KL", {"iid": np.array([[0.0, 1], [np.nan, 0]])})
+
+
+def test_scores_match_the_equations(splits):
+    """VRC Eqs 42 and 43 in NumPy."""
+    with jax.enable_x64(True):
+        split = uci_gp.Split(
+            *(jnp.asarray(part[0]) for part in splits[:4]), gp.Scales(2.0, 1.5, 0.4)
+        )
+        w = jax.random.normal(jax.random.key(0), (4, 4))
+        got = jax.jit(
+            lambda split, w: uci_gp.scores(split, w, uci_gp.exact(split), features.trigonometric)
+        )(split, w)
+    x, y, new, new_y = (part[0] for part in splits[:4])
+
+    def kernel(a, b):
+        squares = np.sum((a[:, None] - b) ** 2, axis=-1)
+        return 1.5**2 * np.exp(-squares / 2 / 2.0**2)
+
+    def estimate(a, b):
+        angles = (a[:, None] - b) @ np.asarray(w).T / 2.0
+        return 1.5**2 * np.cos(angles).mean(axis=-1)
+
+    def law(k):
+        solved = k(new, x) @ np.linalg.inv(k(x, x) + 0.16 * np.eye(30))
+        return solved @ y, k(new, new) - solved @ k(new, x).T + 0.16 * np.eye(20)
+
+    def kl(p, q):
+        inverse, shift = np.linalg.inv(q[1]), q[0] - p[0]
+        dets = np.linalg.slogdet(q[1])[1] - np.linalg.slogdet(p[1])[1]
+        return (np.trace(inverse @ p[1]) + shift @ inverse @ shift - 20 + dets) / 2
+
+    exact, approximate = law(kernel), law(estimate)
+    zero = np.zeros(20)
+    priors = [(zero, k(new, new) + 0.16 * np.eye(20)) for k in (kernel, estimate)]
+    deviations = np.sqrt(np.diag(approximate[1]))
+    want = uci_gp.Scores(
+        np.mean((kernel(new, new) - estimate(new, new)) ** 2),
+        kl(exact, approximate) / 20,
+        np.sqrt(np.mean((approximate[0] - new_y) ** 2)),
+        -stats.norm(approximate[0], deviations).logpdf(new_y).mean(),
+        kl(*priors) / 20,
+    )
+    np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-6)
+
+
+def test_units():
+    """Values x = 3 y: errors triple, densities fall by log 3."""
+    found = uci_gp.in_units(uci_gp.Scores(*np.ones((5, 1, 2))), np.array([3.0]))
+    np.testing.assert_allclose([v[0, 0] for v in found], [1, 1, 3, 1 + np.log(3), 1])
+    means = uci_gp.over_draws(uci_gp.Scores(*np.array([[[1.0, 9.0]]] * 5)))
+    np.testing.assert_allclose([v[0] for v in means], [np.sqrt(5), 5, 5, 5, 5])
+
+
+def test_gp_tables(splits, tmp_path, monkeypatch):
+    monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
+    monkeypatch.setattr(uci_gp, "SIZES", (1,))
+    monkeypatch.setattr(uci, "SCHEMES", (SMALL,))
+    rows, differences = uci_gp.rows_of("toy", splits, 4)
+    by_name = {row["coupling"]: row for row in rows}
+    assert list(by_name) == [*SMALL.couplings, "exact", "linear"]
+    assert by_name["exact"]["RMSE"] < by_name["orthogonal"]["RMSE"] < by_name["iid"]["RMSE"]
+    assert by_name["orthogonal"]["KL"] > by_name["exact"]["KL"] == 0
+    assert by_name["linear"]["KL"] == ""
+    assert [row["quantity"] for row in differences] == list(uci_gp.QUANTITIES)
+    difference = by_name["+ pnc"]["NLL"] - by_name["orthogonal"]["NLL"]
+    assert differences[3]["mean"] == pytest.approx(difference)
+    monkeypatch.setattr(uci, "SCHEMES", (FOURIER._replace(couplings={"iid": "iid"}),))
+    uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
+    with (tmp_path / "figure_1.csv").open() as file:
+        sizes = [(row["coupling"], row["m"]) for row in csv.DictReader(file)]
+    assert sizes == [("iid", "4")]
+
+
+def test_verdict():
+    def row(quantity, mean, p):
+        return {"quantity": quantity, "mean": mean, "p_value": p}
+
+    rows = [
+        row("KL", -1.0, 1e-6),
+        row("KL", 1.0, 1e-6),
+        row("KL", -1.0, 0.03),
+        row("RMSE", -1, 0.9),
+    ]
+    said = uci_gp.verdict(rows)
+    assert "- KL: + pnc is better than orthogonal in 1 and worse in 1 of 3 cases" in said
+    assert rows[2]["corrected p"] == pytest.approx(0.06)
+
+
+def test_copulas(splits, tmp_path):
+    scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
+    rows, losses, correlation = copula.of_scheme(
+        "toy", scheme, splits, num_steps=100, train_draws=8, draws=400
+    )
+    pnc, start, learned = (row["training RMSE"] for row in rows)
+    assert learned < 0.95 * start
+    assert learned < 1.15 * pnc
+    np.testing.assert_allclose(np.diag(correlation), 1, rtol=1e-5)
+    copula.plot({"a": (rows, losses), "b": (rows, losses)}, tmp_path / "toy")
+    assert (tmp_path / "toy.png").exists()
+
+
+def test_matern(tmp_path, monkeypatch):
+    monkeypatch.setattr(matern, "MULTIPLES", (1,))
+    monkeypatch.setattr(matern, "ORDERS", (0.5, 1.5))
+    monkeypatch.setattr(matern, "PARTS", {name: matern.PARTS[name] for name in ("iid", "pnc")})
+    x = jax.random.normal(jax.random.key(0), (16, 4)) / 2
+    rows = matern.errors("toy", x, 300, tmp_path / "toy")
+    values = [float(row["m = 1d"].split()[0]) for row in rows]
+    assert values[0] > 1.2 * values[1]
+    assert values[2] > 1.2 * values[3]
+    assert (tmp_path / "toy.png").exists()
+
+
+def test_bad_input_is_one_line(tmp_path):
+    (tmp_path / "mine.csv").write_text("a,b,y\n1,2,3\n1,5,4\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.uci_kernels", f"--data_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "ValueError: column 'a' of data set 'mine' is constant: drop it"
