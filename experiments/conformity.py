@@ -155,7 +155,7 @@ def figure_6(out: Path) -> str:
     return report.table(rows, out) + verdict
 
 
-def gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
+def _gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
     """|K_hat - K|_F over |K|_F for each draw."""
 
     def error(key):
@@ -181,7 +181,7 @@ def figure_7(out: Path) -> str:
         row: dict = {"coupling": name}
         means = []
         for m in sizes:
-            errors = gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
+            errors = _gram_errors(couplings.get(name), x, exact, m, 200, feature_map)
             means.append(errors.mean())
             row[f"m = {m}"] = f"{errors.mean():.4f} ± {errors.std() / np.sqrt(200):.4f}"
         axis.plot(sizes, means, marker="o", markersize=3, label=name)

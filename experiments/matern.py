@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import conformity, statistics, uci
+from experiments import statistics, uci
 from performer import couplings, directions, features, kernels, norms
+from performer.typing import Coupling
 from vit import report
 
 ORDERS = (0.5, 1.5, 2.5)
@@ -31,6 +32,20 @@ PARTS = {
     "orf": (directions.orthogonal, norms.independent),
     "pnc": (directions.orthogonal, norms.pairwise),
 }
+
+
+def gram_errors(coupling: Coupling, x: jax.Array, exact: jax.Array, draws: int) -> np.ndarray:
+    """|K_hat - K|_F over |K|_F, (draws, sizes): the first blocks of a draw are the smaller ones."""
+    d = x.shape[-1]
+
+    def one(key):
+        w = coupling(key, MULTIPLES[-1] * d, d)
+        phis = [features.trigonometric(x, w[: multiple * d]) for multiple in MULTIPLES]
+        return jnp.stack([jnp.linalg.norm(phi @ phi.T - exact) for phi in phis])
+
+    keys = jax.random.split(jax.random.key(0), draws)
+    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10))(keys)
+    return np.asarray(found / jnp.linalg.norm(exact), np.float64)
 
 
 def errors(name: str, x: jax.Array, draws: int, out: Path) -> list[dict]:
@@ -44,13 +59,11 @@ def errors(name: str, x: jax.Array, draws: int, out: Path) -> list[dict]:
             draw_norms = partial(draw_norms, quantile=norms.matern(nu))
             coupled = couplings.blocks(draw_directions, draw_norms)
             row: dict = {"points": name, "d": d, "nu": nu, "coupling": coupling}
-            means = []
-            for multiple, m in zip(MULTIPLES, sizes, strict=True):
-                found = conformity.gram_errors(coupled, x, exact, m, draws, features.trigonometric)
-                mean, error = statistics.mean_and_error(found.tolist())
+            found = gram_errors(coupled, x, exact, draws)
+            for multiple, of_size in zip(MULTIPLES, found.T, strict=True):
+                mean, error = statistics.mean_and_error(of_size.tolist())
                 row[f"m = {multiple}d"] = f"{mean:.4f} ± {error:.4f}"
-                means.append(mean)
-            axis.plot(sizes, means, marker="o", markersize=3, label=coupling)
+            axis.plot(sizes, found.mean(axis=0), marker="o", markersize=3, label=coupling)
             rows.append(row)
         axis.set(ylabel="relative Frobenius error", title=f"{name}, nu = {nu}")
         report.log_log(axis, sizes)
