@@ -45,7 +45,13 @@ def mean_errors(loss: copula.Loss, coupling: Coupling, m: int, d: int, draws: in
 
 
 def of_scheme(
-    name: str, scheme: uci.Scheme, splits: tabular.Splits
+    name: str,
+    scheme: uci.Scheme,
+    splits: tabular.Splits,
+    *,
+    num_steps: int,
+    train_draws: int,
+    draws: int,
 ) -> tuple[list[dict], np.ndarray, np.ndarray]:
     """The rows of one kind of features, the losses in training and the learned correlations."""
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
@@ -66,16 +72,16 @@ def of_scheme(
             jax.random.key(2),
             num_features=m,
             coupling=build,
-            num_draws=_TRAIN_DRAWS.value,
-            num_steps=_STEPS.value,
-            optimizer=optax.adam(optax.cosine_decay_schedule(0.1, _STEPS.value)),
+            num_draws=train_draws,
+            num_steps=num_steps,
+            optimizer=optax.adam(optax.cosine_decay_schedule(0.1, num_steps)),
         )
     )(start)
     uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
     schemes = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     schemes |= {"copula, at the start": build(start), "copula, learned": build(theta)}
     found = {
-        word: [mean_errors(loss, c, m, d, _DRAWS.value) for loss in (train, test)]
+        word: [mean_errors(loss, c, m, d, draws) for loss in (train, test)]
         for word, c in schemes.items()
     }
     rows = []
@@ -121,7 +127,14 @@ def main() -> None:
     for name, splits in uci.tables(1, _POINTS.value):
         curves = {}
         for scheme in uci.SCHEMES:
-            of, losses, correlation = of_scheme(name, scheme, splits)
+            of, losses, correlation = of_scheme(
+                name,
+                scheme,
+                splits,
+                num_steps=_STEPS.value,
+                train_draws=_TRAIN_DRAWS.value,
+                draws=_DRAWS.value,
+            )
             curves[scheme.name] = of, losses
             correlations[f"{name}_{scheme.name}"] = correlation
             rows += of

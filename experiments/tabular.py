@@ -107,7 +107,9 @@ def names(value: Sequence[str], kind: Kind, data_dir: Path | None = None) -> lis
     """
     choices = list(BUNDLED[kind] if data_dir is None else _files(kind, data_dir))
     for name in value:
-        if name not in choices:
+        if data_dir is None:
+            _check_bundled(name, kind)
+        elif name not in choices:
             raise ValueError(unknown(f"data set for {kind}", name, choices))
     return list(dict.fromkeys(value)) or choices
 
@@ -167,14 +169,20 @@ def _split(table: Table, number: int, n: int, k: int, seed: int) -> tuple[np.nda
     return x[first], y[first], x[second], y[second], np.asarray(mean), np.asarray(scale)
 
 
-def _bundled(name: str, kind: str) -> Table:
+def _check_bundled(name: str, kind: str) -> None:
     if name == "diabetes" and kind == "classification":
         raise ValueError(
             "data set 'diabetes' has 214 distinct targets: it is for regression;"
             f" for classification there are {', '.join(BUNDLED[kind])}, or give a data_dir"
         )
     if name not in BUNDLED[kind]:
-        raise ValueError(f"{unknown('data set', name, BUNDLED[kind])}; or give a data_dir")
+        raise ValueError(
+            f"{unknown(f'data set for {kind}', name, BUNDLED[kind])}; or give a data_dir"
+        )
+
+
+def _bundled(name: str, kind: str) -> Table:
+    _check_bundled(name, kind)
     loaded = getattr(datasets, f"load_{name}")()
     x, y = np.asarray(loaded.data, np.float64), np.asarray(loaded.target)
     varying = np.ptp(x, axis=0) > 0

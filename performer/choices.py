@@ -1,7 +1,9 @@
-"""The message for a name that is not on the list."""
+"""Checks of arguments: names that are on a list, positive integers."""
 
 import difflib
+import operator
 from collections.abc import Collection
+from typing import Any
 
 
 def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> str:
@@ -19,3 +21,18 @@ def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> 
         f"unknown {what} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
+
+
+def positive_integer(what: str, value: Any) -> int:
+    """The value as an int.
+
+    Raises:
+        ValueError: when it is none, or below 1: "what must be a positive integer, got ...".
+    """
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be a positive integer, got {value!r}") from None
+    if value < 1:
+        raise ValueError(f"{what} must be a positive integer, got {value}")
+    return value

@@ -11,9 +11,7 @@ Adding one: write a function with that signature, add a row to `COUPLINGS`; the 
 Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω_i are the rows here.
 """
 
-import operator
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from jaxtyping import Array, Float, Integer
 from scipy.stats import qmc
 
 from performer import directions, hadamard, norms
-from performer.choices import unknown
+from performer.choices import positive_integer, unknown
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms
 
 
@@ -33,7 +31,10 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
     """
 
     def coupling(key: Key, m: int, d: int) -> Frequencies:
-        m, d = _positive("m (the number of features)", m), _positive("d (the dimension)", d)
+        m, d = (
+            positive_integer("m (the number of features)", m),
+            positive_integer("d (the dimension)", d),
+        )
 
         def block(block_key: Key) -> Frequencies:
             norms_key, directions_key = jax.random.split(block_key)
@@ -55,9 +56,9 @@ def padded(coupling: Coupling) -> Coupling:
     """
 
     def padded_coupling(key: Key, m: int, d: int) -> Frequencies:
-        return coupling(key, m, hadamard.next_power_of_two(_positive("d (the dimension)", d)))[
-            :, :d
-        ]
+        return coupling(
+            key, m, hadamard.next_power_of_two(positive_integer("d (the dimension)", d))
+        )[:, :d]
 
     return padded_coupling
 
@@ -66,7 +67,7 @@ def antithetic(coupling: Coupling) -> Coupling:
     """[W, -W] with W drawn from `coupling` for m / 2 rows; m must be even."""
 
     def antithetic_coupling(key: Key, m: int, d: int) -> Frequencies:
-        m = _positive("m (the number of features)", m)
+        m = positive_integer("m (the number of features)", m)
         if m % 2:
             raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
         half = coupling(key, m // 2, d)
@@ -81,7 +82,10 @@ def halton(key: Key, m: int, d: int) -> Frequencies:
     The points are SciPy's (digits scrambled, Owen 2017), the same in every draw; the shift, one per
     draw, makes each of them exactly uniform, so that every row is N(0, I_d).
     """
-    m, d = _positive("m (the number of features)", m), _positive("d (the dimension)", d)
+    m, d = (
+        positive_integer("m (the number of features)", m),
+        positive_integer("d (the dimension)", d),
+    )
     points = (_halton_points(m, d) + jax.random.uniform(key, (d,))) % 1
     return jax.scipy.special.ndtri(jnp.clip(points, 2.0**-25, 1 - 2.0**-24))
 
@@ -156,7 +160,7 @@ def draw(
     coupling = get(name)
     if num_heads is None:
         return coupling(key, num_features, head_dim)
-    keys = jax.random.split(key, _positive("num_heads", num_heads))
+    keys = jax.random.split(key, positive_integer("num_heads", num_heads))
     return jax.vmap(lambda k: coupling(k, num_features, head_dim))(keys)
 
 
@@ -176,7 +180,7 @@ def redraw(
     Raises:
         ValueError: when `every` is not a positive integer, or for an unknown coupling.
     """
-    every = _positive("every", every)
+    every = positive_integer("every", every)
     step = jnp.asarray(step)
     num_heads = frequencies.shape[0] if frequencies.ndim == 3 else None
 
@@ -208,13 +212,3 @@ def _base(base: str, name: str) -> Coupling:
 def names() -> tuple[str, ...]:
     """The names of all couplings: every row of `COUPLINGS`, then its antithetic version."""
     return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
-
-
-def _positive(what: str, value: Any) -> int:
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{what} must be a positive integer, got {value!r}") from None
-    if value < 1:
-        raise ValueError(f"{what} must be a positive integer, got {value}")
-    return value

@@ -147,6 +147,36 @@ def elu(
     return _features("elu+1", x, W, "softmax", weights)
 
 
+def arc_cosine(order: int) -> Callable[..., Float[Array, "*b m"]]:
+    """The feature map of `kernels.arc_cosine(order)`, order 0 or 1.
+
+    phi(x)_i = sqrt(2 a_i) step(w_i.x), with step(0) = 1/2, or sqrt(2 a_i) max(w_i.x, 0) (Munkhoeva
+    et al. 2018, Sec. 4.2). It takes x, W, `weights`, `lengthscale` and `output_scale` as `positive`
+    does, and returns (..., m).
+
+    Raises:
+        ValueError: for another order.
+    """
+    if order not in (0, 1):
+        raise ValueError(f"the order of an arc-cosine kernel must be 0 or 1, got {order}")
+
+    def feature_map(
+        x: Inputs,
+        W: Float[Array, "m d"],
+        *,
+        weights: Float[Array, " m"] | None = None,
+        lengthscale: ArrayLike = 1.0,
+        output_scale: ArrayLike = 1.0,
+    ) -> Float[Array, "*b m"]:
+        projections, _ = _project(x, W, "softmax", lengthscale)
+        values = jnp.heaviside(projections, 0.5) if order == 0 else jax.nn.relu(projections)
+        if weights is None:
+            weights = jnp.full(W.shape[0], 1 / W.shape[0])
+        return values * jnp.sqrt(2 * weights) * checked("output_scale", output_scale)
+
+    return feature_map
+
+
 def _features(
     name: str,
     x: Array,

@@ -2,13 +2,16 @@
 
     gaussian(x, y) = s^2 exp(-r^2 / 2)                                            r = |x - y| / l
     matern(x, y)   = s^2 2^{1 - nu} / Gamma(nu) (sqrt(2 nu) r)^nu K_nu(sqrt(2 nu) r)
+    arc-cosine 0   = s^2 (1 - t / pi)                                 t the angle between x and y
+    arc-cosine 1   = s^2 |x| |y| / (l^2 pi) (sin t + (pi - t) cos t)
 
 with the output scale s and the lengthscale l, one for all dimensions or one for each. Every kernel
 has the signature `kernel(x, y, *, lengthscale, output_scale) -> (n, k)` for n points x and k
 points y; its random features are those of `features` with the same two scales.
 
-Source: VRC App. B.1 (σ_v is s, the script l is l) and Eq. 83, which misses the power nu on its
-first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1).
+Sources: VRC App. B.1 (σ_v is s, the script l is l) and Eq. 83, which misses the power nu on its
+first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); Munkhoeva et al.
+2018 (Quad), Sec. 4.2, after Cho and Saul 2009.
 """
 
 from collections.abc import Callable
@@ -92,6 +95,50 @@ def _matern(
         polynomial = polynomial + factor * (2 * s) ** (degree - i)
     correlation = jnp.exp(-s) * polynomial * (factorial(degree) / factorial(2 * degree))
     return _squared(output_scale) * correlation
+
+
+def arc_cosine(order: int) -> Kernel:
+    """The arc-cosine kernel of order 0 or 1, to be called as `gaussian` is.
+
+    2 E phi(w.x) phi(w.y) for w ~ N(0, I), phi the step function (1/2 at 0) or the positive part:
+    the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. A
+    point at the origin is taken to stand at right angles to all others, as the integral has it.
+
+    Raises:
+        ValueError: for another order.
+    """
+    if order not in (0, 1):
+        raise ValueError(f"the order of an arc-cosine kernel must be 0 or 1, got {order}")
+    return partial(_arc_cosine, order=order)
+
+
+def _arc_cosine(
+    x: Float[Array, "n d"],
+    y: Float[Array, "k d"],
+    *,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
+    order: int,
+) -> Float[Array, "n k"]:
+    x, y = (points / checked("lengthscale", lengthscale) for points in (x, y))
+    lengths, units = zip(*map(_length_and_direction, (x, y)), strict=True)
+    u, v = units[0][:, None], units[1][None]
+    # Of |u - v| and |u + v|, not of the cosine: exact for small angles.
+    apart, summed = (_length_and_direction(z)[0] for z in (u - v, u + v))
+    angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
+    angle = jnp.where(apart + summed > 0, angle, jnp.pi / 2)
+    if order == 0:
+        return _squared(output_scale) * (1 - angle / jnp.pi)
+    shape = (jnp.sin(angle) + (jnp.pi - angle) * jnp.cos(angle)) / jnp.pi
+    return _squared(output_scale) * lengths[0][:, None] * lengths[1] * shape
+
+
+def _length_and_direction(x: Array) -> tuple[Array, Array]:
+    """|x| and x / |x| along the last axis; 0 and 0, with finite gradients, for x = 0."""
+    squares = jnp.sum(x**2, axis=-1)
+    there = squares > 0
+    length = jnp.where(there, jnp.sqrt(jnp.where(there, squares, 1.0)), 0.0)
+    return length, x / jnp.where(there, length, 1.0)[..., None]
 
 
 def checked(what: str, value: ArrayLike) -> ArrayLike:

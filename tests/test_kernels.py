@@ -35,6 +35,48 @@ def test_matern_matches_the_bessel_function(nu):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("order", [0, 1])
+def test_arc_cosine(order):
+    """Its closed form, and means over 20,000 frequencies within 5 standard errors."""
+    x, y = (np.asarray(p, np.float64) for p in (X, Y))
+    lengths = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=1) / 0.7**2
+    angle = np.arccos(x @ y.T / lengths / 0.7**2)
+    want = 1 - angle / np.pi
+    if order:
+        want = lengths / np.pi * (np.sin(angle) + (np.pi - angle) * np.cos(angle))
+    options = dict(lengthscale=0.7, output_scale=1.3)
+    exact = kernels.arc_cosine(order)(X, Y, **options)
+    np.testing.assert_allclose(exact, 1.3**2 * want, rtol=1e-5)
+
+    @jax.vmap
+    def estimate(w):
+        phi, psi = (features.arc_cosine(order)(p, w[None], **options) for p in (X, Y))
+        return phi @ psi.T
+
+    estimates = estimate(jax.random.normal(jax.random.key(4), (20_000, 3)))
+    estimates = np.asarray(estimates, np.float64)
+    errors = estimates.std(axis=0) / np.sqrt(len(estimates))
+    assert (abs(estimates.mean(axis=0) - exact) < 5 * errors).all()
+
+
+def test_arc_cosine_at_the_origin_and_near_by():
+    """At the origin the features are 1/2 and 0; small angles keep their digits."""
+    points = jnp.concatenate([jnp.zeros((1, 3)), X])
+    for order, at_origin in ((0, 0.5), (1, 0.0)):
+        kernel = kernels.arc_cosine(order)
+        np.testing.assert_allclose(kernel(points, points)[0], at_origin, atol=1e-6)
+        assert np.isfinite(jax.grad(lambda p, k=kernel: k(p, p).sum())(points)).all()
+        phi = features.arc_cosine(order)(points, X)
+        np.testing.assert_allclose(phi[0] @ phi[0], at_origin, atol=1e-6)
+    near = jnp.array([[1.0, 0], [1.0, 1e-4]])
+    assert float(1 - kernels.arc_cosine(0)(near, near)[0, 1]) == pytest.approx(
+        1e-4 / np.pi, rel=5e-3
+    )
+    for function in (kernels.arc_cosine, features.arc_cosine):
+        with pytest.raises(ValueError, match="order of an arc-cosine kernel must be 0 or 1, got 2"):
+            function(2)
+
+
 @pytest.mark.parametrize("kernel", [kernels.gaussian, *map(kernels.matern, (0.5, 1.5))])
 def test_diagonal_and_its_gradient(kernel):
     """Exactly s^2 on the diagonal (far from the origin, too), and a finite gradient."""

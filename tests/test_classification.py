@@ -1,0 +1,196 @@
+"""Kernel regression is that of the equation; sigma, tables and figures are those of the paper."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import classification, kernel_regression, tabular
+from performer import kernels
+
+
+def by_loops(train_x, one_hot, test_x, W):
+    """y' of SimRF Sec. 5.3 with K(x, z) = mean_j exp(w_j.x - |x|^2) exp(w_j.z - |z|^2)."""
+    predicted = np.zeros((len(test_x), one_hot.shape[1]))
+    for t, x in enumerate(test_x):
+        total = 0.0
+        for z, label in zip(train_x, one_hot, strict=True):
+            K = np.mean([np.exp(w @ x - x @ x + w @ z - z @ z) for w in W])
+            predicted[t] += K * label
+            total += K
+        predicted[t] /= total
+    return predicted
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
+def test_matches_loops(scale):
+    """At scale 5 |x|^2 reaches 200: the features themselves are 0 in float32."""
+    rng = np.random.default_rng(0)
+    train, test = (scale * rng.normal(size=(n, 3)) for n in (12, 7))
+    one_hot = np.eye(4)[rng.integers(4, size=12)]
+    W = rng.normal(size=(6, 3))
+    found = kernel_regression.regress(
+        *(jnp.asarray(x, jnp.float32) for x in (train, one_hot, test, W)), 3
+    )
+    assert found.shape == (3, 7, 4)
+    for block, m in enumerate((2, 4, 6)):
+        expected = by_loops(train, one_hot, test, W[:m])
+        np.testing.assert_allclose(found[block], expected, rtol=2e-4, atol=1e-6)
+
+
+def two_classes(rows=400, d=4, name="banknote"):
+    """Unequal classes whose means are 5 apart."""
+    rng = np.random.default_rng(1)
+    y = (np.arange(rows) % 5 < 2).astype(int)
+    x = rng.normal(size=(rows, d))
+    x[:, 0] += 5 * y
+    return tabular.Table(name, 5 + 2 * x, y, tuple("abcd"[:d]))
+
+
+def test_exact_kernel():
+    problem, _ = kernel_regression.problems(two_classes(400), 1000)
+    sigmas = np.geomspace(0.2, 2, 9).tolist()
+    accuracies = kernel_regression.exact_accuracies(problem, sigmas)
+    for sigma, found in zip(sigmas, accuracies, strict=True):
+        x, y = (jnp.asarray(sigma * points) for points in (problem.test_x, problem.train_x))
+        predicted = np.argmax(kernels.gaussian(x, y) @ problem.one_hot, axis=1)
+        assert found == pytest.approx(np.mean(predicted == problem.test_y))
+    assert len({*accuracies}) > 5
+
+
+def test_problems():
+    table = two_classes(400)
+    problem, validation = kernel_regression.problems(table, 200)
+    assert (len(problem.train_x), len(problem.test_x)) == (100, 100)
+    assert (len(validation.train_x), len(validation.test_x)) == (75, 25)
+    inside = np.concatenate([validation.train_x, validation.test_x])
+    np.testing.assert_array_equal(inside, problem.train_x)
+    np.testing.assert_array_equal(np.argmax(problem.one_hot[75:], axis=1), validation.test_y)
+    np.testing.assert_allclose(problem.train_x.std(axis=0), 1, rtol=1e-5)
+    large = table._replace(x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
+    _, validation = kernel_regression.problems(large, 5000)
+    assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
+    with pytest.raises(ValueError, match="data set 'banknote' has the column 'a' alone"):
+        kernel_regression.problems(two_classes(d=1), 1000)
+
+
+def test_search_finds_the_optimum(monkeypatch):
+    """Below it all are of the larger class, above it the estimate is noise."""
+    monkeypatch.setattr(classification, "MULTIPLES", 2)  # the size that is compiled below anyway
+    _, validation = kernel_regression.problems(two_classes(), 1000)
+    rows = classification.search(validation, (0.01, 1.0, 20.0))
+    assert classification.best_sigma(rows) == 1.0
+    low, best, high = (row["iid"] for row in rows)
+    largest = np.mean(validation.test_y == 0)
+    assert low == pytest.approx(largest)
+    assert best > max(low, high) + 0.1
+    assert rows[1]["exact"] >= best - 0.05
+    assert classification.best_sigma([{"sigma": 1, "iid": 0.5}, {"sigma": 2, "iid": 0.5}]) == 1
+
+
+def test_accuracies():
+    """Points times sigma; the frequencies of the keys; two sizes from one draw."""
+    problem, _ = kernel_regression.problems(two_classes(48), 1000)
+    found = kernel_regression.accuracies(problem, 2.0, "iid", blocks=2, draws=10, seed=3)
+    assert found.shape == (10, 2)
+    keys = jax.random.split(jax.random.key(3), 10)
+    frequencies = kernel_regression._frequencies(keys, name="iid", m=8, d=4)
+    for draw, size in ((0, 0), (0, 1), (7, 0), (7, 1)):
+        W = np.asarray(frequencies[draw], np.float64)[: 4 * (size + 1)]
+        points = 2.0 * problem.train_x.astype(float), 2.0 * problem.test_x.astype(float)
+        predicted = np.argmax(by_loops(points[0], problem.one_hot, points[1], W), axis=1)
+        assert found[draw, size] == pytest.approx(np.mean(predicted == problem.test_y))
+
+
+def test_not_finite():
+    problem, _ = kernel_regression.problems(two_classes(), 1000)
+    with pytest.raises(
+        ValueError, match=r"data set 'banknote' with iid at sigma = 1e\+25: .* not fin"
+    ):
+        kernel_regression.accuracies(problem, 1e25, "iid", blocks=2, draws=10, seed=0)
+
+
+def test_padding():
+    problem, _ = kernel_regression.problems(two_classes(d=3), 1000)
+    wide = classification._padded(problem)
+    assert wide.train_x.shape[1] == wide.test_x.shape[1] == 4
+    np.testing.assert_array_equal(wide.test_x[:, :3], problem.test_x)
+    assert not wide.test_x[:, 3].any()
+
+
+def test_statements():
+    """Counts of ordered means, and of differences two standard errors from zero."""
+    noise = 0.01 * np.tile([1.0, -1.0], 50)
+    found = {"iid": 0.5 + noise, "orf": 0.6 - noise, "simrf": 0.6001 + noise}
+    results = {"a": found, "b": found | {"simrf": 0.55 + noise}}
+    assert classification._ordered(results) == 1
+    assert classification._surely(results, "orf", "iid") == (2, 0)
+    assert classification._surely(results, "simrf", "orf") == (0, 1)
+
+
+def test_couplings_share_the_keys(monkeypatch):
+    monkeypatch.setattr(classification, "accuracies", lambda *_, draws, seed, **__: (draws, seed))
+    problem, _ = kernel_regression.problems(two_classes(), 1000)
+    found = classification._all(problem, 1.0, classification.TABLE_3, 7)
+    assert list(found) == list(classification.TABLE_3)
+    assert len({*found.values()}) == 1
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_outputs(tmp_path, monkeypatch):
+    monkeypatch.setattr(classification, "SIGMAS", (0.1, 1.0))
+    monkeypatch.setattr(classification, "MULTIPLES", 2)
+    table = two_classes(120)
+    tuned, _ = classification.tune([table, table._replace(name="other")], 1000, tmp_path)
+    assert [t.sigma for t in tuned] == [1.0, 1.0]
+    for name, part in classification.PARTS.items():
+        markdown = part(tuned, 10, tmp_path / name)
+        assert (tmp_path / f"{name}.md").read_text() == markdown
+        assert "two standard errors" in markdown
+    for name in ("sigma", "figure_8"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert len(read(tmp_path / "sigma_search.csv")) == 4
+
+    curves = read(tmp_path / "figure_8.csv")
+    assert [(r["data set"], r["coupling"]) for r in curves[:4]] == [
+        *(("banknote", name) for name in ("iid", "orf", "simrf")),
+        ("other", "iid"),
+    ]
+    first, second = (
+        np.array([float(row[f"m = {i} d"].split()[0]) for row in curves]) for i in (1, 2)
+    )
+    assert first.mean() + 0.03 < second.mean()  # single ones differ by less than their errors
+    assert first.min() > 0.5
+    assert max(second.max(), 0.9) < float(curves[0]["exact kernel"]) <= 1
+    for i, row in enumerate(read(tmp_path / "figure_8_order.csv")):
+        assert row["m"] == f"{i + 1} d"
+        means = (first, second)[i].reshape(2, 3)
+        assert int(row["iid <= orf <= simrf"]) == sum(np.all(np.diff(means) >= 0, axis=1))
+
+    ours, theirs, other = read(tmp_path / "table_2.csv")
+    assert (ours["whose"], theirs["whose"], other["data set"]) == ("ours", "paper", "other")
+    problem = tuned[0].problem
+    sums = problem.test_x[:, None] + problem.train_x
+    assert float(ours["v_bar"]) == pytest.approx(np.mean(np.linalg.norm(sums, axis=-1)), rel=1e-5)
+    assert theirs["simrf+"] == "0.7132 ± 0.0012"
+    fast, printed, _ = read(tmp_path / "table_3.csv")
+    # The same keys in the same dimension, a power of two, and the same first d frequencies.
+    for name, row in (("iid", curves[0]), ("orf", curves[1]), ("simrf", curves[2])):
+        assert fast[name] == row["m = 1 d"]
+    assert ours["simrf"] == fast["simrf"]
+    assert printed["fast-simrf"] == "0.7296 ± 0.0017"
+    gap = float(fast["simrf"].split()[0]) - float(fast["orf"].split()[0])
+    assert float(fast["simrf - orf"].split()[0]) == pytest.approx(gap, abs=2e-4)
+
+
+def test_the_papers_sigma():
+    problem, _ = kernel_regression.problems(two_classes(), 1000)
+    sigma = classification.papers_sigma(problem)
+    assert sigma * classification.mean_length(problem) == pytest.approx(2.6)
+    assert classification.papers_sigma(problem._replace(name="other")) is None

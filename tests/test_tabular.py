@@ -1,0 +1,221 @@
+"""Tables are read as their files say, or refused with the place and the fix; splits are fair."""
+
+import numpy as np
+import pytest
+
+from experiments import tabular
+
+GOOD = "a,b,y\n1,2,0.5\n2,1,1.5\n3,5,2.5\n"
+
+
+def write(tmp_path, text, name="t"):
+    (tmp_path / f"{name}.csv").write_text(text)
+    return tmp_path
+
+
+def rows(*columns):
+    return "".join(",".join(map(str, cells)) + "\n" for cells in zip(*columns, strict=True))
+
+
+def test_reads_numbers(tmp_path):
+    folder = write(tmp_path, "\ufeffa, b,y\r\n1, 2,0.5\r\n\r\n2,1e3 ,1.5\r\n")
+    table = tabular.load("t", "regression", folder)
+    assert table.columns == ("a", "b")
+    assert table.x.dtype == table.y.dtype == np.float64
+    assert table.x.tolist() == [[1, 2], [2, 1000]]
+    assert table.y.tolist() == [0.5, 1.5]
+
+
+def test_text_becomes_its_rank_and_identifiers_go(tmp_path):
+    n = 20
+    text = "id,nominal,doors,y\n" + rows(
+        [f"P{i:02}" for i in range(n - 1)] + ["P00"],
+        ["M", "F", "I", "F"] * 5,
+        ["2", "5more", "3", "4"] * 5,
+        range(n),
+    )
+    table = tabular.load("t", "regression", write(tmp_path, text))
+    assert table.columns == ("nominal", "doors")
+    assert table.x[:4].tolist() == [[2, 0], [0, 3], [1, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["9", "10", "9.0", "10", "-1", "-1"], [1, 2, 1, 2, 0, 0]),
+        (["one", "draw", "zero", "one", "draw", "one"], [1, 0, 2, 1, 0, 1]),
+        (["1", "2", "x", "1", "2", "10"], [0, 2, 3, 0, 2, 1]),
+    ],
+)
+def test_classes_are_numbered_in_order(tmp_path, targets, expected):
+    folder = write(tmp_path, "a,y\n" + rows(range(6), targets))
+    y = tabular.load("t", "classification", folder).y
+    assert np.issubdtype(y.dtype, np.integer)
+    assert y.tolist() == expected
+
+
+LONG = rows(range(1, 12), range(11), range(11))
+REFUSED = {
+    "empty file": ("", "is empty: it needs a header"),
+    "no header": ("1,2,3\n4,5,6\n", "'t' .*t.csv.* has no header, .*put the names"),
+    "no rows": ("a,b,y\n", "'t' .* has a header but no rows"),
+    "one column": ("a;b;y\n1;2;3\n", "'t' .* has one column, 'a;b;y', .* commas"),
+    "names twice": ("a,a,y\n1,2,3\n", "'t' .* has column 'a' twice: rename or drop"),
+    "no name": (",b,y\n1,2,3\n", "column 1 of data set 't' .* has no name: name it or drop"),
+    "short row": (GOOD + "\n7,8\n", "line 6 of data set 't' .* 2 cells, .* header has 3: correct"),
+    "long row": (GOOD + "7,8,9,10\n", "line 5 of data set 't' .* 4 cells"),
+    "empty cell": (GOOD + "7,,9\n", "column 'b' of data set 't' has no value in line 5.*fill it"),
+    "question mark": (GOOD + "?,1,9\n", r"column 'a' .* no value in line 5 \(the cell is '\?'\)"),
+    "NaN": (GOOD + "NaN,1,9\n", "column 'a' of data set 't' has no value in line 5"),
+    "target NaN": (GOOD + "4,1,nan\n", "target 'y' of data set 't' has no value in line 5"),
+    "infinite": (GOOD + "1,-inf,9\n", "column 'b' .* infinite value '-inf' in line 5 .*correct"),
+    "typing error": (f"a,b,y\n{LONG}1.2.3,4,5\n", "column 'a' .* text '1.2.3' in line 13 among"),
+    "constant": ("a,b,y\n1,2,3\n1,3,4\n", "column 'a' of data set 't' is constant: drop it"),
+    "constant text": ("a,b,y\nu,2,3\nu,3,4\n", "column 'a' of data set 't' is constant: drop it"),
+    "identifiers": ("a,y\nu,3\nv,4\n", "data set 't' has no column but identifiers"),
+    "text target": ("a,y\n1,u\n2,v\n", "target 'y' of data set 't' is text: regression needs"),
+    "constant target": ("a,y\n1,3\n2,3\n", "target 'y' of data set 't' is constant"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    text, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        tabular.load("t", "regression", write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,y\n1,u\n2,u\n", "target 'y' of data set 't' has one class, 'u': two are needed"),
+        ("a,y\n1,.1\n2,.2\n3,.3\n", "3 distinct values in 3 rows: .* read it as regression"),
+        ("a,y\n1,u\n2,\n3,v\n", "target 'y' of data set 't' has no value in line 3"),
+    ],
+)
+def test_refused_as_classes(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        tabular.load("t", "classification", write(tmp_path, text))
+
+
+def test_constant_is_judged_by_equality(tmp_path):
+    """The standard deviation of eleven times 0.3 is not 0."""
+    text = "a,b,y\n" + rows([0.3] * 11, range(11), range(11))
+    with pytest.raises(ValueError, match="'a' of data set 't' is constant"):
+        tabular.load("t", "regression", write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shape"),
+    [
+        ("diabetes", "regression", (442, 10)),
+        ("wine", "regression", (178, 13)),
+        ("breast_cancer", "classification", (569, 30)),
+        ("digits", "classification", (1797, 61)),
+    ],
+)
+def test_bundled(name, kind, shape):
+    table = tabular.load(name, kind)
+    assert table.x.shape == shape
+    assert len(table.columns) == shape[1]
+    assert np.ptp(table.x, axis=0).min() > 0
+    assert np.issubdtype(table.y.dtype, np.integer) == (kind == "classification")
+
+
+def test_names_and_folders(tmp_path):
+    assert tabular.names([], "classification") == ["wine", "breast_cancer", "digits"]
+    with pytest.raises(ValueError, match="data set for regression 'wein'; did you mean 'wine'"):
+        tabular.names(["wein"], "regression")
+    for call in (tabular.load, lambda name, kind: tabular.names([name], kind)):
+        with pytest.raises(ValueError, match="'diabetes' has 214 distinct targets: it is for regr"):
+            call("diabetes", "classification")
+    with pytest.raises(ValueError, match="did you mean 'digits'.*or give a data_dir"):
+        tabular.load("digit", "classification")
+    with pytest.raises(ValueError, match="unknown kind of data set 'regress'"):
+        tabular.load("wine", "regress")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="is not a folder"):
+        tabular.names([], "regression", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no csv file in .*uci_regression or "):
+        tabular.names([], "regression", tmp_path)
+    (tmp_path / "uci_regression").mkdir()
+    write(tmp_path / "uci_regression", GOOD, "concrete")
+    write(tmp_path / "uci_regression", GOOD, "power")
+    write(tmp_path, GOOD.replace("a,", "q,"), "power")
+    assert tabular.names([], "regression", tmp_path) == ["concrete", "power"]
+    assert tabular.names(["power", "power"], "regression", tmp_path) == ["power"]
+    assert tabular.load("power", "regression", tmp_path).columns == ("q", "b")
+    with pytest.raises(ValueError, match="did you mean 'concrete'.*in .*" + tmp_path.name):
+        tabular.load("concret", "regression", tmp_path)
+
+
+def a_table(rows=40, columns=3, classes=False):
+    rng = np.random.default_rng(0)
+    x = rng.normal(3.0, 5.0, size=(rows, columns))
+    y = np.arange(rows) % 2 if classes else rng.normal(-7.0, 2.0, size=rows)
+    return tabular.Table("t", x, y, tuple("abcdefgh"[:columns]))
+
+
+def test_splits():
+    table = a_table()
+    parts = tabular.splits(table, 5, train=100, test=8, seed=1)
+    assert parts.train_x.shape == (5, 20, 3)
+    assert parts.test_x.shape == (5, 8, 3)
+    np.testing.assert_allclose(parts.train_x.mean(axis=1), 0, atol=1e-12)
+    np.testing.assert_allclose(parts.train_x.std(axis=1), 1, atol=1e-12)
+    np.testing.assert_allclose(parts.train_y.mean(axis=1), 0, atol=1e-12)
+    np.testing.assert_allclose(parts.train_y.std(axis=1), 1, atol=1e-12)
+    index = {round(y, 9): i for i, y in enumerate(table.y.tolist())}
+    for i in range(5):
+        raw = [parts.mean[i] + parts.scale[i] * y[i] for y in (parts.train_y, parts.test_y)]
+        train, test = ([index[round(y, 9)] for y in part.tolist()] for part in raw)
+        assert len({*train, *test}) == 28
+        centre, spread = table.x[train].mean(axis=0), table.x[train].std(axis=0)
+        np.testing.assert_allclose(parts.train_x[i], (table.x[train] - centre) / spread)
+        np.testing.assert_allclose(parts.test_x[i], (table.x[test] - centre) / spread)
+    assert not np.allclose(parts.train_x[0], parts.train_x[1])
+    fewer = tabular.splits(table, 2, train=100, test=8, seed=1)
+    np.testing.assert_array_equal(fewer.test_x, parts.test_x[:2])
+    other = tabular.splits(table, 2, train=100, test=8, seed=2)
+    assert not np.allclose(other.test_x, fewer.test_x)
+
+
+def test_splits_leave_class_numbers_alone():
+    table = a_table(classes=True)
+    parts = tabular.splits(table, 3, train=20, test=100)
+    assert parts.test_x.shape == (3, 20, 3)
+    assert {*parts.train_y.ravel().tolist(), *parts.test_y.ravel().tolist()} == {0, 1}
+    assert np.issubdtype(parts.train_y.dtype, np.integer)
+    assert parts.mean.tolist() == [0] * 3
+    assert parts.scale.tolist() == [1] * 3
+
+
+def test_a_rare_flag_is_scaled_by_the_whole_table():
+    table = a_table()
+    table.x[:, 1] = np.arange(40) == 0
+    parts = tabular.splits(table, 10, train=20, test=20)
+    scaled = (table.x[:, 1] - 1 / 40) / np.sqrt(1 / 40 * 39 / 40)
+    without = [i for i in range(10) if np.ptp(parts.train_x[i, :, 1]) == 0]
+    assert 0 < len(without) < 10
+    for i in without:
+        np.testing.assert_allclose(parts.train_x[i, :, 1], scaled[1])
+        np.testing.assert_allclose(np.sort(parts.test_x[i, :, 1]), [*[scaled[1]] * 19, scaled[0]])
+
+
+def test_splits_refused():
+    with pytest.raises(ValueError, match="'t' has 3 rows, of which train=9 and test=5 leave 1 to"):
+        tabular.splits(a_table(3), 1, train=9, test=5)
+    for sizes in ({"train": 0, "test": 1}, {"train": 1, "test": -1}):
+        with pytest.raises(ValueError, match="must be positive, got .* for data set 't'"):
+            tabular.splits(a_table(), 1, **sizes)
+    with pytest.raises(ValueError, match="count must be positive"):
+        tabular.splits(a_table(), 0, train=5, test=5)
+    table = a_table()
+    table.x[:, 2] = 0.1
+    with pytest.raises(ValueError, match="column 'c' of data set 't' is constant: drop it"):
+        tabular.splits(table, 1, train=5, test=5)
+    table = a_table()
+    table.y[1:] = 4
+    with pytest.raises(
+        ValueError, match="training targets of data set 't' are 4 in split .*larger"
+    ):
+        tabular.splits(table, 20, train=5, test=5)
