@@ -33,6 +33,12 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(np.std(x, ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half of its 95% confidence interval, Student's t over the values."""
+    mean, error = mean_and_error(values)
+    return mean, float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
+
+
 def paired(a: Sequence[float], b: Sequence[float]) -> Difference:
     """a - b, seed by seed. With one seed, or no spread at all, nothing can be said: NaN."""
     d = np.asarray(a, np.float64) - np.asarray(b, np.float64)

@@ -8,6 +8,8 @@ attention   its state, what devices exchange of it, and the attention matrix to 
 calibration   exact invariances and importance sampling that lower its error
 analysis    its error on given queries and keys, and how many features they need
 nnx, linen  the same as drop-ins for Flax (`import performer.nnx`; they need flax)
+quadrature  spherical-radial rules: weighted frequencies, exact to degree three
+butterfly   random orthogonal matrices that apply in O(d log d)
 gp          Gaussian processes, exact and with random features
 copula      couplings of the lengths learned by gradient
 sklearn     random features as a scikit-learn transformer (`import performer.sklearn`)
@@ -19,6 +21,7 @@ norms, directions     the two parts that a coupling is made of
 
 from performer import analysis as analysis
 from performer import attention as attention
+from performer import butterfly as butterfly
 from performer import calibration as calibration
 from performer import copula as copula
 from performer import couplings as couplings
@@ -27,6 +30,7 @@ from performer import features as features
 from performer import gp as gp
 from performer import kernels as kernels
 from performer import norms as norms
+from performer import quadrature as quadrature
 from performer import structured as structured
 from performer import testing as testing
 from performer import theory as theory

@@ -19,6 +19,7 @@ from functools import partial
 from math import factorial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -86,9 +87,7 @@ def _matern(
     degree: int,
 ) -> Float[Array, "n k"]:
     squared = (2 * degree + 1) * _squared_distances(x, y, lengthscale)
-    # The square root has no derivative at 0; the where keeps the diagonal's gradient at zero.
-    apart = squared > 0
-    s = jnp.where(apart, jnp.sqrt(jnp.where(apart, squared, 1.0)), 0.0)
+    s = _root(squared)
     polynomial = jnp.zeros_like(s)
     for i in range(degree + 1):
         factor = factorial(degree + i) / (factorial(i) * factorial(degree - i))
@@ -122,23 +121,29 @@ def _arc_cosine(
 ) -> Float[Array, "n k"]:
     x, y = (points / checked("lengthscale", lengthscale) for points in (x, y))
     lengths, units = zip(*map(_length_and_direction, (x, y)), strict=True)
-    u, v = units[0][:, None], units[1][None]
-    # Of |u - v| and |u + v|, not of the cosine: exact for small angles.
-    apart, summed = (_length_and_direction(z)[0] for z in (u - v, u + v))
-    angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
-    angle = jnp.where(apart + summed > 0, angle, jnp.pi / 2)
+    angle = _angles(*units)
     if order == 0:
         return _squared(output_scale) * (1 - angle / jnp.pi)
     shape = (jnp.sin(angle) + (jnp.pi - angle) * jnp.cos(angle)) / jnp.pi
     return _squared(output_scale) * lengths[0][:, None] * lengths[1] * shape
 
 
+def _angles(u: Array, v: Array) -> Array:
+    """From |u - v| and |u + v|, not from the cosine: exact for small angles; pi / 2 for zeros."""
+    apart, summed = _root(_summed_squares(u, v)), _root(_summed_squares(u, -v))
+    angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
+    return jnp.where(apart + summed > 0, angle, jnp.pi / 2)
+
+
 def _length_and_direction(x: Array) -> tuple[Array, Array]:
-    """|x| and x / |x| along the last axis; 0 and 0, with finite gradients, for x = 0."""
-    squares = jnp.sum(x**2, axis=-1)
-    there = squares > 0
-    length = jnp.where(there, jnp.sqrt(jnp.where(there, squares, 1.0)), 0.0)
-    return length, x / jnp.where(there, length, 1.0)[..., None]
+    """|x| and x / |x| along the last axis; 0 and 0 for x = 0."""
+    length = _root(jnp.sum(x**2, axis=-1))
+    return length, x / jnp.where(length > 0, length, 1.0)[..., None]
+
+
+def _root(squares: Array) -> Array:
+    """The square root, with the derivative 0 at 0."""
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
 
 
 def checked(what: str, value: ArrayLike) -> ArrayLike:
@@ -161,5 +166,9 @@ def _squared(output_scale: Any) -> Any:
 def _squared_distances(x: Array, y: Array, lengthscale: Any) -> Array:
     """From differences, not from |x|^2 - 2 x.y + |y|^2: exactly 0 for equal points."""
     lengthscale = checked("lengthscale", lengthscale)
-    x, y = x / lengthscale, y / lengthscale
+    return _summed_squares(x / lengthscale, y / lengthscale)
+
+
+@jax.jit  # fused: the differences of all pairs are never in memory
+def _summed_squares(x: Array, y: Array) -> Array:
     return jnp.sum((x[:, None] - y[None]) ** 2, axis=-1)

@@ -9,9 +9,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"performer.typing", "performer.choices"},
     {"performer.norms", "performer.hadamard", "performer.theory"},
-    {"performer.kernels", "performer.descent", "performer.directions"},
+    {"performer.kernels", "performer.descent", "performer.directions", "performer.butterfly"},
     {"performer.features", "performer.couplings", "performer.structured"},
-    {"performer.attention.state", "performer.testing"},
+    {"performer.attention.state", "performer.testing", "performer.quadrature"},
     {"performer.attention.sweep", "performer.attention.parallel", "performer.attention.checks"},
     {"performer.calibration"},
     {"performer.attention.op"},

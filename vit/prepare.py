@@ -175,7 +175,7 @@ def _idx(source: Path) -> Source:
             raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
         if split in splits:
             raise ValueError(f"{source} holds two files for the split {split!r}: one is {path}")
-        images, classes = _read_idx(path, 3), _read_idx(label_paths[0], 1)
+        images, classes = read_idx(path, 3), read_idx(label_paths[0], 1)
         if len(images) != len(classes):
             raise ValueError(
                 f"{path} has {len(images)} images, {label_paths[0]} {len(classes)} labels"
@@ -194,7 +194,7 @@ def _idx(source: Path) -> Source:
     return Source([str(label) for label in range(max(labels) + 1)], 1, splits)
 
 
-def _read_idx(path: Path, num_dimensions: int) -> np.ndarray:
+def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
     """An IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -12,8 +12,11 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
 
-def table(rows: Sequence[Mapping[str, Any]], path: Path) -> str:
-    """Writes `path`.csv and `path`.md, and returns the markdown; numbers to four digits."""
+def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
+    """Writes `path`.csv and `path`.md, and returns the markdown; numbers to four digits.
+
+    The text, what the table says, stands below it in the markdown.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
     with path.with_suffix(".csv").open("w", newline="") as file:
@@ -22,6 +25,8 @@ def table(rows: Sequence[Mapping[str, Any]], path: Path) -> str:
         writer.writerows(rows)
     lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in rows)]
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if text:
+        markdown += f"\n{text}\n"
     path.with_suffix(".md").write_text(markdown)
     return markdown
 

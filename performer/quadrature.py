@@ -1,0 +1,342 @@
+"""Quadrature features: stochastic spherical-radial rules of degree three.
+
+A rule replaces E f(w), w ~ N(0, I_d), by
+
+    Rule(f) = constant f(0) + sum_j weights_j f(points_j)
+
+and so gives an estimate of every kernel E f(w) with f(w) = phi(w.x) phi(w.y). One spherical-radial
+rule has the d + 1 vertices v_j of a regular simplex, turned by a random orthogonal Q, at random
+lengths rho_j ~ chi_{d+2}; with reflected points it is (Quad, after Eq. 6)
+
+    (1 - sum_j d / ((d+1) rho_j^2)) f(0)
+        + d / (d+1) sum_j (f(rho_j Q v_j) + f(-rho_j Q v_j)) / (2 rho_j^2)
+
+exact for polynomials of degree three whatever Q and rho are, and unbiased for all f (Prop. 2.1).
+Even f (the Gaussian kernel) need no reflected points (Eq. 7). Several rules are averaged (Eq. 6).
+
+The constant is one minus the sum of the weights: of either sign, with mean zero. Corrected here:
+
+    Quad Sec. 8              lengths are drawn again until the constant is not negative, to have
+                             its square root in the features. That is biased; here the constant
+                             keeps its sign, on one side of the product (`features`). `reject=True`
+                             replicates it.
+    Quad, explicit mapping   a_j = sqrt(d / (2 (d+1))) / rho_j is with reflected points; without
+                             them sqrt(d / (d+1)) / rho_j
+    Quad Prop. 2.1           Sec. 10 drops a factor rho^2 from A_i and B_i, and the bound fails: for
+                             the Gaussian kernel at d = 16, x = -y, |x| = 1/2 it is 3.9e-4, the
+                             variance 8.9e-4. The terms A_i of degree two in fact add up to a
+                             constant, and the B_i leave 140/3 M_1^2 l^8 d / (n (d + 6)). Prop. 2.2
+                             holds.
+    Quad Sec. 3              butterfly matrices are not Haar distributed (`butterfly`), and rules
+                             with them only nearly unbiased: "haar" is the reference
+
+Without the constant a rule is still unbiased, since d / rho^2 is the density of chi_d over that of
+chi_{d+2}: importance sampling, with positive weights. That is what attention takes, reflected:
+
+    performer_attention(query, key, value, rule.points, weights=rule.weights)
+
+(Estimates of exp(q.k) with the constant of either sign are positive, too, if the points are
+reflected, since cosh >= 1 and the weights add up to one; without reflected points they may be
+negative. `experiments.quadrature` finds no lower error with the constant.)
+
+Source: Munkhoeva et al. 2018 (Quad), Sec. 2 to 4, after Genz and Monahan 1998. Its D is the number
+of features, n our num_rules, V the matrix of `vertices`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+from scipy.special import roots_hermitenorm
+
+from performer import butterfly, couplings, directions, features, kernels, norms
+from performer.choices import positive_integer, unknown
+from performer.typing import Coupling, Key
+
+Matrices = Literal["haar", "butterfly"]
+_GRID = 8  # nodes in each dimension of the Gauss-Hermite grid: exact to degree 15
+
+
+class Rule(NamedTuple):
+    """constant f(0) + sum_j weights_j f(points_j)."""
+
+    points: Float[Array, "n d"]
+    weights: Float[Array, " n"]
+    """Positive."""
+    constant: Float[Array, ""]
+    """The weight of f(0), of either sign; 0 for plain random features."""
+
+
+def spherical_radial(
+    key: Key,
+    num_rules: int,
+    d: int,
+    *,
+    orthogonal: Matrices = "haar",
+    reflect: bool = True,
+    reject: bool = False,
+) -> Rule:
+    """The average of `num_rules` spherical-radial rules of degree three.
+
+    Args:
+        key: random key.
+        num_rules: how many rules; each has d + 1 points, 2 (d + 1) with reflected ones.
+        d: dimension of the points.
+        orthogonal: law of Q: "haar", or "butterfly" (`butterfly.random_butterfly`), for which
+            `structured` has products in O(d log d).
+        reflect: with both w and -w; False only for even integrands, as the Gaussian kernel's.
+        reject: draw lengths again until the constant is not negative, as the paper does. Biased.
+
+    Returns:
+        The rule, float32. For d <= 2 its weights have infinite variance, its estimates of smooth
+        integrands have not.
+
+    Raises:
+        ValueError: for a number that is not a positive integer, or unknown matrices.
+
+    Example:
+        >>> rule = quadrature.spherical_radial(key, 4, d, reflect=False)
+        >>> gram = quadrature.gram(x, x, rule, "gaussian", lengthscale=2.0)
+    """
+    if orthogonal not in ("haar", "butterfly"):
+        raise ValueError(unknown("orthogonal matrices", orthogonal, ("haar", "butterfly")))
+    num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
+    if orthogonal == "butterfly":
+        fast = structured(key, num_rules, d, reflect=reflect, reject=reject)
+        return Rule(fast.apply(jnp.eye(d)).T, fast.weights, fast.constant)
+
+    def one(rule_key: Key) -> tuple[Float[Array, "v d"], Float[Array, " v"]]:
+        matrix_key, lengths_key = jax.random.split(rule_key)
+        lengths = _lengths(lengths_key, d, reject)
+        turned = multiply_vertices(directions.haar(matrix_key, d, d).T).T
+        return lengths[:, None] * turned, lengths
+
+    # On GPU and TPU the default matmul precision would cost three digits of orthogonality.
+    with jax.default_matmul_precision("highest"):
+        points, lengths = jax.vmap(one)(jax.random.split(key, num_rules))
+    points, weights = points.reshape(-1, d), _weights(lengths)
+    if reflect:
+        points, weights = jnp.concatenate([points, -points]), jnp.tile(weights / 2, 2)
+    return Rule(points, weights, 1 - weights.sum())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StructuredRule:
+    """Rules with butterfly matrices, whose points are never a matrix: O(n d) numbers. A pytree."""
+
+    matrices: butterfly.Butterfly
+    """Of all rules, along a leading axis."""
+    lengths: Float[Array, "n v"]
+    reflect: bool = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def weights(self) -> Float[Array, " p"]:
+        """Of the points."""
+        weights = _weights(self.lengths)
+        return jnp.tile(weights / 2, 2) if self.reflect else weights
+
+    @property
+    def constant(self) -> Float[Array, ""]:
+        """Of f(0)."""
+        return 1 - self.weights.sum()
+
+    def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b p"]:
+        """points @ x along the last axis, (..., d) -> (..., p) in O(d log d) for each rule.
+
+        Raises:
+            ValueError: when x is not d wide.
+        """
+
+        def one(matrix: butterfly.Butterfly, lengths: Float[Array, " v"]) -> Float[Array, "*b v"]:
+            return lengths * multiply_vertices(matrix.apply_transpose(x))
+
+        rows = jax.vmap(one, out_axes=-2)(self.matrices, self.lengths)
+        rows = rows.reshape(*x.shape[:-1], -1)
+        return jnp.concatenate([rows, -rows], axis=-1) if self.reflect else rows
+
+
+def structured(
+    key: Key, num_rules: int, d: int, *, reflect: bool = True, reject: bool = False
+) -> StructuredRule:
+    """`spherical_radial` with butterfly matrices as an operator, the same for the same key."""
+    num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
+
+    def one(rule_key: Key) -> tuple[butterfly.Butterfly, Float[Array, " v"]]:
+        matrix_key, lengths_key = jax.random.split(rule_key)
+        return butterfly.random_butterfly(matrix_key, d), _lengths(lengths_key, d, reject)
+
+    return StructuredRule(*jax.vmap(one)(jax.random.split(key, num_rules)), reflect)
+
+
+def random_features(coupling: Coupling) -> Callable[[Key, int, int], Rule]:
+    """rule(key, m, d): the frequencies of a coupling with weights 1 / m, a rule of degree one."""
+
+    def rule(key: Key, m: int, d: int) -> Rule:
+        points = coupling(key, m, d)
+        return Rule(points, jnp.full(m, 1 / m), jnp.zeros(()))
+
+    return rule
+
+
+def gauss_hermite(key: Key, m: int, d: int) -> Rule:
+    """m points of the dense Gauss-Hermite grid, drawn by its weights (Dao et al. 2017): method GQ.
+
+    The coordinates are independent draws of the eight nodes of one dimension: exact in expectation
+    for polynomials of degree 15 in each coordinate, not unbiased for other integrands.
+    """
+    nodes, weights = roots_hermitenorm(_GRID)
+    points = jax.random.choice(
+        key, jnp.asarray(nodes, jnp.float32), (m, d), p=jnp.asarray(weights / weights.sum())
+    )
+    return Rule(points, jnp.full(m, 1 / m), jnp.zeros(()))
+
+
+METHODS: dict[str, Callable[[Key, int, int], Rule]] = {
+    "G": random_features(couplings.get("iid")),
+    "Gort": random_features(couplings.get("orf")),
+    "ROM": random_features(couplings.get("hadamard*fixed")),
+    "QMC": random_features(couplings.get("halton")),
+    "GQ": gauss_hermite,
+}
+"""Quad Sec. 5.1: (key, m, d) -> Rule of m points, beside "H" and "B" of `method`."""
+
+
+def method(name: str, key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
+    """A rule of Quad Sec. 5.1 with as many points as `num_rules` spherical-radial ones have.
+
+    Args:
+        name: "H" or "B" for spherical-radial rules with Haar or butterfly matrices, or one of
+            `METHODS`: "G" independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of
+            length sqrt(d): biased), "QMC" Halton, "GQ" Gauss-Hermite.
+        key: random key.
+        num_rules: n; the rule has n (d + 1) points, twice as many if reflected.
+        d: dimension.
+        reflect: as for `spherical_radial`; the others have no reflected points, but as many.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name in ("H", "B"):
+        matrices: Matrices = "haar" if name == "H" else "butterfly"
+        return spherical_radial(key, num_rules, d, orthogonal=matrices, reflect=reflect)
+    if name not in METHODS:
+        raise ValueError(unknown("method", name, (*METHODS, "H", "B")))
+    return METHODS[name](key, (1 + reflect) * num_rules * (d + 1), d)
+
+
+class Integrand(NamedTuple):
+    """A kernel as E phi(w.x) phi(w.y)."""
+
+    exact: kernels.Kernel
+    feature_map: Callable[..., Array]
+    at_zero: float
+    """f(0), where phi is at 0."""
+    even: bool
+    """Whether f(w) = f(-w): no reflected points are needed."""
+
+
+KERNELS: dict[str, Integrand] = {
+    "gaussian": Integrand(kernels.gaussian, features.trigonometric, 1.0, True),
+    "arc-cosine-0": Integrand(kernels.arc_cosine(0), features.arc_cosine(0), 0.5, False),
+    "arc-cosine-1": Integrand(kernels.arc_cosine(1), features.arc_cosine(1), 0.0, False),
+}
+
+
+def feature_maps(
+    x: Float[Array, "*b d"],
+    rule: Rule,
+    kernel: str = "gaussian",
+    *,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
+) -> tuple[Float[Array, "*b p"], Float[Array, "*b p"]]:
+    """Two feature maps whose products estimate the kernel: left(x) . right(y).
+
+    They differ in the sign of their first column, the constant: sqrt(|constant| f(0)) on the left,
+    with the sign of the constant on the right. For a linear model with an intercept either will do.
+
+    Args:
+        x: points (..., d).
+        rule: of `spherical_radial` or `method`, not reflected only if the kernel's f is even.
+        kernel: a name in `KERNELS`.
+        lengthscale: as in `features`.
+        output_scale: as in `features`.
+
+    Raises:
+        ValueError: for an unknown kernel, or what the feature map refuses.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(unknown("kernel", kernel, KERNELS))
+    scales = dict(lengthscale=lengthscale, output_scale=output_scale)
+    phi = KERNELS[kernel].feature_map(x, rule.points, weights=rule.weights, **scales)
+    first = jnp.sqrt(jnp.abs(rule.constant) * KERNELS[kernel].at_zero) * output_scale
+    first = jnp.broadcast_to(first, (*phi.shape[:-1], 1)).astype(phi.dtype)
+    left, right = (
+        jnp.concatenate([sign * first, phi], axis=-1) for sign in (1.0, jnp.sign(rule.constant))
+    )
+    return left, right
+
+
+def gram(
+    x: Float[Array, "n d"],
+    y: Float[Array, "k d"],
+    rule: Rule,
+    kernel: str = "gaussian",
+    *,
+    lengthscale: ArrayLike = 1.0,
+    output_scale: ArrayLike = 1.0,
+) -> Float[Array, "n k"]:
+    """The estimate of the kernel of all pairs, constant included. Arguments as above."""
+    scales = dict(lengthscale=lengthscale, output_scale=output_scale)
+    left, _ = feature_maps(x, rule, kernel, **scales)
+    _, right = feature_maps(y, rule, kernel, **scales)
+    return jnp.matmul(left, right.T, precision="highest")
+
+
+def vertices(d: int) -> Float[Array, "v d"]:
+    """The d + 1 vertices of a regular simplex on the unit sphere: v_i . v_j = -1 / d."""
+    return multiply_vertices(jnp.eye(positive_integer("d", d))).T
+
+
+def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """vertices(d) @ x along the last axis in O(d), by cumulated sums.
+
+    v_j has -a_i at i < j and b_j at j, a_i^2 = (d+1) / (d (d-i+2) (d-i+1)) and b_j = (d-j+1) a_j.
+    """
+    d = x.shape[-1]
+    i = np.arange(1, d + 1)
+    a = np.sqrt((d + 1) / (d * (d - i + 2) * (d - i + 1)))
+    before = jnp.cumsum(x * a.astype(x.dtype), axis=-1)
+    own = x * ((d - i + 1) * a).astype(x.dtype)
+    zero = jnp.zeros_like(before[..., :1])
+    return jnp.concatenate([own, zero], axis=-1) - jnp.concatenate([zero, before], axis=-1)
+
+
+def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
+    """d + 1 lengths chi_{d+2}; with `reject` those of the first draw with a constant >= 0."""
+
+    def draw(draw_key: Key) -> Float[Array, " v"]:
+        return norms.independent(draw_key, d + 1, d + 2)
+
+    if not reject:
+        return draw(key)
+
+    def again(carry: tuple[Key, Float[Array, " v"]]) -> tuple[Key, Float[Array, " v"]]:
+        next_key, draw_key = jax.random.split(carry[0])
+        return next_key, draw(draw_key)
+
+    def negative(carry: tuple[Key, Float[Array, " v"]]) -> Array:
+        return _weights(carry[1][None]).sum() > 1
+
+    return jax.lax.while_loop(negative, again, again((key, jnp.zeros(d + 1))))[1]
+
+
+def _weights(lengths: Float[Array, "n v"]) -> Float[Array, " p"]:
+    """d / ((d + 1) rho^2), averaged over the rules."""
+    n, v = lengths.shape
+    return ((v - 1) / (v * n) / lengths**2).reshape(-1)

@@ -1,0 +1,339 @@
+"""Butterfly matrices: the recursion of Def. 3.1, the law of their columns, and what is not uniform.
+
+False-alarm rates are those of a fresh seed; the seeds are fixed.
+"""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from performer.butterfly import Butterfly, random_butterfly
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SIZES = [(1, 1), (1, 3), (2, 3), (3, 1), (15, 3), (16, 3), (784, 1)]
+APPLY = jax.jit(lambda f, x: (f.apply(x), f.apply_transpose(x)))
+
+
+def recursion(angles, join=0):
+    """Def. 3.1 in float64, B^(1) = 1; the blocks under join i are joined by 2i + 1 and 2i + 2."""
+    if join >= len(angles):
+        return np.ones((1, 1))
+    c, s = np.cos(angles[join]), np.sin(angles[join])
+    left, right = recursion(angles, 2 * join + 1), recursion(angles, 2 * join + 2)
+    return np.block([[c * left, -s * left], [s * right, c * right]])
+
+
+def cut_factors(d, cos, minus_sin, sin):
+    """Sec. 9.1: the factors for the next power of two, cut to d x d, the last one first.
+
+    `cos` and the others hold one number for each join, so that moments can stand for entries.
+    """
+    p = len(cos) + 1
+    k, first_join = p // 2, 0
+    while k:
+        factor = np.zeros((p, p))
+        for block in range(p // (2 * k)):
+            for i in range(2 * k * block, 2 * k * block + k):
+                join = first_join + block
+                factor[i, i] = factor[i + k, i + k] = cos[join]
+                factor[i, i + k], factor[i + k, i] = minus_sin[join], sin[join]
+        for column in range(d):
+            if np.any(factor[d:, column]):
+                factor[column, column] = 1
+        yield factor[:d, :d]
+        k, first_join = k // 2, first_join + p // (2 * k)
+
+
+def cut_product(d, cos, minus_sin, sin):
+    matrix = np.eye(d)
+    for factor in cut_factors(d, cos, minus_sin, sin):
+        matrix = factor @ matrix
+    return matrix
+
+
+def dense(butterfly):
+    """The matrix of a drawn butterfly, a float64 product of dense factors."""
+    d = butterfly.signs.shape[-1]
+    matrix = np.eye(d)
+    for i in range(len(butterfly.angles)):
+        theta = np.asarray(butterfly.angles[i], np.float64)
+        matrix = matrix * np.asarray(butterfly.signs[i], np.float64)
+        matrix = matrix @ cut_product(d, np.cos(theta), -np.sin(theta), np.sin(theta))
+        if butterfly.orders is not None:
+            matrix = matrix @ np.eye(d)[np.asarray(butterfly.orders[i])]
+    return matrix
+
+
+def example(d, products):
+    """A butterfly of any angles, signs and permutations."""
+    rng = np.random.default_rng(d)
+    joins = (1 << (d - 1).bit_length()) - 1
+    return Butterfly(
+        jnp.asarray(rng.uniform(-np.pi, np.pi, (products, joins)), jnp.float32),
+        jnp.asarray(rng.choice([-1, 1], (products, d)), jnp.float32),
+        None if products == 1 else jnp.asarray([rng.permutation(d) for _ in range(products)]),
+    )
+
+
+@lru_cache(maxsize=8)
+def draws(d, products, count):
+    """The angles (count, products, joins) and matrices (count, d, d) of `count` draws, float64."""
+
+    @jax.jit
+    @jax.vmap
+    def draw(key):
+        butterfly = random_butterfly(key, d, products=products)
+        return butterfly.angles, butterfly.matrix()
+
+    keys = jax.random.split(jax.random.key(d), count)
+    return tuple(np.asarray(found, np.float64) for found in draw(keys))
+
+
+def z_scores(a, b, expected):
+    """(mean of a_i b_j - expected) in standard errors, a and b (count, ..., n), for all i and j."""
+    a, b = np.moveaxis(a, 0, -1), np.moveaxis(b, 0, -2)
+    count = a.shape[-1]
+    mean, square = a @ b / count, a**2 @ b**2 / count
+    return (mean - expected) / np.sqrt(np.maximum(square - mean**2, 1e-12) / count)
+
+
+def fourth_moments(matrices, x):
+    """Of the coordinates of B x, over the 3 / (d (d + 2)) of the uniform law: (count, d)."""
+    d = len(x)
+    return (matrices @ x) ** 4 * d * (d + 2) / 3
+
+
+def z_score(samples, expected):
+    return (samples.mean() - expected) / (samples.std() / np.sqrt(len(samples)))
+
+
+@pytest.mark.parametrize("d", [1, 2, 4, 16])
+def test_matrix_is_the_recursion_of_def_3_1(d):
+    butterfly = example(d, 1)
+    angles, signs = np.asarray(butterfly.angles[0], np.float64), np.asarray(butterfly.signs[0])
+    got = jax.jit(Butterfly.matrix)(butterfly)
+    assert angles.shape == (d - 1,)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, signs[:, None] * recursion(angles), atol=1e-6)
+
+
+def test_matrix_is_the_example_of_the_paper():
+    """B^(4) as printed above Def. 3.1; its theta_2, theta_1, theta_3 are our joins 0, 1, 2."""
+    theta2, theta1, theta3 = angles = np.array([0.3, 1.1, -2.0])
+    c1, c2, c3 = np.cos([theta1, theta2, theta3])
+    s1, s2, s3 = np.sin([theta1, theta2, theta3])
+    want = [
+        [c1 * c2, -s1 * c2, -c1 * s2, s1 * s2],
+        [s1 * c2, c1 * c2, -s1 * s2, -c1 * s2],
+        [c3 * s2, -s3 * s2, c3 * c2, -s3 * c2],
+        [s3 * s2, c3 * s2, s3 * c2, c3 * c2],
+    ]
+    butterfly = Butterfly(jnp.asarray(angles, jnp.float32)[None], jnp.ones((1, 4)), None)
+    np.testing.assert_allclose(butterfly.matrix(), want, atol=1e-6)
+
+
+@pytest.mark.parametrize(("d", "products"), SIZES)
+def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
+    butterfly = example(d, products)
+    x = jax.random.normal(jax.random.key(3), (2, 3, d))
+    there, back = APPLY(butterfly, x)
+    want = dense(butterfly)
+    np.testing.assert_allclose(want @ want.T, np.eye(d), atol=1e-12)
+    np.testing.assert_allclose(there, x @ want.T, atol=2e-5)
+    np.testing.assert_allclose(back, x @ want, atol=2e-5)
+
+
+def test_apply_takes_a_vector_and_an_empty_batch():
+    butterfly, matrix = example(5, 2), dense(example(5, 2))
+    x = np.arange(5, dtype=np.float32)
+    there, back = APPLY(butterfly, jnp.asarray(x))
+    np.testing.assert_allclose(there, matrix @ x, atol=1e-5)
+    np.testing.assert_allclose(back, matrix.T @ x, atol=1e-5)
+    there, back = APPLY(butterfly, jnp.ones((0, 2, 5)))
+    assert there.shape == back.shape == (0, 2, 5)
+
+
+@pytest.mark.parametrize("products", [1, 3])
+@pytest.mark.parametrize("d", [4, 8])
+def test_columns_have_the_moments_of_the_uniform_law(d, products):
+    """E b_i, E b_i b_j, E b_i^2 b_j, E b_i^2 b_j^2 in every column; entries of B uncorrelated.
+
+    12,000 z-tests in the four cases, at 6 standard errors: false-alarm rate 2e-5.
+    """
+    _, b = draws(d, products, 40_000)
+    columns = np.swapaxes(b, 1, 2)
+    ones = np.ones((*columns.shape[:2], 1))
+    fourth = (1 + 2 * np.eye(d)) / (d * (d + 2))
+    entries = b.reshape(len(b), d * d)
+    scores = [
+        z_scores(columns, ones, 0),
+        z_scores(columns, columns, np.eye(d) / d),
+        z_scores(columns**2, columns, 0),
+        z_scores(columns**2, columns**2, fourth),
+        z_scores(entries, entries, np.eye(d * d) / d),
+    ]
+    assert max(np.abs(z).max() for z in scores) < 6
+
+
+def test_one_by_one_is_a_random_sign():
+    """Uniform on S^0; false-alarm rate 6e-5."""
+    _, signs = draws(1, 1, 1000)
+    assert set(signs.ravel()) == {-1.0, 1.0}
+    assert abs(signs.mean()) < 4 / np.sqrt(1000)
+
+
+def test_squared_cosines_are_beta():
+    """Beta(k/2, k/2) for blocks of size k: three tests, false-alarm rate 3e-5.
+
+    And no two angles are correlated: the 21 pairs at 5 standard errors, 1e-5.
+    """
+    angles, _ = draws(8, 1, 40_000)
+    share = np.cos(angles[:, 0]) ** 2
+    for first, k in [(0, 4), (1, 2), (3, 1)]:
+        assert stats.kstest(share[:, first], stats.beta(k / 2, k / 2).cdf).pvalue > 1e-5
+    assert np.abs(np.corrcoef(share.T) - np.eye(7)).max() < 5 / np.sqrt(len(share))
+
+
+@pytest.mark.parametrize("d", [4, 8])
+def test_one_matrix_is_not_haar(d):
+    """At x = (1, ..., 1) / sqrt(d) the fourth moment is (d + 1)(d + 2) / (6 d) of the uniform one.
+
+    With cos^2 ~ Beta(k/2, k/2) each level contributes E (c - s)^4 = (2k + 1) / (k + 1). At d = 4,
+    E (B x)_0^4 = 5/32 = 0.156 where uniform is 0.125. 5 standard errors: false-alarm rate 1e-6.
+    """
+    _, b = draws(d, 1, 40_000)
+    found = fourth_moments(b, np.full(d, d**-0.5)).mean(axis=1)
+    assert abs(z_score(found, (d + 1) * (d + 2) / (6 * d))) < 5
+    assert abs(z_score(found, 1)) > 50
+
+
+@pytest.mark.parametrize(("d", "count"), [(4, 40_000), (8, 40_000), (15, 20_000)])
+def test_products_are_nearly_uniform(d, count):
+    """At the same x, where one B is 1.25, 1.88 and 2.2 times off, B P B P B P shows nothing.
+
+    The mean over the coordinates, at 5 standard errors of 0.002 to 0.003: false-alarm rate 2e-6.
+    """
+    _, b = draws(d, 3, count)
+    found = fourth_moments(b, np.full(d, d**-0.5)).mean(axis=1)
+    assert found.std() / np.sqrt(count) < 0.003
+    assert abs(z_score(found, 1)) < 5
+
+
+def test_cut_columns_are_deficient_until_multiplied():
+    """d = 15: the second and fourth moments of single entries of B, and those of B P B P B P.
+
+    An entry of B is a product of one cosine or sine of each level, whose moments are known:
+    E c^2 = 1/2, E c^4 = (k + 2) / (4 (k + 1)). 676 z-tests at 6: false-alarm rate 1e-6.
+    """
+    d, count, uniform = 15, 20_000, 3 / (15 * 17)
+    levels = [(8, 1), (4, 2), (2, 4), (1, 8)]
+    quartic = np.concatenate([np.full(joins, (k + 2) / (4 * (k + 1))) for k, joins in levels])
+    second, fourth = (cut_product(d, m, m, m) for m in (np.full(15, 0.5), quartic))
+    assert np.count_nonzero(fourth[:, 7] == 0) == 7
+    assert fourth.max() / uniform == pytest.approx(3.1875)
+    assert fourth.mean() / uniform == pytest.approx(1.0893, abs=1e-4)
+
+    def worst(samples, expected):
+        error = samples.std(axis=0) / np.sqrt(count)
+        return np.max(np.abs(samples.mean(axis=0) - expected) / (error + 1e-9))
+
+    _, one = draws(d, 1, count)
+    _, three = draws(d, 3, count)
+    assert worst(one**2, second) < 6
+    assert worst(one**4, fourth) < 6
+    assert worst(three**4, uniform) < 6
+    assert worst((three**4).mean(axis=(1, 2)), uniform) < 6
+
+
+def test_vmap_and_jit_draw_the_same_matrices():
+    keys = jax.random.split(jax.random.key(5), 3)
+    x = jax.random.normal(jax.random.key(6), (4, 6))
+    draw = jax.jit(lambda key: random_butterfly(key, 6))
+    many = jax.jit(jax.vmap(draw))(keys)
+    assert many.angles.shape == (3, 3, 7)
+    applied = jax.jit(jax.vmap(lambda f: f.apply(x)))(many)
+    for i, key in enumerate(keys):
+        np.testing.assert_allclose(applied[i], x @ dense(draw(key)).T, atol=1e-5)
+
+
+def test_permutations_are_uniform_and_independent():
+    """Of 5 numbers, in two products: 75 shares of 1/5 at 5 standard errors, false-alarm rate 4e-5.
+
+    Where P_1 and P_2 take each number from, and P_2 from where P_1 took the number.
+    """
+    keys = jax.random.split(jax.random.key(0), 4000)
+    draw = jax.jit(jax.vmap(lambda key: random_butterfly(key, 5, products=2).orders))
+    orders = np.asarray(draw(keys))
+    assert np.all(np.sort(orders, axis=-1) == np.arange(5))
+    first, second = orders[:, 0], orders[:, 1]
+    for values in (first, second, np.take_along_axis(np.argsort(second), first, axis=1)):
+        shares = np.mean(values[..., None] == np.arange(5), axis=0)
+        assert np.abs(shares - 1 / 5).max() < 5 * np.sqrt(0.16 / len(keys))
+
+
+def test_gradients():
+    """Of g.(B x): B^T g in x, and central differences of the dense matrix in the angles."""
+    butterfly = example(6, 2)
+    x, g = np.random.default_rng(1).standard_normal((2, 6)).astype(np.float32)
+
+    def value(angles, x):
+        return butterfly._replace(angles=angles).apply(x) @ g
+
+    in_angles, in_x = jax.jit(jax.grad(value, argnums=(0, 1)))(butterfly.angles, jnp.asarray(x))
+    np.testing.assert_allclose(in_x, dense(butterfly).T @ g, atol=1e-5)
+    in_back = jax.jit(jax.grad(lambda x: butterfly.apply_transpose(x) @ g))(jnp.asarray(x))
+    np.testing.assert_allclose(in_back, dense(butterfly) @ g, atol=1e-5)
+    start = np.asarray(butterfly.angles, np.float64)
+    for index in np.ndindex(start.shape):
+        step = np.zeros_like(start)
+        step[index] = 1e-6
+        ends = [g @ dense(butterfly._replace(angles=start + sign * step)) @ x for sign in (1, -1)]
+        assert float(in_angles[index]) == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-4)
+
+
+def test_dtypes():
+    """float64 in float64, and orthogonal to its precision; bfloat16 in float32."""
+    butterfly = example(12, 3)
+    half = jax.eval_shape(APPLY, butterfly, jnp.ones(12, jnp.bfloat16))
+    assert half[0].dtype == half[1].dtype == jnp.float32
+    with jax.enable_x64(True):
+        there, back = APPLY(butterfly, jnp.asarray(np.eye(12)))
+        assert there.dtype == back.dtype == jnp.float64
+        np.testing.assert_allclose(there.T, dense(butterfly), atol=1e-14)
+        np.testing.assert_allclose(back, dense(butterfly), atol=1e-14)
+        drawn = jax.eval_shape(lambda: random_butterfly(jax.random.key(9), 12))
+        assert drawn.angles.dtype == drawn.signs.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("method", ["apply", "apply_transpose"])
+def test_no_matrix_is_formed(method):
+    """For 8 vectors at d = 4096, memory and operations far below those of a d x d matrix."""
+    d = 4096
+    butterfly = example(d, 1)
+    x = jax.ShapeDtypeStruct((8, d), jnp.float32)
+    compiled = jax.jit(lambda f, x: getattr(f, method)(x)).lower(butterfly, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 8 * d * 4 < d * d * 4 / 16
+    assert compiled.cost_analysis()["flops"] < 10 * 8 * d * 12 < 8 * d * d / 4
+
+
+@pytest.mark.parametrize("d", [0, -3])
+def test_size_must_be_positive(d):
+    with pytest.raises(ValueError, match=f"needs d >= 1, got d = {d}"):
+        random_butterfly(jax.random.key(0), d)
+
+
+@pytest.mark.parametrize("products", [0, -1])
+def test_products_must_be_positive(products):
+    with pytest.raises(ValueError, match=f"products must be at least 1, got {products}"):
+        random_butterfly(jax.random.key(0), 4, products=products)
+
+
+@pytest.mark.parametrize("method", ["apply", "apply_transpose"])
+def test_widths_must_match(method):
+    with pytest.raises(ValueError, match="width 7 but the butterfly matrix has 8"):
+        getattr(example(8, 3), method)(jnp.ones((2, 7)))

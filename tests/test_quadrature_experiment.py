@@ -1,0 +1,330 @@
+"""The experiment on quadrature features: its numbers are those of its equations."""
+
+import csv
+import gzip
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import attention_mse, quadrature, quadrature_attention, statistics, uci
+from performer import quadrature as rules
+from performer.quadrature import Rule
+
+KERNELS = {name: rules.KERNELS[name] for name in ("gaussian", "arc-cosine-0")}
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """The same in all tests: compiled programs remember it."""
+    monkeypatch.setattr(quadrature, "RULES", 2)
+    monkeypatch.setattr(rules, "KERNELS", KERNELS)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+
+
+def _write_idx(path, values):
+    header = bytes([0, 0, 8, values.ndim]) + np.asarray(values.shape, ">u4").tobytes()
+    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
+
+
+def _images(folder, images, labels):
+    folder.mkdir(exist_ok=True)
+    _write_idx(folder / "train-images-idx3-ubyte.gz", images)
+    _write_idx(folder / "train-labels-idx1-ubyte.gz", labels)
+
+
+def _kernel(name, x, y):
+    if name == "gaussian":
+        return np.exp(-np.sum((x[:, None] - y) ** 2, axis=-1) / len(x[0]))
+    cosine = x @ y.T / np.linalg.norm(x, axis=1)[:, None] / np.linalg.norm(y, axis=1)
+    return 1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi
+
+
+def _estimate(name, x, rule, y):
+    """The constant's f(0) is 1 and 1/2 (Quad Sec. 4)."""
+    points, weights, constant = (np.asarray(part, np.float64) for part in rule)
+    if name == "gaussian":
+        angles = (x[:, None] - y) @ points.T / np.sqrt(x.shape[1] / 2)
+        return constant + np.cos(angles) @ weights
+    return constant / 2 + 2 * ((x @ points.T > 0) * weights) @ (y @ points.T > 0).T
+
+
+def test_data_sets(tmp_path):
+    digits = quadrature.load("digits", None)
+    assert digits.x.shape == (1797, 64)
+    assert (digits.x.min(), digits.x.max()) == (0, 1)
+    normal = quadrature.load("normal_3072", None)
+    assert normal.x.shape == (50, 3072)
+    assert np.mean(normal.x**2) == pytest.approx(1, rel=0.05)
+    table = np.random.default_rng(0).normal(size=(30, 4)) * [1, 5, 9, 2] + 3
+    (tmp_path / "uci_regression").mkdir()
+    np.savetxt(
+        tmp_path / "uci_regression" / "power_plant.csv",
+        table,
+        delimiter=",",
+        header="a,b,c,y",
+        comments="",
+    )
+    plant = quadrature.load("power_plant", tmp_path)
+    scaled = (table - table.mean(axis=0)) / table.std(axis=0)
+    order = np.argsort(plant.y), np.argsort(scaled[:, 3])
+    np.testing.assert_allclose(plant.x[order[0]], scaled[order[1], :3], rtol=1e-4)
+    images = np.random.default_rng(1).integers(0, 256, size=(7, 3, 2))
+    _images(tmp_path / "fashion_mnist", images, np.arange(7))
+    fashion = quadrature.load("fashion_mnist", tmp_path)
+    np.testing.assert_allclose(fashion.x, images.reshape(7, 6)[fashion.y] / 255, rtol=1e-6)
+
+
+def test_bad_data_sets(tmp_path):
+    with pytest.raises(ValueError, match="unknown data set 'power_plant'; .*; or give a data_dir"):
+        quadrature.load("power_plant", None)
+    with pytest.raises(ValueError, match="did you mean 'digits'"):
+        quadrature.load("digit", tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        quadrature.load("digits", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no csv file"):
+        quadrature.load("power_plant", tmp_path)
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte.gz cannot be read"):
+        quadrature.load("fashion_mnist", tmp_path)
+    folder = tmp_path / "fashion_mnist"
+    _images(folder, np.zeros((3, 2, 2)), np.zeros(3))
+    with pytest.raises(ValueError, match="'fashion_mnist' are zero"):
+        quadrature.load("fashion_mnist", tmp_path)
+    _images(folder, np.ones((3, 2, 2)), np.zeros(2))
+    with pytest.raises(ValueError, match="3 images but 2 labels"):
+        quadrature.load("fashion_mnist", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["G", "H"])
+@pytest.mark.parametrize("reflect", [False, True])
+def test_first_rules(name, reflect):
+    """Of H each part is exact for quadratics; other methods keep their first points."""
+    d, whole = 3, (1 + reflect) * 4
+    rule = jax.jit(lambda key: rules.method(name, key, 2, d, reflect=reflect))(jax.random.key(0))
+    for n in (1, 2):
+        part = quadrature.first(rule, name, n, reflect)
+        used = np.flatnonzero(part.weights)
+        assert len(used) == n * whole
+        assert float(part.weights.sum() + part.constant) == pytest.approx(1, abs=1e-6)
+        if name == "G":
+            np.testing.assert_array_equal(used, np.arange(n * whole))
+            assert part.constant == 0
+        else:
+            second_moment = (part.points.T * part.weights) @ part.points
+            np.testing.assert_allclose(second_moment, np.eye(d), atol=1e-5)
+    np.testing.assert_allclose(part.weights, rule.weights, rtol=1e-6)
+    np.testing.assert_allclose(part.constant, rule.constant, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_frobenius_errors(kernel, x):
+    keys = jax.random.split(jax.random.key(1), 2)
+    reflect = kernel != "gaussian"
+    got = quadrature.frobenius_errors(jnp.asarray(x), keys, "H", (kernel,))[kernel]
+    want = np.zeros((2, 2))
+    draw = jax.jit(lambda key: rules.method("H", key, 2, 3, reflect=reflect))
+    for run, key in enumerate(keys):
+        rule = draw(key)
+        for n in (1, 2):
+            part = quadrature.first(rule, "H", n, reflect)
+            error = _estimate(kernel, x, part, x) - _kernel(kernel, x, x)
+            want[run, n - 1] = np.linalg.norm(error) / np.linalg.norm(_kernel(kernel, x, x))
+    np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+def test_interval():
+    values = np.random.default_rng(0).normal(size=7).tolist()
+    mean, half = statistics.interval(values)
+    want = stats.t.interval(0.95, 6, loc=np.mean(values), scale=stats.sem(values))
+    np.testing.assert_allclose([mean - half, mean + half], want)
+
+
+def test_exact_features(x):
+    train, test = quadrature.exact_features(jnp.asarray(x[:8]), jnp.asarray(x[8:]), "gaussian")
+    np.testing.assert_allclose(train @ train.T, _kernel("gaussian", x[:8], x[:8]), atol=1e-4)
+    np.testing.assert_allclose(test @ train.T, _kernel("gaussian", x[8:], x[:8]), atol=1e-4)
+
+
+def test_score():
+    """Neither an orthogonal map to more dimensions than rows, nor a shift or a scale, matters."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 3))
+    values = x @ [1.0, -2.0, 0.5] + 3 + 0.1 * rng.normal(size=80)
+    wide = np.linalg.qr(rng.normal(size=(50, 50)))[0][:3]
+    for y in (values, (values > 3).astype(int)):
+        got = [
+            quadrature.score(z[:40], y[:40], z[40:], y[40:])
+            for z in (x, 7 * x @ wide + 5, x @ wide)
+        ]
+        assert got[0] > 0.9
+        np.testing.assert_allclose(got, got[0], rtol=1e-3)
+
+
+def test_slope():
+    d = 2.0 ** np.arange(9, 14)
+    assert quadrature.slope(d, 3e-9 * d**2) == pytest.approx(2)
+    # d log d: the slope of log log d against log d on equally spaced log d.
+    steps = np.arange(9, 14) - 11
+    want = 1 + steps @ np.log2(np.arange(9, 14)) / (steps @ steps)
+    assert quadrature.slope(d, 1e-8 * d * np.log(d)) == pytest.approx(want)
+
+
+def test_signed_estimates(x):
+    points = np.random.default_rng(1).normal(size=(4, 3))
+    rule = Rule(*(jnp.asarray(p, jnp.float32) for p in (points, [0.2, 0.3, 0.3, 0.4], -1.2)))
+    points, weights = (np.asarray(part, np.float64) for part in rule[:2])
+    want = np.zeros((7, 5))
+    for i, q in enumerate(x[:7]):
+        for j, k in enumerate(x[7:]):
+            values = np.exp(points @ (q + k))
+            want[i, j] = np.exp(-(q @ q + k @ k) / 2) * (weights @ values - 1.2)
+    got = quadrature_attention.signed_estimates(jnp.asarray(x[:7]), jnp.asarray(x[7:]), rule)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    share = quadrature_attention.not_positive(got)
+    wanted = np.mean([(row <= 0).any() or row.sum() <= 0 for row in want])
+    assert float(share) == pytest.approx(wanted)
+    assert 0 < share < 1
+
+
+def test_reflected_rules_with_their_constant_are_positive():
+    """Sum_j a_j cosh(w_j.(q + k)) + a_0 >= 1, whatever the sign of a_0."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(30, 2)), jnp.float32) for _ in range(2))
+    halves = (jnp.sum(q**2, axis=-1)[:, None] + jnp.sum(k**2, axis=-1)) / 2
+
+    @jax.jit
+    def of_draw(key):
+        rule = rules.spherical_radial(key, 1, 2)
+        estimates = quadrature_attention.signed_estimates(q, k, rule)
+        return rule.constant, jnp.min(estimates * jnp.exp(halves))
+
+    draws = [of_draw(key) for key in jax.random.split(jax.random.key(0), 20)]
+    constants, lowest = np.asarray(draws).T
+    assert min(constants) < -0.1
+    assert max(constants) > 0.1
+    assert min(lowest) > 1 - 1e-4
+
+
+def test_attention_errors(x):
+    query, key = (jnp.asarray(part)[None, :, None] / 2 for part in (x[:7], x[7:]))
+    q, k = (np.asarray(part[0, :, 0], np.float64) for part in (query, key))
+    attention = np.exp(q @ k.T)
+    attention /= attention.sum(axis=1, keepdims=True)
+    draws = jax.random.split(jax.random.key(0), 2)
+    for name in ("H", "H with constant"):
+        errors, bad = quadrature_attention.attention_errors(query, key, draws, name)
+        draw_rule, with_constant = quadrature_attention.estimators(3)[name]
+        draw_rule = jax.jit(draw_rule)
+        for draw, error in zip(draws, errors[:, 0], strict=True):
+            points, weights, constant = (np.asarray(p, np.float64) for p in draw_rule(draw))
+            assert len(points) == 8
+            values = np.exp((q[:, None] + k) @ points.T) @ weights + constant * with_constant
+            values *= np.exp(-(np.sum(q**2, axis=1)[:, None] + np.sum(k**2, axis=1)) / 2)
+            values /= values.sum(axis=1, keepdims=True)
+            want = np.sum((values - attention) ** 2) / np.sum(attention**2)
+            assert float(error) == pytest.approx(want, rel=1e-3)
+        assert not np.asarray(bad).any()
+
+
+def _rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_figures(x, tmp_path, monkeypatch):
+    y = (x[:, 0] > 0).astype(int)
+    data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
+    monkeypatch.setattr(quadrature, "METHODS", ("G", "B"))
+    text = quadrature.figure_1(data[:1], 2, tmp_path / "figure_1")
+    rows = _rows(tmp_path / "figure_1.csv")
+    assert len(rows) == 2 * 2 * 2
+    assert {row["runs"] for row in rows} == {"2"}
+    ratio = [
+        float(next(r["error"] for r in rows if r["method"] == m and r["n"] == "2")) for m in "BG"
+    ]
+    assert f"gaussian, toy: {ratio[0] / ratio[1]:.2g}" in text
+    monkeypatch.setattr(quadrature, "METHODS", ("G", "H"))
+    quadrature.figure_2(data, 2, tmp_path / "figure_2")
+    rows = _rows(tmp_path / "figure_2.csv")
+    assert len(rows) == 2 * 2 * 2
+    assert {row["method"] for row in rows} == {"exact", "G"}
+    assert all(0 <= float(row["score"]) <= 1 for row in rows)
+    assert (tmp_path / "figure_1.png").exists()
+    assert (tmp_path / "figure_2.png").exists()
+
+
+def test_times(tmp_path, monkeypatch):
+    """What the race would give if times were d log d and d^2, equal between 16 and 32."""
+    monkeypatch.setattr(quadrature, "BATCH", 2)
+    monkeypatch.setattr(quadrature, "LARGE", 16)
+
+    def race(calls, repeats):
+        butterfly, dense = (np.asarray(call()) for call in calls.values())
+        np.testing.assert_allclose(butterfly, dense, atol=1e-3)
+        d = butterfly.shape[-1] - 1
+        seconds = 1e-6 * 5 * d * np.log2(d), 1e-6 * d**2
+        return {name: quadrature.timing.Best(s, s) for name, s in zip(calls, seconds, strict=True)}
+
+    monkeypatch.setattr(quadrature.timing, "race", race)
+    text = quadrature.figure_3((8, 16, 32), 1, tmp_path / "figure_3")
+    want = 1 + np.log2(5 / 4)
+    assert f"butterfly d^{want:.2f}; dense d^2.00; butterfly is faster from d = 32 on" in text
+    row = _rows(tmp_path / "figure_3.csv")[1]
+    assert float(row["dense / butterfly"]) == pytest.approx(16 / 4 / 5)
+    assert (tmp_path / "figure_3.png").exists()
+    assert "dense is always faster" in quadrature.figure_3((8,), 1, tmp_path / "figure_3")
+
+
+def test_attention_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(quadrature_attention, "TOKENS", (("isotropic", 1.0), ("anisotropic", 2.0)))
+    monkeypatch.setattr(attention_mse, "TOKENS", 6)
+    monkeypatch.setattr(attention_mse, "HEAD_DIM", 3)
+    monkeypatch.setattr(attention_mse, "DATA_SETS", 2)
+    kept = {"G": quadrature_attention.estimators(3)["G"]}
+    monkeypatch.setattr(quadrature_attention, "estimators", lambda d: kept)
+    text = quadrature_attention.attention(2, tmp_path / "attention")
+    uniform, g = _rows(tmp_path / "attention.csv")
+    errors, _ = quadrature_attention.attention_errors(
+        *_pairs(1.0), jax.random.split(jax.random.key(2), 2), "G"
+    )
+    assert float(g["isotropic 1"]) == pytest.approx(float(errors.mean()), rel=1e-4)
+    want = []
+    for q, k in zip(*_pairs(1.0), strict=True):
+        a = np.exp(q[:, 0] @ k[:, 0].T)
+        a /= a.sum(axis=1, keepdims=True)
+        want.append(np.sum((a - 1 / 6) ** 2) / np.sum(a**2))
+    assert float(uniform["isotropic 1"]) == pytest.approx(np.mean(want), rel=1e-4)
+    ratio = float(uniform["isotropic 1"]) / float(g["isotropic 1"])
+    assert f"uniform {ratio:.2f}" in text
+
+
+def _pairs(squared_norm, prefix=""):
+    pairs = [attention_mse.DATA[f"{prefix}isotropic"](squared_norm, seed) for seed in range(2)]
+    return tuple(jnp.stack(part) for part in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "names", "message"),
+    [
+        (["figure_4"], [], "unknown part 'figure_4'; did you mean"),
+        (["figure_1"], ["digits", "mnist"], "unknown data set 'mnist'"),
+        (["figure_1", "figure_2"], ["normal_3072"], "figure_2 needs a data set with targets"),
+    ],
+)
+def test_bad_flags_before_any_work(parts, names, message, monkeypatch, tmp_path):
+    values = {"_PARTS": parts, "_RUNS": 0, "_QUICK": True, "_OUT": str(tmp_path / "out")}
+    for name, value in values.items():
+        monkeypatch.setattr(quadrature, name, SimpleNamespace(value=value), raising=False)
+    monkeypatch.setattr(uci, "DATA_SETS", SimpleNamespace(value=names))
+    monkeypatch.setattr(uci, "DATA_DIR", SimpleNamespace(value=None))
+    with pytest.raises(ValueError, match=message):
+        quadrature.main()
+    assert not (tmp_path / "out").exists()
