@@ -18,7 +18,7 @@ demo: install  ## train a small Performer-ViT on scikit-learn's digits: two minu
 	$(BIN)/python -m vit.train --config=experiments/configs/digits.py --workdir=runs/demo
 
 test: install  ## the test suite without the long statistical runs
-	$(BIN)/pytest -n $(PYTEST_WORKERS)
+	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
