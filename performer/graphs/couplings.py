@@ -1,0 +1,176 @@
+"""Joint laws of the lengths of the random walks that leave one node.
+
+A coupling is a function (key, num_walks, p_halt) -> (num_walks,) of lengths, int32, each by itself
+geometric, P(length = l) = (1 - p_halt)^l p_halt, l = 0, 1, ...; walks from different nodes are
+independent. That is all a coupling has to keep for estimates to stay unbiased.
+
+    independent   every length by itself
+    antithetic    pairs that never halt at the same step (qGRF Def. 3.1)
+    ensemble      floor(1 / p_halt) walkers of which no two halt at the same step (qGRF Cor. 3.3)
+    sigma         pairs by a permutation of the quantiles (VRC Def. 4.2); `matching` learns it
+
+Our lengths are len(omega) of the papers, and num_walks their m.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from performer import choices
+from performer.typing import Key
+
+Coupling = Callable[[Key, int, float], Int[Array, " m"]]
+"""coupling(key, num_walks, p_halt) -> lengths."""
+
+
+def independent(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
+    """Lengths that nothing couples."""
+    return _geometric(_uniform(key, (num_walks,)), p_halt)
+
+
+def antithetic(
+    key: Key, num_walks: int, p_halt: float, *, offset: float = 0.5, size: int = 2
+) -> Int[Array, " m"]:
+    """Antithetic termination: t_k = mod_1(t_1 + k offset), and walker k halts when t_k < p_halt.
+
+    qGRF Eq. 11, for any offset (Thm 3.4) and groups of any size, t_1 uniform and new at each step.
+    Drawn event by event, not step by step: the time to the next step at which a walker of the group
+    halts is geometric, and which ones do is one draw of the part of the circle that t_1 lies in.
+
+    Args:
+        key: of the draw.
+        num_walks: m; the last group is cut off when it is no multiple of the size.
+        p_halt: the probability to halt at each step.
+        offset: between the termination variables of neighbours in a group. With p_halt <= offset <=
+            1 - p_halt two walkers never halt at once; p_halt (1 - p_halt) is as good as independent.
+        size: how many walkers make a group.
+    """
+    groups = -(-num_walks // size)
+    keys = jax.random.split(key, groups)
+    draw = partial(_group, p_halt=p_halt, offset=offset, size=size)
+    return jax.vmap(draw)(keys).reshape(-1)[:num_walks]
+
+
+def ensemble(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
+    """Groups of floor(1 / p_halt) antithetic walkers, the largest there are (qGRF Cor. 3.3)."""
+    size = max(int(1 / p_halt + 1e-9), 1)
+    return antithetic(key, num_walks, p_halt, offset=p_halt, size=size)
+
+
+def sigma(permutation: Int[np.ndarray, " n"]) -> Coupling:
+    """Pairs whose lengths lie in matched quantiles: in the q-th of n, and in the sigma(q)-th.
+
+    The permutation density p_sigma(x, y) = n 1[sigma(ceil(n x)) = ceil(n y)], mapped by the inverse
+    geometric distribution function (VRC Def. 4.2). The last of an odd number of walks is alone.
+
+    Args:
+        permutation: sigma, of 0 to n - 1; `matching.learn` finds it.
+
+    Raises:
+        ValueError: when it is no permutation.
+    """
+    order = len(permutation)
+    if sorted(np.asarray(permutation).tolist()) != list(range(order)):
+        raise ValueError(f"not a permutation of 0..{order - 1}: {permutation}")
+    table = jnp.asarray(permutation, jnp.int32)
+
+    def coupling(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
+        pairs = -(-num_walks // 2)
+        of_tile, of_place = jax.random.split(key)
+        q = jax.random.randint(of_tile, (pairs,), 0, order)
+        tiles = jnp.stack([q, table[q]], axis=-1)
+        above = (order - 1 - tiles + _uniform(of_place, (pairs, 2))) / order  # 1 - the quantile
+        return _geometric(above.reshape(-1)[:num_walks], p_halt)
+
+    return coupling
+
+
+COUPLINGS: dict[str, Coupling] = {
+    "independent": independent,
+    "antithetic": antithetic,
+    "ensemble": ensemble,
+}
+
+
+def get(name: str) -> Coupling:
+    """The coupling of that name.
+
+    Raises:
+        ValueError: for an unknown name, with the list of names and the nearest.
+    """
+    if name == "sigma":
+        raise ValueError(
+            "the coupling sigma is learned: pass couplings.sigma(matching.learn(graph, ...))"
+        )
+    if name not in COUPLINGS:
+        raise ValueError(choices.unknown("coupling of walks", name, [*COUPLINGS, "sigma"]))
+    return COUPLINGS[name]
+
+
+def lengths(
+    key: Key, coupling: str | Coupling, num_nodes: int, num_walks: int, p_halt: float
+) -> Int[Array, "n m"]:
+    """Lengths of the walks from every node (num_nodes, num_walks), independent between nodes.
+
+    The lengths of a node depend on the key and the node alone.
+
+    Raises:
+        ValueError: for an unknown coupling, num_walks below 1, or p_halt outside (0, 1).
+    """
+    chosen = get(coupling) if isinstance(coupling, str) else coupling
+    choices.positive_integer("num_walks", num_walks)
+    require_probability(p_halt)
+    return _lengths(key, chosen, num_nodes, num_walks, float(p_halt))
+
+
+def require_probability(p_halt: float) -> None:
+    """Raises ValueError unless 0 < p_halt < 1."""
+    if not 0 < p_halt < 1:
+        raise ValueError(
+            f"p_halt, the probability to halt at each step, must be in (0, 1), got {p_halt}"
+        )
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _lengths(key: Key, coupling: Coupling, num_nodes: int, num_walks: int, p_halt: float) -> Array:
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(num_nodes))
+    return jax.vmap(lambda key: coupling(key, num_walks, p_halt))(keys)
+
+
+def _group(key: Key, p_halt: float, offset: float, size: int) -> Array:
+    """The lengths of `size` walkers with common termination variables."""
+    shifts = offset * np.arange(size)
+    ends = np.sort(np.concatenate([[0, 1], np.mod(-shifts, 1), np.mod(p_halt - shifts, 1)]))
+    middles = (ends[1:] + ends[:-1]) / 2
+    widths = jnp.asarray(np.diff(ends), jnp.float32)
+    halting = jnp.asarray(np.mod(middles[:, None] + shifts, 1) < p_halt)  # (arcs, size)
+
+    def event(carry, draws):
+        alive, time, found = carry
+        chances = jnp.cumsum(widths * (halting & alive).any(axis=1))
+        total = jnp.minimum(chances[-1], 1)
+        now = time + _geometric(draws[0], total)
+        arc = jnp.searchsorted(chances, draws[1] * total)
+        stops = halting[arc] & alive
+        return (alive & ~stops, now + 1, jnp.where(stops, now, found)), None
+
+    none = jnp.zeros(size, jnp.int32)
+    start = (jnp.ones(size, bool), jnp.zeros((), jnp.int32), none)
+    (_, _, found), _ = jax.lax.scan(event, start, _uniform(key, (size, 2)))
+    return found
+
+
+def _geometric(u: Array, p: float | Array) -> Array:
+    """The inverse distribution function of a geometric law, at 1 - u."""
+    found = jnp.floor(jnp.log(u) / jnp.log1p(-p))
+    return jnp.where(jnp.isfinite(found), found, 0).astype(jnp.int32)
+
+
+def _uniform(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Uniform in (0, 1]; small values have all their digits, as long walks need (not 2^-24)."""
+    bits = jax.random.bits(key, shape, jnp.uint32)
+    return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)

@@ -1,0 +1,198 @@
+"""Graph random features: sparse estimates of kernels between the nodes of a graph.
+
+    phi(i)_x = 1/m sum over walks k from i, over their visits to x:  f(step) load
+
+(qGRF Eq. 8, VRC Eqs 49 and 50). Their dot products are unbiased for the kernel (sum_t f_t A^t)^2 of
+two different nodes. With itself a node shares its walks, which makes the diagonal too large; a
+second, independent ensemble (`unbiased_diagonal`) mends that and doubles the work (qGRF App. 8.7).
+Then the estimate is (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2, which need not be positive definite; with
+one ensemble it always is.
+
+Nothing here is N x N but on request: `kernel @ v` takes time in proportion to the visits.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from performer.graphs import couplings, kernels, modulations, walks
+from performer.graphs.couplings import Coupling
+from performer.graphs.graph import Graph
+from performer.typing import Key
+
+
+FOREVER = -1
+"""The step of a node without edges: all of them, where sum_t f_t is known and nothing to draw."""
+ENDLESS = 1024
+"""Terms of that sum."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("start", "node", "value"),
+    meta_fields=("num_nodes",),
+)
+@dataclass(frozen=True)
+class Features:
+    """The sparse matrix Phi (N, N), row i the features of node i; entries of one place add up."""
+
+    start: Any
+    """Rows (T,), int32."""
+    node: Any
+    """Columns (T,), int32."""
+    value: Any
+    """Entries (T,)."""
+    num_nodes: int
+
+    def __matmul__(self, vectors: Array) -> Array:
+        """Phi v, for v (N,) or (N, k)."""
+        return self._sum(self.node, self.start, vectors)
+
+    def transposed(self, vectors: Array) -> Array:
+        """Phi^T v."""
+        return self._sum(self.start, self.node, vectors)
+
+    def to_dense(self) -> Float[Array, "n n"]:
+        """Phi."""
+        zeros = jnp.zeros((self.num_nodes,) * 2, self.value.dtype)
+        return zeros.at[self.start, self.node].add(self.value)
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """Phi as a SciPy matrix; entries of one place are summed."""
+        value, start, node = (np.asarray(x) for x in (self.value, self.start, self.node))
+        kept = value != 0
+        return scipy.sparse.csr_array(
+            (value[kept], (start[kept], node[kept])), shape=(self.num_nodes,) * 2
+        )
+
+    def _sum(self, source: Array, target: Array, vectors: Array) -> Array:
+        value = self.value.reshape(-1, *[1] * (vectors.ndim - 1))
+        return jax.ops.segment_sum(value * vectors[source], target, self.num_nodes)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("left", "right"), meta_fields=())
+@dataclass(frozen=True)
+class Estimate:
+    """An estimated kernel: Phi Phi^T, or of two ensembles (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2."""
+
+    left: Features
+    right: Features | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.left.num_nodes
+
+    def __matmul__(self, vectors: Array) -> Array:
+        """K v, for v (N,) or (N, k), without K."""
+        if self.right is None:
+            return self.left @ self.left.transposed(vectors)
+        both = self.left @ self.right.transposed(vectors)
+        return (both + self.right @ self.left.transposed(vectors)) / 2
+
+    def gram(self) -> Float[Array, "n n"]:
+        """K, dense."""
+        phi = self.left.to_dense()
+        with jax.default_matmul_precision("highest"):
+            if self.right is None:
+                return phi @ phi.T
+            product = phi @ self.right.to_dense().T
+        return (product + product.T) / 2
+
+
+def graph_random_features(
+    key: Key,
+    graph: Graph,
+    kernel: modulations.Modulation,
+    *,
+    num_walks: int,
+    p_halt: float,
+    coupling: str | Coupling = "antithetic",
+    steps: walks.Steps = "uniform",
+    adjacency: Literal["normalised", "weights"] = "normalised",
+    unbiased_diagonal: bool = False,
+    mesh: Mesh | None = None,
+) -> Estimate:
+    """An estimate of a kernel between all nodes, by random walks.
+
+    Args:
+        key: the same key gives the same walks, whatever the kernel and the devices.
+        graph: the graph.
+        kernel: a function of `modulations`, as `modulations.diffusion(sigma=1.0)`.
+        num_walks: m, from each node.
+        p_halt: the probability to halt at each step; small for long walks and small errors.
+        coupling: of the lengths: "independent", "antithetic", "ensemble", or a function.
+        steps: "uniform" or "weighted".
+        adjacency: A is the normalised adjacency matrix, or the weights as they are.
+        unbiased_diagonal: draw two ensembles.
+        mesh: devices to split the nodes over.
+
+    Raises:
+        ValueError: for what the parts refuse, or a series that diverges on the weights.
+
+    Example:
+        >>> K = graph_random_features(key, graph, modulations.diffusion(), num_walks=8, p_halt=0.2)
+        >>> K @ v, K.gram()
+    """
+    sampled = partial(
+        sample, graph=graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling,
+        steps=steps, adjacency=adjacency, mesh=mesh,
+    )  # fmt: skip
+    if not callable(kernel):
+        raise ValueError(
+            f"kernel must be a modulation, as modulations.diffusion(sigma=1.0), got {kernel!r}"
+        )
+    if adjacency == "weights":
+        kernels.require_convergence(graph, kernel)
+    if not unbiased_diagonal:
+        return Estimate(modulate(sampled(key), kernel))
+    left, right = (modulate(sampled(of_one), kernel) for of_one in jax.random.split(key))
+    return Estimate(left, right)
+
+
+def sample(
+    key: Key,
+    graph: Graph,
+    *,
+    num_walks: int,
+    p_halt: float,
+    coupling: str | Coupling = "antithetic",
+    steps: walks.Steps = "uniform",
+    adjacency: Literal["normalised", "weights"] = "normalised",
+    mesh: Mesh | None = None,
+) -> walks.Walks:
+    """The walks of `graph_random_features`, which any kernel may then modulate."""
+    if adjacency not in ("normalised", "weights"):
+        raise ValueError(f"adjacency must be 'normalised' or 'weights', got {adjacency!r}")
+    of_lengths, of_walks = jax.random.split(key)
+    chosen = graph.normalised() if adjacency == "normalised" else graph
+    lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
+    found = walks.sample(of_walks, chosen, lengths, p_halt=p_halt, steps=steps, mesh=mesh)
+    alone = graph.degrees == 0
+    if adjacency == "weights" or not bool(alone.any()):
+        return found
+    alone = alone[found.start]
+    return replace(
+        found,
+        step=jnp.where(alone, FOREVER, found.step),
+        load=jnp.where(alone & (found.step > 0), 0, found.load),
+    )
+
+
+def modulate(sampled: walks.Walks, kernel: modulations.Modulation) -> Features:
+    """The features that walks give for a kernel (VRC Eqs 49 and 50); differentiable in f."""
+    f = kernel(sampled.max_steps + 1)
+    value = _weighed(sampled, jnp.append(f, kernel(ENDLESS).sum()))
+    return Features(sampled.start, sampled.node, value, sampled.num_nodes)
+
+
+@jax.jit
+def _weighed(sampled: walks.Walks, of_step: Array) -> Array:
+    return of_step[sampled.step].astype(sampled.load.dtype) * sampled.load / sampled.num_walks

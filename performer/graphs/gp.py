@@ -1,0 +1,155 @@
+"""Gaussian processes on the nodes of a graph, without a Gram matrix.
+
+f ~ N(0, sigma_v^2 K) over all nodes, seen with noise N(0, sigma_n^2) at some of them (VRC Sec. 4.2,
+App. F.2; their kappa is sigma_v^2, gamma the lengthscale). Only products K v are taken: systems of
+equations go by conjugate gradients, to a relative residual of `tolerance`, and the gradient of the
+likelihood,
+
+    d/dtheta -log p(y) = -1/2 alpha^T (dC) alpha + 1/2 E_z (C^{-1} z)^T (dC) z,    alpha = C^{-1} y,
+
+has its trace from random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I over the nodes seen.
+`performer.gp` does the same densely, of `estimate.gram()`; its `kl` compares posteriors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.scipy.sparse.linalg import cg
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from performer import descent
+from performer.gp import Gaussian, Scales
+from performer.graphs import features, modulations, walks
+from performer.kernels import checked
+from performer.typing import Key
+
+TOLERANCE = 1e-5
+"""Of the residual of a system of equations, relative to its right-hand side."""
+
+
+def posterior(
+    kernel: Any,
+    num_nodes: int,
+    observed: Int[Array, " n"],
+    y: Float[Array, " n"],
+    nodes: Int[Array, " k"],
+    *,
+    output_scale: ArrayLike = 1.0,
+    noise_scale: ArrayLike,
+    tolerance: float = TOLERANCE,
+) -> Gaussian:
+    """The law of f at some nodes, given values at others; one system of equations for each node.
+
+    Args:
+        kernel: anything that multiplies vectors over all nodes with `@`.
+        num_nodes: N.
+        observed: the nodes seen.
+        y: the values there.
+        nodes: where f is wanted; its covariance is (k, k).
+        output_scale: sigma_v.
+        noise_scale: sigma_n.
+        tolerance: of the conjugate gradients.
+
+    Raises:
+        ValueError: for a scale that is not positive, or when the gradients do not converge; inside
+            `jit` the results are NaN then.
+    """
+    checked("output_scale", output_scale)
+    system = _system(kernel, num_nodes, observed, output_scale, checked("noise_scale", noise_scale))
+    of_nodes = output_scale**2 * (kernel @ _one_hot(num_nodes, nodes, y.dtype))  # (N, k)
+    cross = of_nodes[observed]
+    solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
+    return Gaussian(cross.T @ solved[:, 0], of_nodes[nodes] - cross.T @ solved[:, 1:])
+
+
+def solve(
+    system: Callable[[Array], Array], right: Float[Array, "n k"], tolerance: float = TOLERANCE
+) -> Float[Array, "n k"]:
+    """The k solutions of C x = right, by conjugate gradients on all columns at once.
+
+    Raises:
+        ValueError: when a residual stays above ten times the tolerance; inside `jit`, NaN.
+    """
+    found = jax.vmap(lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0], 1, 1)(
+        right
+    )
+    residual = jnp.linalg.norm(system(found) - right, axis=0)
+    relative = jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
+    if isinstance(relative, Tracer):
+        return jnp.where(relative <= 10 * tolerance, found, jnp.nan)
+    if not float(relative) <= 10 * tolerance:
+        raise ValueError(
+            f"the conjugate gradients stopped at a relative residual of {float(relative):.3g}, for"
+            f" a tolerance of {tolerance:.3g}: use a larger noise_scale or tolerance, or float64"
+        )
+    return found
+
+
+def fit(
+    key: Key,
+    sampled: walks.Walks,
+    observed: Int[Array, " n"],
+    y: Float[Array, " n"],
+    start: Scales,
+    *,
+    kernel: Callable[[ArrayLike], modulations.Modulation] = modulations.diffusion,
+    num_steps: int = 1000,
+    num_probes: int = 8,
+    tolerance: float = 1e-3,
+    optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
+) -> Scales:
+    """The scales that maximise the marginal likelihood under the estimated kernel (VRC App. F.2).
+
+    The walks are drawn once (`features.sample`), and only their modulation moves.
+
+    Args:
+        key: of the random signs.
+        sampled: the walks.
+        observed: the nodes seen.
+        y: the values there.
+        start: lengthscale (what `kernel` takes), output_scale, noise_scale.
+        kernel: lengthscale -> modulation.
+        num_steps: how many steps of the optimizer, on the logarithms of the scales.
+        num_probes: vectors of random signs in each step.
+        tolerance: of the conjugate gradients; gradients are stochastic anyway.
+        optimizer: the paper's by default.
+
+    Raises:
+        ValueError: for a start that is not positive, or a fit that left the finite numbers.
+    """
+    logs = {
+        name: jnp.log(jnp.asarray(checked(name, value), y.dtype))
+        for name, value in start._asdict().items()
+    }
+
+    def loss(logs, key):
+        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs))
+        estimate = features.Estimate(features.modulate(sampled, kernel(lengthscale)))
+        system = _system(estimate, sampled.num_nodes, observed, output_scale, noise_scale)
+        signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
+        frozen = jax.lax.stop_gradient
+        right = jnp.concatenate([y[:, None], signs], axis=1)
+        solved = frozen(solve(lambda v: frozen(system(v)), right, tolerance))
+        products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
+        return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
+
+    logs, _ = descent.minimize(loss, logs, key, num_steps=num_steps, optimizer=optimizer)
+    return Scales(**jax.tree.map(jnp.exp, logs))
+
+
+def _system(kernel, num_nodes, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
+    """v -> C v over the nodes seen, for v (n, k)."""
+
+    def system(v):
+        everywhere = jnp.zeros((num_nodes, v.shape[1]), v.dtype).at[observed].set(v)
+        return output_scale**2 * (kernel @ everywhere)[observed] + noise_scale**2 * v
+
+    return system
+
+
+def _one_hot(num_nodes: int, nodes: Array, dtype: Any) -> Array:
+    return jnp.zeros((num_nodes, len(nodes)), dtype).at[nodes, jnp.arange(len(nodes))].set(1)

@@ -1,0 +1,165 @@
+"""Undirected weighted graphs in compressed sparse rows: arrays of jax, a pytree.
+
+The neighbours of node i are `indices[indptr[i]:indptr[i + 1]]`, every edge standing in the rows of
+both of its ends. qGRF Sec. 2.1, VRC App. C.1: our `weights` are their W, `normalised()` is
+A = D^{-1/2} W D^{-1/2}, and the normalised Laplacian is I - A.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from jaxtyping import Array, Float
+
+if TYPE_CHECKING:
+    import networkx
+
+
+class Graph(NamedTuple):
+    """An undirected graph; make it by `from_edges`, `from_scipy` or `from_networkx`."""
+
+    indptr: Array
+    """Where each row begins (num_nodes + 1,), int32."""
+    indices: Array
+    """The neighbours, row after row, int32."""
+    weights: Array
+    """Of the edges to them, floating."""
+
+    @classmethod
+    def from_edges(cls, edges: Any, num_nodes: int, weights: Any = None) -> "Graph":
+        """A graph from a list of its edges, each undirected edge once.
+
+        Args:
+            edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up.
+            num_nodes: how many nodes there are; some may have no edge.
+            weights: (E,), 1 if None.
+
+        Raises:
+            ValueError: for ids out of range, shapes that do not fit, or weights that are not finite.
+
+        Example:
+            >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
+        """
+        pairs = np.asarray(edges).reshape(-1, 2) if np.size(edges) == 0 else np.asarray(edges)
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
+            raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}")
+        if pairs.size and not np.issubdtype(pairs.dtype, np.integer):
+            raise ValueError(f"edges must be integer node ids, got {pairs.dtype}")
+        outside = np.flatnonzero(((pairs < 0) | (pairs >= num_nodes)).any(axis=1))
+        if outside.size:
+            raise ValueError(
+                f"edge {outside[0]}, {tuple(pairs[outside[0]].tolist())}, names a node outside"
+                f" 0..{num_nodes - 1}: num_nodes={num_nodes} is too small or the ids do not start"
+                " at 0"
+            )
+        values = np.ones(len(pairs)) if weights is None else np.asarray(weights, np.float64)
+        if values.shape != (len(pairs),):
+            raise ValueError(f"{len(pairs)} edges need as many weights, got shape {values.shape}")
+        i, j = pairs.T.astype(np.int64)
+        loops = i == j
+        rows, columns = np.concatenate([i, j[~loops]]), np.concatenate([j, i[~loops]])
+        entries = np.concatenate([values, values[~loops]])
+        return cls.from_scipy(
+            scipy.sparse.coo_array((entries, (rows, columns)), shape=(num_nodes, num_nodes))
+        )
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "Graph":
+        """A graph from its weighted adjacency matrix, a SciPy sparse (or a dense) one.
+
+        Raises:
+            ValueError: when it is not square, not symmetric or not finite.
+        """
+        matrix = scipy.sparse.csr_array(matrix, dtype=np.float64)
+        if matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"an adjacency matrix is square, this one is {matrix.shape}")
+        matrix.sum_duplicates()
+        matrix.eliminate_zeros()
+        if not np.isfinite(matrix.data).all():
+            raise ValueError("an edge has a weight that is not finite")
+        skew = abs(matrix - matrix.T)
+        if skew.nnz and skew.max() > 1e-6 * abs(matrix).max():
+            i, j = (int(part[np.argmax(skew.tocoo().data)]) for part in skew.tocoo().coords)
+            raise ValueError(
+                f"the adjacency matrix is not symmetric: [{i}, {j}] is {matrix[i, j]:.6g} and"
+                f" [{j}, {i}] is {matrix[j, i]:.6g}; these graphs are undirected, take W + W.T"
+            )
+        return cls(
+            jnp.asarray(matrix.indptr, jnp.int32),
+            jnp.asarray(matrix.indices, jnp.int32),
+            jnp.asarray(matrix.data, float),
+        )
+
+    @classmethod
+    def from_networkx(cls, graph: "networkx.Graph", weight: str | None = "weight") -> "Graph":
+        """A graph of networkx: node i here is the i-th of `graph.nodes`.
+
+        Args:
+            graph: undirected; parallel edges of a MultiGraph add up.
+            weight: the edge attribute with the weights, 1 where it is absent; None for all 1.
+
+        Raises:
+            ValueError: when the graph is directed.
+        """
+        import networkx
+
+        if graph.is_directed():
+            raise ValueError("the graph is directed; take graph.to_undirected()")
+        return cls.from_scipy(networkx.to_scipy_sparse_array(graph, weight=weight, format="csr"))
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.indptr) - 1
+
+    @property
+    def degrees(self) -> Array:
+        """The number of neighbours of each node (N,), int32."""
+        return jnp.diff(self.indptr)
+
+    def __matmul__(self, vectors: Array) -> Array:
+        """W v, for v (N,) or (N, k)."""
+        rows = jnp.repeat(
+            jnp.arange(self.num_nodes), self.degrees, total_repeat_length=len(self.indices)
+        )
+        weights = self.weights.reshape(-1, *[1] * (vectors.ndim - 1))
+        return jax.ops.segment_sum(
+            weights * vectors[self.indices], rows, self.num_nodes, indices_are_sorted=True
+        )
+
+    def normalised(self) -> "Graph":
+        """A = D^{-1/2} W D^{-1/2}, so that the normalised Laplacian is I - A.
+
+        The Laplacian of a node without edges is 0, which makes its A_ii = 1: a loop.
+
+        Raises:
+            ValueError: when a weight is negative, for then D need not have a root.
+        """
+        matrix = self.to_scipy()
+        require_nonnegative(self, "the normalised Laplacian")
+        strengths = matrix.sum(axis=1)
+        alone = strengths == 0
+        scale = scipy.sparse.diags_array(np.where(alone, 0, 1 / np.sqrt(strengths + alone)))
+        return Graph.from_scipy(scale @ matrix @ scale + scipy.sparse.diags_array(alone * 1.0))
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The weighted adjacency matrix W, in float64."""
+        parts = (
+            np.asarray(self.weights, np.float64),
+            *map(np.asarray, (self.indices, self.indptr)),
+        )
+        return scipy.sparse.csr_array(parts, shape=(self.num_nodes, self.num_nodes))
+
+    def to_dense(self) -> Float[Array, "n n"]:
+        """The weighted adjacency matrix W."""
+        return jnp.asarray(self.to_scipy().toarray(), self.weights.dtype)
+
+
+def require_nonnegative(graph: Graph, what: str) -> None:
+    """Raises ValueError when a weight is negative, naming `what` cannot have it."""
+    if len(graph.weights) and float(jnp.min(graph.weights)) < 0:
+        raise ValueError(
+            f"{what} needs weights >= 0, the least is {float(jnp.min(graph.weights)):.6g}"
+        )

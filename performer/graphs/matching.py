@@ -1,0 +1,174 @@
+"""Learns the permutation of the sigma-coupling: optimal transport as an assignment problem.
+
+Two walks from node i, and two from j, have lengths in matched quantiles q and sigma(q). With
+psi_q(i) the features that a walk from i has in the mean over its directions and over lengths in the
+q-th of n quantiles, the objective for the pair of nodes (VRC Eqs 55 and 58) is
+
+    sum_{q, r} [(psi_q(i) + psi_sigma(q)(i))^T (psi_r(j) + psi_sigma(r)(j))]^2 = f(i) . f(j)
+    f(i) = sum_q u_{q, sigma(q)}(i),    u_{q, r}(i) = vec((psi_q(i) + psi_r(i)) (psi_q(i) + psi_r(i))^T)
+
+quadratic in the matching; only its terms q = r (Eq. 56) make an assignment problem. VRC samples
+walks to estimate psi; here it is exact. A walk of l steps has the mean features
+
+    sum_{t <= l} f_t (1 - p_halt)^{-t} A^t e_i,
+
+so psi_q(i) = g_q(A) e_i with a power series g_q, and the averages over all pairs of nodes are sums
+over the eigenvalues a of A: the linear cost of (q, r) is sum_a (g_q(a) + g_r(a))^4, the quadratic
+objective |sum_q u_{q, sigma(q)}|^2 with u_{q, r} = (g_q + g_r)^2 over the eigenvalues.
+"""
+
+import itertools
+
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+
+from performer import choices
+from performer.graphs import couplings
+from performer.graphs.graph import Graph
+from performer.graphs.modulations import Modulation
+
+Permutation = Int[np.ndarray, " n"]
+ENUMERABLE = 8
+"""Permutations of so many are tried one by one."""
+TERMS = 512
+"""Of the power series."""
+
+
+def learn(graph: Graph, modulation: Modulation, *, p_halt: float, order: int = 30) -> Permutation:
+    """The permutation of VRC Eq. 56, averaged over all pairs of nodes, by the Hungarian algorithm.
+
+    It may then be used on any graph: VRC learns it on an Erdos-Renyi graph of 100 nodes.
+
+    Args:
+        graph: small, for its eigenvalues are taken.
+        modulation: of the kernel.
+        p_halt: that the walks will have.
+        order: n, the number of quantiles.
+
+    Raises:
+        ValueError: for p_halt outside (0, 1) or an order below 1.
+
+    Example:
+        >>> coupling = couplings.sigma(matching.learn(graph, modulations.diffusion(), p_halt=0.3))
+    """
+    return assign(linear_costs(spectral_responses(graph, modulation, p_halt, order)))
+
+
+def series(modulation: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
+    """The coefficients of g_q: f_t (1 - p_halt)^{-t} P(length >= t | length in quantile q).
+
+    Quantile q holds the lengths F^{-1}(u) for u in (q / n, (q + 1) / n], F(t - 1) = 1 - (1 -
+    p_halt)^t (VRC Eq. 54).
+    """
+    couplings.require_probability(p_halt)
+    choices.positive_integer("order", order)
+    above = order - 1 - np.arange(order)[:, None]  # quantiles above the q-th
+    with np.errstate(over="ignore"):
+        inverse = np.exp(-np.arange(TERMS) * np.log1p(-p_halt))  # 1 / P(length >= t)
+    excess = np.where(above > 0, above * inverse, 0)  # 0 times infinity is 0 here
+    return np.clip(order - excess, 0, inverse) * np.asarray(modulation(TERMS), np.float64)
+
+
+def spectral_responses(
+    graph: Graph, modulation: Modulation, p_halt: float, order: int
+) -> Float[np.ndarray, "n a"]:
+    """g_q at every eigenvalue of the normalised adjacency matrix."""
+    eigenvalues = scipy.linalg.eigvalsh(graph.normalised().to_scipy().toarray())
+    return series(modulation, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
+
+
+def node_responses(
+    graph: Graph, modulation: Modulation, p_halt: float, order: int, node: int
+) -> Float[np.ndarray, "n a"]:
+    """psi_q(node), over the nodes of the graph (VRC Eq. 54)."""
+    eigenvalues, vectors = scipy.linalg.eigh(graph.normalised().to_scipy().toarray())
+    spectral = series(modulation, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
+    return spectral * vectors[node] @ vectors.T
+
+
+def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"]:
+    """The cost of matching q and r in VRC Eq. 56, averaged over all pairs of nodes."""
+    sums = responses[:, None] + responses[None]
+    return np.sum(sums**4, axis=-1)
+
+
+def pair_costs(
+    of_i: Float[np.ndarray, "n a"], of_j: Float[np.ndarray, "n a"]
+) -> Float[np.ndarray, "n n"]:
+    """The same for one pair of nodes, of their `node_responses`."""
+    sums_i, sums_j = (x[:, None] + x[None] for x in (of_i, of_j))
+    return np.sum(sums_i * sums_j, axis=-1) ** 2
+
+
+def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
+    """The permutation of the least total cost."""
+    return linear_sum_assignment(costs)[1]
+
+
+def spectral_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n a"]:
+    """u_{q, r} of the average over all pairs of nodes."""
+    return (responses[:, None] + responses[None]) ** 2
+
+
+def node_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n b"]:
+    """u_{q, r} of one node (VRC Eq. 60), of its `node_responses`; b = a^2."""
+    sums = responses[:, None] + responses[None]
+    return (sums[..., :, None] * sums[..., None, :]).reshape(*sums.shape[:2], -1)
+
+
+def reduced(
+    rng: np.random.Generator, *edges: Float[np.ndarray, "n n b"], size: int
+) -> tuple[Float[np.ndarray, "n n r"], ...]:
+    """All edges by one Gaussian matrix to `size` dimensions (VRC Eq. 62): dot products nearly stay.
+
+    Johnson and Lindenstrauss; the objective then costs nothing that grows with the graph.
+    """
+    matrix = rng.standard_normal((edges[0].shape[-1], size)) / np.sqrt(size)
+    return tuple(x @ matrix for x in edges)
+
+
+def objective(
+    permutation: Permutation, of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+) -> float:
+    """VRC Eqs 55 and 61: f(i) . f(j)."""
+    q = np.arange(len(permutation))
+    return float(of_i[q, permutation].sum(axis=0) @ of_j[q, permutation].sum(axis=0))
+
+
+def enumerate_all(
+    of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+) -> Permutation:
+    """The permutation that minimises `objective`, by trying all.
+
+    Raises:
+        ValueError: when there are too many, n > 8.
+    """
+    order = len(of_i)
+    if order > ENUMERABLE:
+        raise ValueError(
+            f"there are {order}! permutations of {order} quantiles: at most {ENUMERABLE} can be"
+            " enumerated; use learn, or project"
+        )
+    every = (np.asarray(p) for p in itertools.permutations(range(order)))
+    return min(every, key=lambda permutation: objective(permutation, of_i, of_j))
+
+
+def project(
+    rng: np.random.Generator, edges: Float[np.ndarray, "n n b"], num_projections: int = 1000
+) -> Permutation:
+    """The permutation that minimises |f|^2, the case i = j, by random projections (VRC Lemma C.2).
+
+    u . g for a Gaussian vector g is a linear cost; its best matching is likely to be that of the
+    shortest f. The best of those found under `objective` is returned. The entries of f that every
+    permutation has in common are of no consequence; g is drawn anew for each projection.
+    """
+    best, least = None, np.inf
+    for _ in range(num_projections):
+        found = assign(edges @ rng.standard_normal(edges.shape[-1]))
+        value = objective(found, edges, edges)
+        if value < least:
+            best, least = found, value
+    assert best is not None
+    return best

@@ -1,0 +1,125 @@
+"""PageRank: where random walks halt.
+
+The PageRank of node i is the probability that a walk which starts anywhere, goes on to a neighbour
+with probability 1 - p_halt, and else halts, does so at i (qGRF Eqs 24 to 30, VRC Eqs 75 to 79; our
+p_halt is 1 - alpha of networkx, the damping factor). The walks that leave one node may be coupled.
+
+A node without neighbours goes on to a node drawn uniformly, as in networkx. No walk need be drawn
+for that: with n of N nodes alone, it multiplies what comes of the starts by N / (N - (1 - p_halt)
+n), and leaves p_halt of it at these nodes.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from performer.graphs import couplings, matching, walks
+from performer.graphs.couplings import Coupling
+from performer.graphs.graph import Graph, require_nonnegative
+from performer.typing import Key
+
+
+def pagerank(
+    key: Key,
+    graph: Graph,
+    *,
+    num_walks: int,
+    p_halt: float,
+    coupling: str | Coupling = "antithetic",
+    steps: walks.Steps = "uniform",
+) -> Float[Array, " n"]:
+    """An unbiased estimate of the PageRank of every node, from num_walks walks of each (Eq. 30).
+
+    Args:
+        key: of the draw.
+        graph: the graph; its weights count for `steps="weighted"` alone.
+        num_walks: from each node.
+        p_halt: the probability to halt, or to teleport: 0.15 for the usual damping of 0.85.
+        coupling: of the lengths of the walks of a node: a name, or `couplings.sigma(learn(...))`.
+        steps: to all neighbours alike, or in proportion to the weights.
+
+    Raises:
+        ValueError: as `couplings.lengths` and `walks.sample`.
+    """
+    of_lengths, of_walks = jax.random.split(key)
+    lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
+    found = walks.sample(of_walks, graph, lengths, p_halt=p_halt, steps=steps)
+    halted = jax.ops.segment_sum(found.last.astype(float), found.node, graph.num_nodes)
+    return _with_teleports(graph, halted / (graph.num_nodes * num_walks), p_halt)
+
+
+def power_iteration(
+    graph: Graph, *, p_halt: float, steps: walks.Steps = "uniform", tolerance: float = 1e-7
+) -> Float[Array, " n"]:
+    """PageRank by x <- p_halt / N + (1 - p_halt) T^T x, until it moves by less than `tolerance`.
+
+    The tolerance is of the sum of absolute differences; the error is at most (1 - p_halt) / p_halt
+    times as large.
+
+    Raises:
+        ValueError: for p_halt outside (0, 1), or "weighted" with a negative weight.
+    """
+    couplings.require_probability(p_halt)
+    if steps == "weighted":
+        require_nonnegative(graph, "a step in proportion to the weights")
+    return _iterate(graph, p_halt, steps, tolerance)
+
+
+def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutation:
+    """The permutation of VRC Eq. 82, summed over the nodes i at which walks may halt.
+
+    With R_q the matrix of the probabilities that a walk from j with its length in quantile q halts
+    at i, the cost of matching q and r is sum_{ij} R_q[j, i] R_r[j, i]. R_q is exact here, from the
+    powers of T; VRC samples it. The variance of a pair of walks is that of the coupling itself, and
+    nothing is approximated. For small graphs: (order, N, N) numbers.
+
+    Raises:
+        ValueError: for p_halt outside (0, 1) or an order below 1.
+    """
+    chances = _length_chances(p_halt, order)
+    neighbours = (graph.to_scipy() != 0).toarray().astype(float)
+    alone = np.diag((neighbours.sum(axis=1) == 0).astype(float))
+    transition = (neighbours + alone) / (neighbours + alone).sum(axis=1, keepdims=True)
+    power, halting = np.eye(graph.num_nodes), np.zeros((order, *transition.shape))
+    for of_length in chances.T:
+        halting += of_length[:, None, None] * power
+        power = power @ transition
+    rows = halting.reshape(order, -1)
+    return matching.assign(rows @ rows.T)
+
+
+def _length_chances(p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
+    """P(length = t | length in quantile q), until fewer than 1e-9 of the last quantile is left."""
+    reached = matching.series(lambda length: jnp.ones(length), p_halt, order)
+    survival = reached * (1 - p_halt) ** np.arange(reached.shape[1])
+    kept = int(np.sum(survival[-1] > 1e-9))
+    return -np.diff(survival, axis=1, append=0)[:, :kept]
+
+
+def _with_teleports(graph: Graph, halted: Array, p_halt: float) -> Array:
+    """What halts where, given what does when a node alone keeps its walks."""
+    alone = graph.degrees == 0
+    factor = graph.num_nodes / (graph.num_nodes - (1 - p_halt) * alone.sum())
+    return factor * jnp.where(alone, p_halt * halted, halted)
+
+
+@partial(jax.jit, static_argnames="steps")
+def _iterate(graph: Graph, p_halt: float, steps: walks.Steps, tolerance: float) -> Array:
+    weights = graph.weights if steps == "weighted" else jnp.ones_like(graph.weights)
+    transition = graph._replace(weights=weights)
+    n = graph.num_nodes
+    strengths = transition @ jnp.ones(n, weights.dtype)
+    alone = strengths == 0
+
+    def step(carry):
+        x, _ = carry
+        shared = p_halt + (1 - p_halt) * jnp.sum(jnp.where(alone, x, 0))
+        moved = transition @ (x / jnp.where(alone, 1, strengths))
+        new = shared / n + (1 - p_halt) * moved
+        return new, jnp.abs(new - x).sum()
+
+    start = (jnp.full(n, 1 / n, weights.dtype), jnp.asarray(jnp.inf, weights.dtype))
+    return jax.lax.while_loop(lambda carry: carry[1] > tolerance, step, start)[0]

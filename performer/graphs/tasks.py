@@ -1,0 +1,102 @@
+"""What kernels between nodes are for: diffusion, clustering, regression of attributes.
+
+A `kernel` here is whatever multiplies vectors with `@`: an estimate of `graph_random_features`, or
+a dense matrix. Nothing else is asked of it, and nothing N x N is made.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from performer import choices
+from performer.typing import Key
+
+
+def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[Array, "n ..."]:
+    """K^num_times state: diffusion, with (I + t / N_t L)^{-2} for K and N_t / 2 times (qGRF Eq. 21).
+
+    One estimate taken again and again is biased, the more the larger its error is (the paper's
+    footnote 2); an estimate with eigenvalues above 1 makes the state grow.
+    """
+    choices.positive_integer("num_times", num_times)
+    return jax.lax.fori_loop(0, num_times, lambda _, u: kernel @ u, state)
+
+
+def regress(
+    kernel: Any, values: Float[Array, "n k"], known: Float[Array, " n"]
+) -> Float[Array, "n k"]:
+    """Values at all nodes, each the mean of the known ones weighed by the kernel (qGRF Eq. 23).
+
+    Args:
+        kernel: of the nodes.
+        values: at the nodes (N, k); those that are not known do not matter.
+        known: 1 where they are known, 0 elsewhere.
+
+    A node that the kernel connects with no known one is NaN.
+    """
+    mask = known.astype(values.dtype)[:, None]
+    return (kernel @ jnp.where(mask > 0, values, 0)) / (kernel @ mask)
+
+
+class Clusters(NamedTuple):
+    """What `kernel_kmeans` found."""
+
+    labels: Int[Array, " n"]
+    objective: Float[Array, ""]
+    """sum_i |phi_i - mean of its cluster|^2 - sum_i K_ii; lower is better, never above 0."""
+
+
+def kernel_kmeans(
+    key: Key,
+    kernel: Any,
+    num_nodes: int,
+    *,
+    num_clusters: int,
+    num_starts: int = 10,
+    num_steps: int = 50,
+) -> Clusters:
+    """Clusters of nodes, by k-means in the space of the kernel (Dhillon et al. 2004).
+
+    The distance of node i to the mean of cluster c is K_ii - 2 sum_{j in c} K_ij / |c| + sum_{jl in
+    c} K_jl / |c|^2; a product of K with the one-hot labels has all of it.
+
+    Args:
+        key: of the random labels to start from.
+        kernel: of the nodes.
+        num_nodes: N.
+        num_clusters: how many.
+        num_starts: the best of so many is returned.
+        num_steps: of each; it converges in fewer.
+    """
+    choices.positive_integer("num_clusters", num_clusters)
+
+    def distances(labels):
+        members = jax.nn.one_hot(labels, num_clusters)  # (N, c)
+        sizes = jnp.maximum(members.sum(axis=0), 1)
+        sums = (kernel @ members) / sizes
+        own = jnp.sum(members * sums, axis=0) / sizes
+        away = jnp.where(members.sum(axis=0) > 0, own - 2 * sums, jnp.inf)
+        return away, -jnp.sum(own * sizes)
+
+    def one(key):
+        start = jax.random.randint(key, (num_nodes,), 0, num_clusters)
+        labels = jax.lax.fori_loop(
+            0, num_steps, lambda _, labels: jnp.argmin(distances(labels)[0], axis=1), start
+        )
+        return Clusters(labels, distances(labels)[1])
+
+    found = jax.lax.map(one, jax.random.split(key, num_starts))
+    best = jnp.argmin(found.objective)
+    return Clusters(found.labels[best], found.objective[best])
+
+
+def clustering_error(labels: Int[Array, " n"], other: Int[Array, " n"]) -> float:
+    """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22)."""
+    n = len(labels)
+    table = np.zeros((int(np.max(labels)) + 1, int(np.max(other)) + 1))
+    np.add.at(table, (np.asarray(labels), np.asarray(other)), 1)
+    pairs = [np.sum(x * (x - 1)) / 2 for x in (table, table.sum(axis=1), table.sum(axis=0))]
+    return float((pairs[1] + pairs[2] - 2 * pairs[0]) / (n * (n - 1) / 2))

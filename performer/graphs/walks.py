@@ -1,0 +1,213 @@
+"""Random walks from all nodes at once.
+
+Walk k of node i makes `lengths[i, k]` steps, which come as data: their joint law is the coupling,
+and nothing here knows of it. A step goes to a neighbour, uniform or in proportion to the weights
+(qGRF Eq. 87). A walk leaves at each node it visits a *load*, what VRC Eq. 50 has beside f,
+
+    load = (product of the weights it went along) / (probability of the walk up to there),
+
+one for each of its prefixes; a prefix of t steps has probability (1 - p_halt)^t times that of its
+directions. The walks are dealt out to *lanes*, long and short ones alike, and a lane walks one after
+the other: all lanes make a step at once, and none waits for the longest walk of all. A draw is a
+function of key, walker and step, whatever the lanes and the devices.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry_2x32
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
+
+from performer.graphs import couplings
+from performer.graphs.graph import Graph, require_nonnegative
+from performer.typing import Key
+
+Steps = Literal["uniform", "weighted"]
+STRETCH = 4
+"""A lane is so many times as long as the longest walk to be expected; then a sixth is idle."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("start", "node", "step", "load", "last"),
+    meta_fields=("num_nodes", "num_walks", "max_steps"),
+)
+@dataclass(frozen=True)
+class Walks:
+    """What all walks left behind: one flat list (T,), in no particular order."""
+
+    start: Any
+    """The node that the walk left from, int32."""
+    node: Any
+    """The node it visits, int32."""
+    step: Any
+    """How many steps it has made, int32."""
+    load: Any
+    """Weights over probability; 0 for the entries that fill up the list."""
+    last: Any
+    """Whether it halts there, bool."""
+    num_nodes: int
+    num_walks: int
+    """From each node."""
+    max_steps: int
+    """No step is greater."""
+
+
+def sample(
+    key: Key,
+    graph: Graph,
+    lengths: Int[Array, "n m"],
+    *,
+    p_halt: float,
+    steps: Steps = "uniform",
+    mesh: Mesh | None = None,
+) -> Walks:
+    """Walks of given lengths from every node, and the loads they leave.
+
+    A walk at a node without neighbours stays there, with load 0.
+
+    Args:
+        key: of the directions.
+        graph: the loads multiply its weights.
+        lengths: (num_nodes, num_walks), of `couplings.lengths`; not traced.
+        p_halt: of the geometric law that each length has.
+        steps: "uniform" over the neighbours, or "weighted", in proportion to the weights.
+        mesh: devices to split the nodes over, along all axes; each has the whole graph.
+
+    Raises:
+        ValueError: for p_halt outside (0, 1), lengths that do not fit the graph, unknown `steps`,
+            or "weighted" ones with a negative weight.
+    """
+    couplings.require_probability(p_halt)
+    if lengths.ndim != 2 or len(lengths) != graph.num_nodes:
+        raise ValueError(
+            f"lengths must be (num_nodes, num_walks), of {graph.num_nodes} nodes; got"
+            f" {lengths.shape}"
+        )
+    if steps not in ("uniform", "weighted"):
+        raise ValueError(f"steps must be 'uniform' or 'weighted', got {steps!r}")
+    if steps == "weighted":
+        require_nonnegative(graph, "a step in proportion to the weights")
+    walkers, of_walkers, rounds = _lanes(np.asarray(lengths), p_halt, mesh.size if mesh else 1)
+    parts = _walk_all(
+        jax.random.bits(key, (2,), jnp.uint32),
+        graph,
+        _cumulative(graph) if steps == "weighted" else None,
+        walkers,
+        of_walkers,
+        lengths.shape[1],
+        rounds,
+        float(p_halt),
+        mesh,
+    )
+    longest = -(-int(of_walkers.max()) // 64) * 64
+    return Walks(*parts, graph.num_nodes, lengths.shape[1], longest)
+
+
+def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """What each lane walks: walkers and their lengths (walks of a lane, lanes), and for how long.
+
+    Walker k of node i is i * num_walks + k; a length of -1 stands for no walk. Lanes are sorted by
+    device, each of which has an equal part of the nodes.
+    """
+    missing = -len(lengths) % devices
+    of_device = np.pad(lengths, ((0, missing), (0, 0)), constant_values=-1).reshape(devices, -1)
+    count = of_device.shape[1]
+    longest = np.log(count + 1) / -np.log1p(-p_halt) + 1
+    lanes = max(round(count / p_halt / (STRETCH * longest)), 1)
+    depth = -(-count // lanes)
+    padded = np.pad(of_device, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
+    order = np.argsort(-padded.astype(np.int16), axis=1, kind="stable")  # a radix sort
+    order = order.reshape(devices, depth, lanes)
+    order[:, 1::2] = order[:, 1::2, ::-1]  # dealt out to and fro, so that all lanes are as long
+    dealt = np.take_along_axis(padded, order.reshape(devices, -1), axis=1).reshape(order.shape)
+    walkers = order + count * np.arange(devices)[:, None, None]
+    grain = -(-int(longest) // 16) * 16  # other draws then need no other program, nearly always
+    rounds = -(-int((dealt + 1).sum(axis=1).max(initial=1)) // grain) * grain
+    walkers, dealt = (np.moveaxis(x, 0, 1).reshape(depth, -1) for x in (walkers, dealt))
+    return walkers.astype(np.int32), dealt.astype(np.int32), rounds
+
+
+@partial(jax.jit, static_argnums=(5, 6, 7, 8))
+def _walk_all(seed, graph, cumulative, walkers, lengths, num_walks, rounds, p_halt, mesh):
+    """`_walk` on each device, for its lanes."""
+    walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
+    if mesh is not None:
+        whole, lanes = PartitionSpec(), PartitionSpec(None, mesh.axis_names)
+        walk = jax.shard_map(
+            walk,
+            mesh=mesh,
+            in_specs=(whole, whole, whole, lanes, lanes),
+            out_specs=PartitionSpec(mesh.axis_names),
+        )
+    return walk(seed, graph, cumulative, walkers, lengths)
+
+
+def _walk(seed, graph, cumulative, walkers, lengths, *, num_walks, rounds, p_halt):
+    """All lanes, step by step: flat lists of start, node, step, load and last."""
+    depth, lanes = walkers.shape
+    lane = jnp.arange(lanes)
+
+    def move(carry, _):
+        turn, step, node, load = carry
+        place = jnp.minimum(turn, depth - 1)
+        walker = walkers[place, lane]
+        length = jnp.where(turn < depth, lengths[place, lane], -1)
+        start = jnp.minimum(walker // num_walks, graph.num_nodes - 1)
+        moved, factor = _step(graph, cumulative, node, _uniform(seed, walker, step))
+        node = jnp.where(step == 0, start, moved)
+        load = jnp.where(step == 0, 1, load * factor / (1 - p_halt)).astype(load.dtype)
+        left = jnp.where(length >= 0, load, 0)
+        last = step == length
+        done = step >= length
+        carry = (turn + done, jnp.where(done, 0, step + 1), node, load)
+        return carry, (start, node, step, left, last)
+
+    zeros = jnp.zeros_like(walkers[0])
+    begin = (zeros, zeros, zeros, zeros.astype(graph.weights.dtype))
+    _, found = jax.lax.scan(move, begin, length=rounds)
+    return tuple(x.reshape(-1) for x in found)
+
+
+def _step(graph, cumulative, node, u):
+    """The next node, and the weight of the edge over the probability to take it."""
+    begin, end = graph.indptr[node], graph.indptr[node + 1]
+    degree, last = end - begin, jnp.maximum(end - 1, begin)
+    if cumulative is None:
+        place = jnp.minimum(begin + (u * degree).astype(jnp.int32), last)
+        factor = graph.weights[place] * degree
+    else:
+        factor = cumulative[last]
+        place = _first_above(cumulative, begin, last, u * factor)
+    return jnp.where(degree > 0, graph.indices[place], node), jnp.where(degree > 0, factor, 0)
+
+
+def _first_above(cumulative, low, high, target):
+    """The first place from low to high whose cumulative weight is above the target."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        above = cumulative[middle] > target
+        return jnp.where(above, low, jnp.minimum(middle + 1, high)), jnp.where(above, middle, high)
+
+    return jax.lax.fori_loop(0, len(cumulative).bit_length(), halve, (low, high))[0]
+
+
+def _uniform(seed, walker, step):
+    """Uniform in [0, 1), one draw for each walker and step: Threefry of the two as a counter."""
+    counter = jnp.concatenate([walker, step]).astype(jnp.uint32)
+    bits = threefry_2x32((seed[0], seed[1]), counter)[: len(walker)]
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _cumulative(graph: Graph) -> Array:
+    """Sums of the weights along each row; in float64, for they are differences of sums over all."""
+    indptr, sums = np.asarray(graph.indptr), np.cumsum(np.asarray(graph.weights, np.float64))
+    before = np.concatenate([[0.0], sums])[indptr[:-1]]
+    return jnp.asarray(sums - np.repeat(before, np.diff(indptr)), graph.weights.dtype)
