@@ -25,16 +25,15 @@ one draw all couplings share the random key, and so the lengths of their frequen
 are paired.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from scipy.spatial.distance import cdist
 
-from experiments import tabular
+from experiments import tabular, uci
 from experiments.kernel_regression import Problem, accuracies, exact_accuracies, problems
 from experiments.statistics import Difference, mean_and_error, paired
 from performer import hadamard
@@ -150,7 +149,7 @@ def tune(
         "Accuracies are those on the validation part; largest class: of always saying the class"
         " that the training part has most of. Paper's sigma: where v_bar is that of its Table 2."
     )
-    return tuned, _write(summary, out / "sigma", text)
+    return tuned, report.table(summary, out / "sigma", text)
 
 
 def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
@@ -187,7 +186,8 @@ def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
         f"In how many of the {len(tuned)} data sets the means are in that order, and in how many a"
         " paired difference is two standard errors from 0:\n\n"
     )
-    return _write(rows, out, text + report.table(order, out.with_name(f"{out.name}_order")))
+    text += report.table(order, out.with_name(f"{out.name}_order"))
+    return report.table(rows, out, text)
 
 
 def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
@@ -211,7 +211,7 @@ def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
         f"Of {len(results)} data sets, {_count(results, 'simrf', 'orf')};"
         f" {_count(results, 'simrf+', 'simrf')}."
     )
-    return _write(rows, out, text)
+    return report.table(rows, out, text)
 
 
 def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
@@ -237,7 +237,7 @@ def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
         f" {_count(results, 'orf', 'iid')}; {_count(results, 'simrf', 'orf')}.\n\nFast rotations:"
         f" {_count(results, 'sorf', 'orf')}; {_count(results, 'fast-simrf', 'simrf')}."
     )
-    return _write(rows, out, text)
+    return report.table(rows, out, text)
 
 
 def _all(
@@ -292,13 +292,6 @@ def _estimate(mean: float, error: float) -> str:
     return f"{mean:.4f} ± {error:.4f}"
 
 
-def _write(rows: Sequence[Mapping], out: Path, text: str) -> str:
-    """The table with the text below it, printed and in the markdown file."""
-    markdown = f"{report.table(rows, out)}\n{text}\n"
-    out.with_suffix(".md").write_text(markdown)
-    return markdown
-
-
 def _grid(out: Path, count: int):
     """A figure with `count` axes, four to a row."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -320,27 +313,23 @@ def _band(axis, x, estimates: Sequence[tuple[float, float]], color: str, label: 
 PARTS = {"figure_8": figure_8, "table_2": table_2, "table_3": table_3}
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     """Tunes sigma and prints the tables asked for."""
     out = Path(_OUT.value)
-    data_dir = Path(_DATA_DIR.value) if _DATA_DIR.value else None
-    try:
-        names = tabular.names(_DATA_SETS.value, "classification", data_dir)
-        tables = [tabular.load(name, "classification", data_dir) for name in names]
-        tuned, text = tune(tables, _MAX_ROWS.value, out, _PAPER_SIGMA.value)
-        print(f"sigma\n\n{text}", flush=True)
-        for part in dict.fromkeys(_PARTS.value):
-            print(f"{part}\n\n{PARTS[part](tuned, _DRAWS.value, out / part)}", flush=True)
-    except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+    data_dir = Path(uci.DATA_DIR.value) if uci.DATA_DIR.value else None
+    names = tabular.names(uci.DATA_SETS.value, "classification", data_dir)
+    tables = [tabular.load(name, "classification", data_dir) for name in names]
+    tuned, text = tune(tables, _MAX_ROWS.value, out, _PAPER_SIGMA.value)
+    print(f"sigma\n\n{text}", flush=True)
+    for part in dict.fromkeys(_PARTS.value):
+        print(f"{part}\n\n{PARTS[part](tuned, _DRAWS.value, out / part)}", flush=True)
 
 
 if __name__ == "__main__":
-    _DATA_SETS = flags.DEFINE_list("data_sets", [], "names; all there are if none is given")
-    _DATA_DIR = flags.DEFINE_string("data_dir", "", "folder of csv files; scikit-learn's if empty")
     _DRAWS = flags.DEFINE_integer("draws", 500, "draws of the frequencies", lower_bound=2)
     _PARTS = flags.DEFINE_multi_enum("parts", list(PARTS), list(PARTS), "which")
     _MAX_ROWS = flags.DEFINE_integer("max_rows", 5000, "rows of a data set, halved", lower_bound=20)
     _PAPER_SIGMA = flags.DEFINE_bool("paper_sigma", False, "sigma from v_bar of SimRF Table 2")
     _OUT = flags.DEFINE_string("out", "results/classification", "folder of tables and figures")
-    app.run(main)
+    flags.adopt_module_key_flags(uci)
+    uci.run(main)

@@ -56,7 +56,7 @@ from vit import prepare, report
 RULES = 5
 """n goes up to so many."""
 PARTS = ("figure_1", "figure_2", "figure_3", "attention")
-METHODS = ("G", "Gort", "ROM", "QMC", "GQ", "H", "B")
+METHODS = tuple(quadrature.METHODS)
 SPHERICAL_RADIAL = ("H", "B")
 TRAIN, TEST = 1000, 2000
 """Rows at most, in Fig. 2."""
@@ -65,7 +65,6 @@ SVR: dict[str, Any] = dict(dual="auto", random_state=0, loss="squared_epsilon_in
 WIDTHS = (64, 128, 256, 512, 784, 1024, 2048, 3072, 4096, 7129, 8192)
 BATCH, LARGE = 256, 512
 """Vectors, and the least d that Fig. 3 takes the slopes from."""
-
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""

@@ -1,4 +1,4 @@
-"""Gradient descent on a loss, as one compiled loop: what `gp.fit` and `copula.fit` share."""
+"""Gradient descent on a loss, as one compiled loop: what `gp.fit` and `copula.learn` share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -45,6 +45,7 @@ of features, n our num_rules, V the matrix of `vertices`.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -118,9 +119,8 @@ def spherical_radial(
     # On GPU and TPU the default matmul precision would cost three digits of orthogonality.
     with jax.default_matmul_precision("highest"):
         points, lengths = jax.vmap(one)(jax.random.split(key, num_rules))
-    points, weights = points.reshape(-1, d), _weights(lengths)
-    if reflect:
-        points, weights = jnp.concatenate([points, -points]), jnp.tile(weights / 2, 2)
+    points, weights = points.reshape(-1, d), _weights(lengths, reflect)
+    points = jnp.concatenate([points, -points]) if reflect else points
     return Rule(points, weights, 1 - weights.sum())
 
 
@@ -137,8 +137,7 @@ class StructuredRule:
     @property
     def weights(self) -> Float[Array, " p"]:
         """Of the points."""
-        weights = _weights(self.lengths)
-        return jnp.tile(weights / 2, 2) if self.reflect else weights
+        return _weights(self.lengths, self.reflect)
 
     @property
     def constant(self) -> Float[Array, ""]:
@@ -196,23 +195,34 @@ def gauss_hermite(key: Key, m: int, d: int) -> Rule:
     return Rule(points, jnp.full(m, 1 / m), jnp.zeros(()))
 
 
-METHODS: dict[str, Callable[[Key, int, int], Rule]] = {
-    "G": random_features(couplings.get("iid")),
-    "Gort": random_features(couplings.get("orf")),
-    "ROM": random_features(couplings.get("hadamard*fixed")),
-    "QMC": random_features(couplings.get("halton")),
-    "GQ": gauss_hermite,
+def _as_many(rule: Callable[[Key, int, int], Rule]) -> Callable[..., Rule]:
+    """Takes the number of points from spherical-radial rules."""
+
+    def matched(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
+        return rule(key, (1 + reflect) * num_rules * (d + 1), d)
+
+    return matched
+
+
+METHODS: dict[str, Callable[..., Rule]] = {
+    "G": _as_many(random_features(couplings.get("iid"))),
+    "Gort": _as_many(random_features(couplings.get("orf"))),
+    "ROM": _as_many(random_features(couplings.get("hadamard*fixed"))),
+    "QMC": _as_many(random_features(couplings.get("halton"))),
+    "GQ": _as_many(gauss_hermite),
+    "H": spherical_radial,
+    "B": partial(spherical_radial, orthogonal="butterfly"),
 }
-"""Quad Sec. 5.1: (key, m, d) -> Rule of m points, beside "H" and "B" of `method`."""
+"""Quad Sec. 5.1: (key, num_rules, d, reflect=) -> Rule."""
 
 
 def method(name: str, key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
     """A rule of Quad Sec. 5.1 with as many points as `num_rules` spherical-radial ones have.
 
     Args:
-        name: "H" or "B" for spherical-radial rules with Haar or butterfly matrices, or one of
-            `METHODS`: "G" independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of
-            length sqrt(d): biased), "QMC" Halton, "GQ" Gauss-Hermite.
+        name: in `METHODS`: "H" or "B" for spherical-radial rules with Haar or butterfly matrices,
+            "G" independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length
+            sqrt(d): biased), "QMC" Halton, "GQ" Gauss-Hermite.
         key: random key.
         num_rules: n; the rule has n (d + 1) points, twice as many if reflected.
         d: dimension.
@@ -221,12 +231,9 @@ def method(name: str, key: Key, num_rules: int, d: int, *, reflect: bool) -> Rul
     Raises:
         ValueError: for an unknown name.
     """
-    if name in ("H", "B"):
-        matrices: Matrices = "haar" if name == "H" else "butterfly"
-        return spherical_radial(key, num_rules, d, orthogonal=matrices, reflect=reflect)
     if name not in METHODS:
-        raise ValueError(unknown("method", name, (*METHODS, "H", "B")))
-    return METHODS[name](key, (1 + reflect) * num_rules * (d + 1), d)
+        raise ValueError(unknown("method", name, METHODS))
+    return METHODS[name](key, num_rules, d, reflect=reflect)
 
 
 class Integrand(NamedTuple):
@@ -331,12 +338,13 @@ def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
         return next_key, draw(draw_key)
 
     def negative(carry: tuple[Key, Float[Array, " v"]]) -> Array:
-        return _weights(carry[1][None]).sum() > 1
+        return _weights(carry[1][None], reflect=False).sum() > 1
 
     return jax.lax.while_loop(negative, again, again((key, jnp.zeros(d + 1))))[1]
 
 
-def _weights(lengths: Float[Array, "n v"]) -> Float[Array, " p"]:
-    """d / ((d + 1) rho^2), averaged over the rules."""
+def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:
+    """d / ((d + 1) rho^2), averaged over the rules; halves for the points and their negatives."""
     n, v = lengths.shape
-    return ((v - 1) / (v * n) / lengths**2).reshape(-1)
+    weights = ((v - 1) / (v * n) / lengths**2).reshape(-1)
+    return jnp.tile(weights / 2, 2) if reflect else weights

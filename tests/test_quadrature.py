@@ -177,7 +177,7 @@ def test_structured_rules_are_those_of_spherical_radial():
     assert float(fast.constant) == pytest.approx(float(rule.constant), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*quadrature.METHODS, "H", "B"])
+@pytest.mark.parametrize("name", quadrature.METHODS)
 def test_methods(name):
     for reflect in (False, True):
         draw = jax.jit(lambda key, r=reflect: quadrature.method(name, key, 2, 4, reflect=r))
