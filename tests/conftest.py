@@ -37,3 +37,11 @@ def tiny(monkeypatch):
     from vit import config
 
     monkeypatch.setitem(config.SIZES, "XS", TINY)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Attention in chunks of 4 tokens and blocks of 3 chunks: short sequences have many."""
+    from performer.attention import op
+
+    monkeypatch.setattr(op, "_block_sizes", lambda *_: (4, 12))

@@ -22,3 +22,15 @@ CALIBRATED = config.Attention(num_features=8, calibration="full")
 """With running statistics: compiling takes three times as long."""
 
 TINY = config.Size(width=16, depth=2, num_heads=2, mlp_dim=32)
+
+SHALLOW = TINY._replace(depth=1)
+"""Half the compilation, where one layer shows what two would."""
+
+STEADY = config.Optim(learning_rate=1e-2, final_learning_rate=1e-2, warmup_steps=1)
+"""The same steps however long the run."""
+
+
+def get_config():
+    """For the command line, which takes no sizes of its own."""
+    config.SIZES["XS"] = SHALLOW
+    return small_config()

@@ -1,9 +1,8 @@
-"""performer_attention: heads, feature maps, masks, packed segments, causal and streaming attention.
+"""performer_attention: heads, feature maps, states, stabilisers, dtypes, transformations.
 
 Everything against float64 oracles that form every pair of tokens.
 """
 
-import itertools
 from functools import partial
 
 import chex
@@ -17,56 +16,25 @@ from hypothesis.extra.numpy import arrays
 
 import performer
 from performer import performer_attention
-from performer.attention import attention_weights, op, sweep
+from performer.attention import attention_weights, op
 from tests import oracles
+from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
 
-H, V, M = 8, 5, 12
-MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
-
-
-def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
-    s = t if s is None else s
-    rng = np.random.default_rng(seed)  # NumPy's: nothing to compile for each new shape
-    lead = (M, H) if frequency_heads is None else (frequency_heads, M, H)
-    shapes = [(b, t, n, H), (b, s, k, H), (b, s, k, V), lead]
-    query, key, value, frequencies = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    scale = np.float32(scale)
-    return tuple(map(jnp.asarray, (scale * query, scale * key, value, frequencies)))
-
-
-# Where only what a transformation makes of a program counts, or the program is not run at all.
-QUICKLY = {"xla_backend_optimization_level": 0}
-
-
-def close(got, want, tolerance=1e-5):
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
-
-
-def causal(t, s=None):
-    return np.tril(np.ones((1, t, t if s is None else s), bool))
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Chunks of 4 tokens and blocks of three chunks, so that short sequences have many."""
-    monkeypatch.setattr(op, "_block_sizes", lambda *_: (4, 12))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 # Heads and shapes
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("k", "frequency_heads"),
-    [(1, None), (1, 1), (1, 4), (2, None), (2, 2), (2, 4), (4, None), (4, 4)],
-)
+@pytest.mark.parametrize(("k", "frequency_heads"), [(1, None), (2, 2), (2, 4), (4, 4)])
 def test_grouped_heads(k, frequency_heads, is_causal):
     args = inputs(k=k, frequency_heads=frequency_heads)
     want = oracles.kernel_attention(*args, allowed=causal(7) if is_causal else None)
     close(performer_attention(*args, is_causal=is_causal), want)
 
 
-@pytest.mark.parametrize(("t", "s"), [(3, 9), (9, 3), (1, 9), (9, 1)])
+@pytest.mark.parametrize(("t", "s"), [(3, 9), (9, 3), (1, 9)])
 def test_cross_attention(t, s):
     """A causal query sees the keys up to its own number, as in jax.nn.dot_product_attention."""
     args = inputs(t=t, s=s)
@@ -77,18 +45,19 @@ def test_cross_attention(t, s):
 
 def test_any_number_of_batch_axes():
     query, key, value, frequencies = inputs(b=6)
-    lengths = jnp.array([7, 5, 1, 0, 2, 3])
-    segments = jax.random.randint(jax.random.key(3), (6, 7), 0, 2)
-    for options in [{}, dict(key_value_seq_lengths=lengths), dict(segment_ids=segments)]:
-        want = performer_attention(query, key, value, frequencies, **options)
-        two = {name: x.reshape(2, 3, *x.shape[1:]) for name, x in options.items()}
-        got = performer_attention(
-            *(x.reshape(2, 3, *x.shape[1:]) for x in (query, key, value)), frequencies, **two
-        )
-        np.testing.assert_array_equal(got.reshape(want.shape), want)
-        none = {name: x[1] for name, x in options.items()}
-        got = performer_attention(query[1], key[1], value[1], frequencies, **none)
-        close(got, want[1])
+    options = dict(
+        key_value_seq_lengths=jnp.array([7, 5, 1, 0, 2, 3]),
+        segment_ids=jax.random.randint(jax.random.key(3), (6, 7), 0, 2),
+    )
+    want = performer_attention(query, key, value, frequencies, **options)
+    two = {name: x.reshape(2, 3, *x.shape[1:]) for name, x in options.items()}
+    got = performer_attention(
+        *(x.reshape(2, 3, *x.shape[1:]) for x in (query, key, value)), frequencies, **two
+    )
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
+    none = {name: x[1] for name, x in options.items()}
+    got = performer_attention(query[1], key[1], value[1], frequencies, **none)
+    close(got, want[1])
     _, state = performer_attention(
         query[0], key[0], value[0], frequencies, is_causal=True, return_state=True
     )
@@ -100,9 +69,8 @@ def test_any_number_of_batch_axes():
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_feature_maps_and_weights(feature_map, is_causal, small_chunks):
     args = inputs(t=17, frequency_heads=2, scale=0.7)
-    # Without weights, causal attention with every map is tested by streaming and packed segments.
-    choices = [jnp.arange(2.0 * M).reshape(2, M)] + [None] * (not is_causal)
-    if feature_map in ("positive", "relu"):  # of each kind, in the exponent and as a factor
+    choices = [jnp.arange(2.0 * M).reshape(2, M)]
+    if feature_map in ("positive", "relu") and not is_causal:  # in the exponent and as a factor
         choices.append(jnp.arange(M, dtype=jnp.float32))
     for weights in choices:
         options = dict(feature_map=feature_map, weights=weights)
@@ -140,7 +108,7 @@ def test_shift_moves_the_keys_and_not_the_limit(feature_map):
         oracles.kernel_attention(query, key - shift, value, frequencies, **options),
         2e-3 if feature_map == "trigonometric" else 2e-5,
     )
-    many = performer.couplings.get("orf")(jax.random.key(0), 16384, H)
+    many = orthogonal(jax.random.key(0), 16384, H)
     small = [0.5 * x for x in (query, key)]
     exact = oracles.softmax_attention(*(np.asarray(x, np.float64) for x in (*small, value)))
     got = performer_attention(*small, value, many, shift=shift, **options)
@@ -156,61 +124,6 @@ def test_attention_weights_are_the_matrix():
     close(got, performer_attention(query, key, value, frequencies))
 
 
-# Masks and segments
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_masks_lengths_and_removed_keys_are_the_same(is_causal, small_chunks):
-    query, key, value, frequencies = inputs(t=9)
-    lengths = np.array([4, 0])
-    mask = np.arange(9) < lengths[:, None]
-    allowed = mask[:, None] & causal(9) if is_causal else np.repeat(mask[:, None], 9, axis=1)
-    want = oracles.kernel_attention(query, key, value, frequencies, allowed=allowed)
-    masks = [dict(key_value_seq_lengths=lengths)]
-    masks += [dict(mask=mask[:, None, None].astype(dtype)) for dtype in (bool, np.float32)]
-    masks += [dict(mask=mask[:, None, None], key_value_seq_lengths=9)]
-    for options in masks:
-        got = performer_attention(query, key, value, frequencies, is_causal=is_causal, **options)
-        close(got, want)
-        np.testing.assert_array_equal(got[1], 0)
-    if not is_causal:
-        removed = performer_attention(query[:1], key[:1, :4], value[:1, :4], frequencies)
-        close(got[:1], removed)
-
-
-def test_padding_changes_nothing(small_chunks):
-    """Padded tokens at the end, masked, whatever they hold: the same outputs."""
-    query, key, value, frequencies = inputs(t=10)
-    pads = [(0, 0), (0, 7), (0, 0), (0, 0)]
-    junk = [jnp.asarray(np.pad(x, pads, constant_values=50.0)) for x in (query, key, value)]
-    mask = np.arange(17)[None, None, None] < 10
-    for is_causal in (False, True):
-        want = performer_attention(query, key, value, frequencies, is_causal=is_causal)
-        got = performer_attention(*junk, frequencies, mask=mask, is_causal=is_causal)[:, :10]
-        close(got, want)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_stands_at_masked_keys_does_not_matter(is_causal, small_chunks):
-    """Not even if it is no number, in outputs and in gradients."""
-    query, key, value, frequencies = inputs(t=9)
-    mask = jnp.arange(9) < 5
-    options = dict(mask=mask[None, None, None])
-
-    @jax.jit
-    def run(key, value):
-        def loss(*args):
-            out = performer_attention(*args, frequencies, is_causal=is_causal, **options)
-            return jnp.sum(out**2), out
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-
-    want = run(key, value)
-    for junk in (np.nan, np.inf, 1e4):
-        dirty = [jnp.where(mask[:, None, None], x, junk) for x in (key, value)]
-        chex.assert_trees_all_equal(run(*dirty), want)
-
-
 def test_keys_may_come_in_any_order():
     query, key, value, frequencies = inputs(t=9)
     order = jax.random.permutation(jax.random.key(1), 9)
@@ -219,118 +132,17 @@ def test_keys_may_come_in_any_order():
     close(performer_attention(query[:, order], key, value, frequencies), want[:, order])
 
 
-@pytest.mark.parametrize("feature_map", ["positive", "trigonometric", "relu"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_segments(is_causal, feature_map, small_chunks):
-    args = inputs(t=29, frequency_heads=2)
-    sorted_ids = np.repeat([0, 3, 4, 9], [11, 1, 9, 8])
-    ids = np.stack([sorted_ids, np.random.default_rng(0).permutation(sorted_ids)])
-    allowed = ids[:, :, None] == ids[:, None]
-    allowed = allowed & causal(29) if is_causal else allowed
-    options = dict(feature_map=feature_map)
-    want = oracles.kernel_attention(*args, allowed=allowed, **options)
-    got = performer_attention(*args, segment_ids=ids, is_causal=is_causal, **options)
-    close(got, want, 2e-3 if feature_map == "trigonometric" else 1e-5)
-
-
-def test_packed_cross_attention(small_chunks):
-    query, key, value, frequencies = inputs(t=6, s=23)
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, 4, (2, 6)), rng.integers(1, 5, (2, 23))
-    mask = rng.random((2, 23)) < 0.7
-    allowed = (ids[0][:, :, None] == ids[1][:, None]) & mask[:, None]
-    got = performer_attention(
-        query, key, value, frequencies, segment_ids=ids, mask=mask[:, None, None]
-    )
-    close(got, oracles.kernel_attention(query, key, value, frequencies, allowed=allowed))
-    assert (np.asarray(got)[ids[0] == 0] == 0).all()  # no key has the number 0
-
-
-# Causal attention and streaming
-
-
-@pytest.mark.parametrize("t", [1, 3, 4, 5, 12, 13, 40])
-def test_causal_of_any_length(t, small_chunks):
-    args = inputs(t=t)
-    want = oracles.kernel_attention(*args, allowed=causal(t))
-    close(performer_attention(*args, is_causal=True), want)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_implementations_agree(is_causal):
-    """On 700 tokens, which make several blocks of several chunks."""
-    args = inputs(b=4, t=700)
-    attend = partial(performer_attention, *args, is_causal=is_causal)
-    blocked = attend(implementation="blocked")
-    np.testing.assert_array_equal(attend(), blocked)
-    close(attend(implementation="direct"), blocked, 2e-5)
-
-
-@pytest.mark.parametrize("feature_map", MAPS)
-def test_the_future_changes_nothing_bit_for_bit(feature_map, small_chunks):
-    query, key, value, frequencies = inputs(t=30)
-    attend = partial(
-        performer_attention, frequencies=frequencies, is_causal=True, feature_map=feature_map
-    )
-    before = attend(query, key, value)
-    for t in (1, 4, 13, 29):
-        after = attend(*(x.at[:, t:].set(100 * x[:, t:] + 7) for x in (query, key, value)))
-        np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert not np.allclose(after[:, t:], before[:, t:])
-
-
-def adversarial(t=64):
-    """Early keys so long that late ones' kernels dwarf theirs by e^100, in one chunk of 64."""
-    query, key, value, frequencies = inputs(t=t, k=4)
-    return query, key.at[:, : t // 2].multiply(9.0), value, frequencies
-
-
-def test_early_queries_keep_their_precision():
-    args = adversarial()
-    want = oracles.kernel_attention(*args, allowed=causal(64))
-    got = performer_attention(*args, is_causal=True)
-    assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0, 5.0])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_relative_error_against_float64(is_causal, scale):
-    """C10 of the targets: at most 1e-5 for unit normal q, k times 1, 3 and 5 (head_dim 64)."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    query, key, value = (jax.random.normal(k, (1, 96, 1, 64)) for k in keys[:3])
-    frequencies = performer.couplings.get("orf")(keys[3], 128, 64)
-    args = (scale * query, scale * key, value, frequencies)
-    want = oracles.kernel_attention(*args, allowed=causal(96) if is_causal else None)
-    got = performer_attention(*args, is_causal=is_causal)
-    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("feature_map", ["positive", "hyperbolic", "relu", "elu+1"])
-def test_streaming_gives_the_same_numbers(feature_map, small_chunks):
-    args = inputs(t=21, frequency_heads=2)
-    query, key, value, frequencies = args
-    options = dict(is_causal=True, feature_map=feature_map)
-    want = performer_attention(*args, **options)
-    attend = partial(performer_attention, frequencies=frequencies, return_state=True, **options)
-    outputs, state, start = [], None, 0
-    for size in (10, 5, 1, 1, 1, 2, 1) if feature_map == "positive" else (10, 10, 1):
-        part = slice(start, start + size)
-        out, state = attend(query[:, part], key[:, part], value[:, part], initial_state=state)
-        outputs.append(out)
-        start += size
-        assert state.numerator.shape == (2, 2, 24 if feature_map == "hyperbolic" else 12, V)
-    assert start == 21
-    close(jnp.concatenate(outputs, axis=1), want)
+# States
 
 
 def test_states_serve_bidirectional_attention_and_combine():
     query, key, value, frequencies = inputs(t=12)
     attend = partial(performer_attention, frequencies=frequencies, return_state=True)
     want, whole = attend(query, key, value)
-    _, first = attend(query, key[:, :5], value[:, :5])
-    got, both = attend(query, key[:, 5:], value[:, 5:], initial_state=first)
+    _, first = attend(query, key[:, :6], value[:, :6])
+    got, both = attend(query, key[:, 6:], value[:, 6:], initial_state=first)
     close(got, want)
-    _, second = attend(query, key[:, 5:], value[:, 5:])
+    _, second = attend(query, key[:, 6:], value[:, 6:])
     combined = performer.attention.combine(first, second)
     chex.assert_trees_all_close(combined, whole, rtol=1e-5, atol=1e-5)
     chex.assert_trees_all_close(both, whole, rtol=1e-5, atol=1e-5)
@@ -361,7 +173,7 @@ def test_google_is_biased_and_looks_into_the_future():
     """Far from the estimate it claims to compute; early outputs move with the last key alone."""
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value = (jax.random.normal(k, (1, 64, 1, 64)) for k in keys[:3])
-    frequencies = performer.couplings.get("orf")(keys[3], 128, 64)
+    frequencies = orthogonal(keys[3], 128, 64)
     attend = partial(performer_attention, frequencies=frequencies, scale=0.25)
     exact, google = (attend(query, key, value, stabilizer=s) for s in ("exact", "google"))
     assert np.linalg.norm(google - exact) > 0.5 * np.linalg.norm(exact)
@@ -371,68 +183,12 @@ def test_google_is_biased_and_looks_into_the_future():
     assert np.linalg.norm(moved - early) > 0.5 * np.linalg.norm(early)
 
 
-# Precision, extremes, transformations
-
-EVERY = np.ones((2, 1, 1, 9), np.int32)
-OPTIONS = {
-    "bidirectional": ({}, None),
-    "causal": (dict(is_causal=True), None),
-    "packed": (dict(segment_ids=np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2)), None),
-    "masked": ({}, np.array([[1] * 4 + [0] * 5, [0] * 9])),
-    "causal, masked": (dict(is_causal=True), np.array([[0, 0, 1, 0, 0, 1, 1, 1, 0], [0] * 9])),
-}
-# One program of each map serves a mask and no mask, where all keys exist; without any array for
-# the mask the programs are of two maps, one with its features in the exponent, one as factors.
-FINITE = [
-    (options, feature_map)
-    for options in OPTIONS
-    for feature_map in MAPS
-    if options not in ("bidirectional", "causal") or feature_map in ("positive", "relu")
-]
+# Precision, transformations
 
 
-@pytest.mark.parametrize(("name", "feature_map"), FINITE)
-def test_finite_for_any_finite_input(name, feature_map, small_chunks):
-    """Outputs and gradients, norms from 0 to 10^4, equal keys; rows that see keys sum to 1."""
-    query, key, value, frequencies = inputs(t=9, k=4)
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
-    options, mask = OPTIONS[name]
-    masks = [None] if mask is None else [mask[:, None, None], EVERY]
-
-    @jax.jit
-    def run(query, key, value, mask):
-        def loss(*args):
-            out = performer_attention(
-                *args, frequencies, feature_map=feature_map, mask=mask, **options
-            )
-            return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-
-    unit = [x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
-    cases = [(norm * unit[0], norm * unit[1]) for norm in (0.0, 1.0, 30.0, 1e2, 1e4)]
-    cases += [(query, jnp.broadcast_to(key[:, :1], key.shape)), (1e3 * query, -1e3 * query)]
-    for (q, k), mask in itertools.product(cases, masks):
-        gradients, out = run(q, k, value, mask)
-        chex.assert_tree_all_finite((out, gradients))
-        if feature_map in ("positive", "hyperbolic"):
-            sums = np.asarray(out[..., -1])
-            assert np.all(np.isclose(sums, 1, rtol=1e-5) | (sums == 0))
-            if mask is None or mask is EVERY:
-                np.testing.assert_allclose(sums, 1, rtol=1e-5)
-
-
-@pytest.mark.parametrize("norm", [1.0, 1e2, 1e4])
-def test_one_key_is_returned_whatever_its_norm(norm, small_chunks):
-    query, key, value, frequencies = inputs(t=6, k=4)
-    first = performer_attention(norm * query, -norm * key, value, frequencies, is_causal=True)
-    close(first[:, 0], value[:, 0])
-    one = performer_attention(norm * query, -norm * key[:, :1], value[:, :1], frequencies)
-    close(one, jnp.broadcast_to(value[:, :1], value.shape))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal"), [(jnp.bfloat16, True), (jnp.float16, True), (jnp.float16, False)]
+)
 def test_low_precision(dtype, is_causal):
     """The output has the dtype of the values, the state is float32, errors are of rounding."""
     args = [x.astype(dtype) for x in inputs(t=70)]
@@ -441,14 +197,14 @@ def test_low_precision(dtype, is_causal):
     assert {x.dtype for x in state} == {jnp.dtype(jnp.float32)}
     want = performer_attention(*(x.astype(jnp.float32) for x in args), is_causal=is_causal)
     assert np.linalg.norm(out.astype(jnp.float32) - want) < 0.02 * np.linalg.norm(want)
-    huge = [1e4 * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in inputs(t=70)[:2]]
+    huge = [1e4 * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in inputs(t=70)[:2]]
 
     def loss(q, k):
         out = performer_attention(q, k, *args[2:], is_causal=is_causal)
         return jnp.sum(out.astype(jnp.float32))
 
     run = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    chex.assert_tree_all_finite(run(*(x.astype(dtype) for x in huge)))
+    chex.assert_tree_all_finite(run(*(jnp.asarray(x, dtype) for x in huge)))
 
 
 def plain(query, key, value, frequencies, allowed):
@@ -478,7 +234,7 @@ def test_gradients_against_float64(options, small_chunks):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
         loss = lambda *a: jnp.sum(jnp.sin(plain(*a, allowed)))  # noqa: E731
-        oracle = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)), compiler_options=QUICKLY)
+        oracle = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
         want = oracle(*wide)
         want = [np.asarray(x) for x in want]
     loss = lambda *a: jnp.sum(jnp.sin(performer_attention(*a, **options)))  # noqa: E731
@@ -489,31 +245,30 @@ def test_gradients_against_float64(options, small_chunks):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_transformations(is_causal, small_chunks):
-    """Forward mode, reverse over forward, remat, vmap and scan give one and the same."""
+    """Forward mode, forward over reverse, remat, vmap and scan give one and the same."""
     query, key, value, frequencies = inputs(t=14)
-
-    def attend(query):
-        return performer_attention(query, key, value, frequencies, is_causal=is_causal)
+    attend = partial(performer_attention, is_causal=is_causal)
 
     def loss(query):
-        return jnp.sum(jnp.sin(attend(query)))
+        return jnp.sum(jnp.sin(attend(query, key, value, frequencies)))
 
-    quickly = partial(jax.jit, compiler_options=QUICKLY)
-    along = lambda f: quickly(lambda x: jax.jvp(f, (x,), (x,)))(query)  # noqa: E731
-    gradient, curvature = along(jax.grad(loss))
-    _, slope = along(loss)
+    along = jax.jit(lambda x: jax.jvp(jax.value_and_grad(loss), (x,), (x,)))
+    (_, gradient), (slope, curvature) = along(query)
     np.testing.assert_allclose(slope, jnp.vdot(gradient, query), rtol=1e-3, atol=1e-4)
-    close(quickly(jax.grad(jax.checkpoint(loss)))(query), gradient)
+    close(jax.jit(jax.grad(jax.checkpoint(loss)))(query), gradient)
     chex.assert_tree_all_finite(curvature)
-    mapped = jax.vmap(
-        lambda q, k, v: performer_attention(q, k, v, frequencies, is_causal=is_causal)
+    both = jnp.stack([frequencies, -frequencies])
+    mapped = jax.jit(jax.vmap(attend))(query, key, value, both)
+    for i in range(2):
+        close(mapped[i], attend(query, key, value, both[i])[i])
+
+    def step(_, query):
+        return None, attend(query, key, value, frequencies)
+
+    _, scanned = jax.jit(lambda queries: jax.lax.scan(step, None, queries))(
+        jnp.stack([query, 2 * query])
     )
-    close(quickly(mapped)(query, key, value), attend(query))
-    scan = lambda q: jax.lax.scan(lambda _, q: (None, attend(q)), None, q)  # noqa: E731
-    _, scanned = quickly(scan)(jnp.stack([query, 2 * query]))
-    close(scanned[1], attend(2 * query))
-    per_draw = jax.vmap(lambda w: performer_attention(query, key, value, w, is_causal=is_causal))
-    close(quickly(per_draw)(jnp.stack([frequencies, -frequencies]))[0], attend(query))
+    close(scanned[1], attend(2 * query, key, value, frequencies))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -527,7 +282,7 @@ def test_features_are_never_stored(is_causal):
             lambda q, k, v, w: jnp.sum(performer_attention(q, k, v, w, is_causal=is_causal) ** 2),
             argnums=(0, 1, 2),
         )
-        compiled = jax.jit(run).lower(*arrays, frequencies).compile(QUICKLY)
+        compiled = jax.jit(run).lower(*arrays, frequencies).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     features = 65536 * 512 * 4
@@ -549,9 +304,7 @@ def test_constants_under_jit_and_vmap():
         dict(mask=np.asarray(mask), segment_ids=np.zeros((2, 7), int)),
     ]:
         attend = lambda q, o=options: performer_attention(q, key, value, frequencies, **o)  # noqa: E731
-        want = attend(query)
-        close(jax.jit(attend)(query), want)
-        close(jax.vmap(attend)(query[None])[0], want)
+        close(jax.jit(jax.vmap(attend))(query[None])[0], attend(query))
 
 
 # Properties
@@ -600,72 +353,6 @@ def test_properties(shape, data):
     want = oracles.kernel_attention(*wide, rounded, allowed=allowed)
     tolerance = {jnp.float32: 3e-5, jnp.bfloat16: 3e-2, jnp.float16: 3e-3}[dtype]
     assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(args[2]).max()
-
-
-# Planted faults
-
-
-def leaky_mask(split, mask):
-    """Masked keys stay in the maximum and in the normaliser."""
-    return split
-
-
-def chunk_maximum(mu, allowed, rows):
-    return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
-
-
-def broken_combine(left, right):
-    """States added without bringing them to the same maximum."""
-    return type(left)(
-        jnp.maximum(left.maximum, right.maximum),
-        left.normaliser + right.normaliser,
-        left.numerator + right.numerator,
-    )
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "fault", "case"),
-    [
-        (sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
-        (
-            sweep,
-            "masked",
-            leaky_mask,
-            partial(test_masks_lengths_and_removed_keys_are_the_same, True, None),
-        ),
-        (sweep, "combine", broken_combine, partial(test_causal_of_any_length, 40, None)),
-        (
-            sweep,
-            "_prefix",
-            lambda initial, own, continues: sweep_prefix_inclusive(initial, own, continues),
-            partial(test_the_future_changes_nothing_bit_for_bit, "positive", None),
-        ),
-    ],
-)
-def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small_chunks):
-    if case is test_early_queries_keep_their_precision:
-        monkeypatch.setattr(op, "_block_sizes", lambda *_: (64, 64))
-    jax.clear_caches()
-    monkeypatch.setattr(module, name, fault)
-    with pytest.raises(AssertionError):
-        case()
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
-_prefix = sweep._prefix
-
-
-def sweep_prefix_inclusive(initial, own, continues):
-    """The state of a chunk's own keys before the chunk: the future leaks."""
-    past, last = _prefix(initial, own, continues)
-    axis = initial.maximum.ndim - 1
-
-    def shifted(x, y):
-        rest = jax.lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)
-        return jnp.concatenate([rest, jnp.expand_dims(y, axis)], axis=axis)
-
-    return jax.tree.map(shifted, past, last), last
 
 
 # Bad input

@@ -15,6 +15,8 @@ from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate, fit, pair_moments
 from tests import oracles
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
 H = 4
 
@@ -156,8 +158,9 @@ def test_attention_is_that_of_the_changed_kernel(method):
     np.testing.assert_allclose(got, oracle(QUERY, KEY, VALUE, frequencies, fitted), atol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [(), (2,), (4,)], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "is_causal"), [((), False), ((2,), True), ((4,), False), ((4,), True)], ids=str
+)
 def test_grouped_heads_and_causal(heads, is_causal):
     """Frequencies for all, for each key head, for each query head; one calibration a key head."""
     query, key = data(1, (1, 7, 2, H))
@@ -238,19 +241,20 @@ def test_kernel_estimates_stay_unbiased(method, coupling):
 
 
 def test_moments_are_means_over_pairs():
-    got = pair_moments(QUERY, KEY)
-    halves = [pair_moments(QUERY[i : i + 1], KEY[i : i + 1]) for i in range(2)]
+    moments = jax.jit(pair_moments, static_argnames=("is_causal", "num_queries"))
+    got = moments(QUERY, KEY)
+    halves = [moments(QUERY[i : i + 1], KEY[i : i + 1]) for i in range(2)]
     np.testing.assert_allclose(got, (halves[0] + halves[1]) / 2, atol=1e-5)
     mask = jnp.arange(7) < 5
     bad = jnp.where(mask[:, None, None], KEY, jnp.nan)
-    want = pair_moments(QUERY, KEY[:, :5])
-    np.testing.assert_allclose(pair_moments(QUERY, bad, mask=mask), want, atol=1e-5)
+    want = moments(QUERY, KEY[:, :5])
+    np.testing.assert_allclose(moments(QUERY, bad, mask=mask), want, atol=1e-5)
     allowed = np.tril(np.ones((7, 7), bool))
     want = oracles.pair_moments(ROOT * QUERY[:, :7, 1], ROOT * KEY[:, :, 1], allowed)
-    got = pair_moments(QUERY[:, :7], KEY, is_causal=True)
+    got = moments(QUERY[:, :7], KEY, is_causal=True)
     np.testing.assert_allclose(got[1], want, rtol=1e-4, atol=1e-5)
-    few = pair_moments(QUERY, KEY, num_queries=3)
-    np.testing.assert_allclose(few, pair_moments(QUERY[:, jnp.array([1, 4, 7])], KEY), atol=1e-5)
+    few = moments(QUERY, KEY, num_queries=3)
+    np.testing.assert_allclose(few, moments(QUERY[:, jnp.array([1, 4, 7])], KEY), atol=1e-5)
 
 
 def test_without_any_pair_nothing_changes():

@@ -1,0 +1,36 @@
+"""Inputs of attention, for the tests of its operator."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from performer import couplings
+
+H, V, M = 8, 5, 12
+MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
+
+
+def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
+    s = t if s is None else s
+    rng = np.random.default_rng(seed)  # NumPy's: nothing to compile for each new shape
+    lead = (M, H) if frequency_heads is None else (frequency_heads, M, H)
+    shapes = [(b, t, n, H), (b, s, k, H), (b, s, k, V), lead]
+    query, key, value, frequencies = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    scale = np.float32(scale)
+    return tuple(map(jnp.asarray, (scale * query, scale * key, value, frequencies)))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def orthogonal(key, m, h):
+    """Frequencies of "orf", drawn by one program."""
+    return couplings.get("orf")(key, m, h)
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+def causal(t, s=None):
+    return np.tril(np.ones((1, t, t if s is None else s), bool))
