@@ -12,6 +12,7 @@ quadrature  spherical-radial rules: weighted frequencies, exact to degree three
 butterfly   random orthogonal matrices that apply in O(d log d)
 gp          Gaussian processes, exact and with random features
 copula      couplings of the lengths learned by gradient
+graphs      random walks: kernels between the nodes of a graph, PageRank, their Gaussian processes
 sklearn     random features as a scikit-learn transformer (`import performer.sklearn`)
 theory      how accurate the kernel estimates are, coupling by coupling, in closed form
 testing     statistical assertions about a coupling of your own
@@ -28,6 +29,7 @@ from performer import couplings as couplings
 from performer import directions as directions
 from performer import features as features
 from performer import gp as gp
+from performer import graphs as graphs
 from performer import kernels as kernels
 from performer import norms as norms
 from performer import quadrature as quadrature

@@ -10,13 +10,19 @@ FLOORS = [
     {"performer.typing", "performer.choices"},
     {"performer.norms", "performer.hadamard", "performer.theory"},
     {"performer.kernels", "performer.descent", "performer.directions", "performer.butterfly"},
+    {"performer.graphs.graph", "performer.graphs.modulations", "performer.graphs.couplings"},
     {"performer.features", "performer.couplings", "performer.structured"},
+    {"performer.graphs.kernels", "performer.graphs.matching", "performer.graphs.walks"},
+    {"performer.graphs.reinforced", "performer.graphs.features", "performer.graphs.pagerank"},
+    {"performer.graphs.tasks"},
     {"performer.attention.state", "performer.testing", "performer.quadrature"},
     {"performer.attention.sweep", "performer.attention.parallel", "performer.attention.checks"},
     {"performer.calibration"},
     {"performer.attention.op"},
     {"performer.attention.dropin", "performer.attention"},
     {"performer.analysis", "performer.gp", "performer.copula"},
+    {"performer.graphs.gp"},
+    {"performer.graphs"},
     {"performer"},
     {"performer.nnx", "performer.linen", "performer.sklearn"},
     {"vit", "vit.config", "vit.augment", "vit.metrics", "vit.safety", "vit.checkpoint"},
@@ -31,7 +37,12 @@ FLOORS = [
 ]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 LIBRARIES = {"jax", "numpy", "optax", "scipy", "jaxtyping"}
-OPTIONAL = {"nnx.py": {"flax"}, "linen.py": {"flax"}, "sklearn.py": {"sklearn"}}
+OPTIONAL = {
+    "nnx.py": {"flax"},
+    "linen.py": {"flax"},
+    "sklearn.py": {"sklearn"},
+    "graph.py": {"networkx"},
+}
 
 
 def module_name(path):

@@ -45,8 +45,8 @@ def antithetic(
         key: of the draw.
         num_walks: m; the last group is cut off when it is no multiple of the size.
         p_halt: the probability to halt at each step.
-        offset: between the termination variables of neighbours in a group. With p_halt <= offset <=
-            1 - p_halt two walkers never halt at once; p_halt (1 - p_halt) is as good as independent.
+        offset: between the termination variables of neighbours in a group. From p_halt to 1 -
+            p_halt, two never halt at once; at p_halt (1 - p_halt), two are independent.
         size: how many walkers make a group.
     """
     groups = -(-num_walks // size)

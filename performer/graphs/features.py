@@ -11,7 +11,7 @@ one ensemble it always is.
 Nothing here is N x N but on request: `kernel @ v` takes time in proportion to the visits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,18 +27,13 @@ from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
 
-
 FOREVER = -1
 """The step of a node without edges: all of them, where sum_t f_t is known and nothing to draw."""
 ENDLESS = 1024
 """Terms of that sum."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("start", "node", "value"),
-    meta_fields=("num_nodes",),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Features:
     """The sparse matrix Phi (N, N), row i the features of node i; entries of one place add up."""
@@ -49,7 +44,7 @@ class Features:
     """Columns (T,), int32."""
     value: Any
     """Entries (T,)."""
-    num_nodes: int
+    num_nodes: int = field(metadata={"static": True})
 
     def __matmul__(self, vectors: Array) -> Array:
         """Phi v, for v (N,) or (N, k)."""
@@ -77,7 +72,7 @@ class Features:
         return jax.ops.segment_sum(value * vectors[source], target, self.num_nodes)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("left", "right"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Estimate:
     """An estimated kernel: Phi Phi^T, or of two ensembles (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2."""

@@ -37,7 +37,7 @@ class Graph(NamedTuple):
             weights: (E,), 1 if None.
 
         Raises:
-            ValueError: for ids out of range, shapes that do not fit, or weights that are not finite.
+            ValueError: for ids out of range, shapes that do not fit, weights that are not finite.
 
         Example:
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
@@ -107,7 +107,8 @@ class Graph(NamedTuple):
 
         if graph.is_directed():
             raise ValueError("the graph is directed; take graph.to_undirected()")
-        return cls.from_scipy(networkx.to_scipy_sparse_array(graph, weight=weight, format="csr"))
+        matrix = networkx.to_scipy_sparse_array(graph, weight=weight)  # pyright: ignore (its stubs)
+        return cls.from_scipy(matrix)
 
     @property
     def num_nodes(self) -> int:

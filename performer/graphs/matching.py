@@ -5,7 +5,7 @@ psi_q(i) the features that a walk from i has in the mean over its directions and
 q-th of n quantiles, the objective for the pair of nodes (VRC Eqs 55 and 58) is
 
     sum_{q, r} [(psi_q(i) + psi_sigma(q)(i))^T (psi_r(j) + psi_sigma(r)(j))]^2 = f(i) . f(j)
-    f(i) = sum_q u_{q, sigma(q)}(i),    u_{q, r}(i) = vec((psi_q(i) + psi_r(i)) (psi_q(i) + psi_r(i))^T)
+    f(i) = sum_q u_{q, sigma(q)}(i),    u_{q, r} = vec((psi_q + psi_r) (psi_q + psi_r)^T)
 
 quadratic in the matching; only its terms q = r (Eq. 56) make an assignment problem. VRC samples
 walks to estimate psi; here it is exact. A walk of l steps has the mean features
@@ -65,9 +65,9 @@ def series(modulation: Modulation, p_halt: float, order: int) -> Float[np.ndarra
     couplings.require_probability(p_halt)
     choices.positive_integer("order", order)
     above = order - 1 - np.arange(order)[:, None]  # quantiles above the q-th
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         inverse = np.exp(-np.arange(TERMS) * np.log1p(-p_halt))  # 1 / P(length >= t)
-    excess = np.where(above > 0, above * inverse, 0)  # 0 times infinity is 0 here
+        excess = np.where(above > 0, above * inverse, 0)  # 0 times infinity is 0 here
     return np.clip(order - excess, 0, inverse) * np.asarray(modulation(TERMS), np.float64)
 
 

@@ -27,31 +27,33 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
+from performer.kernels import checked
+
 Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1})."""
 
 
 def regularised_laplacian(d: float = 2, sigma: ArrayLike = 1.0) -> Modulation:
     """Of (I + sigma^2 L)^{-d} (qGRF Eqs 20, 40 and 41): the series of its power -d / 2."""
-    require_positive("d", d)
-    require_positive("sigma", sigma)
+    checked("d", d)
+    sigma = checked("sigma", sigma)
     rho = sigma**2 / (1 + sigma**2)
     return _binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2))
 
 
 def diffusion(sigma: ArrayLike = 1.0) -> Modulation:
     """Of exp(-sigma^2 L / 2): f_k = exp(-sigma^2 / 4) (sigma^2 / 4)^k / k!."""
-    require_positive("sigma", sigma)
+    sigma = checked("sigma", sigma)
 
     def modulation(length: int) -> Array:
-        return _products(jnp.exp(-(sigma**2) / 4), sigma**2 / 4 / jnp.arange(1, length))
+        return _products(jnp.exp(-(sigma**2) / 4), 1 / jnp.arange(1, length) * sigma**2 / 4)
 
     return modulation
 
 
 def random_walk(p: int = 2, alpha: ArrayLike = 2.0) -> Modulation:
     """Of (alpha I - L)^p = ((alpha - 1) I + A)^p, positive semi-definite for alpha >= 2."""
-    require_positive("p", p)
+    checked("p", p)
     if float(jnp.min(jnp.asarray(alpha))) < 2:
         raise ValueError(f"alpha must be at least 2, or the kernel is indefinite, got {alpha}")
     return _binomial(p / 2, 1 / (alpha - 1), (alpha - 1) ** (p / 2))
@@ -71,16 +73,16 @@ def inverse_cosine() -> Modulation:
 
 def matern(nu: float = 1.5, kappa: ArrayLike = 1.0) -> Modulation:
     """Of (2 nu / kappa^2 I + L)^{-nu} (Borovitskiy et al. 2021)."""
-    require_positive("nu", nu)
-    require_positive("kappa", kappa)
+    checked("nu", nu)
+    kappa = checked("kappa", kappa)
     factor = (kappa**2 / (2 * nu)) ** (nu / 2)
     laplacian = regularised_laplacian(nu, kappa / (2 * nu) ** 0.5)
-    return lambda length: factor * laplacian(length)
+    return lambda length: jnp.multiply(factor, laplacian(length))
 
 
 def resolvent(d: float = 2) -> Modulation:
     """Of (I - U)^{-d} (qGRF Eq. 7), for `adjacency="weights"`; f_k = 1 for d = 2."""
-    require_positive("d", d)
+    checked("d", d)
     return _binomial(-d / 2, -1.0, 1.0)
 
 
@@ -105,14 +107,6 @@ def from_series(series: Callable[[int], ArrayLike]) -> Modulation:
         return jnp.asarray(f, float)
 
     return modulation
-
-
-def require_positive(name: str, value: ArrayLike) -> None:
-    """Raises ValueError when the value is known (not traced) and not positive."""
-    from jax.core import Tracer
-
-    if not isinstance(value, Tracer) and not bool(np.all(np.asarray(value) > 0)):
-        raise ValueError(f"{name} must be positive, got {value}")
 
 
 def _binomial(power: float, ratio: ArrayLike, first: ArrayLike) -> Modulation:

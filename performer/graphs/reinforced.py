@@ -18,7 +18,9 @@ from performer.graphs.walks import Walks
 from performer.typing import Key
 
 
-def sample(key: Key, graph: Graph, lengths: Int[jax.Array, "n m"], *, p_halt: float) -> Walks:
+def sample(
+    key: Key, graph: Graph, lengths: Int[jax.Array | np.ndarray, "n m"], *, p_halt: float
+) -> Walks:
     """Reinforced walks of given lengths from every node, in the place of `walks.sample`.
 
     In O(num_nodes * edges) memory: for small graphs.
@@ -31,8 +33,10 @@ def sample(key: Key, graph: Graph, lengths: Int[jax.Array, "n m"], *, p_halt: fl
     ends = np.sort(np.stack(graph.to_scipy().tocoo().coords), axis=0)
     edges = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
     widest = max(int(np.asarray(graph.degrees).max(initial=0)), 1)
-    parts = _sample(key, graph, lengths, jnp.asarray(edges, jnp.int32), longest, widest, p_halt)
-    return Walks(*parts, graph.num_nodes, lengths.shape[1], longest)
+    start, node, step, load, last = _sample(
+        key, graph, lengths, jnp.asarray(edges, jnp.int32), longest, widest, p_halt
+    )
+    return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
 
 
 @partial(jax.jit, static_argnums=(4, 5, 6))
@@ -43,7 +47,8 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
         places = graph.indptr[node] + jnp.arange(widest)
         there = places < graph.indptr[node + 1]
         places = jnp.where(there, places, 0)
-        chances = jnp.where(there, jnp.exp(-passed[edges[places]]), 0)
+        times = jnp.where(there, passed[edges[places]], jnp.inf)
+        chances = jnp.where(there, jnp.exp(times.min() - times), 0)  # some chance is 1
         sums = jnp.cumsum(chances)
         chosen = jnp.searchsorted(sums, u * sums[-1], side="right")
         chosen = jnp.minimum(chosen, jnp.maximum(there.sum() - 1, 0))

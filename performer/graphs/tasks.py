@@ -16,7 +16,7 @@ from performer.typing import Key
 
 
 def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[Array, "n ..."]:
-    """K^num_times state: diffusion, with (I + t / N_t L)^{-2} for K and N_t / 2 times (qGRF Eq. 21).
+    """K^num_times state (qGRF Eq. 21): with K = (I + t / N_t L)^{-2}, N_t / 2 times, diffusion.
 
     One estimate taken again and again is biased, the more the larger its error is (the paper's
     footnote 2); an estimate with eigenvalues above 1 makes the state grow.
@@ -25,20 +25,21 @@ def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[
     return jax.lax.fori_loop(0, num_times, lambda _, u: kernel @ u, state)
 
 
-def regress(
-    kernel: Any, values: Float[Array, "n k"], known: Float[Array, " n"]
-) -> Float[Array, "n k"]:
+def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Array, "n k"]:
     """Values at all nodes, each the mean of the known ones weighed by the kernel (qGRF Eq. 23).
 
     Args:
         kernel: of the nodes.
         values: at the nodes (N, k); those that are not known do not matter.
-        known: 1 where they are known, 0 elsewhere.
+        known: true where they are known (N,).
 
     A node that the kernel connects with no known one is NaN.
     """
     mask = known.astype(values.dtype)[:, None]
     return (kernel @ jnp.where(mask > 0, values, 0)) / (kernel @ mask)
+
+
+Labels = Int[Array | np.ndarray, " n"]
 
 
 class Clusters(NamedTuple):
@@ -93,7 +94,7 @@ def kernel_kmeans(
     return Clusters(found.labels[best], found.objective[best])
 
 
-def clustering_error(labels: Int[Array, " n"], other: Int[Array, " n"]) -> float:
+def clustering_error(labels: Labels, other: Labels) -> float:
     """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22)."""
     n = len(labels)
     table = np.zeros((int(np.max(labels)) + 1, int(np.max(other)) + 1))

@@ -7,12 +7,12 @@ and nothing here knows of it. A step goes to a neighbour, uniform or in proporti
     load = (product of the weights it went along) / (probability of the walk up to there),
 
 one for each of its prefixes; a prefix of t steps has probability (1 - p_halt)^t times that of its
-directions. The walks are dealt out to *lanes*, long and short ones alike, and a lane walks one after
-the other: all lanes make a step at once, and none waits for the longest walk of all. A draw is a
-function of key, walker and step, whatever the lanes and the devices.
+directions. The walks are dealt out to *lanes*, long and short ones alike, and a lane walks one
+after the other: all lanes make a step at once, and none waits for the longest walk of all. A draw
+is a function of key, walker and step, whatever the lanes and the devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -32,11 +32,7 @@ STRETCH = 4
 """A lane is so many times as long as the longest walk to be expected; then a sixth is idle."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("start", "node", "step", "load", "last"),
-    meta_fields=("num_nodes", "num_walks", "max_steps"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Walks:
     """What all walks left behind: one flat list (T,), in no particular order."""
@@ -51,17 +47,17 @@ class Walks:
     """Weights over probability; 0 for the entries that fill up the list."""
     last: Any
     """Whether it halts there, bool."""
-    num_nodes: int
-    num_walks: int
+    num_nodes: int = field(metadata={"static": True})
+    num_walks: int = field(metadata={"static": True})
     """From each node."""
-    max_steps: int
+    max_steps: int = field(metadata={"static": True})
     """No step is greater."""
 
 
 def sample(
     key: Key,
     graph: Graph,
-    lengths: Int[Array, "n m"],
+    lengths: Int[Array | np.ndarray, "n m"],
     *,
     p_halt: float,
     steps: Steps = "uniform",
@@ -94,7 +90,7 @@ def sample(
     if steps == "weighted":
         require_nonnegative(graph, "a step in proportion to the weights")
     walkers, of_walkers, rounds = _lanes(np.asarray(lengths), p_halt, mesh.size if mesh else 1)
-    parts = _walk_all(
+    start, node, step, load, last = _walk_all(
         jax.random.bits(key, (2,), jnp.uint32),
         graph,
         _cumulative(graph) if steps == "weighted" else None,
@@ -106,7 +102,7 @@ def sample(
         mesh,
     )
     longest = -(-int(of_walkers.max()) // 64) * 64
-    return Walks(*parts, graph.num_nodes, lengths.shape[1], longest)
+    return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -122,7 +118,8 @@ def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray
     lanes = max(round(count / p_halt / (STRETCH * longest)), 1)
     depth = -(-count // lanes)
     padded = np.pad(of_device, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
-    order = np.argsort(-padded.astype(np.int16), axis=1, kind="stable")  # a radix sort
+    narrow = np.min_scalar_type(-1 - int(padded.max(initial=0)))  # of 16 bits: a radix sort
+    order = np.argsort(-padded.astype(narrow), axis=1, kind="stable")
     order = order.reshape(devices, depth, lanes)
     order[:, 1::2] = order[:, 1::2, ::-1]  # dealt out to and fro, so that all lanes are as long
     dealt = np.take_along_axis(padded, order.reshape(devices, -1), axis=1).reshape(order.shape)

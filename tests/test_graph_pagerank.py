@@ -1,0 +1,84 @@
+"""PageRank: power iteration against networkx, walks against power iteration."""
+
+import jax
+import networkx
+import numpy as np
+import pytest
+from scipy import stats
+
+from performer.graphs import Graph, couplings, pagerank
+from tests.graph_examples import NUM_NODES, copies, example, z_scores
+
+ALARM = 1e-6
+
+
+def of_networkx(graph, p_halt, weight):
+    of_networkx = networkx.from_scipy_sparse_array(graph.to_scipy())
+    ranks = networkx.pagerank(of_networkx, 1 - p_halt, weight=weight, tol=1e-12, max_iter=1000)
+    return np.array([ranks[i] for i in range(graph.num_nodes)])
+
+
+@pytest.mark.parametrize("p_halt", [0.15, 0.6])
+@pytest.mark.parametrize(("steps", "weight"), [("uniform", None), ("weighted", "weight")])
+def test_power_iteration_is_that_of_networkx(p_halt, steps, weight):
+    found = pagerank.power_iteration(example(), p_halt=p_halt, steps=steps)
+    np.testing.assert_allclose(found, of_networkx(example(), p_halt, weight), atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", ["uniform", "weighted"])
+@pytest.mark.parametrize("coupling", ["independent", "antithetic", "sigma"])
+def test_walks_are_unbiased(steps, coupling):
+    """Draws on disjoint copies: the PageRank of a node is that of one copy over their number."""
+    count, p_halt = 3000, 0.3
+    if coupling == "sigma":
+        coupling = couplings.sigma(pagerank.learn(example(), p_halt=p_halt))
+    found = pagerank.pagerank(
+        jax.random.key(0), copies(example(), count), num_walks=2, p_halt=p_halt,
+        coupling=coupling, steps=steps,
+    )  # fmt: skip
+    samples = np.asarray(found, np.float64).reshape(count, NUM_NODES) * count
+    weight = None if steps == "uniform" else "weight"
+    scores = z_scores(samples, of_networkx(example(), p_halt, weight))
+    assert np.abs(scores).max() < stats.norm.isf(ALARM / 2 / NUM_NODES)
+    assert abs(float(found.sum()) - 1) < 1e-4
+
+
+def test_couplings_lower_the_error():
+    """qGRF Thm 8.1 and VRC Fig. 9, at p = 1/2 on a ring of 20."""
+    ring = Graph.from_networkx(networkx.cycle_graph(20))
+    count = 2000
+    errors = {}
+    for name, coupling in {
+        "independent": "independent",
+        "antithetic": "antithetic",
+        "sigma": couplings.sigma(pagerank.learn(ring, p_halt=0.5)),
+    }.items():
+        found = pagerank.pagerank(
+            jax.random.key(1), copies(ring, count), num_walks=2, p_halt=0.5, coupling=coupling
+        )
+        errors[name] = ((np.asarray(found).reshape(count, 20) * count - 1 / 20) ** 2).sum(axis=1)
+    for better, worse in (("antithetic", "independent"), ("sigma", "independent")):
+        difference = errors[worse] - errors[better]
+        assert difference.mean() > 5 * stats.sem(difference), (better, worse)
+
+
+def test_quantile_chances_add_up_to_the_law_of_the_length():
+    chances = pagerank._length_chances(0.3, 7)
+    np.testing.assert_allclose(chances.sum(axis=1), 1, atol=1e-8)
+    geometric = 0.3 * 0.7 ** np.arange(chances.shape[1])
+    np.testing.assert_allclose(chances.mean(axis=0), geometric, atol=1e-9)
+
+
+def test_the_costs_count_pairs_that_halt_together():
+    """Eq. 82 for a path of two nodes: after l steps a walk is where the parity of l says."""
+    two = Graph.from_edges([(0, 1)], 2)
+    found = pagerank.learn(two, p_halt=0.5, order=2)
+    assert found.tolist() == [1, 0], "length 0 with the rest, for they halt apart more often"
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"in \(0, 1\), got 1.0"):
+        pagerank.power_iteration(example(), p_halt=1.0)
+    negative = Graph.from_edges([(0, 1)], 2, [-1.0])
+    with pytest.raises(ValueError, match="weights >= 0"):
+        pagerank.power_iteration(negative, p_halt=0.5, steps="weighted")

@@ -1,0 +1,83 @@
+"""Diffusion, regression and k-means against loops over a dense kernel."""
+
+import jax
+import jax.numpy as jnp
+import networkx
+import numpy as np
+import pytest
+
+from performer.graphs import Graph, graph_random_features, kernels, modulations, tasks
+from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
+
+KERNEL = np.asarray(kernels.regularised_laplacian(example(), 2, 1.0))
+
+
+def test_diffusion_of_small_steps_is_the_heat_kernel():
+    """qGRF Eq. 21 with t = 1 in 200 steps: an error of order t^2 / N_t."""
+    import scipy.linalg
+
+    dense = kernels.regularised_laplacian(example(), 2, (1 / 200) ** 0.5)
+    found = tasks.diffuse(dense, jnp.eye(NUM_NODES)[0], 100)
+    exact = scipy.linalg.expm(-laplacian(weights_matrix()))[0]
+    np.testing.assert_allclose(found, exact, atol=2e-3)
+    with pytest.raises(ValueError, match="num_times must be a positive integer"):
+        tasks.diffuse(dense, jnp.eye(NUM_NODES)[0], 0)
+
+
+def test_regression_is_the_weighted_mean_of_the_known():
+    values = np.random.default_rng(0).standard_normal((NUM_NODES, 3))
+    known = np.array([1, 0, 1, 1, 0, 0, 1, 0, 1], bool)
+    found = np.asarray(tasks.regress(jnp.asarray(KERNEL), jnp.asarray(values), jnp.asarray(known)))
+    for i in range(NUM_NODES):
+        weights = [KERNEL[i, j] for j in range(NUM_NODES) if known[j]]
+        expected = [
+            sum(w * values[j, c] for w, j in zip(weights, np.flatnonzero(known), strict=True))
+            / (sum(weights) or np.nan)
+            for c in range(3)
+        ]
+        np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-5)
+    assert np.isnan(found[5]).all(), "nothing is known of a node alone"
+
+
+def test_regression_takes_an_estimate_and_ignores_unknown_values():
+    estimate = graph_random_features(
+        jax.random.key(0), karate(), modulations.diffusion(2.0), num_walks=200, p_halt=0.2
+    )
+    values, known = jnp.arange(34.0)[:, None], jnp.arange(34) % 3 > 0
+    found = tasks.regress(estimate, values, known)
+    hidden = tasks.regress(estimate, jnp.where(known[:, None], values, jnp.nan), known)
+    np.testing.assert_array_equal(found, hidden)
+    dense = tasks.regress(kernels.diffusion(karate(), 2.0), values, known)
+    assert float(jnp.abs(found - dense).max()) < 2
+
+
+def test_two_cliques_are_two_clusters():
+    graph = Graph.from_networkx(networkx.barbell_graph(8, 0))
+    found = tasks.kernel_kmeans(
+        jax.random.key(0), kernels.diffusion(graph, 2.0), 16, num_clusters=2
+    )
+    labels = np.asarray(found.labels)
+    assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0
+
+
+def test_the_objective_is_that_of_k_means():
+    kernel = np.asarray(kernels.diffusion(karate(), 2.0), np.float64)
+    found = tasks.kernel_kmeans(
+        jax.random.key(1), jnp.asarray(kernel), 34, num_clusters=3, num_starts=4
+    )
+    root = np.linalg.cholesky(kernel)  # phi_i are its rows
+    labels = np.asarray(found.labels)
+    within = sum(
+        np.sum((root[labels == c] - root[labels == c].mean(axis=0)) ** 2)
+        for c in range(3)
+        if (labels == c).any()
+    )
+    np.testing.assert_allclose(found.objective, within - np.trace(kernel), rtol=1e-4)
+
+
+def test_clustering_error_counts_pairs():
+    a, b = np.array([0, 0, 1, 1, 2]), np.array([1, 1, 1, 0, 0])
+    wrong = sum((a[i] == a[j]) != (b[i] == b[j]) for i in range(5) for j in range(i))
+    assert tasks.clustering_error(a, b) == wrong / 10
+    assert tasks.clustering_error(a, a[::-1].copy()) > 0
+    assert tasks.clustering_error(a, 2 - a) == 0

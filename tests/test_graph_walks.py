@@ -1,0 +1,293 @@
+"""Walks and their loads against powers of the weights; features against dense kernels."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from scipy import stats
+
+from performer.graphs import (
+    Graph,
+    couplings,
+    features,
+    graph_random_features,
+    kernels,
+    modulations,
+    reinforced,
+    walks,
+)
+from tests.graph_examples import (
+    EDGES,
+    NUM_NODES,
+    blocks,
+    copies,
+    example,
+    karate,
+    weights_matrix,
+    z_scores,
+)
+
+ALARM = 1e-6
+"""The rate of false alarms of each statistical test."""
+P_HALT = 0.4
+COPIES = 4000
+
+
+def limit(scores):
+    """The largest |z| that chance makes of so many, but for one time in 1 / ALARM."""
+    return stats.norm.isf(ALARM / 2 / scores.size)
+
+
+def lengths_of(graph, num_walks=3, coupling="antithetic", seed=0, p_halt=P_HALT):
+    return couplings.lengths(jax.random.key(seed), coupling, graph.num_nodes, num_walks, p_halt)
+
+
+def visits(found, num_copies, step):
+    """The mean load left at (start, node) after so many steps, for each copy."""
+    at = np.asarray(found.step) == step
+    values, start, node = (np.asarray(x)[at] for x in (found.load, found.start, found.node))
+    matrix = scipy.sparse.coo_array((values, (start, node)), shape=(found.num_nodes,) * 2)
+    return blocks(matrix, num_copies) / found.num_walks
+
+
+@pytest.mark.parametrize("steps", ["uniform", "weighted", "reinforced"])
+def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
+    """E load[step = t, i -> x] = (W^t)_{ix}: for each t, i and x (VRC Eq. 50 with f = 1)."""
+    count = 400 if steps == "reinforced" else COPIES
+    graph = copies(example(), count)
+    draw = reinforced.sample if steps == "reinforced" else partial(walks.sample, steps=steps)
+    found = draw(jax.random.key(1), graph, lengths_of(graph), p_halt=P_HALT)
+    power = np.eye(NUM_NODES)
+    for t in range(4):
+        scores = z_scores(visits(found, count, t), power)
+        assert np.abs(scores).max() < limit(scores), t
+        power = power @ weights_matrix()
+
+
+def test_walks_go_along_edges_and_make_their_steps():
+    """Every walk is there once, with all its steps, each to a neighbour."""
+    graph = karate()
+    lengths = np.asarray(lengths_of(graph, 5))
+    found = walks.sample(jax.random.key(2), graph, lengths, p_halt=P_HALT)
+    kept = np.asarray(found.load) > 0
+    order = np.lexsort((np.asarray(found.step)[kept], np.asarray(found.start)[kept]))
+    for i in range(graph.num_nodes):
+        expected = np.bincount(np.concatenate([np.arange(n + 1) for n in lengths[i]]))
+        of_node = kept & (np.asarray(found.start) == i)
+        assert np.bincount(np.asarray(found.step)[of_node]).tolist() == expected.tolist()
+        assert np.asarray(found.last)[of_node].sum() == 5
+    assert len(order) == (lengths + 1).sum()
+    adjacency = np.asarray(graph.to_dense())
+    rounds_first = np.asarray(found.node).reshape(-1, len(kept) // rounds(lengths, P_HALT))
+    steps = np.asarray(found.step).reshape(rounds_first.shape)
+    alive = kept.reshape(rounds_first.shape)
+    moved = (steps[1:] > 0) & alive[1:]
+    assert (adjacency[rounds_first[:-1][moved], rounds_first[1:][moved]] == 1).all()
+    assert moved.sum() == lengths.sum()
+
+
+def rounds(lengths, p_halt):
+    return walks._lanes(lengths, p_halt, 1)[2]
+
+
+@pytest.mark.parametrize("p_halt", [0.02, 0.5, 0.9])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_every_walker_has_a_place_in_a_lane(p_halt, devices):
+    lengths = np.random.default_rng(0).geometric(p_halt, (301, 3)) - 1
+    walkers, of_walkers, count = walks._lanes(lengths, p_halt, devices)
+    placed = of_walkers >= 0
+    assert sorted(walkers[placed].tolist()) == list(range(lengths.size))
+    np.testing.assert_array_equal(of_walkers[placed], lengths.reshape(-1)[walkers[placed]])
+    assert (of_walkers + 1).sum(axis=0).max() <= count
+    assert (placed[:-1] | ~placed[1:]).all(), "what fills up a lane comes last"
+    busy = (lengths + 1).sum() / (count * walkers.shape[1])
+    assert busy > 0.45
+    nodes = np.where(placed, walkers // 3, -1).reshape(len(walkers), devices, -1)
+    for device in range(devices):
+        of_device = nodes[:, device][nodes[:, device] >= 0]
+        assert of_device.min() >= 76 * device if devices == 4 else True
+        assert of_device.max() < 76 * (device + 1) if devices == 4 else True
+
+
+def test_a_draw_depends_on_walker_and_step_alone():
+    """Longer walks of a few do not change the others' paths."""
+    graph = karate()
+    short = np.full((34, 2), 3)
+    longer = short.copy()
+    longer[5] = 40
+    a, b = (walks.sample(jax.random.key(3), graph, x, p_halt=P_HALT) for x in (short, longer))
+
+    def paths(found):
+        keep = (np.asarray(found.load) > 0) & (np.asarray(found.start) != 5)
+        columns = (np.asarray(x)[keep] for x in (found.start, found.step, found.node))
+        return sorted(zip(*(x.tolist() for x in columns), strict=True))
+
+    assert paths(a) == paths(b)
+    other = walks.sample(jax.random.key(4), graph, short, p_halt=P_HALT)
+    assert paths(a) != paths(other)
+
+
+CASES = {
+    "antithetic": {},
+    "independent": {"coupling": "independent"},
+    "ensemble": {"coupling": "ensemble"},
+    "sigma": {"coupling": couplings.sigma(np.array([3, 2, 0, 1]))},
+    "weighted steps": {"steps": "weighted"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_estimates_are_unbiased(case):
+    """With two ensembles the diagonal too; on weights, components and a node alone."""
+    graph = copies(example(), COPIES)
+    modulation = modulations.regularised_laplacian(d=2, sigma=0.7)
+    estimate = graph_random_features(
+        jax.random.key(5), graph, modulation, num_walks=4, p_halt=P_HALT, unbiased_diagonal=True,
+        **CASES[case],
+    )  # fmt: skip
+    assert estimate.right is not None
+    product = estimate.left.to_scipy() @ estimate.right.to_scipy().T
+    samples = blocks((product + product.T) / 2, COPIES)
+    scores = z_scores(samples, np.asarray(kernels.regularised_laplacian(example(), 2, 0.7)))
+    assert np.abs(scores).max() < limit(scores)
+    assert np.abs(samples[:, 5, 5] - 1).max() < 1e-5, "a node alone is exactly 1"
+
+
+@pytest.mark.parametrize("name", ["regularised_laplacian", "diffusion", "random_walk", "matern"])
+def test_every_kernel_is_estimated(name):
+    graph = copies(example(), COPIES)
+    estimate = graph_random_features(
+        jax.random.key(6), graph, getattr(modulations, name)(), num_walks=4, p_halt=P_HALT,
+        unbiased_diagonal=True,
+    )  # fmt: skip
+    assert estimate.right is not None
+    product = estimate.left.to_scipy() @ estimate.right.to_scipy().T
+    expected = np.asarray(getattr(kernels, name)(example()))
+    scores = z_scores(blocks((product + product.T) / 2, COPIES), expected)
+    assert np.abs(scores).max() < limit(scores)
+
+
+def test_one_ensemble_is_too_large_on_the_diagonal_alone():
+    """qGRF App. 8.7."""
+    graph = copies(example(), COPIES)
+    modulation = modulations.regularised_laplacian(d=2, sigma=0.7)
+    phi = graph_random_features(
+        jax.random.key(7), graph, modulation, num_walks=2, p_halt=P_HALT
+    ).left.to_scipy()
+    scores = z_scores(
+        blocks(phi @ phi.T, COPIES), np.asarray(kernels.regularised_laplacian(example(), 2, 0.7))
+    )
+    connected = np.delete(np.arange(NUM_NODES), 5)
+    assert (np.diag(scores)[connected] > 3).all()
+    off = scores[~np.eye(NUM_NODES, dtype=bool)]
+    assert np.abs(off).max() < limit(off)
+
+
+def test_weights_as_they_are():
+    """(I - U)^{-2} of a graph with a negative weight."""
+    graph = Graph.from_edges(np.array(EDGES), NUM_NODES, 0.1 * np.array([1, -2, 1, 3, 1, 2, 1]))
+    estimate = graph_random_features(
+        jax.random.key(8), copies(graph, COPIES), modulations.resolvent(2), num_walks=4,
+        p_halt=P_HALT, adjacency="weights", unbiased_diagonal=True,
+    )  # fmt: skip
+    assert estimate.right is not None
+    product = estimate.left.to_scipy() @ estimate.right.to_scipy().T
+    inverse = np.linalg.inv(np.eye(NUM_NODES) - np.asarray(graph.to_dense(), np.float64))
+    scores = z_scores(blocks((product + product.T) / 2, COPIES), inverse @ inverse)
+    assert np.abs(scores).max() < limit(scores)
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_products_are_those_of_the_gram_matrix(two):
+    estimate = graph_random_features(
+        jax.random.key(9), example(), modulations.diffusion(), num_walks=3, p_halt=P_HALT,
+        unbiased_diagonal=two,
+    )  # fmt: skip
+    phi = estimate.left.to_scipy().toarray()
+    other = phi if estimate.right is None else estimate.right.to_scipy().toarray()
+    gram = (phi @ other.T + other @ phi.T) / 2
+    v = np.random.default_rng(0).standard_normal((NUM_NODES, 2))
+    np.testing.assert_allclose(estimate.gram(), gram, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda k, v: k @ v)(estimate, v), gram @ v, atol=1e-5)
+    np.testing.assert_allclose(estimate @ jnp.asarray(v[:, 0]), gram @ v[:, 0], atol=1e-5)
+    np.testing.assert_allclose(estimate.left @ jnp.asarray(v), phi @ v, atol=1e-5)
+    np.testing.assert_allclose(estimate.left.transposed(jnp.asarray(v)), phi.T @ v, atol=1e-5)
+
+
+def test_the_features_are_those_of_the_equation():
+    """VRC Eqs 49 and 50, walk by walk, in float64 from the visits."""
+    sampled = features.sample(jax.random.key(10), karate(), num_walks=3, p_halt=P_HALT)
+    f = [1.0, 0.5, -0.3] + [0.1] * 400
+    phi = np.zeros((34, 34))
+    columns = (np.asarray(x).tolist() for x in (sampled.start, sampled.node, sampled.step))
+    for i, x, t, load in zip(*columns, np.asarray(sampled.load).tolist(), strict=True):
+        phi[i, x] += f[t] * load / 3
+    found = features.modulate(sampled, lambda length: jnp.asarray((f + [0.0] * length)[:length]))
+    np.testing.assert_allclose(found.to_dense(), phi, atol=1e-5)
+
+
+def test_gradients_flow_through_the_modulation():
+    sampled = features.sample(jax.random.key(11), karate(), num_walks=3, p_halt=P_HALT)
+    v = jnp.arange(34.0)
+
+    def loss(sigma):
+        return v @ (features.Estimate(features.modulate(sampled, modulations.diffusion(sigma))) @ v)
+
+    slope = (loss(1.0 + 1e-2) - loss(1.0 - 1e-2)) / 2e-2
+    np.testing.assert_allclose(jax.grad(loss)(1.0), slope, rtol=1e-2)
+
+
+def test_an_antithetic_pair_lowers_the_error():
+    """qGRF Thm 3.2 on karate at p = 1/2; ten standard errors away here."""
+    exact = np.asarray(kernels.regularised_laplacian(karate(), 2, 1.0), np.float64)
+    squares = {}
+    for coupling in ("independent", "antithetic"):
+        phi = graph_random_features(
+            jax.random.key(12), copies(karate(), 500),
+            modulations.regularised_laplacian(2, 1.0), num_walks=2, p_halt=0.5, coupling=coupling,
+        ).left.to_scipy()  # fmt: skip
+        squares[coupling] = np.sum((blocks(phi @ phi.T, 500) - exact) ** 2, axis=(1, 2))
+    gain = squares["independent"] - squares["antithetic"]
+    assert gain.mean() > 4 * stats.sem(gain)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"p_halt": 1.5}, r"in \(0, 1\), got 1.5"),
+        ({"num_walks": 0}, "num_walks must be a positive integer"),
+        ({"coupling": "antithetical"}, "did you mean 'antithetic'"),
+        ({"adjacency": "weights"}, "diverges: the spectral radius"),
+        ({"kernel": "diffusion"}, r"as modulations.diffusion\(sigma=1.0\), got 'diffusion'"),
+        ({"graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
+    ],
+)  # fmt: skip
+def test_bad_input(options, words):
+    arguments = {
+        "key": jax.random.key(0), "graph": example(), "kernel": modulations.resolvent(),
+        "num_walks": 2, "p_halt": 0.5,
+    } | options  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        graph_random_features.__wrapped__(**arguments)
+
+
+def test_bad_words():
+    lengths, options = np.ones((9, 2), np.int32), {"p_halt": 0.5, "steps": "fast"}
+    with pytest.raises(ValueError, match="must be 'uniform' or 'weighted', got 'fast'"):
+        walks.sample.__wrapped__(jax.random.key(0), example(), lengths, **options)
+    options = {"num_walks": 2, "p_halt": 0.5, "adjacency": "raw"}
+    with pytest.raises(ValueError, match="must be 'normalised' or 'weights', got 'raw'"):
+        features.sample.__wrapped__(jax.random.key(0), example(), **options)
+
+
+def test_lengths_must_fit_the_graph():
+    with pytest.raises(ValueError, match=r"of 9 nodes; got \(8, 2\)"):
+        walks.sample(jax.random.key(0), example(), np.ones((8, 2), np.int32), p_halt=0.5)
+    negative = Graph.from_edges([(0, 1)], 2, [-1.0])
+    with pytest.raises(ValueError, match="in proportion to the weights needs weights >= 0"):
+        walks.sample(
+            jax.random.key(0), negative, np.ones((2, 2), np.int32), p_halt=0.5, steps="weighted"
+        )
