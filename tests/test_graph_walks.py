@@ -56,13 +56,16 @@ def visits(found, num_copies, step):
 @pytest.mark.parametrize("steps", ["uniform", "weighted", "reinforced"])
 def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
     """E load[step = t, i -> x] = (W^t)_{ix}: for each t, i and x (VRC Eq. 50 with f = 1)."""
-    count = 400 if steps == "reinforced" else COPIES
-    graph = copies(example(), count)
+    count, repeats = (400, 10) if steps == "reinforced" else (COPIES, 1)
     draw = reinforced.sample if steps == "reinforced" else partial(walks.sample, steps=steps)
-    found = draw(jax.random.key(1), graph, lengths_of(graph), p_halt=P_HALT)
+    graph = copies(example(), count)
+    found = [
+        draw(jax.random.key(seed), graph, lengths_of(graph, seed=seed), p_halt=P_HALT)
+        for seed in range(1, repeats + 1)
+    ]
     power = np.eye(NUM_NODES)
     for t in range(4):
-        scores = z_scores(visits(found, count, t), power)
+        scores = z_scores(np.concatenate([visits(x, count, t) for x in found]), power)
         assert np.abs(scores).max() < limit(scores), t
         power = power @ weights_matrix()
 

@@ -50,9 +50,9 @@ def antithetic(
         size: how many walkers make a group.
     """
     groups = -(-num_walks // size)
-    keys = jax.random.split(key, groups)
-    draw = partial(_group, p_halt=p_halt, offset=offset, size=size)
-    return jax.vmap(draw)(keys).reshape(-1)[:num_walks]
+    draws = _uniform(key, (groups, size, 2))
+    of_group = partial(_group, p_halt=p_halt, offset=offset)
+    return jax.vmap(of_group)(draws).reshape(-1)[:num_walks]
 
 
 def ensemble(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
@@ -141,8 +141,9 @@ def _lengths(key: Key, coupling: Coupling, num_nodes: int, num_walks: int, p_hal
     return jax.vmap(lambda key: coupling(key, num_walks, p_halt))(keys)
 
 
-def _group(key: Key, p_halt: float, offset: float, size: int) -> Array:
-    """The lengths of `size` walkers with common termination variables."""
+def _group(draws: Array, p_halt: float, offset: float) -> Array:
+    """The lengths of walkers with common termination variables, by uniform draws (size, 2)."""
+    size = len(draws)
     shifts = offset * np.arange(size)
     ends = np.sort(np.concatenate([[0, 1], np.mod(-shifts, 1), np.mod(p_halt - shifts, 1)]))
     middles = (ends[1:] + ends[:-1]) / 2
@@ -154,13 +155,13 @@ def _group(key: Key, p_halt: float, offset: float, size: int) -> Array:
         chances = jnp.cumsum(widths * (halting & alive).any(axis=1))
         total = jnp.minimum(chances[-1], 1)
         now = time + _geometric(draws[0], total)
-        arc = jnp.searchsorted(chances, draws[1] * total)
+        arc = jnp.sum(chances < draws[1] * total)
         stops = halting[arc] & alive
         return (alive & ~stops, now + 1, jnp.where(stops, now, found)), None
 
     none = jnp.zeros(size, jnp.int32)
     start = (jnp.ones(size, bool), jnp.zeros((), jnp.int32), none)
-    (_, _, found), _ = jax.lax.scan(event, start, _uniform(key, (size, 2)))
+    (_, _, found), _ = jax.lax.scan(event, start, draws)
     return found
 
 

@@ -183,11 +183,11 @@ def sample(
 
 def modulate(sampled: walks.Walks, kernel: modulations.Modulation) -> Features:
     """The features that walks give for a kernel (VRC Eqs 49 and 50); differentiable in f."""
-    f = kernel(sampled.max_steps + 1)
-    value = _weighed(sampled, jnp.append(f, kernel(ENDLESS).sum()))
+    value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
 
 
 @jax.jit
-def _weighed(sampled: walks.Walks, of_step: Array) -> Array:
-    return of_step[sampled.step].astype(sampled.load.dtype) * sampled.load / sampled.num_walks
+def _weighed(sampled: walks.Walks, f: Array) -> Array:
+    of_step = jnp.append(f, f.sum()).astype(sampled.load.dtype)
+    return of_step[sampled.step] * sampled.load / sampled.num_walks

@@ -86,6 +86,10 @@ class Graph(NamedTuple):
                 f"the adjacency matrix is not symmetric: [{i}, {j}] is {matrix[i, j]:.6g} and"
                 f" [{j}, {i}] is {matrix[j, i]:.6g}; these graphs are undirected, take W + W.T"
             )
+        return cls._from_rows(matrix)
+
+    @classmethod
+    def _from_rows(cls, matrix: scipy.sparse.csr_array) -> "Graph":
         return cls(
             jnp.asarray(matrix.indptr, jnp.int32),
             jnp.asarray(matrix.indices, jnp.int32),
@@ -138,12 +142,13 @@ class Graph(NamedTuple):
         Raises:
             ValueError: when a weight is negative, for then D need not have a root.
         """
-        matrix = self.to_scipy()
         require_nonnegative(self, "the normalised Laplacian")
-        strengths = matrix.sum(axis=1)
-        alone = strengths == 0
-        scale = scipy.sparse.diags_array(np.where(alone, 0, 1 / np.sqrt(strengths + alone)))
-        return Graph.from_scipy(scale @ matrix @ scale + scipy.sparse.diags_array(alone * 1.0))
+        matrix = self.to_scipy()
+        alone = np.diff(matrix.indptr) == 0
+        roots = np.sqrt(np.where(alone, 1, matrix.sum(axis=1)))
+        matrix.data /= np.repeat(roots, np.diff(matrix.indptr)) * roots[matrix.indices]
+        loops = scipy.sparse.diags_array(alone.astype(float), format="csr")
+        return Graph._from_rows(matrix + loops if alone.any() else matrix)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """The weighted adjacency matrix W, in float64."""
@@ -160,7 +165,6 @@ class Graph(NamedTuple):
 
 def require_nonnegative(graph: Graph, what: str) -> None:
     """Raises ValueError when a weight is negative, naming `what` cannot have it."""
-    if len(graph.weights) and float(jnp.min(graph.weights)) < 0:
-        raise ValueError(
-            f"{what} needs weights >= 0, the least is {float(jnp.min(graph.weights)):.6g}"
-        )
+    least = np.asarray(graph.weights).min(initial=0)
+    if least < 0:
+        raise ValueError(f"{what} needs weights >= 0, the least is {least:.6g}")
