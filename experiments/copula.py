@@ -149,4 +149,5 @@ if __name__ == "__main__":
     _TRAIN_DRAWS = flags.DEFINE_integer("train_draws", 8, "draws in each step", lower_bound=1)
     _DRAWS = flags.DEFINE_integer("draws", 1000, "draws for the table", lower_bound=2)
     _OUT = flags.DEFINE_string("out", "results/copula", "folder for tables and figures")
+    flags.adopt_module_key_flags(uci)
     uci.run(main)

@@ -26,9 +26,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from experiments import graph_data, timing
+from experiments import graph_data, timing, uci
 from performer.graphs import Graph, couplings, graph_random_features, modulations, pagerank, walks
 from vit import report
 
@@ -155,7 +155,7 @@ def plot(rows: list[dict], out: Path) -> None:
     report.save(drawn, out)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prints both tables."""
     out = Path(_OUT.value)
     text = f"{timing.machine()}. The best of {_REPEATS.value} repeats (loops: of 2)."
@@ -181,4 +181,5 @@ if __name__ == "__main__":
     _LARGEST = flags.DEFINE_integer(
         "largest", 10**5, "nodes of the largest graph", lower_bound=1000
     )
-    app.run(main)
+    flags.adopt_module_key_flags(graph_data)
+    uci.run(main)

@@ -89,4 +89,5 @@ def main() -> None:
 if __name__ == "__main__":
     _DRAWS = flags.DEFINE_integer("draws", 500, "draws of the frequencies", lower_bound=2)
     _OUT = flags.DEFINE_string("out", "results/matern", "folder for tables and figures")
+    flags.adopt_module_key_flags(uci)
     uci.run(main)

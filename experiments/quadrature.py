@@ -369,4 +369,5 @@ if __name__ == "__main__":
     _RUNS = flags.DEFINE_integer("runs", 0, "draws in Figs 1 and 2; the defaults if 0")
     _QUICK = flags.DEFINE_bool("quick", False, "little of everything, to see that it runs")
     _OUT = flags.DEFINE_string("out", "results/quadrature", "folder for tables and figures")
+    flags.adopt_module_key_flags(uci)
     uci.run(main)

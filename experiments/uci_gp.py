@@ -301,4 +301,5 @@ if __name__ == "__main__":
     _DRAWS = flags.DEFINE_integer("draws", 10, "draws of the frequencies per split", lower_bound=1)
     _FIGURE = flags.DEFINE_string("figure", "", "the data set of Fig. 1")
     _OUT = flags.DEFINE_string("out", "results/uci_gp", "folder for tables and figures")
+    flags.adopt_module_key_flags(uci)
     uci.run(main)

@@ -165,4 +165,5 @@ if __name__ == "__main__":
     _POINTS = flags.DEFINE_integer("points", 256, "training and test points at most", lower_bound=2)
     _DRAWS = flags.DEFINE_integer("draws", 100, "draws of the frequencies per split", lower_bound=1)
     _OUT = flags.DEFINE_string("out", "results/uci_kernels", "folder for tables and figures")
+    flags.adopt_module_key_flags(uci)
     uci.run(main)

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import networkx
 import numpy as np
 import pytest
 import scipy.sparse
@@ -68,6 +69,18 @@ def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
         scores = z_scores(np.concatenate([visits(x, count, t) for x in found]), power)
         assert np.abs(scores).max() < limit(scores), t
         power = power @ weights_matrix()
+
+
+def test_reinforced_walks_avoid_edges_of_earlier_ones():
+    """On a ring, the second of two steps goes the same way with odds e^-1 : 1."""
+    nodes = 3000
+    ring = Graph.from_networkx(networkx.cycle_graph(nodes))
+    lengths = np.ones((nodes, 2), np.int32)
+    found = reinforced.sample(jax.random.key(0), ring, lengths, p_halt=P_HALT)
+    first, second = np.asarray(found.node)[np.asarray(found.step) == 1].reshape(nodes, 2).T
+    chance = np.exp(-1) / (1 + np.exp(-1))
+    z = ((first == second).mean() - chance) / np.sqrt(chance * (1 - chance) / nodes)
+    assert abs(z) < stats.norm.isf(ALARM / 2)
 
 
 def test_walks_go_along_edges_and_make_their_steps():
