@@ -92,6 +92,8 @@ def test_solvers_find_the_best_of_all():
     rng = np.random.default_rng(0)
     small = matching.reduced(rng, a, b, size=2000)
     assert small[0].shape == (5, 5, 2000)
+    ratios = np.sum(small[0] ** 2, axis=-1) / np.sum(a**2, axis=-1)
+    assert np.abs(ratios - 1).max() < 0.2, "six standard deviations"
     after = matching.enumerate_all(*small)
     assert values[tuple(after)] < 1.02 * min(values.values())
     same = {p: matching.objective(np.array(p), a, a) for p in itertools.permutations(range(5))}

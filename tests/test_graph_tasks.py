@@ -60,19 +60,19 @@ def test_two_cliques_are_two_clusters():
     assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0
 
 
-def test_the_objective_is_that_of_k_means():
-    kernel = np.asarray(kernels.diffusion(karate(), 2.0), np.float64)
+def test_it_is_k_means_of_points():
+    """With the linear kernel of points far from the origin, where only distances matter."""
+    points = np.random.default_rng(0).standard_normal((40, 2)) + np.array([8, 5])
     found = tasks.kernel_kmeans(
-        jax.random.key(1), jnp.asarray(kernel), 34, num_clusters=3, num_starts=4
+        jax.random.key(1), jnp.asarray(points @ points.T), 40, num_clusters=3, num_starts=4
     )
-    root = np.linalg.cholesky(kernel)  # phi_i are its rows
     labels = np.asarray(found.labels)
-    within = sum(
-        np.sum((root[labels == c] - root[labels == c].mean(axis=0)) ** 2)
-        for c in range(3)
-        if (labels == c).any()
-    )
-    np.testing.assert_allclose(found.objective, within - np.trace(kernel), rtol=1e-4)
+    assert sorted(set(labels.tolist())) == [0, 1, 2]
+    means = np.stack([points[labels == c].mean(axis=0) for c in range(3)])
+    distances = np.sum((points[:, None] - means) ** 2, axis=-1)
+    assert np.argmin(distances, axis=1).tolist() == labels.tolist(), "each at the nearest mean"
+    objective = distances.min(axis=1).sum() - np.sum(points**2)
+    np.testing.assert_allclose(found.objective, objective, rtol=1e-4)
 
 
 def test_clustering_error_counts_pairs():

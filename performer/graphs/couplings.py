@@ -153,9 +153,8 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
     def event(carry, draws):
         alive, time, found = carry
         chances = jnp.cumsum(widths * (halting & alive).any(axis=1))
-        total = jnp.minimum(chances[-1], 1)
-        now = time + _geometric(draws[0], total)
-        arc = jnp.sum(chances < draws[1] * total)
+        now = time + _geometric(draws[0], chances[-1])
+        arc = jnp.sum(chances < draws[1] * chances[-1])
         stops = halting[arc] & alive
         return (alive & ~stops, now + 1, jnp.where(stops, now, found)), None
 
@@ -166,7 +165,7 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
 
 
 def _geometric(u: Array, p: float | Array) -> Array:
-    """The inverse distribution function of a geometric law, at 1 - u."""
+    """The inverse distribution function of a geometric law, at 1 - u; 0 if p rounds to 0 or 1."""
     found = jnp.floor(jnp.log(u) / jnp.log1p(-p))
     return jnp.where(jnp.isfinite(found), found, 0).astype(jnp.int32)
 

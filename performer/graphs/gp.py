@@ -133,7 +133,7 @@ def fit(
         signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
         frozen = jax.lax.stop_gradient
         right = jnp.concatenate([y[:, None], signs], axis=1)
-        solved = frozen(solve(lambda v: frozen(system(v)), right, tolerance))
+        solved = solve(lambda v: frozen(system(v)), right, tolerance)
         products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
         return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
 
