@@ -33,7 +33,7 @@ import numpy as np
 from absl import flags
 from scipy.spatial.distance import cdist
 
-from experiments import tabular, uci
+from experiments import launch, tabular, uci
 from experiments.kernel_regression import Problem, accuracies, exact_accuracies, problems
 from experiments.statistics import Difference, mean_and_error, paired
 from performer import hadamard
@@ -332,4 +332,4 @@ if __name__ == "__main__":
     _PAPER_SIGMA = flags.DEFINE_bool("paper_sigma", False, "sigma from v_bar of SimRF Table 2")
     _OUT = flags.DEFINE_string("out", "results/classification", "folder of tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from absl import flags
 
-from experiments import tabular, uci
+from experiments import launch, tabular, uci
 from performer import copula, couplings
 from performer.typing import Coupling
 from vit import report
@@ -150,4 +150,4 @@ if __name__ == "__main__":
     _DRAWS = flags.DEFINE_integer("draws", 1000, "draws for the table", lower_bound=2)
     _OUT = flags.DEFINE_string("out", "results/copula", "folder for tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import graph_data, timing, uci
+from experiments import graph_data, launch, timing
 from performer.graphs import Graph, couplings, graph_random_features, modulations, pagerank, walks
 from vit import report
 
@@ -182,4 +182,4 @@ if __name__ == "__main__":
         "largest", 10**5, "nodes of the largest graph", lower_bound=1000
     )
     flags.adopt_module_key_flags(graph_data)
-    uci.run(main)
+    launch.run(main)

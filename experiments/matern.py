@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import statistics, uci
+from experiments import launch, statistics, uci
 from performer import couplings, directions, features, kernels, norms
 from performer.typing import Coupling
 from vit import report
@@ -90,4 +90,4 @@ if __name__ == "__main__":
     _DRAWS = flags.DEFINE_integer("draws", 500, "draws of the frequencies", lower_bound=2)
     _OUT = flags.DEFINE_string("out", "results/matern", "folder for tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

@@ -46,7 +46,7 @@ from absl import flags
 from matplotlib import pyplot as plt
 from sklearn import datasets, svm
 
-from experiments import quadrature_attention, statistics, tabular, timing, uci
+from experiments import launch, quadrature_attention, statistics, tabular, timing, uci
 from performer import quadrature
 from performer.choices import unknown
 from performer.quadrature import Rule
@@ -370,4 +370,4 @@ if __name__ == "__main__":
     _QUICK = flags.DEFINE_bool("quick", False, "little of everything, to see that it runs")
     _OUT = flags.DEFINE_string("out", "results/quadrature", "folder for tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

@@ -39,6 +39,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
 
 
+def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
+    """Of two means, and its standard error (delta method: what both share counts once)."""
+    value = values.mean() / reference.mean()
+    residuals = values - value * reference
+    return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
+
+
 def paired(a: Sequence[float], b: Sequence[float]) -> Difference:
     """a - b, seed by seed. With one seed, or no spread at all, nothing can be said: NaN."""
     d = np.asarray(a, np.float64) - np.asarray(b, np.float64)

@@ -8,7 +8,6 @@ steps, from lengthscale sqrt(d), output scale 1 and noise 0.5: the same scales t
 the paper's 1e-2 for 3,000 steps, in a tenth of the time.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags
 
 from experiments import tabular
 from performer import features, gp
@@ -147,16 +146,3 @@ def check_finite(name: str, scheme: Scheme, what: str, found: dict[str, np.ndarr
 def split_keys(count: int, draws: int) -> Key:
     """(s, draws) keys; couplings of one split share them, so that differences are paired."""
     return jax.random.split(jax.random.key(0), (count, draws))
-
-
-def run(main: Callable[[], None]) -> None:
-    """absl's entry point; bad input ends in one line."""
-
-    def guarded(_: list[str]) -> None:
-        logging.set_verbosity(logging.WARNING)
-        try:
-            main()
-        except ValueError as error:
-            sys.exit(f"ValueError: {error}")
-
-    app.run(guarded)

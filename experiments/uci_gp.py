@@ -32,7 +32,7 @@ import numpy as np
 from absl import flags
 from sklearn.linear_model import RidgeCV
 
-from experiments import statistics, tabular, uci, uci_published
+from experiments import launch, statistics, tabular, uci, uci_published
 from performer import couplings, gp, kernels
 from vit import report
 
@@ -302,4 +302,4 @@ if __name__ == "__main__":
     _FIGURE = flags.DEFINE_string("figure", "", "the data set of Fig. 1")
     _OUT = flags.DEFINE_string("out", "results/uci_gp", "folder for tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import tabular, uci, uci_published
+from experiments import launch, statistics, tabular, uci, uci_published
 from performer import couplings, gp, kernels, theory
 from vit import report
 
@@ -78,13 +78,6 @@ def predicted(scheme: uci.Scheme, coupling: str, x: np.ndarray, m: int) -> float
     return float(np.sqrt(error.mean()))
 
 
-def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    """Of means over splits, and its standard error (delta method: both have the same splits)."""
-    value = values.mean() / reference.mean()
-    residuals = values - value * reference
-    return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
-
-
 def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -> list[dict]:
     """The rows of one data set and one kind of features."""
     scales = uci.hyperparameters(name, scheme, splits)
@@ -101,7 +94,7 @@ def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -
     }
     rows = []
     for coupling, values in found.items():
-        ours, error = ratio(values, found["iid"])
+        ours, error = statistics.ratio(values, found["iid"])
         theirs = uci_published.value("kernel ratio, m = d", scheme.name, coupling, name)
         row = {
             "data set": name,
@@ -166,4 +159,4 @@ if __name__ == "__main__":
     _DRAWS = flags.DEFINE_integer("draws", 100, "draws of the frequencies per split", lower_bound=1)
     _OUT = flags.DEFINE_string("out", "results/uci_kernels", "folder for tables and figures")
     flags.adopt_module_key_flags(uci)
-    uci.run(main)
+    launch.run(main)

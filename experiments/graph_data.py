@@ -1,0 +1,148 @@
+"""What the experiments on graphs share: flags, generated graphs, files of graphs, meshes, traffic.
+
+    --data_dir=DIR      with DIR/graphs/*.npz, DIR/meshes/*.npz and DIR/traffic_san_jose/*.npz
+    --graphs=NAMES      of generated graphs and of files in DIR/graphs, as "Small ER,karate,cora"
+
+The arrays of a file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps
+`weights` (E,); of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3); of
+traffic those of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled.
+
+The edge probabilities of the qGRF paper's two Erdos-Renyi graphs are not in its text: 0.2 (20
+nodes) and 0.04 (100 nodes) are ours. The seeds are the first that make connected graphs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import networkx
+import numpy as np
+import scipy.sparse
+from absl import flags
+from jaxtyping import Float, Int
+
+from performer import choices
+from performer.graphs import Graph
+
+# Tests import `uci` as well, where a flag of that name is a folder of csv files.
+DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "folder with graphs/, meshes/, traffic_san_jose/", allow_override=True
+)
+GRAPHS = flags.DEFINE_list("graphs", [], "names; those of the paper if none is given")
+
+GENERATED = {
+    "Small ER": lambda: networkx.gnp_random_graph(20, 0.2, seed=1),
+    "Larger ER": lambda: networkx.gnp_random_graph(100, 0.04, seed=3),
+    "Binary tree": lambda: networkx.balanced_tree(2, 6),
+    "Ladder": lambda: networkx.ladder_graph(50),
+}
+BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
+"""What there is without a folder of data."""
+
+
+def generated() -> dict[str, Graph]:
+    """The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
+    return {name: load(name) for name in GENERATED}
+
+
+def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
+    """A graph by its name.
+
+    Args:
+        name: in `GENERATED`, or of a file `<name>.npz`; in `BUNDLED` without data_dir.
+        data_dir: folder with a folder `graphs`.
+        weighted: with the weights of the file, where it has some; all are 1 otherwise.
+
+    Raises:
+        ValueError: for a name that is not there, with the choices, and as `arrays`.
+    """
+    made = GENERATED if data_dir else BUNDLED
+    if name in made:
+        return Graph.from_networkx(made[name](), weight=None)
+    if data_dir is None:
+        raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
+    found = arrays(data_dir / "graphs" / f"{name}.npz", "edges", "n_nodes")
+    weights = found.get("weights") if weighted else None
+    return Graph.from_edges(found["edges"], int(found["n_nodes"]), weights)
+
+
+def chosen(default: Sequence[str]) -> dict[str, Graph]:
+    """The graphs that the flags ask for: `default`, or what there is of it without --data_dir."""
+    folder = data_dir()
+    there = [name for name in default if folder or name in BUNDLED]
+    return {name: load(name, folder) for name in GRAPHS.value or there}
+
+
+def data_dir() -> Path | None:
+    """The folder that the flag names."""
+    return Path(DATA_DIR.value) if DATA_DIR.value else None
+
+
+def copies(graph: Graph, count: int) -> Graph:
+    """So many copies of a graph side by side: one draw of walks has as many repetitions of each."""
+    return Graph.from_scipy(scipy.sparse.kron(scipy.sparse.eye_array(count), graph.to_scipy()))
+
+
+def side_by_side(graphs: Sequence[Graph]) -> Graph:
+    """One graph of all these, without edges between them."""
+    return Graph.from_scipy(scipy.sparse.block_diag([graph.to_scipy() for graph in graphs]))
+
+
+def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
+    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4).
+
+    Raises:
+        ValueError: as `arrays`.
+    """
+    found = arrays(path, "edges", "vertex_normals")
+    return Graph.from_edges(found["edges"], len(found["vertex_normals"])), found["vertex_normals"]
+
+
+def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
+    """The graph of the faces of a mesh, adjacent if they share an edge, and their unit normals.
+
+    As in VRC Fig. 4.
+
+    Raises:
+        ValueError: as `arrays`; for a face without area.
+    """
+    found = arrays(path, "vertices", "faces")
+    vertices, faces = np.asarray(found["vertices"], np.float64), found["faces"]
+    sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
+    edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
+    owners = np.tile(np.arange(len(faces)), 3)
+    bounds = scipy.sparse.csr_array((np.ones(len(edges)), (owners, edges)))
+    shared = scipy.sparse.triu(bounds @ bounds.T, k=1).tocoo()
+    a, b, c = np.moveaxis(vertices[faces], 1, 0)
+    normals = np.cross(b - a, c - a)
+    areas = np.linalg.norm(normals, axis=1, keepdims=True)
+    if not np.all(areas > 0):
+        raise ValueError(f"face {int(np.argmin(areas))} of {path} has no area: leave it out")
+    return Graph.from_edges(np.stack(shared.coords, axis=1), len(faces)), normals / areas
+
+
+def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """The weighted graph of roads, the nodes with a sensor, and the speeds there in mph.
+
+    Raises:
+        ValueError: as `arrays`.
+    """
+    found = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
+    graph = Graph.from_edges(found["edges"], int(found["n_nodes"]), found["weights"])
+    return graph, found["obs_nodes"], found["obs_speed"]
+
+
+def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """All arrays of an npz file, with these `names` among them.
+
+    Raises:
+        ValueError: when there is no such file, with those that are there; when an array is missing.
+    """
+    if not path.exists():
+        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.npz"))) or "none"
+        raise ValueError(f"no file {path}; files of this kind there: {there}")
+    with np.load(path, allow_pickle=False) as file:
+        found = dict(file)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(found)}")
+    return found

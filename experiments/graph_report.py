@@ -1,0 +1,69 @@
+"""What the experiments on coupled walks say of their couplings: tables, tests, panels."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import statistics
+from vit import report
+
+COUPLINGS = ("independent", "antithetic", "sigma")
+
+Errors = dict[str, np.ndarray]
+"""(repeats,) of each coupling, or of each graph."""
+
+
+def columns(found: Errors) -> dict[str, str]:
+    """Mean errors, and their ratios to the first."""
+    names, (first, *others) = list(found), found.values()
+    row = {name: text(*statistics.mean_and_error(of.tolist())) for name, of in found.items()}
+    ratios = (text(*statistics.ratio(of, first)) for of in others)
+    return row | {f"{name} / {names[0]}": of for name, of in zip(names[1:], ratios, strict=True)}
+
+
+def text(mean: float, error: float) -> str:
+    """Both with as many decimals as the error needs."""
+    digits = 2 - int(np.floor(np.log10(error))) - 1 if error > 0 else 4
+    return f"{mean:.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
+
+
+def verdict(found: dict[str, Errors]) -> str:
+    """How often each coupling differs from the others; `found` has those of each case."""
+    lines = []
+    for name, other in itertools.combinations(reversed(COUPLINGS), 2):
+        tests = [statistics.paired(of[name].tolist(), of[other].tolist()) for of in found.values()]
+        p = np.asarray(statistics.holm([test.p_value for test in tests]))
+        z = {
+            label: test.mean / max(test.standard_error, 1e-300)
+            for label, test in zip(found, tests, strict=True)
+        }
+        highest = max(z, key=lambda label: z[label])
+        below, above = (np.sum((p < 0.05) & (s * np.array([*z.values()]) > 0)) for s in (-1, 1))
+        lines.append(
+            f"- {name} below {other} in {below} and above in {above} of {len(z)} cases (paired"
+            f" t-tests, Holm, 5%); highest in {highest}, z = {z[highest]:.1f}"
+        )
+    return "\n".join(lines)
+
+
+def band(axis: Any, x: Sequence[float], values: Any, label: str) -> None:
+    """A line of means with a band of standard errors."""
+    means, errors = np.asarray(values).T
+    axis.plot(x, means, marker="o", markersize=3, label=label)
+    axis.fill_between(x, means - errors, means + errors, alpha=0.2)
+
+
+def panels(out: Path, count: int, columns: int = 5) -> tuple[Any, Any]:
+    """A figure with so many axes, by rows."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    drawn, axes = report.plt.subplots(
+        rows, columns, figsize=(4 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return drawn, axes.flat[:count]

@@ -1,0 +1,291 @@
+"""Experiments on graphs: what they load, and that they measure what their equations say."""
+
+import csv
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import graph_data, graph_kernels, graph_tasks
+from performer.graphs import Graph, features
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PATH = [(0, 1), (1, 2)]
+RING = [(i, (i + 1) % 40) for i in range(40)]
+SQUARE = {
+    "vertices": np.array([[0.0, 0, 0], [2, 0, 0], [2, 2, 0], [0, 2, 0], [0, 0, 5]]),
+    "faces": np.array([[0, 1, 2], [0, 2, 3], [0, 4, 1]]),
+}
+"""Two triangles that make a square of the plane, and one that stands on a side of it."""
+
+
+def write(path, **arrays):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """Sets the values of flags that no command line has set."""
+
+    def give(module, **values):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, SimpleNamespace(value=value), raising=False)
+
+    give(graph_data, DATA_DIR=None, GRAPHS=[])
+    return give
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_generated_graphs_have_the_sizes_of_the_paper():
+    found = graph_data.generated()
+    sizes = {name: (graph.num_nodes, len(graph.indices) // 2) for name, graph in found.items()}
+    assert {name: size[0] for name, size in sizes.items()} == {
+        "Small ER": 20, "Larger ER": 100, "Binary tree": 127, "Ladder": 100,
+    }  # fmt: skip
+    assert (sizes["Binary tree"][1], sizes["Ladder"][1]) == (126, 148)
+    for name, p in (("Small ER", 0.2), ("Larger ER", 0.04)):
+        pairs = sizes[name][0] * (sizes[name][0] - 1) / 2
+        assert abs(sizes[name][1] - pairs * p) < 4 * np.sqrt(pairs * p * (1 - p))
+        assert int(found[name].degrees.min()) > 0
+
+
+def test_load(tmp_path):
+    write(tmp_path / "graphs" / "mine.npz", edges=PATH, n_nodes=4, weights=[2.0, 3.0])
+    write(tmp_path / "graphs" / "bare.npz", edges=PATH)
+    weighted = graph_data.load("mine", tmp_path, weighted=True)
+    assert graph_data.load("mine", tmp_path).weights.tolist() == [1, 1, 1, 1]
+    np.testing.assert_array_equal(weighted.to_dense()[1], [2, 0, 3, 0])
+    assert graph_data.load("Ladder", tmp_path).num_nodes == 100
+    assert graph_data.load("karate").num_nodes == 34
+    assert set(graph_data.load("karate").weights.tolist()) == {1}
+    with pytest.raises(ValueError, match=r"no file .*karate\.npz; files of .* there: bare, mine"):
+        graph_data.load("karate", tmp_path)
+    with pytest.raises(ValueError, match=r"bare\.npz has no n_nodes, only edges"):
+        graph_data.load("bare", tmp_path)
+    with pytest.raises(ValueError, match="unknown graph 'karat'; did you mean 'karate'?"):
+        graph_data.load("karat")
+
+
+def test_chosen(tmp_path, flags):
+    assert list(graph_data.chosen(("Ladder", "cora", "karate"))) == ["Ladder", "karate"]
+    write(tmp_path / "graphs" / "cora.npz", edges=PATH, n_nodes=3)
+    flags(graph_data, DATA_DIR=str(tmp_path))
+    assert graph_data.chosen(("Ladder", "cora"))["cora"].num_nodes == 3
+    flags(graph_data, GRAPHS=["Small ER"])
+    assert list(graph_data.chosen(("Ladder", "cora"))) == ["Small ER"]
+
+
+def test_graphs_side_by_side():
+    path, edge = Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2, [5.0])
+    w, v = (graph.to_dense() for graph in (path, edge))
+    np.testing.assert_array_equal(
+        graph_data.side_by_side([path, edge]).to_dense(), jax.scipy.linalg.block_diag(w, v)
+    )
+    np.testing.assert_array_equal(
+        graph_data.copies(edge, 3).to_dense(), jax.scipy.linalg.block_diag(v, v, v)
+    )
+
+
+def test_meshes(tmp_path):
+    normals = np.eye(3, dtype=np.float32)
+    graph, found = graph_data.mesh(write(tmp_path / "a.npz", edges=PATH, vertex_normals=normals))
+    np.testing.assert_array_equal(graph.to_dense(), Graph.from_edges(PATH, 3).to_dense())
+    np.testing.assert_array_equal(found, normals)
+    faces, found = graph_data.mesh_faces(write(tmp_path / "b.npz", **SQUARE))
+    np.testing.assert_array_equal(faces.to_dense(), [[0, 1, 1], [1, 0, 0], [1, 0, 0]])
+    np.testing.assert_allclose(found, [[0, 0, 1], [0, 0, 1], [0, 1, 0]], atol=1e-12)
+    flat = SQUARE | {"faces": np.array([[0, 1, 2], [0, 1, 1]])}
+    with pytest.raises(ValueError, match=r"face 1 of .*c\.npz has no area"):
+        graph_data.mesh_faces(write(tmp_path / "c.npz", **flat))
+
+
+def test_traffic(tmp_path):
+    path = write(
+        tmp_path / "traffic.npz", edges=[(0, 1), (1, 2), (0, 1)], n_nodes=3,
+        weights=[1.0, 2.0, 4.0], obs_nodes=[2, 0], obs_speed=[50.0, 60.0],
+    )  # fmt: skip
+    graph, nodes, speeds = graph_data.traffic(path)
+    np.testing.assert_array_equal(graph.to_dense(), [[0, 5, 0], [5, 0, 2], [0, 2, 0]])
+    assert (nodes.tolist(), speeds.tolist()) == ([2, 0], [50, 60])
+
+
+def lengths_of(rng, coupling, p):
+    """Of two walks. With p = 1/2 one of an antithetic pair halts at once, and only one."""
+    lengths = rng.geometric(p, size=2) - 1
+    if coupling == "antithetic" and p == 0.5:
+        lengths[0] = 0
+        lengths[1] += 1
+    return lengths
+
+
+def visits(rng, neighbours, start, length):
+    nodes = [start]
+    for _ in range(length):
+        nodes.append(rng.choice(neighbours[nodes[-1]]))
+    return nodes
+
+
+def phi_of(rng, adjacency, coupling):
+    """qGRF Algorithm 1 in NumPy, of two walks, p_halt = 1/2 and sigma = 0.1."""
+    degrees, rho = adjacency.sum(axis=1), 0.01 / 1.01
+    neighbours = [np.flatnonzero(row) for row in adjacency]
+    phi = np.zeros(adjacency.shape)
+    for i in range(len(phi)):
+        for length in lengths_of(rng, coupling, 0.5):
+            load, last = 1 / 1.01, i
+            for step, node in enumerate(visits(rng, neighbours, i, length)):
+                if step:
+                    load *= 2 * rho * degrees[last] / np.sqrt(degrees[last] * degrees[node])
+                phi[i, node] += load / 2
+                last = node
+    return phi
+
+
+def kernel_error_of(rng, adjacency, coupling):
+    scale = 1 / np.sqrt(adjacency.sum(axis=1))
+    laplacian = np.eye(len(adjacency)) - adjacency * np.outer(scale, scale)
+    exact = np.linalg.matrix_power(np.linalg.inv(np.eye(len(adjacency)) + 0.01 * laplacian), 2)
+    phi = phi_of(rng, adjacency, coupling)
+    return np.linalg.norm(exact - phi @ phi.T) ** 2 / np.linalg.norm(exact) ** 2
+
+
+def pagerank_error_of(rng, adjacency, coupling):
+    n, p = len(adjacency), 0.3
+    transition = adjacency / adjacency.sum(axis=1, keepdims=True)
+    exact = np.linalg.solve(np.eye(n) - (1 - p) * transition.T, np.full(n, p / n))
+    neighbours = [np.flatnonzero(row) for row in adjacency]
+    halts = np.zeros(n)
+    for i in range(n):
+        for length in lengths_of(rng, coupling, p):
+            halts[visits(rng, neighbours, i, length)[-1]] += 1 / (2 * n)
+    return np.sum((halts - exact) ** 2)
+
+
+def assert_equal_means(x, y):
+    """To five standard errors, and the rounding of float32."""
+    error = np.hypot(*(np.std(v) / np.sqrt(len(v)) for v in (x, y)))
+    assert abs(np.mean(x) - np.mean(y)) < 5 * error + 1e-3 * np.mean(x)
+
+
+PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
+
+
+@pytest.mark.parametrize(
+    ("measure", "simulate", "coupling", "graphs"),
+    [
+        (graph_kernels.kernel_errors, kernel_error_of, "independent", PATH_AND_EDGE),
+        (graph_kernels.kernel_errors, kernel_error_of, "antithetic", PATH_AND_EDGE),
+        (graph_kernels.pagerank_errors, pagerank_error_of, "independent", PATH_AND_EDGE[:1]),
+    ],
+)
+def test_errors_are_those_of_a_simulation(measure, simulate, coupling, graphs, monkeypatch):
+    monkeypatch.setattr(graph_kernels, "WALKS", (2,))
+    rng = np.random.default_rng(0)
+    found = measure(jax.random.key(1), graphs, coupling, 1500)
+    assert found.shape == (len(graphs), 1500, 1)
+    for graph, of_graph in zip(graphs, found[..., 0], strict=True):
+        adjacency = np.asarray(graph.to_dense())
+        assert_equal_means([simulate(rng, adjacency, coupling) for _ in range(1500)], of_graph)
+
+
+def test_kernel_figures(tmp_path, flags, monkeypatch):
+    monkeypatch.setattr(graph_kernels, "WALKS", (4,))
+    flags(graph_data, GRAPHS=["Ladder"])
+    flags(graph_kernels, _OUT=str(tmp_path), _REPEATS=20)
+    graph_kernels.main()
+    names = ["independent", "antithetic", "reinforced"]
+    for figure, walks in (("figure_2", names), ("figure_4", names[:2])):
+        rows = read(tmp_path / f"{figure}.csv")
+        assert list(rows[0]) == ["graph", "N", "walks", "m = 4"]
+        assert [row["walks"] for row in rows] == walks
+        first, *others = [float(row["m = 4"].split()[0]) for row in rows]
+        assert 0.6 * first < others[0] < first
+        assert all(0.8 * first < other < 2 * first for other in others[1:])
+        assert "above in 0 of 1" in (tmp_path / f"{figure}.md").read_text()
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+def exact_estimate(key, graph, kernel, num_walks, coupling, count=1):
+    """Phi = sum_k f_k A^k in the place of its estimate."""
+    f, a = np.asarray(kernel(60), np.float64), graph.normalised().to_scipy().toarray()
+    phi = sum(f_k * np.linalg.matrix_power(a, k) for k, f_k in enumerate(f))
+    n = graph.num_nodes
+    phi, at = jnp.asarray(np.kron(np.eye(count), phi), jnp.float32), np.arange(n * count)
+    start, node = (jnp.asarray(index.ravel()) for index in np.meshgrid(at, at, indexing="ij"))
+    return features.Estimate(features.Features(start, node, phi.ravel(), n * count))
+
+
+def test_tasks_with_the_exact_kernel(monkeypatch):
+    """Errors are the discretisation's, 0, and those of the nearest neighbours."""
+    monkeypatch.setattr(graph_tasks, "_estimate", exact_estimate)
+    key, karate = jax.random.key(0), graph_data.load("karate")
+    diffused = graph_tasks.diffusion_errors(key, "antithetic", 2, karate)
+    assert diffused.shape == (2,)
+    assert np.all(diffused < 1e-6)
+    assert graph_tasks.clustering_errors(key, "antithetic", 2, karate).tolist() == [0, 0]
+    ring = Graph.from_edges(RING, 40)
+    to_and_fro = np.outer((-1.0) ** np.arange(40), [0.6, 0.8, 0])
+    same = graph_tasks.normal_errors(key, "antithetic", 2, ring, np.abs(to_and_fro))
+    np.testing.assert_allclose(same, 0, atol=1e-6)
+    opposite = graph_tasks.normal_errors(key, "antithetic", 2, ring, to_and_fro)
+    np.testing.assert_allclose(opposite, 2, atol=1e-5)
+
+
+def test_angles():
+    found = np.array([[[2.0, 0, 0], [0, 3, 0], [np.nan, 0, 0], [0, 0, 0]]])
+    normals = np.tile([1.0, 0, 0], (4, 1))
+    for hidden, want in (([1, 0, 0, 0], 0), ([1, 1, 0, 0], 0.5), ([1, 0, 1, 1], 2 / 3)):
+        got = graph_tasks._mean_angles(found, normals, np.array([hidden], bool))
+        np.testing.assert_allclose(got, [want])
+
+
+def test_task_tables(tmp_path, flags, monkeypatch):
+    monkeypatch.setattr(graph_tasks, "GRAPHS", {1: ("Ladder",), 2: ("two",)})
+    monkeypatch.setattr(graph_tasks, "MESHES", ("ring",))
+    pairs = [(i, j) for i in range(10) for j in range(i) if (i < 5) == (j < 5)]
+    write(tmp_path / "graphs" / "two.npz", edges=[*pairs, (0, 9)], n_nodes=10)
+    angles = np.arange(40) * 2 * np.pi / 40
+    normals = np.stack([np.cos(angles), np.sin(angles), 0 * angles], axis=1)
+    write(tmp_path / "meshes" / "ring.npz", edges=RING, vertex_normals=normals)
+    flags(graph_data, DATA_DIR=str(tmp_path))
+    flags(graph_tasks, _OUT=str(tmp_path / "out"), _TRIALS=100)
+    graph_tasks.main()
+    rows = [read(tmp_path / "out" / f"table_{number}.csv")[0] for number in (1, 2, 3)]
+    assert [(row["graph"], row["N"]) for row in rows] == [
+        ("Ladder", "100"), ("two", "10"), ("ring", "40")
+    ]  # fmt: skip
+    assert (rows[0]["paper GRFs"], rows[0]["paper q-GRFs"]) == ("0.0190(8)", "0.0105(3)")
+    for coupling, want, theirs in (("independent", 0.0190, 8e-4), ("antithetic", 0.0105, 3e-4)):
+        error = np.hypot(float(rows[0][f"± ({coupling})"]), theirs)
+        assert abs(float(rows[0][coupling]) - want) < 4 * error + 0.1 * want
+    for row in rows:
+        apart = float(row["antithetic"]) - float(row["independent"])
+        assert float(row["difference"]) == pytest.approx(apart, abs=1e-12)
+    assert 0 < float(rows[1]["independent"]) < 1
+    assert 0 < float(rows[2]["antithetic"]) < 0.3
+    assert "Antithetic walks are better" in (tmp_path / "out" / "table_3.md").read_text()
+    assert (tmp_path / "out" / "tasks.png").stat().st_size > 10_000
+
+
+def test_bad_input_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.graph_tasks", f"--data_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    missing = tmp_path / "graphs" / "karate.npz"
+    want = f"ValueError: no file {missing}; files of this kind there: none"
+    assert done.stderr.strip() == want

@@ -1,0 +1,236 @@
+"""The experiments on sigma-coupled walks: what they measure is what they say."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import networkx
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.sparse
+from graph_examples import laplacian
+
+from experiments import graph_gp, graph_report, graph_sigma
+from performer import graphs
+from performer.graphs import Graph, couplings, features, modulations
+from vit import report
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def _graphs():
+    made = {"star": networkx.star_graph(4), "tailed": networkx.lollipop_graph(3, 4)}
+    return {name: Graph.from_networkx(graph) for name, graph in made.items()}
+
+
+def _rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _kernel(graph):
+    n = graph.num_nodes
+    return np.linalg.matrix_power(np.linalg.inv(np.eye(n) + laplacian(_weights(graph))), 2)
+
+
+def _weights(graph):
+    return np.asarray(graph.to_dense(), np.float64)
+
+
+def test_frobenius_errors():
+    rng = np.random.default_rng(0)
+    blocks, exact = rng.normal(size=(3, 4, 4)) + np.eye(4), rng.normal(size=(4, 4))
+    want = [np.linalg.norm(exact - phi @ phi.T) / np.linalg.norm(exact) for phi in blocks]
+    phi = scipy.sparse.csr_array(scipy.sparse.block_diag(blocks))
+    np.testing.assert_allclose(graph_sigma.frobenius_errors(phi, exact), want, rtol=1e-10)
+
+
+def test_kernel_errors(monkeypatch):
+    """One repeat is one estimate of the library; more are of as many keys and copies."""
+    graphs = _graphs()
+    exact = graph_sigma.exact_kernels(graphs)
+    for name, graph in graphs.items():
+        np.testing.assert_allclose(exact[name], _kernel(graph), rtol=1e-5)
+        (error,) = graph_sigma.kernel_errors(
+            "antithetic", 0.4, {name: graph}, {name: exact[name]}, 1
+        )[name]
+        kernel = modulations.regularised_laplacian(2, 1.0)
+        gram = features.graph_random_features(
+            jax.random.key(0), graph, kernel, num_walks=2, p_halt=0.4, coupling="antithetic"
+        ).gram()
+        want = np.linalg.norm(gram - exact[name]) / np.linalg.norm(exact[name])
+        assert error == pytest.approx(want, rel=1e-5)
+    monkeypatch.setattr(graph_sigma, "NODES", 30)
+    found = graph_sigma.kernel_errors("independent", 0.4, graphs, exact, 5)
+    assert [len(set(of.tolist())) for of in found.values()] == [5, 5]
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_pagerank_errors(coupled):
+    """The mean square is that of indicators: sum_ij Var(walks of j that halt at i) / N^2.
+
+    At p_halt = 1/2 the permutation (1, 0) makes one of two walks halt at once, and the other not:
+    they halt at the same node with the probability to return. (6 standard errors.)
+    """
+    p, graphs, repeats = 0.5, _graphs(), 4000
+    coupling = couplings.sigma(np.array([1, 0])) if coupled else "independent"
+    found = graph_sigma.pagerank_errors(coupling, p, graphs, repeats)
+    for name, graph in graphs.items():
+        weights, n = _weights(graph), graph.num_nodes
+        transition = weights / weights.sum(axis=1, keepdims=True)
+        halting = p * np.linalg.inv(np.eye(n) - (1 - p) * transition)
+        want = np.sum(halting * (1 - halting)) / 2 / n**2
+        if coupled:
+            later = (halting - p * np.eye(n)) / (1 - p)
+            want += (np.trace(later) - np.sum(halting**2)) / 2 / n**2
+        squares = found[name] ** 2
+        assert len(squares) == repeats
+        assert abs(squares.mean() - want) < 6 * squares.std() / repeats**0.5
+        assert squares.std() / repeats**0.5 < 0.02 * want
+
+
+def test_nodes_without_edges_are_refused():
+    graph = Graph.from_edges([(0, 1)], 3)
+    with pytest.raises(ValueError, match="graph 'mine' has nodes without edges"):
+        graph_sigma.pagerank_errors("independent", 0.5, {"mine": graph}, 2)
+
+
+def test_cayley_distance():
+    same, swapped, cycle = np.arange(5), np.array([0, 3, 2, 1, 4]), np.array([1, 2, 3, 4, 0])
+    assert graph_sigma.cayley_distance(swapped, swapped) == 0
+    assert graph_sigma.cayley_distance(same, swapped) == 1
+    assert graph_sigma.cayley_distance(cycle, same) == 4
+    assert graph_sigma.cayley_distance(cycle, swapped[cycle]) == 1
+
+
+def test_text():
+    assert graph_report.text(0.98765, 0.0123) == "0.988 ± 0.012"
+    assert graph_report.text(98.765, 12.3) == "99 ± 12"
+    assert graph_report.text(1.0, 0.0) == "1.0000 ± 0.0000"
+
+
+def test_verdict():
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(3, 20))
+    good = dict(zip(graph_report.COUPLINGS, noise + np.array([[9], [6], [3]]), strict=True))
+    bad = dict(zip(graph_report.COUPLINGS, noise + np.array([[9], [6], [12]]), strict=True))
+    lines = graph_report.verdict({"a": good, "b": bad}).splitlines()
+    assert lines[0].startswith("- sigma below antithetic in 1 and above in 1 of 2 cases")
+    assert "highest in b, z = " in lines[0]
+    assert lines[2].startswith("- antithetic below independent in 2 and above in 0 of 2 cases")
+
+
+def test_figures_of_couplings(tmp_path):
+    """A coupling that is worse by construction, in all its ratios."""
+    graphs, permutation = _graphs(), np.array([1, 0])
+
+    def errors(coupling, p_halt):
+        factor = {"independent": 1.0, "antithetic": 2 * p_halt}.get(coupling, 3 * p_halt)
+        return {name: factor * np.array([1.0, 1.1, 1.2]) for name in graphs}
+
+    out, chosen = tmp_path / "new" / "figure_10", {0.25: permutation, 0.5: permutation}
+    said, found = graph_sigma.figure(graphs, errors, chosen, out)
+    rows = _rows(out.with_suffix(".csv"))
+    assert [(row["graph"], row["p_halt"]) for row in rows] == [
+        (name, p) for name in graphs for p in ("0.25", "0.5")
+    ]
+    ratios = [(row["antithetic / independent"], row["sigma / independent"]) for row in rows]
+    means = [[float(text.split()[0]) for text in pair] for pair in ratios]
+    np.testing.assert_allclose(means, [[0.5, 0.75], [1, 1.5]] * 2)
+    assert rows[0]["independent"] == "1.100 ± 0.058"
+    assert out.with_suffix(".md").read_text() == said
+    graph_sigma.figure_3("star", {p: found["star", p] for p in chosen}, chosen, tmp_path / "three")
+    assert (tmp_path / "three.png").exists()
+    assert out.with_suffix(".png").exists()
+
+
+def test_figure_8(tmp_path, monkeypatch):
+    """All ways find permutations of the least objective; the reversal, when no quantiles tie."""
+    monkeypatch.setattr(graph_sigma, "ORDERS", (2, 3))
+    graph_sigma.figure_8({"tailed": _graphs()["tailed"]}, 40, tmp_path / "figure_8")
+    rows = _rows(tmp_path / "figure_8.csv")
+    ways = ["linear", "quadratic", "projected", "reduced"]
+    assert [(row["n"], row["learned"]) for row in rows] == [(n, w) for n in "23" for w in ways]
+    assert [row["permutation"] for row in rows] == ["1 0"] * 4 + ["2 1 0"] * 4
+    assert {row["Cayley distance"] for row in rows} == {"0"}
+    assert all(float(row["excess of the objective"]) < 1e-9 for row in rows)
+    assert all(0.4 < float(row["error / independent"]) < 1.1 for row in rows)
+    assert (tmp_path / "figure_8.png").exists()
+
+
+@pytest.fixture
+def task():
+    graph = Graph.from_networkx(networkx.ladder_graph(12))
+    values = np.cos(np.arange(24) / 4)
+    return graph_gp.split(graph, np.arange(24), values, count=5, walks=(2, 4))
+
+
+def _law(task, gram, scales):
+    """The posterior of the test values, noise included, in NumPy."""
+    _, output_scale, noise_scale = scales
+    gram = output_scale**2 * gram
+    noisy = gram[np.ix_(task.train, task.train)] + noise_scale**2 * np.eye(len(task.train))
+    solved = gram[np.ix_(task.test, task.train)] @ np.linalg.inv(noisy)
+    covariance = gram[np.ix_(task.test, task.test)] - solved @ gram[np.ix_(task.train, task.test)]
+    return solved @ task.y, covariance + noise_scale**2 * np.eye(len(task.test))
+
+
+def test_scores_match_the_equations(task):
+    scales, n = graph_gp.Scales(1.7, 1.3, 0.4), 24
+    exact = scipy.linalg.expm(-(1.7**2) / 2 * laplacian(_weights(task.graph)))
+    phi = scipy.linalg.sqrtm(exact).real + 0.05 * np.random.default_rng(0).normal(size=(n, n))
+    reference = graph_gp.law(task, exact, scales)
+    got = graph_gp.scores(task, scales, exact, reference, scipy.sparse.csr_array(phi))
+    p, q = _law(task, exact, scales), _law(task, phi @ phi.T, scales)
+    inverse, shift = np.linalg.inv(q[1]), q[0] - p[0]
+    dets = np.linalg.slogdet(q[1])[1] - np.linalg.slogdet(p[1])[1]
+    want = (
+        np.linalg.norm(phi @ phi.T - exact) / np.linalg.norm(exact),
+        np.sqrt(np.mean((q[0] - task.test_y) ** 2)),
+        (np.trace(inverse @ p[1]) + shift @ inverse @ shift - 5 + dets) / 2,
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-8)
+    assert reference.covariance.dtype == jnp.float64
+
+
+def test_split():
+    """Standardised by the training values alone; errors are in the units of all."""
+    graph, nodes = Graph.from_networkx(networkx.path_graph(30)), np.arange(5, 25)
+    values = 10 + 3.0 * np.arange(20)
+    task = graph_gp.split(graph, nodes, values, count=4, standardised=True)
+    assert sorted([*task.train, *task.test]) == nodes.tolist()
+    assert len(task.test) == 4
+    known = values[task.train - 5]
+    np.testing.assert_allclose(task.y, (known - known.mean()) / known.std())
+    np.testing.assert_allclose(task.test_y, (values[task.test - 5] - known.mean()) / known.std())
+    law = graphs.gp.Gaussian(jnp.asarray(task.test_y - 2), jnp.eye(4))
+    assert graph_gp.rmse(task, law) == pytest.approx(2 * known.std(), rel=1e-5)
+
+
+def test_load():
+    torus = graph_gp.load("torus", None)
+    assert torus.graph.num_nodes == 600
+    assert set(np.asarray(torus.graph.degrees)) == {4}
+    assert len(torus.test) == 30
+    with pytest.raises(ValueError, match="'teapot' needs --data_dir"):
+        graph_gp.load("teapot", None)
+
+
+def test_gp_figure(task, tmp_path, monkeypatch):
+    """More walks have lower errors, and the fit moves all scales."""
+    monkeypatch.setattr(graph_gp, "STEPS", 20)
+    monkeypatch.setattr(graph_gp, "ORDER", 4)
+    monkeypatch.setattr(graph_gp, "load", lambda *_: task)
+    said = graph_gp.figure(["ladder"], None, 3, tmp_path / "figure_4")
+    rows = _rows(tmp_path / "figure_4.csv")
+    assert [(row["m"], row["coupling"]) for row in rows] == [
+        (m, coupling) for m in "24" for coupling in ("independent", "antithetic", "sigma")
+    ]
+    errors = [float(row["error"].split()[0]) for row in rows]
+    assert np.mean(errors[3:]) < 0.9 * np.mean(errors[:3])
+    assert all(float(row["KL"].split()[0]) > 0 for row in rows)
+    assert "- ladder: lengthscale " in said
+    assert said.count("of 2 cases") == 9
+    assert (tmp_path / "figure_4.png").exists()
+    assert not report.plt.get_fignums()
