@@ -279,6 +279,7 @@ def test_an_antithetic_pair_lowers_the_error():
         ({"num_walks": 0}, "num_walks must be a positive integer"),
         ({"coupling": "antithetical"}, "did you mean 'antithetic'"),
         ({"adjacency": "weights"}, "diverges: the spectral radius"),
+        ({"kernel": kernels.diffusion}, r"as modulations.diffusion\(sigma=1.0\), got <function"),
         ({"kernel": "diffusion"}, r"as modulations.diffusion\(sigma=1.0\), got 'diffusion'"),
         ({"graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
     ],

@@ -9,7 +9,9 @@ independent. That is all a coupling has to keep for estimates to stay unbiased.
     ensemble      floor(1 / p_halt) walkers of which no two halt at the same step (qGRF Cor. 3.3)
     sigma         pairs by a permutation of the quantiles (VRC Def. 4.2); `matching` learns it
 
-Our lengths are len(omega) of the papers, and num_walks their m.
+Our lengths are len(omega) of the papers, and num_walks their m. In qGRF Eq. 92 as printed
+p(not s_2 | not s_1) and p(not s_2 | s_1) have changed places: the first is (1 - p - Delta) / (1 -
+p), the second Delta / p.
 """
 
 from collections.abc import Callable

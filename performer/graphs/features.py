@@ -117,6 +117,9 @@ def graph_random_features(
 ) -> Estimate:
     """An estimate of a kernel between all nodes, by random walks.
 
+    Draw it outside `jit`, for the lengths of the walks decide the shapes; what it returns is a
+    pytree, and its products compile.
+
     Args:
         key: the same key gives the same walks, whatever the kernel and the devices.
         graph: the graph.
@@ -140,7 +143,7 @@ def graph_random_features(
         sample, graph=graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling,
         steps=steps, adjacency=adjacency, mesh=mesh,
     )  # fmt: skip
-    if not callable(kernel):
+    if not callable(kernel) or kernel in vars(kernels).values():
         raise ValueError(
             f"kernel must be a modulation, as modulations.diffusion(sigma=1.0), got {kernel!r}"
         )
@@ -163,7 +166,11 @@ def sample(
     adjacency: Literal["normalised", "weights"] = "normalised",
     mesh: Mesh | None = None,
 ) -> walks.Walks:
-    """The walks of `graph_random_features`, which any kernel may then modulate."""
+    """The walks of `graph_random_features`, which any kernel may then modulate.
+
+    At a node without edges the sum over all steps is known: one visit there has the step `FOREVER`,
+    and `modulate` weighs it by the sum of f.
+    """
     if adjacency not in ("normalised", "weights"):
         raise ValueError(f"adjacency must be 'normalised' or 'weights', got {adjacency!r}")
     of_lengths, of_walks = jax.random.split(key)

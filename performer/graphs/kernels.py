@@ -3,6 +3,8 @@
 Functions of the normalised Laplacian L = I - A (VRC Table 5), by its eigenvalues in O(N^3). The
 same names in `modulations` are what random features take. A node without edges has L_ii = 0, so its
 regularised Laplacian and diffusion kernels are exactly 1 with itself and 0 with the rest.
+
+VRC App. F.1 prints I - sigma^2 L: read I + sigma^2 L, as in its Table 5, for else there is a pole.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,8 @@ q-th of n quantiles, the objective for the pair of nodes (VRC Eqs 55 and 58) is
     f(i) = sum_q u_{q, sigma(q)}(i),    u_{q, r} = vec((psi_q + psi_r) (psi_q + psi_r)^T)
 
 quadratic in the matching; only its terms q = r (Eq. 56) make an assignment problem. VRC samples
-walks to estimate psi; here it is exact. A walk of l steps has the mean features
+walks to estimate psi; here it is exact (and Eq. 54's lower end (q - 1) / 2 is read (q - 1) / n). A
+walk of l steps has the mean features
 
     sum_{t <= l} f_t (1 - p_halt)^{-t} A^t e_i,
 
