@@ -27,7 +27,6 @@ Writes table_1, table_2, table_3 (csv and md) and one figure of them all, tasks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -96,7 +95,7 @@ def _diffuse(estimate: Estimate, exact: np.ndarray) -> np.ndarray:
     """The errors of copies of a graph; SciPy merges the visits to a node, which saves most work."""
     phi, n = estimate.left.to_scipy().astype(np.float64), len(exact)
     transposed = phi.T.tocsr()
-    state = np.zeros(estimate.num_nodes)
+    state = np.zeros(estimate.shape[0])
     state[::n] = 1
     for _ in range(TIME_STEPS // 2):
         state = phi @ (transposed @ state)
@@ -110,14 +109,14 @@ def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.
     errors = []
     for of_walks, of_start in jax.random.split(key, (trials, 2)):
         estimate = _estimate(of_walks, graph, kernel, CLUSTER_WALKS, coupling)
-        found = [_labels(of_start, k, graph.num_nodes) for k in (exact, estimate)]
+        found = [_labels(of_start, k) for k in (exact, estimate)]
         errors.append(tasks.clustering_error(*found))
     return np.array(errors)
 
 
-@partial(jax.jit, static_argnums=2)
-def _labels(key: Key, kernel: jax.Array | Estimate, num_nodes: int) -> jax.Array:
-    return tasks.kernel_kmeans(key, kernel, num_nodes, num_clusters=CLUSTERS, num_starts=1).labels
+@jax.jit
+def _labels(key: Key, kernel: jax.Array | Estimate) -> jax.Array:
+    return tasks.kernel_kmeans(key, kernel, num_clusters=CLUSTERS, num_starts=1).labels
 
 
 def normal_errors(

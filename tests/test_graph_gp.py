@@ -26,11 +26,11 @@ def estimate():
 def test_the_posterior_is_that_of_the_gram_matrix():
     kernel = estimate()
     gram = 1.3**2 * kernel.gram()
-    found = gp.posterior(kernel, 34, OBSERVED, Y, NEW, output_scale=1.3, noise_scale=0.3)
+    found = gp.posterior(kernel, OBSERVED, Y, NEW, output_scale=1.3, noise_scale=0.3)
     expected = dense.condition(gram[:28, :28], gram[NEW][:, OBSERVED], gram[NEW][:, NEW], Y, 0.3)
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-4)
     np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-4)
-    of_dense = gp.posterior(kernel.gram(), 34, OBSERVED, Y, NEW, output_scale=1.3, noise_scale=0.3)
+    of_dense = gp.posterior(kernel.gram(), OBSERVED, Y, NEW, output_scale=1.3, noise_scale=0.3)
     np.testing.assert_allclose(found.mean, of_dense.mean, atol=1e-4)
     noisy = [dense.observed(law, 0.3) for law in (expected, found)]
     assert abs(float(dense.kl(*noisy))) < 1e-3
@@ -38,8 +38,8 @@ def test_the_posterior_is_that_of_the_gram_matrix():
 
 def test_it_compiles():
     kernel = estimate()
-    compiled = jax.jit(lambda k, y: gp.posterior(k, 34, OBSERVED, y, NEW, noise_scale=0.3))
-    expected = gp.posterior(kernel, 34, OBSERVED, Y, NEW, noise_scale=0.3)
+    compiled = jax.jit(lambda k, y: gp.posterior(k, OBSERVED, y, NEW, noise_scale=0.3))
+    expected = gp.posterior(kernel, OBSERVED, Y, NEW, noise_scale=0.3)
     np.testing.assert_allclose(compiled(kernel, Y).mean, expected.mean, atol=1e-5)
 
 
@@ -72,15 +72,15 @@ def test_fitted_scales_maximise_the_dense_likelihood():
 
 def test_gradients_that_do_not_converge_are_an_error():
     with pytest.raises(ValueError, match=r"relative residual of .* for a tolerance of 1e-20"):
-        gp.posterior(estimate(), 34, OBSERVED, Y, NEW, noise_scale=1e-4, tolerance=1e-20)
+        gp.posterior(estimate(), OBSERVED, Y, NEW, noise_scale=1e-4, tolerance=1e-20)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_bad_scales(scale):
     with pytest.raises(ValueError, match="noise_scale must be positive"):
-        gp.posterior(estimate(), 34, OBSERVED, Y, NEW, noise_scale=scale)
+        gp.posterior(estimate(), OBSERVED, Y, NEW, noise_scale=scale)
     with pytest.raises(ValueError, match="output_scale must be positive"):
-        gp.posterior(estimate(), 34, OBSERVED, Y, NEW, output_scale=scale, noise_scale=1.0)
+        gp.posterior(estimate(), OBSERVED, Y, NEW, output_scale=scale, noise_scale=1.0)
     sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
     with pytest.raises(ValueError, match="lengthscale must be positive"):
         gp.fit(jax.random.key(3), sampled, OBSERVED, Y, gp.Scales(scale, 1.0, 0.5))

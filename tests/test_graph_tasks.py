@@ -53,9 +53,8 @@ def test_regression_takes_an_estimate_and_ignores_unknown_values():
 
 def test_two_cliques_are_two_clusters():
     graph = Graph.from_networkx(networkx.barbell_graph(8, 0))
-    found = tasks.kernel_kmeans(
-        jax.random.key(0), kernels.diffusion(graph, 2.0), 16, num_clusters=2
-    )
+    kernel = kernels.diffusion(graph, 2.0)
+    found = tasks.kernel_kmeans(jax.random.key(0), kernel, num_clusters=2)
     labels = np.asarray(found.labels)
     assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0
 
@@ -64,7 +63,7 @@ def test_it_is_k_means_of_points():
     """With the linear kernel of points far from the origin, where only distances matter."""
     points = np.random.default_rng(0).standard_normal((40, 2)) + np.array([8, 5])
     found = tasks.kernel_kmeans(
-        jax.random.key(1), jnp.asarray(points @ points.T), 40, num_clusters=3, num_starts=4
+        jax.random.key(1), jnp.asarray(points @ points.T), num_clusters=3, num_starts=4
     )
     labels = np.asarray(found.labels)
     assert sorted(set(labels.tolist())) == [0, 1, 2]

@@ -81,9 +81,9 @@ class Estimate:
     right: Features | None = None
 
     @property
-    def num_nodes(self) -> int:
-        """N."""
-        return self.left.num_nodes
+    def shape(self) -> tuple[int, int]:
+        """(N, N), as a matrix has it."""
+        return self.left.num_nodes, self.left.num_nodes
 
     def __matmul__(self, vectors: Array) -> Array:
         """K v, for v (N,) or (N, k), without K."""

@@ -33,7 +33,6 @@ TOLERANCE = 1e-5
 
 def posterior(
     kernel: Any,
-    num_nodes: int,
     observed: Int[Array, " n"],
     y: Float[Array, " n"],
     nodes: Int[Array, " k"],
@@ -45,8 +44,7 @@ def posterior(
     """The law of f at some nodes, given values at others; one system of equations for each node.
 
     Args:
-        kernel: anything that multiplies vectors over all nodes with `@`.
-        num_nodes: N.
+        kernel: anything of shape (N, N) that multiplies vectors with `@`.
         observed: the nodes seen.
         y: the values there.
         nodes: where f is wanted; its covariance is (k, k).
@@ -59,8 +57,8 @@ def posterior(
             `jit` the results are NaN then.
     """
     checked("output_scale", output_scale)
-    system = _system(kernel, num_nodes, observed, output_scale, checked("noise_scale", noise_scale))
-    of_nodes = output_scale**2 * (kernel @ _one_hot(num_nodes, nodes, y.dtype))  # (N, k)
+    system = _system(kernel, observed, output_scale, checked("noise_scale", noise_scale))
+    of_nodes = output_scale**2 * (kernel @ _one_hot(kernel.shape[0], nodes, y.dtype))  # (N, k)
     cross = of_nodes[observed]
     solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
     return Gaussian(cross.T @ solved[:, 0], of_nodes[nodes] - cross.T @ solved[:, 1:])
@@ -129,7 +127,7 @@ def fit(
     def loss(logs, key):
         lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs))
         estimate = features.Estimate(features.modulate(sampled, kernel(lengthscale)))
-        system = _system(estimate, sampled.num_nodes, observed, output_scale, noise_scale)
+        system = _system(estimate, observed, output_scale, noise_scale)
         signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
         frozen = jax.lax.stop_gradient
         right = jnp.concatenate([y[:, None], signs], axis=1)
@@ -141,11 +139,11 @@ def fit(
     return Scales(**jax.tree.map(jnp.exp, logs))
 
 
-def _system(kernel, num_nodes, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
+def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
     """v -> C v over the nodes seen, for v (n, k)."""
 
     def system(v):
-        everywhere = jnp.zeros((num_nodes, v.shape[1]), v.dtype).at[observed].set(v)
+        everywhere = jnp.zeros((kernel.shape[0], v.shape[1]), v.dtype).at[observed].set(v)
         return output_scale**2 * (kernel @ everywhere)[observed] + noise_scale**2 * v
 
     return system

@@ -1,7 +1,7 @@
 """What kernels between nodes are for: diffusion, clustering, regression of attributes.
 
 A `kernel` here is whatever multiplies vectors with `@`: an estimate of `graph_random_features`, or
-a dense matrix. Nothing else is asked of it, and nothing N x N is made.
+a dense matrix. Besides its shape nothing else is asked of it, and nothing N x N is made.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,6 @@ class Clusters(NamedTuple):
 def kernel_kmeans(
     key: Key,
     kernel: Any,
-    num_nodes: int,
     *,
     num_clusters: int,
     num_starts: int = 10,
@@ -67,7 +66,6 @@ def kernel_kmeans(
     Args:
         key: of the random labels to start from.
         kernel: of the nodes.
-        num_nodes: N.
         num_clusters: how many.
         num_starts: the best of so many is returned.
         num_steps: of each; it converges in fewer.
@@ -83,7 +81,7 @@ def kernel_kmeans(
         return away, -jnp.sum(own * sizes)
 
     def one(key):
-        start = jax.random.randint(key, (num_nodes,), 0, num_clusters)
+        start = jax.random.randint(key, kernel.shape[:1], 0, num_clusters)
         labels = jax.lax.fori_loop(
             0, num_steps, lambda _, labels: jnp.argmin(distances(labels)[0], axis=1), start
         )
