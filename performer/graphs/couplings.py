@@ -147,7 +147,7 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
     """The lengths of walkers with common termination variables, by uniform draws (size, 2)."""
     size = len(draws)
     shifts = offset * np.arange(size)
-    ends = np.sort(np.concatenate([[0, 1], np.mod(-shifts, 1), np.mod(p_halt - shifts, 1)]))
+    ends = np.unique(np.concatenate([[0, 1], np.mod(-shifts, 1), np.mod(p_halt - shifts, 1)]))
     middles = (ends[1:] + ends[:-1]) / 2
     widths = jnp.asarray(np.diff(ends), jnp.float32)
     halting = jnp.asarray(np.mod(middles[:, None] + shifts, 1) < p_halt)  # (arcs, size)

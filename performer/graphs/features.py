@@ -177,10 +177,10 @@ def sample(
     chosen = graph.normalised() if adjacency == "normalised" else graph
     lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
     found = walks.sample(of_walks, chosen, lengths, p_halt=p_halt, steps=steps, mesh=mesh)
-    alone = graph.degrees == 0
-    if adjacency == "weights" or not bool(alone.any()):
+    alone = np.diff(np.asarray(graph.indptr)) == 0
+    if adjacency == "weights" or not alone.any():
         return found
-    alone = alone[found.start]
+    alone = jnp.asarray(alone)[found.start]
     return replace(
         found,
         step=jnp.where(alone, FOREVER, found.step),
