@@ -78,6 +78,14 @@ def test_the_costs_count_pairs_that_halt_together():
     assert found.tolist() == [1, 0], "length 0 with the rest, for they halt apart more often"
 
 
+def test_a_graph_without_edges():
+    """Walks stay, and every node ranks alike."""
+    graph = Graph.from_edges(np.zeros((0, 2), int), 3)
+    found = pagerank.pagerank(jax.random.key(0), graph, num_walks=2, p_halt=0.2)
+    np.testing.assert_allclose(found, 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(pagerank.power_iteration(graph, p_halt=0.2), 1 / 3, rtol=1e-6)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"in \(0, 1\), got 1.0"):
         pagerank.power_iteration(example(), p_halt=1.0)

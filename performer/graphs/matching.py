@@ -34,7 +34,7 @@ Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 8
 """Permutations of so many are tried one by one."""
 TERMS = 512
-"""Of the power series."""
+"""Of the power series: lengths beyond it, (1 - p_halt)^512 of them, are left out."""
 
 
 def learn(graph: Graph, modulation: Modulation, *, p_halt: float, order: int = 30) -> Permutation:

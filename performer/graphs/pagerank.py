@@ -92,7 +92,10 @@ def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutati
 
 
 def _length_chances(p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
-    """P(length = t | length in quantile q), until fewer than 1e-9 of the last quantile is left."""
+    """P(length = t | length in quantile q), until less than 1e-9 of the last quantile is left.
+
+    For p_halt below 0.05 the terms of `matching.series` end before, and the last takes the rest.
+    """
     reached = matching.series(lambda length: jnp.ones(length), p_halt, order)
     survival = reached * (1 - p_halt) ** np.arange(reached.shape[1])
     kept = int(np.sum(survival[-1] > 1e-9))

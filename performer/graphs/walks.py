@@ -173,6 +173,8 @@ def _walk(seed, graph, cumulative, walkers, lengths, *, num_walks, rounds, p_hal
 
 def _step(graph, cumulative, node, u):
     """The next node, and the weight of the edge over the probability to take it."""
+    if not len(graph.indices):
+        return node, jnp.zeros(node.shape, graph.weights.dtype)
     begin, end = graph.indptr[node], graph.indptr[node + 1]
     degree, last = end - begin, jnp.maximum(end - 1, begin)
     if cumulative is None:
