@@ -76,7 +76,7 @@ def train(
     over_seeds, everywhere = _shardings(len(seeds))
     numbers = jax.device_put(np.asarray(seeds, np.int32), over_seeds)
 
-    new = partial(steps.create, config, dataset, rate)
+    new = partial(steps.create, config, steps.sizes(dataset), rate)
     graph = nnx.graphdef(nnx.eval_shape(lambda: new(0)))
     initial = jax.jit(jax.vmap(lambda seed: nnx.state(new(seed))), out_shardings=over_seeds)
     train_step = jax.jit(

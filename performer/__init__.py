@@ -18,24 +18,61 @@ theory      how accurate the kernel estimates are, coupling by coupling, in clos
 testing     statistical assertions about a coupling of your own
 structured  frequencies that multiply in O(m log d) without ever being a matrix
 norms, directions     the two parts that a coupling is made of
+
+A module is imported when it is first named, as in `performer.gp.fit`: the start of a program that
+needs attention alone is that of JAX.
 """
 
-from performer import analysis as analysis
-from performer import attention as attention
-from performer import butterfly as butterfly
-from performer import calibration as calibration
-from performer import copula as copula
-from performer import couplings as couplings
-from performer import directions as directions
-from performer import features as features
-from performer import gp as gp
-from performer import graphs as graphs
-from performer import kernels as kernels
-from performer import norms as norms
-from performer import quadrature as quadrature
-from performer import structured as structured
-from performer import testing as testing
-from performer import theory as theory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from performer.attention import performer_attention as performer_attention
 
+if TYPE_CHECKING:
+    from performer import analysis as analysis
+    from performer import attention as attention
+    from performer import butterfly as butterfly
+    from performer import calibration as calibration
+    from performer import copula as copula
+    from performer import couplings as couplings
+    from performer import directions as directions
+    from performer import features as features
+    from performer import gp as gp
+    from performer import graphs as graphs
+    from performer import kernels as kernels
+    from performer import norms as norms
+    from performer import quadrature as quadrature
+    from performer import structured as structured
+    from performer import testing as testing
+    from performer import theory as theory
+
 __version__ = "0.1.0"
+
+MODULES = (
+    "analysis",
+    "attention",
+    "butterfly",
+    "calibration",
+    "copula",
+    "couplings",
+    "directions",
+    "features",
+    "gp",
+    "graphs",
+    "kernels",
+    "norms",
+    "quadrature",
+    "structured",
+    "testing",
+    "theory",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return import_module(f"performer.{name}")
+    raise AttributeError(f"module 'performer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})

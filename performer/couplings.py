@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
-from scipy.stats import qmc
 
 from performer import directions, hadamard, norms
 from performer.choices import positive_integer, unknown
@@ -92,6 +91,8 @@ def halton(key: Key, m: int, d: int) -> Frequencies:
 
 @lru_cache(maxsize=16)
 def _halton_points(m: int, d: int) -> np.ndarray:
+    from scipy.stats import qmc  # as long to import as all the rest together
+
     return qmc.Halton(d, scramble=True, rng=np.random.default_rng(0)).random(m).astype(np.float32)
 
 

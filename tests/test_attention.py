@@ -10,8 +10,6 @@ import performer
 from performer import performer_attention
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, T, S, N, H, V, M = 2, 5, 9, 3, 8, 4, 16
 
 

@@ -17,8 +17,6 @@ from performer.attention import op, sweep
 from tests import oracles
 from tests.attention_inputs import MAPS, V, causal, close, inputs, orthogonal
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # As users run it: for the test of precision.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 optimised = jax.jit(performer_attention, static_argnames="is_causal", compiler_options=OPTIMISED)

@@ -20,9 +20,6 @@ from performer.attention import attention_weights, op
 from tests import oracles
 from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 # Heads and shapes
 
 

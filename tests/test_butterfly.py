@@ -13,8 +13,6 @@ from scipy import stats
 
 from performer.butterfly import Butterfly, random_butterfly
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = [(1, 1), (1, 3), (2, 3), (3, 1), (15, 3), (16, 3), (784, 1)]
 APPLY = jax.jit(lambda f, x: (f.apply(x), f.apply_transpose(x)))
 

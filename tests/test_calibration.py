@@ -15,8 +15,6 @@ from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate, fit, pair_moments
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
 H = 4
 

@@ -10,8 +10,6 @@ import pytest
 from experiments import classification, kernel_regression, tabular
 from performer import kernels
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def by_loops(train_x, one_hot, test_x, W):
     """y' of SimRF Sec. 5.3 with K(x, z) = mean_j exp(w_j.x - |x|^2) exp(w_j.z - |z|^2)."""

@@ -14,7 +14,7 @@ from experiments import compare, compare_report, ensemble
 from tests.small import TINY, small_config
 from vit import checkpoint, config, metrics, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "tiny")
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 @pytest.fixture(scope="module")

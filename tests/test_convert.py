@@ -15,7 +15,7 @@ from performer import calibration, couplings
 from tests.small import small_config
 from vit import config, conversion, convert, data, evaluate, steps, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "tiny")
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 @pytest.fixture(scope="module")

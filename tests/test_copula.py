@@ -9,8 +9,6 @@ from scipy import stats
 
 from performer import copula, couplings, features, testing, theory
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 D = 4
 THETA = jax.random.normal(jax.random.key(0), (D * (D - 1) // 2,))
 

@@ -11,8 +11,6 @@ from scipy import special, stats
 
 from performer import couplings, directions, norms, testing
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NAMES = couplings.names()
 APPROXIMATE = ("sorf", "fast-simrf", "fixed")
 # Of [W, -W] the tests of shapes, of rows and of the mean say nothing else than of W. That it is

@@ -15,8 +15,6 @@ import pytest
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
 from vit import checkpoint, config, devices, metrics, safety, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROGRAM = """
 import json, sys
 from pathlib import Path

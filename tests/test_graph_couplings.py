@@ -9,8 +9,6 @@ from scipy import stats
 
 from performer.graphs import couplings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DRAWS = 40_000
 ALARM = 1e-6
 """The rate of false alarms of each statistical test."""

@@ -13,8 +13,6 @@ import pytest
 from experiments import graph_data, graph_kernels, graph_tasks
 from performer.graphs import Graph, features
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
 SQUARE = {

@@ -10,8 +10,6 @@ import pytest
 from performer.graphs import Graph, couplings, features, kernels, matching, modulations, walks
 from tests.graph_examples import example, laplacian, weights_matrix
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 P_HALT, ORDER = 0.35, 5
 F = modulations.regularised_laplacian(2, 1.0)
 GRAPH = Graph.from_networkx(networkx.erdos_renyi_graph(12, 0.4, seed=1))

@@ -9,8 +9,6 @@ from scipy import stats
 from performer.graphs import Graph, couplings, pagerank
 from tests.graph_examples import NUM_NODES, copies, example, z_scores
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ALARM = 1e-6
 
 

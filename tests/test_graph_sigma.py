@@ -16,8 +16,6 @@ from performer import graphs
 from performer.graphs import Graph, couplings, features, modulations
 from vit import report
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def _graphs():
     made = {"star": networkx.star_graph(4), "tailed": networkx.lollipop_graph(3, 4)}

@@ -31,8 +31,6 @@ from tests.graph_examples import (
     z_scores,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
 P_HALT = 0.4

@@ -12,8 +12,6 @@ from flax import linen
 from performer import couplings, performer_attention
 from performer.linen import performer_attention_fn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 W = couplings.draw("orf", jax.random.key(1), 16, 4, num_heads=2)
 

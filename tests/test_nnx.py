@@ -14,8 +14,6 @@ from performer import performer_attention
 from performer.calibration import fit, pair_moments
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, **kwargs):
     rngs = nnx.Rngs(params=0, frequencies=1, dropout=2)

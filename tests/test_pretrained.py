@@ -18,8 +18,6 @@ from tests.small import TINY, small_config
 from vit import config, evaluate, metrics, pretrained, train
 from vit.model import ViT, random_streams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
 

@@ -11,8 +11,6 @@ from scipy import stats
 from performer import attention, features, kernels, performer_attention, quadrature
 from performer.quadrature import gram, spherical_radial, structured
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HAAR, BUTTERFLY = "haar", "butterfly"
 STATIC = ("num_rules", "d", "orthogonal", "reflect", "reject")
 rule_of = jax.jit(spherical_radial, static_argnames=STATIC)

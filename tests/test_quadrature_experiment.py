@@ -15,7 +15,6 @@ from performer import quadrature as rules
 from performer.quadrature import Rule
 
 KERNELS = {name: rules.KERNELS[name] for name in ("gaussian", "arc-cosine-0")}
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ import pytest
 import performer
 from vit import config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 README = Path("README.md").read_text()
 BLOCKS = dict.fromkeys(re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S))
 

@@ -16,7 +16,7 @@ from performer.nnx import Frequencies
 from tests.small import CALIBRATED, SHALLOW, small_config
 from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "shallow")
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 @pytest.fixture
@@ -43,12 +43,11 @@ def final_state(run, workdir):
     return jax.tree.map(number, checkpoint.restore(workdir, run.abstract)[1])
 
 
-def program(settings):
+def program(settings, num_steps=3):
     """Functions and data of a run."""
     dataset, mesh = data.load(settings.data), devices.mesh(settings)
-    rate = optim.schedule(settings.optim, 100)
     batches = train.train_batches(dataset, settings, mesh, 0)
-    return steps.build(settings, dataset, rate, mesh), batches
+    return steps.build(settings, steps.sizes(dataset), num_steps, mesh), batches
 
 
 def frequencies(state):

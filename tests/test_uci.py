@@ -13,8 +13,6 @@ from scipy import stats
 from experiments import copula, matern, statistics, tabular, uci, uci_gp, uci_kernels, uci_published
 from performer import features, gp, theory
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
 

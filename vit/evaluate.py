@@ -30,8 +30,8 @@ from jax.sharding import Mesh
 from vit import attention_report, checkpoint, class_report, data, devices, metrics
 from vit import config as configs
 from vit.model import ViT
-from vit.steps import Program, build, evaluate, evaluated_model
-from vit.train import eval_batches
+from vit.steps import Program, build, evaluate, evaluated_model, sizes
+from vit.train import eval_batches, length
 
 
 class Restored(NamedTuple):
@@ -61,7 +61,7 @@ def restore(workdir: Path) -> Restored:
     if not checkpoint.exists(workdir):
         raise ValueError(f"{workdir} holds no checkpoint yet")
     mesh, dataset = devices.mesh(config), data.load(config.data)
-    program = build(config, dataset, lambda step: 0.0, mesh)
+    program = build(config, sizes(dataset), length(config, dataset)[1], mesh)
     step, state = checkpoint.restore(workdir, program.abstract)
     return Restored(config, dataset, mesh, program, step, state)
 

@@ -1,7 +1,7 @@
 """What a run computes: the training step, evaluation, and both compiled for a mesh of devices."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Integer
 
 from performer.nnx import redraw
 from vit import augment, data, devices, metrics, optim
+from vit import config as configs
 from vit.config import Config
 from vit.model import ViT, random_streams
 
@@ -34,9 +35,28 @@ class Program(NamedTuple):
     """(state, batch) -> `eval_step`."""
 
 
-def build(config: Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mesh) -> Program:
-    """The functions of a run on those devices."""
-    new = partial(create, config, dataset, rate, config.seed)
+LOOP_ONLY = ("num_epochs", "log_every", "eval_every", "checkpoint_every")
+"""What of a config the programs do not read: the number of steps is given to them."""
+
+
+def build(config: Config, sizes: dict[str, int], num_steps: int, mesh: Mesh) -> Program:
+    """The functions of a run of that many steps on those devices.
+
+    They are made once in a process: who trains, evaluates and resumes compiles them once.
+
+    Raises:
+        ValueError: when warm-up and constant rate are longer than the run.
+    """
+    fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
+    size, _ = configs.parse_variant(config.model.variant)
+    return _build(tuple(fields.items()), size, tuple(sizes.items()), num_steps, mesh)
+
+
+@lru_cache(maxsize=8)
+def _build(fields: tuple, _: configs.Size, sizes: tuple, num_steps: int, mesh: Mesh) -> Program:
+    config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
+    rate = optim.schedule(config.optim, num_steps)
+    new = partial(create, config, dict(sizes), rate, config.seed)
     graph, shapes = nnx.split(nnx.eval_shape(new))
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, shapes)
     return Program(
@@ -55,10 +75,10 @@ def build(config: Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mes
 
 
 def create(
-    config: Config, dataset: data.Dataset, rate: optax.Schedule, seed: Seed
+    config: Config, sizes: dict[str, int], rate: optax.Schedule, seed: Seed
 ) -> tuple[ViT, nnx.Optimizer]:
     """A new model, and its optimiser at that rate."""
-    model = ViT(config, **sizes(dataset), rngs=random_streams(seed))
+    model = ViT(config, **sizes, rngs=random_streams(seed))
     return model, nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
 
 

@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from vit import checkpoint, costs, data, devices, metrics, optim, safety, steps
+from vit import checkpoint, costs, data, devices, metrics, safety, steps
 from vit import config as configs
 
 AHEAD = 3
@@ -59,7 +59,7 @@ def train(
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
-    program = steps.build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
+    program = steps.build(config, steps.sizes(dataset), num_steps, mesh)
     names = list(costs.parameters(program.abstract))
     step_flops = 3 * config.data.batch_size * costs.forward_flops(config, **steps.sizes(dataset))
     peak_flops = devices.peak_flops()
@@ -213,7 +213,7 @@ def dry_run(config: configs.Config) -> str:
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
-    program = steps.build(config, dataset, optim.schedule(config.optim, num_steps), mesh)
+    program = steps.build(config, steps.sizes(dataset), num_steps, mesh)
     batch = next(train_batches(dataset, config, mesh, 0))
     compiled = program.train.lower(program.abstract, batch).compile()
     flops = costs.forward_flops(config, **steps.sizes(dataset))
