@@ -11,6 +11,7 @@ Adding one: write a function with that signature, add a row to `COUPLINGS`; the 
 Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω_i are the rows here.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import jax
@@ -140,7 +141,7 @@ def get(name: str) -> Coupling:
         >>> other = performer.couplings.get("simplex*monotone")
     """
     base = name.removesuffix(_ANTITHETIC)
-    return _base(base, name) if base == name else antithetic(_base(base, name))
+    return _base(base, name) if base == name else _once(antithetic, _base(base, name))
 
 
 def draw(
@@ -206,8 +207,14 @@ def _base(base: str, name: str) -> Coupling:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
     if second not in NORMS:
         raise ValueError(unknown(f"norms in coupling {name!r}:", second, NORMS))
-    pair = blocks(DIRECTIONS[first], NORMS[second])
-    return padded(pair) if first.startswith("hadamard") else pair
+    pair = _once(blocks, DIRECTIONS[first], NORMS[second])
+    return _once(padded, pair) if first.startswith("hadamard") else pair
+
+
+@lru_cache(maxsize=256)
+def _once(wrapper: Callable[..., Coupling], *parts: Callable) -> Coupling:
+    """One function for one name, so that `jax.jit` compiles it once."""
+    return wrapper(*parts)
 
 
 def names() -> tuple[str, ...]:

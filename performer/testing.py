@@ -13,7 +13,8 @@ are fixed by `seed`, so that a result never changes by itself. A failure says wh
 standard errors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
 from typing import Literal
 
 import jax
@@ -23,20 +24,38 @@ from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import features
-from performer.typing import Coupling, Key
+from performer.typing import Coupling
 
 FALSE_ALARM_RATE = 1e-4
 Kernel = Literal["softmax", "gaussian"]
-_BATCH = 1000
+_BATCH = 2000
 
 
 def draw(coupling: Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
     """That many draws, (draws, m, d) in float64."""
+    return _draws(coupling, m, d, draws, seed).astype(np.float64)
+
+
+def _draws(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
+    remembered = _drawn if isinstance(coupling, Hashable) else _drawn.__wrapped__
+    return remembered(coupling, m, d, draws, seed)
+
+
+@lru_cache(maxsize=2)
+def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
+    """In batches of one size, so that one program makes any number of draws."""
     keys = jax.random.split(jax.random.key(seed), draws)
-    draws_of = jax.jit(
-        lambda keys: jax.lax.map(lambda k: coupling(k, m, d), keys, batch_size=_BATCH)
-    )
-    return np.asarray(draws_of(keys), np.float64)
+    keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], -draws % _BATCH)])
+    batch = _batch if isinstance(coupling, Hashable) else _batch.__wrapped__
+    batches = [
+        np.asarray(batch(coupling, m, d, keys[i : i + _BATCH])) for i in range(0, draws, _BATCH)
+    ]
+    return np.concatenate(batches)[:draws]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _batch(coupling: Coupling, m: int, d: int, keys: Array) -> Array:
+    return jax.vmap(lambda key: coupling(key, m, d))(keys)
 
 
 def assert_gaussian_marginals(
@@ -201,14 +220,20 @@ def _estimates(
 ) -> np.ndarray:
     """phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
 
-    def estimate(key: Key) -> Float[Array, " pairs"]:
-        pairs = jnp.asarray(points, jnp.float32)
-        phi = features.positive(pairs, coupling(key, m, d), kernel=kernel)
-        return jnp.sum(phi[:, 0] * phi[:, 1], axis=-1)
+    frequencies, pairs = _draws(coupling, m, d, draws, seed), jnp.asarray(points, jnp.float32)
+    batches = [
+        np.asarray(_products(jnp.asarray(frequencies[i : i + _BATCH]), pairs, kernel))
+        for i in range(0, draws, _BATCH)
+    ]
+    return np.concatenate(batches).astype(np.float64)
 
-    keys = jax.random.split(jax.random.key(seed), draws)
-    estimates = jax.jit(lambda keys: jax.lax.map(estimate, keys, batch_size=_BATCH))(keys)
-    return np.asarray(estimates, np.float64)
+
+@partial(jax.jit, static_argnames="kernel")
+def _products(
+    frequencies: Float[Array, "draws m d"], points: Float[Array, "pairs 2 d"], kernel: Kernel
+) -> Float[Array, "draws pairs"]:
+    phi = jax.vmap(lambda w: features.positive(points, w, kernel=kernel))(frequencies)
+    return jnp.sum(phi[:, :, 0] * phi[:, :, 1], axis=-1)
 
 
 def _squared_errors(

@@ -21,6 +21,7 @@ TOPS = ("performer", "vit", "experiments", "tests")
 EVERYTHING = {"tests/conftest.py", "tests/checker.py", "pyproject.toml", "Makefile", ".ci/run"}
 
 
+@cache
 def files() -> dict[str, str]:
     """{"performer.gp": "performer/gp.py", "performer": "performer/__init__.py", ...}."""
     paths = [p.relative_to(ROOT) for top in TOPS for p in sorted((ROOT / top).rglob("*.py"))]
@@ -42,6 +43,7 @@ def _module(full: str, otherwise: str) -> str:
     return full if full in files() else otherwise
 
 
+@cache
 def dependencies(path: str) -> set[str]:
     """The modules that a file imports or names."""
     known, found = files(), set()

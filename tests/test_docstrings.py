@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sklearn.datasets
 from flax import linen, nnx
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 import performer
 from performer import graphs
@@ -52,21 +57,58 @@ def namespace(module):
     names |= {name: importlib.import_module(f"performer.{name}") for name in performer.MODULES}
     heads = [normal(b, t, n, h) / 2 for _ in range(6)]
     names |= dict(zip(["query", "key", "value", "q", "k", "v"], heads, strict=True))
-    names |= dict(zip(["next_q", "next_k", "next_v"], [x[:, :1] for x in heads], strict=True))
+    names |= {f"next_{name}": names[name][:, :1] for name in "qkv"}
     names |= {"w": normal(128, h), "random_key": jax.random.key(0)}
     path = module.__name__
     if path not in ("performer.attention.op", "performer.calibration", "performer.analysis"):
         names["key"] = jax.random.key(0)
-    return names | NEEDED.get(path, lambda normal: {})(normal) | {path.split(".")[-1]: module}
+    names |= {path.split(".")[-1]: module} | names  # by its own name, where that is free
+    return names | NEEDED.get(path, lambda normal: {})(normal)
 
 
-NEEDED = {}
+def small_heads(normal):
+    return {name: normal(1, 8, 2, 4) for name in ("query", "key", "value")}
 
 
-@pytest.mark.parametrize(("module", "test"), examples())
+def _circle():
+    angles = np.linspace(0, 6, 9)
+    return jnp.asarray(np.stack([np.cos(angles), np.sin(angles)], axis=1), jnp.float32)
+
+
+def _ring():
+    return graphs.Graph.from_edges([(i, (i + 1) % 8) for i in range(8)], num_nodes=8)
+
+
+NEEDED = {
+    "performer.butterfly": lambda normal: {"x": normal(3, 784)},
+    "performer.structured": lambda normal: {"x": normal(3, 1024)},
+    "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
+    "performer.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
+    "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
+    "performer.gp": lambda normal: {"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)},
+    "performer.graphs.matching": lambda normal: (
+        {"graph": _ring(), "couplings": graphs.couplings} | {"modulations": graphs.modulations}
+    ),
+    "performer.graphs.features": lambda normal: (
+        {"graph": _ring(), "v": jnp.arange(8.0)} | {"modulations": graphs.modulations}
+    ),
+    "performer.analysis": small_heads,
+    "performer.nnx": lambda normal: {"x": normal(2, 6, 768)},
+    "performer.sklearn": lambda normal: SKLEARN,
+}
+SKLEARN = {
+    "sklearn": sklearn,
+    "make_pipeline": make_pipeline,
+    "StandardScaler": StandardScaler,
+    "Ridge": Ridge,
+    "GridSearchCV": GridSearchCV,
+}
+
+
+@pytest.mark.parametrize(("module", "test"), list(examples()))
 def test_examples_run(module, test):
     """Line by line; what a line prints is compared where the docstring shows it."""
-    names = namespace(module) | vars(module)
+    names = vars(module) | namespace(module)
     checker = doctest.OutputChecker()
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for example in test.examples:
