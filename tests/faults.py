@@ -1022,6 +1022,8 @@ FAULTS = [
     ),
 ]
 
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "--no-header")
+
 
 def copy(root: Path, tree: Path) -> None:
     """The files that git tracks, and those that it does not ignore."""
@@ -1051,12 +1053,6 @@ def python(tree: Path, *arguments: str, limit: float | None = None) -> tuple[int
         return code, output.read()
 
 
-def pytest(tree: Path, *arguments: str, limit: float | None = None) -> tuple[int | None, str]:
-    """The same of the tests."""
-    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "--no-header", *arguments]
-    return python(tree, "-m", "pytest", *options, limit=limit)
-
-
 def failures(output: str) -> list[str]:
     """The tests that failed, as the summary of pytest names them."""
     return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
@@ -1069,12 +1065,11 @@ def belongs(test: str, node: str) -> bool:
 
 def nodes(fault: Fault, collected: list[str]) -> list[str]:
     """Its tests as the tree has them; empty when the file is not there."""
-    chosen = []
-    for test in fault.tests.split():
-        node = f"tests/{test}"
+    found = []
+    for node in (f"tests/{test}" for test in fault.tests.split()):
         names = (node, node.split("[")[0], node.split("::")[0])
-        chosen += [n for n in names if any(belongs(c, n) for c in collected)][:1]
-    return chosen
+        found += [n for n in names if any(belongs(test, n) for test in collected)][:1]
+    return found
 
 
 def outcome(fault: Fault, tree: Path, tests: list[str], failed: list[str]) -> str:
@@ -1086,13 +1081,10 @@ def outcome(fault: Fault, tree: Path, tests: list[str], failed: list[str]) -> st
     if not tests or any(belongs(test, node) for test in failed for node in tests):
         return "broken: its tests are not there, or fail without it"
     path.write_text(text.replace(fault.old, fault.new))
-    try:
-        code, output = pytest(tree, "-x", *tests, limit=LIMIT)
-    finally:
-        path.write_text(text)
-    found = failures(output)
-    if code == 1 and found:
-        return f"caught by {found[0].removeprefix('tests/')}"
+    code, output = python(tree, *PYTEST, "-x", *tests, limit=LIMIT)
+    path.write_text(text)
+    if code == 1 and failures(output):
+        return f"caught by {failures(output)[0].removeprefix('tests/')}"
     if code is None:
         return f"NOT CAUGHT: nothing after {LIMIT:.0f} s"
     if code < 0:
@@ -1100,43 +1092,40 @@ def outcome(fault: Fault, tree: Path, tests: list[str], failed: list[str]) -> st
     return "NOT CAUGHT" if code == 0 else f"broken: pytest ended with {code}"
 
 
-def survey(faults: list[Fault], tree: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """The tests of each fault, and those of them that fail without any."""
-    files = sorted({f"tests/{test.split('::')[0]}" for f in faults for test in f.tests.split()})
-    there = [file for file in files if (tree / file).exists()]
-    collected = pytest(tree, "--collect-only", *there)[1].splitlines()
-    tests = {fault.name: nodes(fault, collected) for fault in faults}
-    code, output = pytest(tree, *sorted({node for of in tests.values() for node in of}))
-    if code not in (0, 1):
-        sys.exit(f"{output[-3000:]}\npytest ended with {code} without any fault")
-    return tests, failures(output)
+def plant(faults: list[Fault], tree: Path) -> list[str]:
+    """The outcomes, said one by one, after a run of all their tests without any fault."""
+    where = "import importlib.util as u; print(u.find_spec('performer').origin)"
+    assert python(tree, "-c", where)[1].startswith(str(tree)), "another performer is imported"
+    files = {f"tests/{test.split('::')[0]}" for fault in faults for test in fault.tests.split()}
+    there = sorted(file for file in files if (tree / file).exists())
+    collected = python(tree, *PYTEST, "--collect-only", *there)[1].splitlines()
+    tests = [nodes(fault, collected) for fault in faults]
+    code, output = python(tree, *PYTEST, *sorted({node for of in tests for node in of}))
+    assert code in (0, 1), f"without any fault pytest ended with {code}: {output[-3000:]}"
+    failed, found = failures(output), []
+    print(f"without any fault {len(failed)} tests fail", *failed, sep="\n", flush=True)
+    for fault, of in zip(faults, tests, strict=True):
+        start = time.perf_counter()
+        found.append(outcome(fault, tree, of, failed))
+        print(f"{fault.name}: {found[-1]} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return found
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="plants faults and sees whether tests fail")
     parser.add_argument("--list", action="store_true", help="the faults, and nothing more")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument("--only", nargs="+", metavar="PART", default=[""], help="parts of names")
     parser.add_argument("--root", type=Path, help="the checkout; this one if not given")
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if any(part in fault.name for part in options.only)]
-    if options.list:
+    if options.list or not faults:
         print(*(f"{f.name} | {f.file} | {f.tests}" for f in faults), sep="\n")
         return
-    found = []
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder).resolve()
-        copy(options.root or Path(__file__).parents[1], tree)
-        where = "import importlib.util as u; print(u.find_spec('performer').origin)"
-        assert python(tree, "-c", where)[1].startswith(str(tree)), "another performer is imported"
-        tests, failed = survey(faults, tree)
-        print(f"without any fault {len(failed)} tests fail", *failed, sep="\n", flush=True)
-        for fault in faults:
-            start = time.perf_counter()
-            found.append(outcome(fault, tree, tests[fault.name], failed))
-            seconds = time.perf_counter() - start
-            print(f"{fault.name}: {found[-1]} ({seconds:.0f} s)", flush=True)
-    print("\n| fault | file | |\n|---|---|---|")
+        copy(options.root or Path(__file__).parents[1], Path(folder).resolve())
+        found = plant(faults, Path(folder).resolve())
+    print("\n| fault | file | tests |\n|---|---|---|")
     for fault, said in zip(faults, found, strict=True):
         print(f"| {fault.name} | {fault.file} | {said} |")
     caught = sum(said.startswith("caught") for said in found)
