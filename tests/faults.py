@@ -1121,6 +1121,7 @@ def main() -> None:
     if options.list or not faults:
         print(*(f"{f.name} | {f.file} | {f.tests}" for f in faults), sep="\n")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     with tempfile.TemporaryDirectory() as folder:
         copy(options.root or Path(__file__).parents[1], Path(folder).resolve())
         found = plant(faults, Path(folder).resolve())
