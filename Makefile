@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow lint format clean
+.PHONY: install demo test test-faults test-slow lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -19,6 +19,9 @@ demo: install  ## train a small Performer-ViT on scikit-learn's digits: two minu
 
 test: install  ## the test suite without the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+test-faults: install  ## plants faults, one at a time, and sees whether the tests fail
+	$(BIN)/python -m tests.faults
 
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow

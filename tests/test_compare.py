@@ -190,6 +190,16 @@ def test_the_verdict_follows_the_statistics():
     assert compare_report.verdict(found[1:2]).startswith("No difference that 5 seeds can show")
 
 
+def test_the_verdict_takes_corrected_p_values():
+    """Two comparisons with p = 0.03 each show nothing: 0.06 after Holm's correction."""
+    better = [x + 0.0117 + d for x, d in zip(BASE, np.linspace(-0.01, 0.01, 5), strict=True)]
+    results = [result("orf", BASE), result("pm", better), result("pnc", better)]
+    found = compare_report.comparisons(results, "orf")
+    assert all(c.difference.p_value < 0.05 < c.corrected for c in found)
+    assert compare_report.verdict(found).startswith("No difference that 5 seeds can show")
+    assert "no difference that 5 seeds can show" in compare_report.sentence(found[0])
+
+
 def test_pairs_are_by_seed_and_leave_out_what_diverged():
     """Unpaired these accuracies overlap; paired they differ by 0.01 throughout, but for seed 1."""
     a = result("pm", [0.11, 9.0, 0.61, 0.911], diverged=[None, 7, None, None])

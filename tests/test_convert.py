@@ -100,6 +100,8 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
         nnx.to_pure_dict(nnx.state(new, nnx.Param)),
     )
+    for block, drawn in zip(new.blocks, frequencies, strict=True):
+        np.testing.assert_array_equal(block.attention.attention_fn.frequencies[...], drawn)
     outputs = nnx.jit(lambda model: model(batch)[1])
     want, got = outputs(model), outputs(new)
     name = "block01/output"

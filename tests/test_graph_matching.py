@@ -114,6 +114,16 @@ def test_one_projection_need_not_do():
     assert min(values) >= best * (1 - 1e-12)
 
 
+def test_projections_and_norms_are_in_float64():
+    """Of two matchings whose objectives differ by a millionth the lower one is found."""
+    edges = np.array([[1 + 1e-6, 1.0], [1.0, 1.0]])[..., None]
+    for seed in range(8):
+        found = matching.project(np.random.default_rng(seed), edges, num_projections=40)
+        assert found.tolist() == [1, 0]
+    (small,) = matching.reduced(np.random.default_rng(0), edges, size=3)
+    np.testing.assert_allclose(small[0, 0] / small[1, 1], 1 + 1e-6, rtol=1e-12)
+
+
 def test_the_assignment_is_optimal_and_short_walks_meet_long_ones():
     spectral = matching.spectral_responses(GRAPH, F, P_HALT, ORDER)
     costs = matching.linear_costs(spectral)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit import metrics
+from vit import metrics, steps
 
 
 def count(logits, labels, mask):
@@ -24,6 +24,20 @@ def test_counts():
 def test_ties_and_nan_are_no_hits():
     assert count(np.zeros((2, 10)), [0, 9], [1, 1])["top5"] == 0
     assert count(np.full((2, 10), np.nan), [0, 9], [1, 1])["top5"] == 0
+
+
+def test_hidden_examples_have_no_loss():
+    """Of an evaluation: the cross entropy of the others, in NumPy."""
+    logits = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    labels, mask = np.array([1, 5, 0, 3]), np.array([1, 0, 1, 0], np.float32)
+    batch = {"image": logits, "label": labels, "mask": mask, "bad": np.array([-1, -1, -1, 7])}
+    got = steps.count.__wrapped__(
+        lambda images: (images, None), {name: jnp.asarray(x) for name, x in batch.items()}
+    )
+    exact = logits.astype(float)
+    losses = np.log(np.sum(np.exp(exact), axis=1)) - exact[range(4), labels]
+    assert float(got["loss"]) == pytest.approx(losses[0] + losses[2], rel=1e-5)
+    assert (float(got["examples"]), int(got["bad"])) == (2, 1)
 
 
 def test_log(tmp_path):

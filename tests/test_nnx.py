@@ -77,6 +77,15 @@ def test_key_masks_are_honoured():
     np.testing.assert_allclose(module(X, mask=mask)[:, :3], module(X[:, :3]), atol=1e-6)
 
 
+def test_the_dtype_of_the_layer_is_that_of_its_attention():
+    heads = [X.reshape(3, 5, 2, 4)] * 3
+    attention_fn = layer(decode=False).attention_fn
+    got = attention_fn(*heads, dtype=jnp.bfloat16)
+    want = attention_fn(*(x.astype(jnp.bfloat16) for x in heads))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want)
+
+
 def test_decoding_attends_to_the_cache():
     """Flax's cache: one token at a time; the last output is that of attention over all tokens."""
     module = layer(decode=True)

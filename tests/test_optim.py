@@ -22,7 +22,8 @@ def test_schedule():
     assert float(rate(35)) == pytest.approx(0.1)
     with pytest.raises(ValueError, match=r"warmup_steps=10 .* are 15 steps, .* has 15"):
         optim.schedule(section, num_steps=15)
-    assert float(optim.schedule(config.Optim(warmup_steps=0), 10)(0)) == pytest.approx(1e-3)
+    default = optim.schedule(config.Optim(warmup_steps=0), 10)
+    assert [float(default(step)) for step in (0, 10)] == pytest.approx([1e-3, 1e-5])
 
 
 def test_only_weights_of_linear_maps_decay(tiny):

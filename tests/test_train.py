@@ -214,6 +214,28 @@ def test_a_batch_in_parts_gives_the_same_step(programs):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
 
 
+def test_mixup_is_in_the_step(monkeypatch):
+    """What the loss is of: images and targets blended with their neighbours by one share."""
+    settings = small_config(data=config.Data(batch_size=8, mixup=0.4))
+    dataset = data.load(settings.data)
+    graph, state = nnx.split(steps.create(settings, dataset, lambda step: 0.0, 0))
+    images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
+
+    def stop(model, batch, parts):
+        seen.extend(batch)
+        raise InterruptedError
+
+    monkeypatch.setattr(steps, "loss_and_gradients", stop)
+    batch = {"image": jax.numpy.asarray(images), "label": jax.numpy.arange(8)}
+    with pytest.raises(InterruptedError):
+        steps.train_step(settings, graph, 0, state, batch)
+    share = float(seen[1][0, 0])
+    assert 0 < share < 1
+    for got, x in zip(seen, (images.astype(float), np.eye(10)[:8]), strict=False):
+        want = share * x + (1 - share) * np.roll(x, 1, axis=0)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
 def test_the_running_mean_is_what_is_evaluated(programs):
     run, (batch, *_) = programs[1]
     state, batch = run.initial(), batch | {"mask": jax.numpy.ones(32)}

@@ -1,0 +1,1138 @@
+"""Plants faults in a copy of the tree, one at a time, and looks whether the tests see them.
+
+    python -m tests.faults [--list] [--only PART ...] [--root DIR]
+
+A fault of `FAULTS` changes one place of one file, and names the cheapest tests that must fail then;
+they run in the copy, in a process of their own. It is caught when a test fails: not when the
+process is killed, when nothing comes back in ten minutes, or when the tests fail without it. With
+--root another checkout is copied (before a change, and after it). There a fault may not apply, and
+of a test without that name all parameters run, or all tests of its file.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+LIMIT = 600.0
+"""Seconds that the tests of one fault may take."""
+
+
+class Fault(NamedTuple):
+    """A change for the worse."""
+
+    name: str
+    """What is wrong then."""
+    file: str
+    old: str
+    """Stands in the file once."""
+    new: str
+    tests: str
+    """In the folder of this file, with spaces between."""
+
+
+FAULTS = [
+    # performer: couplings and what they are made of
+    Fault(
+        "PNC pairs have the scores g and g",
+        "performer/norms.py",
+        "jnp.stack([scores, -scores], axis=-1)",
+        "jnp.stack([scores, scores], axis=-1)",
+        "test_norms.py::test_pairs_satisfy_vrc_eq_7",
+    ),
+    Fault(
+        "PM has a length for each row",
+        "performer/norms.py",
+        "independent(key, 1, d, quantile), (m,)",
+        "independent(key, m, d, quantile), (m,)",
+        "test_norms.py::test_monotone_repeats_one_length",
+    ),
+    Fault(
+        "the Matern density is one of cycles, without 2 pi",
+        "performer/norms.py",
+        "return np.log(2 * nu * odds) / 2",
+        "return np.log(2 * nu * odds) / 2 - np.log(2 * np.pi)",
+        "test_norms.py::test_matern_is_the_law_of_a_multivariate_t",
+    ),
+    Fault(
+        "lengths are chi with one degree of freedom less",
+        "performer/norms.py",
+        "special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)",
+        "special.gammaincinv((d - 1) / 2, tail), special.gammainccinv((d - 1) / 2, tail)",
+        "test_norms.py::test_chi_is_accurate_in_both_tails",
+    ),
+    Fault(
+        "one length for all blocks",
+        "performer/couplings.py",
+        "lengths = draw_norms(norms_key, d, d)",
+        "lengths = draw_norms(key, d, d)",
+        "test_couplings.py::test_pm_shares_one_length_per_block",
+    ),
+    Fault(
+        "antithetic halves are equal",
+        "performer/couplings.py",
+        "jnp.concatenate([half, -half])",
+        "jnp.concatenate([half, half])",
+        "test_couplings.py::test_antithetic_halves_are_the_coupling_and_its_opposite[pm-antithetic]",
+    ),
+    Fault(
+        "Halton points are shifted by one number in all dimensions",
+        "performer/couplings.py",
+        "jax.random.uniform(key, (d,))",
+        "jax.random.uniform(key, ())",
+        "test_couplings.py::test_rows_are_gaussian[halton]",
+    ),
+    Fault(
+        "the heads of a layer share their seed",
+        "performer/couplings.py",
+        "lambda k: coupling(k, num_features, head_dim)",
+        "lambda _: coupling(key, num_features, head_dim)",
+        "test_nnx.py::test_heads_and_layers_draw_their_own",
+    ),
+    Fault(
+        "frequencies are drawn anew at step 0",
+        "performer/couplings.py",
+        "(step % every == 0) & (step > 0)",
+        "step % every == 0",
+        "test_nnx.py::test_redraw_every_so_many_steps",
+    ),
+    Fault(
+        "every new draw is the same",
+        "performer/couplings.py",
+        "draw(name, jax.random.fold_in(key, step), m, h, num_heads)",
+        "draw(name, key, m, h, num_heads)",
+        "test_nnx.py::test_redraw_every_so_many_steps",
+    ),
+    Fault(
+        "Haar rows without their signs",
+        "performer/directions.py",
+        "return -sign[:, None] * jax.lax.fori_loop(",
+        "return jax.lax.fori_loop(",
+        "test_directions.py::test_haar_has_the_moments_of_haar_measure",
+    ),
+    Fault(
+        "the simplex of Eq. 9 with another sign",
+        "performer/directions.py",
+        "(jnp.sqrt(d) + 1) / (d - 1) * last",
+        "(jnp.sqrt(d) - 1) / (d - 1) * last",
+        "test_directions.py::test_simplex_vertices_are_simrf_eq_9",
+    ),
+    Fault(
+        "SimRF+ turns vectors towards the others' resultant",
+        "performer/directions.py",
+        "unit = -_normalise(others)",
+        "unit = _normalise(others)",
+        "test_directions.py::test_simplex_weighted_is_at_its_optimum",
+    ),
+    Fault(
+        "SimRF+ is not rotated",
+        "performer/directions.py",
+        "return units @ haar(key, d, d)",
+        "return units",
+        "test_couplings.py::test_rows_are_gaussian[simrf+]",
+    ),
+    Fault(
+        "the Hadamard transform is not normalised",
+        "performer/hadamard.py",
+        "return h / math.sqrt(p)",
+        "return h",
+        "test_structured.py::test_transform_is_the_hadamard_matrix",
+    ),
+    Fault(
+        "HD products of two blocks",
+        "performer/hadamard.py",
+        "NUM_BLOCKS = 3",
+        "NUM_BLOCKS = 2",
+        "test_structured.py::test_multiply_is_three_hd_blocks",
+    ),
+    Fault(
+        "butterfly angles are uniform",
+        "performer/butterfly.py",
+        "squares.reshape(joins, 2, -1).sum(axis=-1)",
+        "squares.reshape(joins, 2, -1)[..., 0]",
+        "test_butterfly.py::test_squared_cosines_are_beta",
+    ),
+    Fault(
+        "the transposed butterfly turns the same way",
+        "performer/butterfly.py",
+        ", 0) * (-1 if back else 1)",
+        ", 0)",
+        "test_butterfly.py::test_apply_is_the_product_with_an_orthogonal_matrix",
+    ),
+    Fault(
+        "structured lengths are those of unpadded dimensions",
+        "performer/structured.py",
+        "draw_norms(norms_key, p, p)",
+        "draw_norms(norms_key, p, d)",
+        "test_structured.py::test_apply_is_the_product_with_the_coupling",
+    ),
+    # performer: features, kernels, Gaussian processes, closed forms
+    Fault(
+        "Gaussian features have |x|^2 / 2 once",
+        "performer/features.py",
+        "exponent = exponent - half",
+        "pass",
+        "test_features.py::test_positive_matches_the_equation",
+    ),
+    Fault(
+        "hyperbolic weights are not shared by the two signs",
+        "performer/features.py",
+        "weights = weights / 2",
+        "pass",
+        "test_features.py::test_hyperbolic_is_positive_of_both_signs",
+    ),
+    Fault(
+        "Matern distances without 2 nu",
+        "performer/kernels.py",
+        "squared = (2 * degree + 1) * _squared_distances",
+        "squared = _squared_distances",
+        "test_kernels.py::test_matern_matches_the_bessel_function",
+    ),
+    Fault(
+        "arc-cosine angles from cosines lose small ones",
+        "performer/kernels.py",
+        "angle = _angles(*units)",
+        "angle = jnp.arccos(jnp.clip(units[0] @ units[1].T, -1.0, 1.0))",
+        "test_kernels.py::test_arc_cosine_at_the_origin_and_near_by",
+    ),
+    Fault(
+        "VRC Eq. 39 as printed: no 1 / sigma_n^2",
+        "performer/gp.py",
+        "phi.T @ y) / variance\n    half",
+        "phi.T @ y)\n    half",
+        "test_gp.py::test_features_are_the_exact_form_of_their_gram_matrix",
+    ),
+    Fault(
+        "the KL divergence has its determinants the wrong way round",
+        "performer/gp.py",
+        "_log_det(of_q) - _log_det(of_p)",
+        "_log_det(of_p) - _log_det(of_q)",
+        "test_gp.py::test_kl_against_simulation",
+    ),
+    Fault(
+        "a density without 2 pi",
+        "performer/gp.py",
+        "jnp.log(2 * jnp.pi * variance)",
+        "jnp.log(variance)",
+        "test_gp.py::test_negative_log_density",
+    ),
+    Fault(
+        "VRC Eq. 34 as printed: correlations are positive",
+        "performer/copula.py",
+        "[jnp.tril_indices(m, -1)].set(theta)",
+        "[jnp.tril_indices(m, -1)].set(jnp.abs(theta))",
+        "test_copula.py::test_cholesky_matches_the_equation",
+    ),
+    Fault(
+        "scores by the transposed Cholesky factor",
+        "performer/copula.py",
+        "jnp.matmul(factor, jax.random.normal",
+        "jnp.matmul(factor.T, jax.random.normal",
+        "test_copula.py::test_scores_have_the_correlation",
+    ),
+    Fault(
+        "quadrature weights for reflected points, without them",
+        "performer/quadrature.py",
+        "jnp.tile(weights / 2, 2) if reflect else weights",
+        "jnp.tile(weights / 2, 2) if reflect else weights / 2",
+        "test_quadrature.py::test_exact_on_monomials_to_degree_three",
+    ),
+    Fault(
+        "the constant of a rule loses its sign",
+        "performer/quadrature.py",
+        "for sign in (1.0, jnp.sign(rule.constant))",
+        "for sign in (1.0, 1.0)",
+        "test_quadrature.py::test_the_sign_of_the_constant_is_on_one_side",
+    ),
+    Fault(
+        "lengths of rules are chi_d",
+        "performer/quadrature.py",
+        "norms.independent(draw_key, d + 1, d + 2)",
+        "norms.independent(draw_key, d + 1, d)",
+        "test_quadrature.py::test_unbiased[8]",
+    ),
+    Fault(
+        "Quad Sec. 8: lengths are always drawn again",
+        "performer/quadrature.py",
+        "    if not reject:\n",
+        "    if False:\n",
+        "test_quadrature.py::test_unbiased[8]",
+    ),
+    Fault(
+        "SimRF Eq. 25 as printed: v^2k / k!, without 2^k",
+        "performer/theory.py",
+        "return _kummer(t / 2, d)",
+        "return _kummer(t, d)",
+        "test_theory.py::test_orf_is_simrf_eq_23",
+    ),
+    Fault(
+        "SimRF Eq. 77 as printed: (1 + e^-z^2)^2",
+        "performer/theory.py",
+        "own = (1 - np.exp(t)) ** 2 / 2",
+        "own = (1 + np.exp(t)) ** 2 / 2",
+        "test_theory.py::test_errors_agree_with_simulation[orf]",
+    ),
+    Fault(
+        "all pairs of a block count as PNC pairs",
+        "performer/theory.py",
+        "sum(2 * (size // 2) for size in sizes)",
+        "sum(size * (size - 1) for size in sizes)",
+        "test_theory.py::test_pairs_of_truncated_blocks_are_counted",
+    ),
+    Fault(
+        "a lower error need not be significant",
+        "performer/testing.py",
+        "assert score > threshold, (",
+        "assert score > -threshold, (",
+        "test_testing.py::test_equal_couplings_are_not_lower",
+    ),
+    Fault(
+        "laws are not tested",
+        "performer/testing.py",
+        "assert result.pvalue > level",
+        "assert result.pvalue >= 0",
+        "test_testing.py::test_lengths_of_one_degree_less_are_found",
+    ),
+    Fault(
+        "the shift of a calibration has the wrong sign",
+        "performer/calibration.py",
+        "c = mean[..., keys] + _apply(",
+        "c = mean[..., keys] - _apply(",
+        "test_calibration.py::test_fit_is_that_of_the_equations",
+    ),
+    Fault(
+        "frequencies of another law without their weights",
+        "performer/calibration.py",
+        "jnp.sum(frequencies**2 - w**2, axis=-1) / 2",
+        "jnp.zeros(w.shape[:-1])",
+        "test_calibration.py::test_attention_is_that_of_the_changed_kernel[tilt]",
+    ),
+    Fault(
+        "a common length has no traceless tilt",
+        "performer/calibration.py",
+        '.endswith(("pm", "monotone", "fixed"))',
+        '.endswith(("monotone", "fixed"))',
+        "test_nnx.py::test_a_common_length_has_a_traceless_tilt",
+    ),
+    Fault(
+        "causal moments leave out a query's own key",
+        "performer/calibration.py",
+        "exists = jnp.arange(s) <= position[:, None]",
+        "exists = jnp.arange(s) < position[:, None]",
+        "test_calibration.py::test_moments_are_means_over_pairs",
+    ),
+    Fault(
+        "VRC Eq. 45 as printed: coefficients 4 and 3",
+        "performer/analysis.py",
+        "squares(residual - A * of_sum)",
+        "counts @ jnp.sum(residual**2 - 4 * residual * A * of_sum + 3 * (A * of_sum) ** 2, -1)",
+        "test_analysis.py::test_a_named_coupling",
+    ),
+    Fault(
+        "Helmert's residuals without their factor",
+        "performer/analysis.py",
+        "residual = jnp.sqrt(i / (i + 1)) * change",
+        "residual = change",
+        "test_analysis.py::test_a_named_coupling",
+    ),
+    # performer: attention
+    Fault(
+        "masked keys stay",
+        "performer/attention/state.py",
+        "return split if mask is None else (",
+        "return split if True else (",
+        "test_attention_masks.py::test_masks_lengths_and_removed_keys_are_the_same",
+    ),
+    Fault(
+        "the mask is out of the maximum",
+        "performer/attention/state.py",
+        "(jnp.where(mask[..., None], exponent, -jnp.inf), factor)",
+        "(exponent, jnp.where(mask[..., None], 1.0 if factor is None else factor, 0.0))",
+        "test_attention_masks.py::test_finite_for_any_finite_input[masked-positive]",
+    ),
+    Fault(
+        "what stands at masked keys is looked at",
+        "performer/attention/op.py",
+        "(jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))",
+        "(x for x in (key, value))",
+        "test_attention_masks.py::test_what_stands_at_masked_keys_does_not_matter",
+    ),
+    Fault(
+        "under padding, keys after the query are masked",
+        "performer/attention/op.py",
+        "elif options.is_causal and t > 1:",
+        "elif (options.is_causal or mask is not None) and t > 1:",
+        "test_attention_masks.py::test_padding_changes_nothing",
+    ),
+    Fault(
+        "a query without any key is divided by zero",
+        "performer/attention/state.py",
+        "(1 / jnp.where(denominator == 0, 1.0, denominator))",
+        "(1 / denominator)",
+        "test_attention_masks.py::test_masks_lengths_and_removed_keys_are_the_same",
+    ),
+    Fault(
+        "the maximum of the chunk in the place of the row's",
+        "performer/attention/sweep.py",
+        "running = jax.lax.cummax(mu, axis=mu.ndim - 1)",
+        "running = jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), mu.shape)",
+        "test_attention_masks.py::test_early_queries_keep_their_precision",
+    ),
+    Fault(
+        "states are added without a common maximum",
+        "performer/attention/state.py",
+        "*(_rescaled(x, maximum) for x in (left, right))",
+        "*((x.normaliser, x.numerator) for x in (left, right))",
+        "test_attention_masks.py::test_causal_of_any_length[40]",
+    ),
+    Fault(
+        "a chunk sees the state after it",
+        "performer/attention/sweep.py",
+        "return combine(seen, chunk), state",
+        "return (combine(seen, chunk),) * 2",
+        "test_attention_masks.py::test_the_future_changes_nothing_bit_for_bit[positive]",
+    ),
+    Fault(
+        "the own chunk counts in both sweeps of packed segments",
+        "performer/attention/op.py",
+        'window="none"',
+        'window="all"',
+        "test_attention_masks.py::test_packed_segments",
+    ),
+    Fault(
+        "a state does not end with its segment",
+        "performer/attention/sweep.py",
+        "jnp.where(continues[..., None], state.maximum, -jnp.inf)",
+        "state.maximum",
+        "test_attention_masks.py::test_packed_segments",
+    ),
+    Fault(
+        "query heads are dealt to key heads in turn",
+        "performer/attention/op.py",
+        "jnp.repeat(x, n // x.shape[2], axis=2)",
+        "jnp.tile(x, (1, 1, n // x.shape[2], 1))",
+        "test_attention_op.py::test_grouped_heads",
+    ),
+    Fault(
+        "the shift is added to the keys",
+        "performer/attention/op.py",
+        "key = (key - shift)",
+        "key = (key + shift)",
+        "test_attention_op.py::test_shift_moves_the_keys_and_not_the_limit[positive]",
+    ),
+    Fault(
+        "|k|^2 / 2 without the scale",
+        "performer/attention/op.py",
+        "return options.scale / 2 * jnp.sum(",
+        "return 0.5 * jnp.sum(",
+        "test_attention.py::test_matches_the_oracle",
+    ),
+    Fault(
+        "float16 values are summed over the keys in float16",
+        "performer/attention/state.py",
+        "jnp.bfloat16 if value.dtype == jnp.bfloat16 else jnp.float32",
+        "value.dtype",
+        "test_attention_op.py::test_low_precision",
+    ),
+    Fault(
+        "a device counts its own keys twice in causal attention",
+        "performer/attention/parallel.py",
+        "< jax.lax.axis_index(axis_name)",
+        "<= jax.lax.axis_index(axis_name)",
+        "test_attention_parallel.py",
+    ),
+    Fault(
+        "additive masks are taken for masks of ones and zeros",
+        "performer/attention/checks.py",
+        "if _smallest(mask) < 0:",
+        "if False:",
+        "test_attention_op.py::test_bad_input_names_the_fix",
+    ),
+    Fault(
+        "attention dropout is left out without a word",
+        "performer/attention/dropin.py",
+        "if dropout_rate > 0 and not deterministic:",
+        "if False:",
+        "test_nnx.py::test_what_linear_attention_cannot_do_is_an_error",
+    ),
+    Fault(
+        "the dtype of a layer is not that of its attention",
+        "performer/attention/dropin.py",
+        "if dtype is not None:",
+        "if False:",
+        "test_nnx.py::test_the_dtype_of_the_layer_is_that_of_its_attention",
+    ),
+    Fault(
+        "statistics are moved before they are used",
+        "performer/nnx.py",
+        "        output, weights = attention_fn(\n",
+        "        if self.statistics and not self.use_running_average:\n"
+        "            self._measure(query, key, mask, is_causal)\n"
+        "        output, weights = attention_fn(\n",
+        "test_nnx.py::test_calibrated_causal_attention_does_not_see_the_future_in_training",
+    ),
+    Fault(
+        "momentum is the weight of what is new",
+        "performer/nnx.py",
+        "self.momentum * old + (1 - self.momentum) * moments",
+        "(1 - self.momentum) * old + self.momentum * moments",
+        "test_nnx.py::test_running_statistics_move_in_training_and_stay_in_evaluation",
+    ),
+    Fault(
+        "statistics move in evaluation",
+        "performer/nnx.py",
+        "if self.statistics and not self.use_running_average:",
+        "if self.statistics:",
+        "test_nnx.py::test_running_statistics_move_in_training_and_stay_in_evaluation",
+    ),
+    Fault(
+        "all layers draw the same new frequencies",
+        "performer/nnx.py",
+        "jax.random.fold_in(key, i),",
+        "key,",
+        "test_nnx.py::test_redraw_every_so_many_steps",
+    ),
+    Fault(
+        "linen's causal attention is not causal",
+        "performer/linen.py",
+        "is_causal=is_causal,",
+        "is_causal=False,",
+        "test_linen.py::test_is_performer_attention_between_the_projections",
+    ),
+    Fault(
+        "gamma without its factor of 2",
+        "performer/sklearn.py",
+        "(2 * self.gamma_) ** -0.5",
+        "self.gamma_**-0.5",
+        "test_sklearn.py::test_float64_is_computed_in_float64",
+    ),
+    Fault(
+        "float64 inputs are computed in float32",
+        "performer/sklearn.py",
+        "with jax.enable_x64(X.dtype == np.float64):",
+        "with jax.enable_x64(False):",
+        "test_sklearn.py::test_float64_is_computed_in_float64",
+    ),
+    # performer.graphs
+    Fault(
+        "the adjacency matrix is divided by degrees without their roots",
+        "performer/graphs/graph.py",
+        "np.sqrt(np.where(alone, 1, matrix.sum(axis=1)))",
+        "np.where(alone, 1, matrix.sum(axis=1))",
+        "test_graph.py::test_normalised_is_one_minus_the_laplacian",
+    ),
+    Fault(
+        "the sigma-coupling pairs each quantile with itself",
+        "performer/graphs/couplings.py",
+        "jnp.stack([q, table[q]], axis=-1)",
+        "jnp.stack([q, q], axis=-1)",
+        "test_graph_couplings.py::test_sigma_matches_quantiles",
+    ),
+    Fault(
+        "two antithetic walkers may halt at the same step",
+        "performer/graphs/couplings.py",
+        "(alive & ~stops, now + 1, ",
+        "(alive & ~stops, now, ",
+        "test_graph_couplings.py::test_antithetic_pairs_follow_the_table_of_the_paper",
+    ),
+    Fault(
+        "an ensemble is spaced like a pair",
+        "performer/graphs/couplings.py",
+        "offset=p_halt, size=size)",
+        "offset=0.5, size=size)",
+        "test_graph_couplings.py::test_no_two_of_an_ensemble_halt_at_once",
+    ),
+    Fault(
+        "loads do not divide by the chance to go on",
+        "performer/graphs/walks.py",
+        "load * factor / (1 - p_halt)",
+        "load * factor",
+        "test_graph_walks.py::test_loads_are_unbiased_for_the_powers_of_the_weights[uniform]",
+    ),
+    Fault(
+        "a walk draws the same number at each step",
+        "performer/graphs/walks.py",
+        "node, _uniform(seed, walker, step)",
+        "node, _uniform(seed, walker, 0 * step)",
+        "test_graph_walks.py::test_loads_are_unbiased_for_the_powers_of_the_weights[uniform]",
+    ),
+    Fault(
+        "walks do not avoid the edges of earlier ones",
+        "performer/graphs/reinforced.py",
+        "jnp.where(there, passed[edges[places]], jnp.inf)",
+        "jnp.where(there, 0 * passed[edges[places]], jnp.inf)",
+        "test_graph_walks.py::test_reinforced_walks_avoid_edges_of_earlier_ones",
+    ),
+    Fault(
+        "reinforced loads divide by uniform chances",
+        "performer/graphs/reinforced.py",
+        "sums[-1] / chances[chosen]",
+        "there.sum().astype(sums.dtype)",
+        "test_graph_walks.py::test_loads_are_unbiased_for_the_powers_of_the_weights[reinforced]",
+    ),
+    Fault(
+        "two ensembles are one",
+        "performer/graphs/features.py",
+        "for of_one in jax.random.split(key))",
+        "for of_one in (key, key))",
+        "test_graph_walks.py::test_estimates_are_unbiased[antithetic]",
+    ),
+    Fault(
+        "a node alone has the load of every step",
+        "performer/graphs/features.py",
+        "load=jnp.where(alone & (found.step > 0), 0, found.load)",
+        "load=jnp.where(alone, 1, found.load)",
+        "test_graph_walks.py::test_estimates_are_unbiased[antithetic]",
+    ),
+    Fault(
+        "features are not divided by the number of walks",
+        "performer/graphs/features.py",
+        "* sampled.load / sampled.num_walks",
+        "* sampled.load",
+        "test_graph_walks.py::test_the_features_are_those_of_the_equation",
+    ),
+    Fault(
+        "VRC App. F.1 as printed: I - sigma^2 L",
+        "performer/graphs/kernels.py",
+        "(1 + sigma**2 * eigenvalue) ** -d",
+        "(1 - sigma**2 * eigenvalue) ** -d",
+        "test_graph_kernels.py::test_dense_kernels_are_the_functions_of_the_laplacian",
+    ),
+    Fault(
+        "a modulation is of the kernel, not of its root",
+        "performer/graphs/modulations.py",
+        "_binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2))",
+        "_binomial(-d, -rho, (1 + sigma**2) ** (-d))",
+        "test_graph_kernels.py::test_modulations_square_to_the_kernels",
+    ),
+    Fault(
+        "what halts at a node alone stays there",
+        "performer/graphs/pagerank.py",
+        "jnp.where(alone, p_halt * halted, halted)",
+        "halted",
+        "test_graph_pagerank.py::test_walks_are_unbiased[independent-uniform]",
+    ),
+    Fault(
+        "the power iteration loses what is at nodes alone",
+        "performer/graphs/pagerank.py",
+        "shared = p_halt + (1 - p_halt) * jnp.sum(jnp.where(alone, x, 0))",
+        "shared = p_halt",
+        "test_graph_pagerank.py::test_power_iteration_is_that_of_networkx",
+    ),
+    Fault(
+        "a Johnson-Lindenstrauss matrix without its scale",
+        "performer/graphs/matching.py",
+        ", size)) / np.sqrt(size)",
+        ", size))",
+        "test_graph_matching.py::test_solvers_find_the_best_of_all",
+    ),
+    Fault(
+        "costs of the assignment are squares",
+        "performer/graphs/matching.py",
+        "np.sum(sums**4, axis=-1)",
+        "np.sum(sums**2, axis=-1)",
+        "test_graph_matching.py::test_averages_over_all_pairs_of_nodes",
+    ),
+    Fault(
+        "float16 projections",
+        "performer/graphs/matching.py",
+        "found = assign(edges @ rng",
+        "found = assign(edges.astype(np.float16).astype(float) @ rng",
+        "test_graph_matching.py::test_projections_and_norms_are_in_float64",
+    ),
+    Fault(
+        "float16 norms",
+        "performer/graphs/matching.py",
+        "value = objective(found, edges, edges)",
+        "value = float(np.float16(objective(found, edges, edges)))",
+        "test_graph_matching.py::test_projections_and_norms_are_in_float64",
+    ),
+    Fault(
+        "half the distance in k-means",
+        "performer/graphs/tasks.py",
+        "own - 2 * sums",
+        "own - sums",
+        "test_graph_tasks.py::test_it_is_k_means_of_points",
+    ),
+    Fault(
+        "the noise scale is a variance",
+        "performer/graphs/gp.py",
+        "noise_scale**2 * v",
+        "noise_scale * v",
+        "test_graph_gp.py::test_the_posterior_is_that_of_the_gram_matrix",
+    ),
+    Fault(
+        "the likelihood has no determinant",
+        "performer/graphs/gp.py",
+        "(-products[0] + jnp.mean(products[1:]))",
+        "(-products[0] + 0 * jnp.mean(products[1:]))",
+        "test_graph_gp.py::test_fitted_scales_maximise_the_dense_likelihood",
+    ),
+    # vit
+    Fault(
+        "a resumed run begins with the first batch",
+        "vit/data.py",
+        "slice(start * processes + process, None, processes)",
+        "slice(process, None, processes)",
+        "test_data.py::test_stream_goes_on_from_a_saved_position",
+    ),
+    Fault(
+        "training does not ask for the batch of its step",
+        "vit/train.py",
+        "train_batches(dataset, config, mesh, step)",
+        "train_batches(dataset, config, mesh, 0)",
+        "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
+    ),
+    Fault(
+        "the moments of Adam are not restored",
+        "vit/train.py",
+        "step, state = checkpoint.restore(workdir, program.abstract)\n",
+        "step, state = checkpoint.restore(workdir, program.abstract)\n"
+        "            state = jax.tree.map_with_path(\n"
+        '                lambda p, x: 0 * x if "mu" in jax.tree_util.keystr(p) else x, state\n'
+        "            )\n",
+        "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
+    ),
+    Fault(
+        "a signal does not stop a stretch",
+        "vit/train.py",
+        "while step < end and not (stretch and stopping()):",
+        "while step < end:",
+        "test_train.py::test_a_signal_stops_within_a_stretch_and_within_an_evaluation",
+    ),
+    Fault(
+        "a signal does not stop an evaluation",
+        "vit/safety.py",
+        "            raise Stopped\n",
+        "            pass\n",
+        "test_safety.py::test_until",
+    ),
+    Fault(
+        "the second signal is swallowed, too",
+        "vit/safety.py",
+        "        event.set()\n        restore()\n",
+        "        event.set()\n",
+        "test_safety.py::test_the_second_signal_ends_the_process",
+    ),
+    Fault(
+        "two processes may hold a folder",
+        "vit/safety.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "test_safety.py::test_a_folder_is_held_until_the_process_ends_even_if_killed",
+    ),
+    Fault(
+        "the step before the one that diverged is named",
+        "vit/safety.py",
+        "last_step - len(stretch) + 1)",
+        "last_step - len(stretch))",
+        "test_safety.py::test_the_first_step_that_diverged_is_named",
+    ),
+    Fault(
+        "checksums that do not see every bit",
+        "vit/checkpoint.py",
+        ".reshape(x.shape) * 2 + 1",
+        ".reshape(x.shape) * 2",
+        "test_checkpoint.py::test_every_single_changed_word_changes_its_checksum",
+    ),
+    Fault(
+        "checksums are not compared",
+        "vit/checkpoint.py",
+        'checksums(loaded["state"]), loaded["checksums"]',
+        'loaded["checksums"], loaded["checksums"]',
+        "test_checkpoint.py::test_nothing_that_can_be_read",
+    ),
+    Fault(
+        "the oldest checkpoint is read",
+        "vit/checkpoint.py",
+        "for found in reversed(checkpoints.checkpoints):",
+        "for found in checkpoints.checkpoints:",
+        "test_checkpoint.py::test_the_newest_two_are_kept_and_read",
+    ),
+    Fault(
+        "the log is not cut at the step of the checkpoint",
+        "vit/metrics.py",
+        ' if line["step"] <= step]',
+        "]",
+        "test_metrics.py::test_log",
+    ),
+    Fault(
+        "hidden examples count as right ones",
+        "vit/metrics.py",
+        "jnp.sum((rank < k) * mask)",
+        "jnp.sum(rank < k)",
+        "test_metrics.py::test_counts",
+    ),
+    Fault(
+        "ties go for the label",
+        "vit/metrics.py",
+        "jnp.sum(~(logits < label_logit), axis=-1) - 1",
+        "jnp.sum(logits > label_logit, axis=-1)",
+        "test_metrics.py::test_ties_and_nan_are_no_hits",
+    ),
+    Fault(
+        "hidden examples count in the loss of an evaluation",
+        "vit/steps.py",
+        'jnp.sum(losses * batch["mask"])',
+        "jnp.sum(losses)",
+        "test_metrics.py::test_hidden_examples_have_no_loss",
+    ),
+    Fault(
+        "the running mean is not evaluated",
+        "vit/steps.py",
+        "        nnx.update(model, mean)\n",
+        "        pass\n",
+        "test_train.py::test_the_running_mean_is_what_is_evaluated",
+    ),
+    Fault(
+        "label smoothing is dropped",
+        "vit/steps.py",
+        "smooth_labels(targets, config.optim.label_smoothing)",
+        "smooth_labels(targets, 0.0)",
+        "test_train.py::test_one_compilation_for_all_steps_and_label_smoothing",
+    ),
+    Fault(
+        "mixup does not reach the training step",
+        "vit/steps.py",
+        "if config.data.mixup:",
+        "if False:",
+        "test_train.py::test_mixup_is_in_the_step",
+    ),
+    Fault(
+        "gradients of parts are sums of means",
+        "vit/steps.py",
+        ".mean() / parts",
+        ".mean()",
+        "test_train.py::test_a_batch_in_parts_gives_the_same_step",
+    ),
+    Fault(
+        "weights decay everywhere, biases too",
+        "vit/optim.py",
+        "weight_decay=optim.weight_decay, mask=_is_kernel",
+        "weight_decay=optim.weight_decay",
+        "test_optim.py::test_only_weights_of_linear_maps_decay",
+    ),
+    Fault(
+        "the running mean has no warm-up",
+        "vit/optim.py",
+        "share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))",
+        "share = 1 - decay",
+        "test_optim.py::test_running_mean",
+    ),
+    Fault(
+        "the final learning rate is taken for a share of the peak",
+        "vit/optim.py",
+        "alpha=final / peak if peak else 0",
+        "alpha=final if peak else 0",
+        "test_optim.py::test_schedule",
+    ),
+    Fault(
+        "the sharding of the parameters is dropped",
+        "vit/devices.py",
+        "if fsdp == 1 or x.size < SMALLEST or not axes:",
+        "if True:",
+        "test_devices.py::test_eight_devices_train_as_one",
+    ),
+    Fault(
+        "the peak is that of the shortest name that fits",
+        "vit/devices.py",
+        "key=lambda item: -len(item[0])",
+        "key=lambda item: len(item[0])",
+        "test_devices.py::test_the_peak_is_that_of_the_longest_name_that_fits",
+    ),
+    Fault(
+        "records are not shuffled",
+        "vit/data.py",
+        "        .shuffle()\n",
+        "",
+        "test_data.py::test_an_epoch_shows_every_image_once_and_the_next_in_another_order",
+    ),
+    Fault(
+        "the rows that pad the last evaluation batch are counted",
+        "vit/data.py",
+        "label, mask, bad = 0, 0, -1",
+        "label, mask, bad = 0, 1, -1",
+        "test_data.py::test_evaluation_counts_every_image_once",
+    ),
+    Fault(
+        "mixup without labels",
+        "vit/augment.py",
+        "images, targets = (share * x + (1 - share) * jnp.roll(x, 1, axis=0)"
+        " for x in (images, targets))",
+        "images = share * images + (1 - share) * jnp.roll(images, 1, axis=0)",
+        "test_augment.py::test_mixup_blends_with_the_neighbour",
+    ),
+    Fault(
+        "aspects of crops are uniform, not their logarithms",
+        "vit/augment.py",
+        "math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))",
+        "rng.uniform(3 / 4, 4 / 3)",
+        "test_augment.py::test_inception_boxes_have_the_law_they_should",
+    ),
+    Fault(
+        "pixels are scaled to [0, 1]",
+        "vit/model.py",
+        "astype(jnp.float32) / 127.5 - 1",
+        "astype(jnp.float32) / 255",
+        "test_pretrained.py::test_the_loaded_model_is_the_original_function",
+    ),
+    Fault(
+        "a new model is in training mode",
+        "vit/model.py",
+        "        self.eval()\n",
+        "",
+        "test_model.py::test_dropout_only_in_training",
+    ),
+    Fault(
+        "validation labels are those of the next image",
+        "vit/prepare.py",
+        "labels[number - 1]",
+        "labels[number % len(labels)]",
+        "test_prepare.py::test_ilsvrc2012",
+    ),
+    Fault(
+        "the position of the class token is lost",
+        "vit/pretrained.py",
+        "= token + position[0], position[1:]",
+        "= token, position[1:]",
+        "test_pretrained.py::test_the_loaded_model_is_the_original_function",
+    ),
+    Fault(
+        "refined frequencies do not get into the converted model",
+        "vit/conversion.py",
+        "        attention.frequencies[...] = w\n",
+        "",
+        "test_convert.py::test_the_converted_model_has_the_parameters_and_is_near",
+    ),
+    Fault(
+        "a folder takes a run of another seed",
+        "vit/config.py",
+        'PLACEMENT = ("data.dir", ',
+        'PLACEMENT = ("seed", "data.dir", ',
+        "test_config.py::test_differences_name_field_and_both_values",
+    ),
+    Fault(
+        "NaN is a learning rate",
+        "vit/config.py",
+        "isinstance(value, int | float) and not value >= 0",
+        "isinstance(value, int | float) and value < 0",
+        "test_config.py::test_bad_values_are_named",
+    ),
+    Fault(
+        "padding is in the confusion matrix",
+        "vit/class_report.py",
+        'np.asarray(batch["mask"]) > 0',
+        'np.asarray(batch["mask"]) >= 0',
+        "test_class_report.py::test_counts_are_those_of_a_plain_count",
+    ),
+    Fault(
+        "half the operations of random features",
+        "vit/costs.py",
+        "attention = 8 * n * m",
+        "attention = 4 * n * m",
+        "test_costs.py::test_operations_are_those_that_xla_counts",
+    ),
+    # experiments
+    Fault(
+        "Holm without its step",
+        "experiments/statistics.py",
+        "p[i] * (len(tested) - rank)",
+        "p[i] * len(tested)",
+        "test_statistics.py::test_holm_by_hand",
+    ),
+    Fault(
+        "the paired test is unpaired",
+        "experiments/statistics.py",
+        "    mean, error = mean_and_error(d.tolist())\n",
+        "    mean, error = mean_and_error(d.tolist())\n"
+        "    error = float(np.hypot(mean_and_error(a)[1], mean_and_error(b)[1]))\n",
+        "test_statistics.py::test_paired_differences_are_scipys",
+    ),
+    Fault(
+        "the power of a one-sided test",
+        "experiments/statistics.py",
+        "stats.t.ppf(1 - level / 2, freedom)",
+        "stats.t.ppf(1 - level, freedom)",
+        "test_statistics.py::test_power_is_how_often_the_test_finds_the_effect",
+    ),
+    Fault(
+        "the verdict takes p-values that are not corrected",
+        "experiments/compare_report.py",
+        "shown = [c for c in found if c.corrected < LEVEL]",
+        "shown = [c for c in found if c.difference.p_value < LEVEL]",
+        "test_compare.py::test_the_verdict_takes_corrected_p_values",
+    ),
+    Fault(
+        "a seed that diverged is compared",
+        "experiments/compare_report.py",
+        "for seed, value, step in runs if step is None}",
+        "for seed, value, step in runs}",
+        "test_compare.py::test_pairs_are_by_seed_and_leave_out_what_diverged",
+    ),
+    Fault(
+        "all seeds of an ensemble have the data of the first",
+        "experiments/ensemble.py",
+        "data.train_batches(dataset, share, seed, start=step",
+        "data.train_batches(dataset, share, seeds[0], start=step",
+        "test_compare.py::test_a_seed_of_the_ensemble_is_the_run_of_vit_train",
+    ),
+    Fault(
+        "columns are centred by the test rows, too",
+        "experiments/tabular.py",
+        "centre = np.where(constant, x.mean(axis=0), x[first].mean(axis=0))",
+        "centre = x.mean(axis=0)",
+        "test_tabular.py::test_splits",
+    ),
+    Fault(
+        "VRC Eq. 36 without its factor of 2",
+        "experiments/uci.py",
+        "return 2 * jnp.mean(jnp.sqrt(",
+        "return jnp.mean(jnp.sqrt(",
+        "test_uci.py::test_summed_norms_match_the_equation",
+    ),
+    Fault(
+        "the KL divergence of the Gaussian processes is the other one",
+        "experiments/uci_gp.py",
+        "gp.kl(reference, law) / count",
+        "gp.kl(law, reference) / count",
+        "test_uci.py::test_scores_match_the_equations",
+    ),
+    Fault(
+        "the Cayley distance counts the places that differ",
+        "experiments/graph_sigma.py",
+        "return n - int(scipy.sparse.csgraph.connected_components(steps)[0])",
+        "return int(np.sum(between != np.arange(n)))",
+        "test_graph_sigma.py::test_cayley_distance",
+    ),
+    Fault(
+        "points are padded in training alone",
+        "experiments/classification.py",
+        "test_x=np.pad(problem.test_x, width)",
+        "test_x=problem.test_x",
+        "test_classification.py::test_padding",
+    ),
+]
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "--no-header")
+
+
+def copy(root: Path, tree: Path) -> None:
+    """The files that git tracks, and those that it does not ignore."""
+    listing = ["git", "-C", str(root), "ls-files", "-z", "-c", "-o", "--exclude-standard"]
+    found = subprocess.run(listing, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, found.split("\0")):
+        if (root / name).is_file():  # not deleted
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, tree / name)
+
+
+def python(tree: Path, *arguments: str, limit: float | None = None) -> tuple[int | None, str]:
+    """The exit code, None past the limit, and the output; nothing that it started outlives it."""
+    command, environment = [sys.executable, *arguments], os.environ | {"PYTHONPATH": str(tree)}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read()
+
+
+def failures(output: str) -> list[str]:
+    """The tests that failed, as the summary of pytest names them."""
+    return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
+
+
+def belongs(test: str, node: str) -> bool:
+    """Whether a test is that node, a parameter of it, or in that file."""
+    return test == node or test.startswith((f"{node}[", f"{node}::"))
+
+
+def nodes(fault: Fault, collected: list[str]) -> list[str]:
+    """Its tests as the tree has them; empty when the file is not there."""
+    found = []
+    for node in (f"tests/{test}" for test in fault.tests.split()):
+        names = (node, node.split("[")[0], node.split("::")[0])
+        found += [n for n in names if any(belongs(test, n) for test in collected)][:1]
+    return found
+
+
+def outcome(fault: Fault, tree: Path, tests: list[str], failed: list[str]) -> str:
+    """What its tests say; `failed` fail without it."""
+    path = tree / fault.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(fault.old) != 1:
+        return "does not apply"
+    if not tests or any(belongs(test, node) for test in failed for node in tests):
+        return "broken: its tests are not there, or fail without it"
+    path.write_text(text.replace(fault.old, fault.new))
+    code, output = python(tree, *PYTEST, "-x", *tests, limit=LIMIT)
+    path.write_text(text)
+    if code == 1 and failures(output):
+        return f"caught by {failures(output)[0].removeprefix('tests/')}"
+    if code is None:
+        return f"NOT CAUGHT: nothing after {LIMIT:.0f} s"
+    if code < 0:
+        return f"NOT CAUGHT: died of {signal.Signals(-code).name}"
+    return "NOT CAUGHT" if code == 0 else f"broken: pytest ended with {code}"
+
+
+def plant(faults: list[Fault], tree: Path) -> list[str]:
+    """The outcomes, said one by one, after a run of all their tests without any fault."""
+    where = "import importlib.util as u; print(u.find_spec('performer').origin)"
+    assert python(tree, "-c", where)[1].startswith(str(tree)), "another performer is imported"
+    files = {f"tests/{test.split('::')[0]}" for fault in faults for test in fault.tests.split()}
+    there = sorted(file for file in files if (tree / file).exists())
+    collected = python(tree, *PYTEST, "--collect-only", *there)[1].splitlines()
+    tests = [nodes(fault, collected) for fault in faults]
+    code, output = python(tree, *PYTEST, *sorted({node for of in tests for node in of}))
+    assert code in (0, 1), f"without any fault pytest ended with {code}: {output[-3000:]}"
+    failed, found = failures(output), []
+    print(f"without any fault {len(failed)} tests fail", *failed, sep="\n", flush=True)
+    for fault, of in zip(faults, tests, strict=True):
+        start = time.perf_counter()
+        found.append(outcome(fault, tree, of, failed))
+        print(f"{fault.name}: {found[-1]} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="plants faults and sees whether tests fail")
+    parser.add_argument("--list", action="store_true", help="the faults, and nothing more")
+    parser.add_argument("--only", nargs="+", metavar="PART", default=[""], help="parts of names")
+    parser.add_argument("--root", type=Path, help="the checkout; this one if not given")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if any(part in fault.name for part in options.only)]
+    if options.list or not faults:
+        print(*(f"{f.name} | {f.file} | {f.tests}" for f in faults), sep="\n")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
+    with tempfile.TemporaryDirectory() as folder:
+        copy(options.root or Path(__file__).parents[1], Path(folder).resolve())
+        found = plant(faults, Path(folder).resolve())
+    print("\n| fault | file | tests |\n|---|---|---|")
+    for fault, said in zip(faults, found, strict=True):
+        print(f"| {fault.name} | {fault.file} | {said} |")
+    caught = sum(said.startswith("caught") for said in found)
+    foreign = sum(said == "does not apply" for said in found) if options.root else 0
+    print(f"\n{caught} of {len(found)} are caught, {foreign} do not apply")
+    sys.exit(caught + foreign < len(found))
+
+
+if __name__ == "__main__":
+    main()
