@@ -1,27 +1,24 @@
 """Attention over 8 virtual devices: batch, heads and sequence split, equal to one device."""
 
-import os
-import subprocess
-import sys
+import re
+from collections import Counter
 from functools import partial
-from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from performer import performer_attention
+from performer.nnx import PerformerAttention, Statistics
 
 
-def test_eight_devices_give_the_numbers_of_one():
-    """`main` in a process with eight devices: every line it prints is one comparison."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [
+def test_eight_devices_give_the_numbers_of_one(eight_devices, capsys):
+    """Every line that `compare_all` prints is one comparison."""
+    compare_all()
+    assert capsys.readouterr().out.splitlines() == [
         "sequence, bidirectional: equal; all_reduce 2",
         "batch and heads, bidirectional: equal",
         "sequence, causal: equal; all_gather 3",
@@ -39,17 +36,7 @@ def test_eight_devices_give_the_numbers_of_one():
     ]
 
 
-def main():
-    import re
-    from collections import Counter
-
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    from performer import performer_attention
-
+def compare_all():
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(2, 48, 4, 8), (2, 48, 2, 8), (2, 48, 2, 5)]
     query, key, value = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes))  # noqa: B905
@@ -141,14 +128,6 @@ def main():
 
 def running_statistics():
     """Calibrated layers whose batch is split have the statistics of the whole batch."""
-    import chex
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    from performer.nnx import PerformerAttention, Statistics
-
     mesh = jax.make_mesh((8,), ("batch",), (AxisType.Auto,))
     heads = jnp.arange(1.0, 3.0)[:, None] * jax.random.normal(jax.random.key(0), (16, 6, 2, 4))
 
@@ -172,7 +151,3 @@ def running_statistics():
     split = jax.device_put(heads, NamedSharding(mesh, PartitionSpec("batch")))
     chex.assert_trees_all_close(jax.jit(measured)(split), want, atol=1e-4)
     print("running statistics, jit: equal")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
+from experiments import ensemble
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit import checkpoint, config, devices, metrics, safety, train
+from vit import checkpoint, config, data, devices, metrics, safety, steps, train
 
 PROGRAM = """
 import json, sys
@@ -24,41 +26,16 @@ arguments = json.loads(sys.argv[1])
 if "coordinator" in arguments:
     devices.initialize(arguments["coordinator"], 2, arguments["process"])
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit import config, steps, train
+from vit import config, train
 
 config.SIZES["XS"] = SHALLOW
 for workdir, changes in arguments["runs"].items():
     train.train(small_config(attention=CALIBRATED, optim=STEADY, **changes), Path(workdir))
-if arguments.get("shares"):
-    from vit import data
-    config.SIZES["XS"] = config.SIZES["Ti"]._replace(depth=1)
-    settings = small_config(fsdp=8)
-    dataset, mesh = data.load(settings.data), devices.mesh(settings)
-    run = steps.build(settings, dataset, lambda step: 0.0, mesh)
-    state, _ = run.train(run.initial(), next(train.train_batches(dataset, settings, mesh, 0)))
-    for when in (run.abstract, state):
-        print("shard", max(x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(when)
-                           if x.shape == (192, 768)))
-    arrays = [x for x in jax.tree.leaves(state) if x.dtype == "float32"]
-    held = {device: 0 for device in jax.devices()}
-    for shard in (shard for x in arrays for shard in x.addressable_shards):
-        held[shard.device] += shard.data.nbytes
-    print("held", max(held.values()), sum(x.nbytes for x in arrays))
-    from experiments import ensemble
-    config.SIZES["XS"] = SHALLOW
-    settings = small_config(attention=CALIBRATED, optim=STEADY)
-    seeds = ensemble.train(settings, [0, 1], Path(arguments["ensemble"]))
-    print("ensemble", *(record["train_loss"][0] for record in seeds.records))
-    print("spread", len(jax.tree.leaves(seeds.state)[0].devices()))
 """
 
 
-def start(arguments, count=1):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
-        "PYTHONPATH": ".",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+def start(arguments):
+    environment = os.environ | {"PYTHONPATH": "."}
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -89,24 +66,40 @@ def assert_same(got, want):
         )
 
 
-def test_eight_devices_train_as_one(one_device, tmp_path):
-    """Each copy of the parameters lies on four of them; a larger model's, on all eight."""
-    runs = {str(tmp_path / "run"): {"fsdp": 4}}
-    done = start({"runs": runs, "shares": True, "ensemble": str(tmp_path / "seeds")}, 8)
-    output, errors = done.communicate(timeout=400)
-    assert done.returncode == 0, errors
+def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
+    """Each copy of the parameters lies on four of them."""
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    train.train(small_config(attention=CALIBRATED, optim=STEADY, fsdp=4), tmp_path / "run")
     assert_same(losses(tmp_path / "run"), one_device)
-    words = [line.split() for line in output.splitlines()]
-    (spread,) = [w[1] for w in words if w[0] == "spread"]
-    assert spread == "2"  # two seeds, each on a device of its own
-    (seed_0,) = [w[1:] for w in words if w[0] == "ensemble"]
+
+
+def test_seeds_train_on_devices_of_their_own(one_device, tmp_path, monkeypatch, eight_devices):
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    seeds = ensemble.train(small_config(attention=CALIBRATED, optim=STEADY), [0, 1], tmp_path)
     np.testing.assert_allclose(
-        [float(x) for x in seed_0], [loss for _, loss, *_ in one_device], rtol=1e-5
+        [record["train_loss"][0] for record in seeds.records],
+        [loss for _, loss, *_ in one_device],
+        rtol=1e-5,
     )
-    shards = [w[1:] for w in words if w[0] == "shard"]
-    assert shards[0] == shards[1] == ["(192,", "96)"]
-    ((_, held, whole),) = [w for w in words if w[0] == "held"]
-    assert int(held) < 1.2 * int(whole) / 8  # small arrays are whole
+    assert len(jax.tree.leaves(seeds.state)[0].devices()) == 2
+
+
+def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
+    """Before and after a step; small arrays are whole."""
+    monkeypatch.setitem(config.SIZES, "XS", config.SIZES["Ti"]._replace(depth=1))
+    settings = small_config(fsdp=8)
+    dataset, mesh = data.load(settings.data), devices.mesh(settings)
+    run = steps.build(settings, steps.sizes(dataset), 3, mesh)
+    state, _ = run.train(run.initial(), next(train.train_batches(dataset, settings, mesh, 0)))
+    for when in (run.abstract, state):
+        large = [x for x in jax.tree.leaves(when) if x.shape == (192, 768)]
+        assert {x.sharding.shard_shape(x.shape) for x in large} == {(192, 96)}
+    arrays = [x for x in jax.tree.leaves(state) if x.dtype == "float32"]
+    held = Counter()
+    for shard in (shard for x in arrays for shard in x.addressable_shards):
+        held[shard.device] += shard.data.nbytes
+    assert len(held) == 8
+    assert max(held.values()) < 1.2 * sum(x.nbytes for x in arrays) / 8
 
 
 def test_two_processes_train_as_one_and_stop_together(one_device, tmp_path):
