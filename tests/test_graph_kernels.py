@@ -215,7 +215,7 @@ def test_alpha_is_fitted_with_the_scales():
         num_probes=8, optimizer=gp.optax.adam(1e-1),
     )  # fmt: skip
     best = scipy.optimize.minimize(loss, np.log(start), method="Nelder-Mead").fun
-    begun, reached = loss(np.log(start)), loss(np.log([float(x) for x in found]))
+    begun, reached = loss(np.log(start)), loss(np.log(np.array(found, float)))
     assert begun - best > 0.5
     assert reached - best < 0.1 * (begun - best)
 

@@ -94,7 +94,7 @@ def root_and_matrix(row):
 
 
 def draw(row, count, seed):
-    """Phi_1, and Phi_2 or None, as blocks (count, n, n); without edges one is enough."""
+    """Phi_1, and Phi_2 if there is one, as blocks (count, n, n); without edges one is enough."""
     edges, weights, n = GRAPHS[row["graph"]]
     count = count if edges else 1
     shifts = n * np.arange(count)[:, None, None]
@@ -113,7 +113,7 @@ def draw(row, count, seed):
         **{name: row[name] for name in OPTIONS},
     )
     parts = (found.left, found.right)
-    return [p and blocks(p.to_scipy(), count) for p in parts]
+    return [blocks(part.to_scipy(), count) for part in parts if part is not None]
 
 
 def scores(samples, expected):
@@ -131,13 +131,14 @@ def all_scores(row, seed):
     root = root_and_matrix(row)
     n = len(root)
     v = np.concatenate([np.ones((n, 1)), np.random.default_rng(0).standard_normal((n, 2))], axis=1)
-    left, right = draw(row, COPIES, seed)
-    if right is None:
+    left, *others = draw(row, COPIES, seed)
+    if not others:
         off = 1 - np.eye(n)
         return np.concatenate([
             scores(left @ v, root @ v),
             scores((left @ left.swapaxes(1, 2) * off) @ v, (root @ root * off) @ v),
         ])  # fmt: skip
+    right = others[0]
     product = left @ right.swapaxes(1, 2)
     gram = (product + product.swapaxes(1, 2)) / 2
     pairs = ((left, root), (right, root), (gram, root @ root))
