@@ -144,7 +144,7 @@ def test_rounding_is_no_asymmetry():
         (lambda: Graph.from_scipy(np.ones((0, 0))), r"square, this one is \(0, 0\)"),
         (lambda: Graph.from_scipy(1j * np.ones((2, 2))), "must be real numbers, got complex128"),
         (lambda: Graph.from_scipy(np.array([["a"]])), "must be real numbers, got <U1"),
-        (lambda: Graph.from_scipy(scipy.sparse.eye_array(2, dtype=complex)), "got complex128"),
+        (lambda: Graph.from_scipy(1j * scipy.sparse.eye_array(2)), "got complex128"),
         (lambda: Graph.from_scipy([[0, 1e9, 0], [1e9, 0, 1], [0, 0, 0]]), r"\[1, 2\] is 1 and"),
         (lambda: Graph.from_scipy([[0, np.nan], [np.nan, 0]]), "not finite"),
         (
