@@ -131,7 +131,9 @@ def normal_errors(
         ranks = jax.random.uniform(of_nodes, (count, graph.num_nodes)).argsort().argsort()
         hidden = np.asarray(ranks < int(HIDDEN * graph.num_nodes))
         values = jnp.tile(jnp.asarray(normals, jnp.float32), (count, 1))
-        found = np.asarray(tasks.regress(estimate, values, jnp.asarray(~hidden.ravel())))
+        known = jnp.asarray(~hidden.ravel())
+        seen = (estimate @ known.astype(values.dtype))[:, None] > 0
+        found = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
         errors.append(_mean_angles(found.reshape(count, -1, 3), normals, hidden))
     return np.concatenate(errors)
 

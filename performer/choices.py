@@ -1,9 +1,12 @@
-"""Checks of arguments: names that are on a list, positive integers."""
+"""Checks of arguments: names that are on a list, positive integers, counts that fit in int32."""
 
 import difflib
 import operator
 from collections.abc import Collection
 from typing import Any
+
+LARGEST = 2**31 - 1
+"""An int32."""
 
 
 def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> str:
@@ -36,3 +39,9 @@ def positive_integer(what: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{what} must be a positive integer, got {value}")
     return value
+
+
+def require_numbered(what: str, count: int) -> None:
+    """Raises ValueError when there are more than int32 can number, naming `what` they are."""
+    if count > LARGEST:
+        raise ValueError(f"{count} {what} are more than int32 can number: at most {LARGEST}")

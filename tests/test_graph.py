@@ -51,6 +51,70 @@ def test_a_graph_without_edges():
     assert graph.normalised().to_dense().tolist() == np.eye(3).tolist()
 
 
+FORMATS = ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")
+DTYPES = ("bool", "int8", "uint64", "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_format_and_dtype_is_the_same_graph(dtype):
+    dense = (weights_matrix() > 0).astype(dtype)
+    csr = scipy.sparse.csr_array(dense)
+    others = [csr.asformat(form) for form in FORMATS] + [scipy.sparse.csr_matrix(dense)]
+    others.append(scipy.sparse.csr_array((csr.data, csr.indices.astype("int64"), csr.indptr)))
+    for matrix in (dense, np.asfortranarray(dense), dense.tolist(), *others):
+        found = Graph.from_scipy(matrix)
+        assert [x.dtype for x in found] == ["int32", "int32", "float32"]
+        np.testing.assert_array_equal(found.to_dense(), weights_matrix() > 0)
+    pairs = np.array(EDGES)
+    for ids in ("uint8", "int16", "uint64"):
+        np.testing.assert_array_equal(
+            Graph.from_edges(pairs.astype(ids), NUM_NODES).to_dense(), weights_matrix() > 0
+        )
+
+
+def test_nothing_of_the_caller_is_edited():
+    """Not even a matrix in the very format that is wanted, with entries to add up and to drop."""
+    parts = {
+        "data": np.array([1.0, 2.0, 0.0, 3.0]),
+        "indices": np.array([1, 1, 0, 0], np.int32),
+        "indptr": np.array([0, 3, 4], np.int32),
+    }
+    kept = {name: part.copy() for name, part in parts.items()}
+    matrix = scipy.sparse.csr_array(tuple(parts.values()), shape=(2, 2))
+    graph = Graph.from_scipy(matrix)
+    assert graph.to_dense().tolist() == [[0, 3], [3, 0]]
+    for name, part in parts.items():
+        np.testing.assert_array_equal(part, kept[name])
+        np.testing.assert_array_equal(getattr(matrix, name), kept[name])
+    edges, weights = np.array([(0, 1), (1, 1)]), np.array([0.0, 2.0])
+    Graph.from_edges(edges, 2, weights)
+    assert (edges.tolist(), weights.tolist()) == ([[0, 1], [1, 1]], [0, 2])
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_scipy_matrix_of_a_graph_is_a_copy(x64):
+    with jax.enable_x64(x64):
+        graph = example()
+        matrix = graph.to_scipy()
+        matrix.data[:], matrix.indices[:], matrix.indptr[:] = 0, 0, 0
+        np.testing.assert_allclose(graph.to_dense(), weights_matrix(), rtol=1e-7)
+        expected = np.eye(NUM_NODES) - laplacian(weights_matrix())
+        np.testing.assert_allclose(graph.normalised().to_dense(), expected, atol=1e-7)
+
+
+def many_arcs():
+    """A matrix that says it has 2^31 entries; it has none."""
+    matrix = scipy.sparse.csr_array((2, 2))
+    matrix.indptr = np.array([0, 0, 2**31])
+    return matrix
+
+
+def test_rounding_is_no_asymmetry():
+    """As float32 rounds D^{-1/2} W D^{-1/2}, entry by entry, next to entries of any size."""
+    matrix = np.array([[0, 1e-9, 0], [1e-9 * (1 + 1e-7), 0, 1e9], [0, 1e9, 0]])
+    np.testing.assert_allclose(Graph.from_scipy(matrix).to_dense(), matrix, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -63,6 +127,30 @@ def test_a_graph_without_edges():
         (lambda: Graph.from_scipy(np.ones((2, 3))), r"square, this one is \(2, 3\)"),
         (lambda: Graph.from_scipy(np.triu(np.ones((3, 3)), 1)), r"not symmetric: \[0, 1\] is 1"),
         (lambda: Graph.from_networkx(networkx.DiGraph([(0, 1)])), "directed; take"),
+        (lambda: Graph.from_edges([(0, 1)], 0), "num_nodes must be a positive integer, got 0"),
+        (lambda: Graph.from_edges([], 2**31), "2147483648 nodes are more than int32 can number"),
+        (lambda: Graph.from_edges([(True, False)], 2), "integer node ids, got bool"),
+        (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),
+        (lambda: Graph.from_edges([(0, 1)], 2, [1j]), "must be real numbers, got complex128"),
+        (lambda: Graph.from_edges([(0, 1)], 2, ["1"]), "must be real numbers, got <U1"),
+        (
+            lambda: Graph.from_edges([(0, 1)], 2, [1e39]),
+            "a weight of 1e.39 is no number of float32",
+        ),
+        (lambda: Graph.from_edges([(0, 1)], 2, [-1e-39]), "a weight of -1e-39 is no number"),
+        (lambda: Graph.from_edges([(0, 1)] * 2, 2, [1e308] * 2), "not finite"),
+        (lambda: Graph.from_edges([(0, 1)] * 2, 2, [np.inf, -np.inf]), "not finite"),
+        (lambda: Graph.from_scipy(np.ones(3)), r"square, this one is \(3,\)"),
+        (lambda: Graph.from_scipy(np.ones((0, 0))), r"square, this one is \(0, 0\)"),
+        (lambda: Graph.from_scipy(1j * np.ones((2, 2))), "must be real numbers, got complex128"),
+        (lambda: Graph.from_scipy(np.array([["a"]])), "must be real numbers, got <U1"),
+        (lambda: Graph.from_scipy(1j * scipy.sparse.eye_array(2)), "got complex128"),
+        (lambda: Graph.from_scipy([[0, 1e9, 0], [1e9, 0, 1], [0, 0, 0]]), r"\[1, 2\] is 1 and"),
+        (lambda: Graph.from_scipy([[0, np.nan], [np.nan, 0]]), "not finite"),
+        (
+            lambda: Graph._from_rows(many_arcs()),
+            r"2147483648 arcs \(two for each edge\) are more than int32",
+        ),
         (
             lambda: Graph.from_edges([(0, 1)], 2, [-1.0]).normalised(),
             "weights >= 0, the least is -1",

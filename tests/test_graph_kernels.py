@@ -2,12 +2,18 @@
 
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.optimize
+import scipy.sparse.linalg
 
-from performer.graphs import Graph, kernels, modulations
-from tests.graph_examples import NUM_NODES, example, laplacian, weights_matrix
+from performer.graphs import Graph, features, gp, kernels, modulations
+from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 L = laplacian(weights_matrix())
 ONE = np.eye(NUM_NODES)
@@ -78,6 +84,7 @@ def test_a_node_alone_is_exactly_one():
         (partial(kernels.diffusion, example(), sigma=-1.0), "sigma must be positive and finite"),
         (lambda: kernels.regularised_laplacian(example(), d=0), "d must be positive"),
         (lambda: kernels.random_walk(example(), alpha=1.5), "alpha must be at least 2"),
+        (lambda: modulations.random_walk(alpha=np.nan), "alpha must be at least 2"),
         (lambda: kernels.matern(example(), nu=0.0), "nu must be positive"),
         (lambda: modulations.from_series(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
         (lambda: kernels.diffusion(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
@@ -88,11 +95,134 @@ def test_bad_input(make, words):
         make()
 
 
-def test_convergence_follows_the_series_and_not_the_radius_alone():
-    """An entire series converges everywhere; that of the resolvent up to radius 1."""
-    kernels.require_convergence(example(), modulations.diffusion())
-    just_below = Graph.from_edges([(0, 1), (1, 2), (2, 0)], 3, [0.499] * 3)
-    just_above = Graph.from_edges([(0, 1), (1, 2), (2, 0)], 3, [0.501] * 3)
-    kernels.require_convergence(just_below, modulations.resolvent())
-    with pytest.raises(ValueError, match="spectral radius of the weights is 1.002"):
-        kernels.require_convergence(just_above, modulations.resolvent())
+RING = [(i, (i + 1) % 152) for i in range(152)]
+
+
+@pytest.mark.parametrize(
+    ("graph", "radius"),
+    [
+        (Graph.from_edges([], 3), 0),
+        (Graph.from_edges([], 150), 0),
+        (Graph.from_edges(RING, 152, (-1.0) ** np.arange(152)), 2),  # all rows sum to 0
+        (Graph.from_edges(RING, 152), 2),  # eigenvalues 2 and -2
+        (Graph.from_edges([(0, i) for i in range(1, 150)], 150), 149**0.5),
+        (Graph.from_edges([(2 * i, 2 * i + 1) for i in range(75)], 150, [-3.0] * 75), 3),
+        (Graph.from_edges([(i, i) for i in range(150)], 150, [-0.5] * 150), 0.5),
+        (Graph.from_edges([(140, 141)], 150, [0.25]), 0.25),
+    ],
+)
+def test_spectral_radius(graph, radius):
+    np.testing.assert_allclose(kernels.spectral_radius(graph), radius, rtol=1e-6)
+
+
+def test_a_spectral_radius_that_is_not_found(monkeypatch):
+    def give_up(*_, **__):
+        raise scipy.sparse.linalg.ArpackNoConvergence("no", np.zeros(0), np.zeros((0, 0)))
+
+    monkeypatch.setattr(scipy.sparse.linalg, "eigsh", give_up)
+    with pytest.raises(ValueError, match="not found, only that it is at most 2 "):
+        kernels.spectral_radius(Graph.from_edges(RING, 152))
+
+
+def loop(radius):
+    """A graph whose matrix is a number."""
+    return Graph.from_edges([(0, 0)], 1, [radius])
+
+
+@pytest.mark.parametrize("name", ["resolvent", "regularised_laplacian", "random_walk"])
+@pytest.mark.parametrize("parameter", [1, 2, 3, 4, 8])
+def test_convergence_on_both_sides_of_the_radius(name, parameter):
+    """Binomial series: R = 1, (1 + sigma^2) / sigma^2 and alpha - 1; for an even p a polynomial."""
+    modulation, limit = {
+        "resolvent": (modulations.resolvent(parameter), 1.0),
+        "regularised_laplacian": (modulations.regularised_laplacian(parameter, 0.7), 1.49 / 0.49),
+        "random_walk": (modulations.random_walk(parameter, 3.5), 2.5),
+    }[name]
+    for factor in (0.5, 0.9995, 0.9999):
+        kernels.require_convergence(loop(limit * factor), modulation)
+    for factor in (1.0001, 1.0003, 2.0):
+        if name == "random_walk" and parameter % 2 == 0:
+            kernels.require_convergence(loop(limit * factor), modulation)
+        else:
+            with pytest.raises(ValueError, match="diverges: the spectral radius of the weights"):
+                kernels.require_convergence(loop(limit * factor), modulation)
+
+
+def test_convergence_on_the_radius_itself():
+    """sum_k f_k is finite for sqrt(1 + a) and (1 + a)^{3/2}, whose f fall off like k^{-3/2}."""
+    for modulation in (modulations.random_walk(1), modulations.inverse_cosine()):
+        kernels.require_radius(modulation, 1.0)
+        with pytest.raises(ValueError, match="is 1.0003, and it converges up to 1;"):
+            kernels.require_radius(modulation, 1.0003)
+    for d in (0.5, 1, 2):
+        with pytest.raises(ValueError, match="diverges"):
+            kernels.require_radius(modulations.resolvent(d), 1.0)
+
+
+def test_a_polynomial_and_an_entire_series_converge_everywhere():
+    for modulation in (modulations.random_walk(4), modulations.diffusion(), lambda n: np.eye(n)[0]):
+        kernels.require_radius(modulation, 100.0)
+    even = modulations.from_series(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
+    kernels.require_radius(even, 1.999)
+    with pytest.raises(ValueError, match="up to 2;"):
+        kernels.require_radius(even, 2.001)
+
+
+def test_negative_weights_count_by_their_size():
+    """A square with one negative edge has radius sqrt(2) w, its absolute values 2 w."""
+    graph = Graph.from_edges([(0, 1), (1, 2), (2, 3), (3, 0)], 4, [-0.6, 0.6, 0.6, 0.6])
+    np.testing.assert_allclose(kernels.spectral_radius(graph), 0.6 * 2**0.5, rtol=1e-6)
+    kernels.resolvent(graph)
+    with pytest.raises(ValueError, match="diverges"):
+        kernels.require_convergence(graph, modulations.resolvent())
+
+
+def test_no_rounding_error_connects_two_components():
+    parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
+    found = np.asarray(kernels.diffusion(Graph.from_edges(parts, 9)))
+    connected = np.kron(np.eye(3), np.ones((3, 3)))
+    np.testing.assert_array_equal(found != 0, connected != 0)
+
+
+def test_diffusion_with_a_large_sigma_does_not_vanish():
+    """f_0 = exp(-sigma^2 / 4) does, in float32; f_k at a = 1 add up to exactly 1."""
+    for sigma in (1e-15, 0.1, 10.0, 30.0):
+        np.testing.assert_allclose(float(modulations.diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
+
+
+def test_alpha_is_fitted_with_the_scales():
+    """The lengthscale of `gp.fit` is alpha - 2; the likelihood in float64, of the same walks."""
+    sampled = features.sample(jax.random.key(0), karate(), num_walks=4, p_halt=0.3)
+    phi = features.modulate(sampled, modulations.random_walk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
+    first = features.modulate(sampled, lambda length: jnp.eye(length)[0]).to_dense()
+    powers = np.asarray(first, np.float64), np.asarray(phi.to_dense() - 3 * first, np.float64)
+    observed = np.arange(28)
+    truth = np.random.default_rng(0).multivariate_normal(
+        np.zeros(34), kernels.random_walk(karate(), 2, 2.5)
+    )
+    y = np.float32(truth[:28] + 0.3 * np.random.default_rng(1).standard_normal(28))
+
+    def loss(logs):
+        excess, output_scale, noise_scale = np.exp(logs)
+        root = (1 + excess) * powers[0] + powers[1]
+        gram = output_scale**2 * (root @ root.T)[:28, :28] + noise_scale**2 * np.eye(28)
+        return (y @ np.linalg.solve(gram, y) + np.linalg.slogdet(gram)[1]) / 2
+
+    start = (2.0, 1.5, 1.5)
+    found = gp.fit(
+        jax.random.key(1), sampled, jnp.asarray(observed), jnp.asarray(y), gp.Scales(*start),
+        kernel=lambda excess: modulations.random_walk(2, 2 + excess), num_steps=60,
+        num_probes=8, optimizer=gp.optax.adam(1e-1),
+    )  # fmt: skip
+    best = scipy.optimize.minimize(loss, np.log(start), method="Nelder-Mead").fun
+    begun, reached = loss(np.log(start)), loss(np.log(np.array(found, float)))
+    assert begun - best > 0.5
+    assert reached - best < 0.1 * (begun - best)
+
+
+def test_a_traced_alpha_below_two_is_no_number():
+    values = jax.jit(lambda alpha: modulations.random_walk(3, alpha)(4))
+    np.testing.assert_allclose(values(2.5), modulations.random_walk(3, 2.5)(4), rtol=1e-6)
+    assert np.isnan(values(1.99)).all()
+    slope = jax.grad(lambda alpha: modulations.random_walk(2, alpha)(4)[0])(3.0)
+    assert float(slope) == 1, "f_0 = alpha - 1"

@@ -32,11 +32,26 @@ def test_regression_is_the_weighted_mean_of_the_known():
         weights = [KERNEL[i, j] for j in range(NUM_NODES) if known[j]]
         expected = [
             sum(w * values[j, c] for w, j in zip(weights, np.flatnonzero(known), strict=True))
-            / (sum(weights) or np.nan)
+            / sum(weights)
+            if i != 5
+            else values[known, c].mean()
             for c in range(3)
         ]
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-5)
-    assert np.isnan(found[5]).all(), "nothing is known of a node alone"
+
+
+def test_a_component_without_labels_has_the_mean_of_all():
+    """The limit of a kernel plus a small constant; nothing known at all is refused, or NaN."""
+    values, known = jnp.arange(NUM_NODES * 2.0).reshape(-1, 2), jnp.arange(NUM_NODES) < 3
+    kernel = kernels.diffusion(example())
+    found = tasks.regress(kernel, values.at[3:].set(jnp.nan), known)
+    np.testing.assert_allclose(found[5:], np.tile([2.0, 3.0], (4, 1)))
+    limit = tasks.regress(kernel + 1e-7, values, known)
+    np.testing.assert_allclose(found, limit, atol=1e-4)
+    with pytest.raises(ValueError, match="`known` is false everywhere"):
+        tasks.regress(kernel, values, known & False)
+    compiled = jax.jit(tasks.regress)(kernel, values, known & False)
+    assert np.isnan(compiled).all()
 
 
 def test_regression_takes_an_estimate_and_ignores_unknown_values():
@@ -80,3 +95,17 @@ def test_clustering_error_counts_pairs():
     assert tasks.clustering_error(a, b) == wrong / 10
     assert tasks.clustering_error(a, a[::-1].copy()) > 0
     assert tasks.clustering_error(a, 2 - a) == 0
+
+
+def test_labels_are_any_integers():
+    a, b = np.array([-1, -1, 7, 7, 10**9]), np.array([3, 3, 3, -5, -5])
+    wrong = sum((a[i] == a[j]) != (b[i] == b[j]) for i in range(5) for j in range(i))
+    assert tasks.clustering_error(a, b) == wrong / 10
+    assert tasks.clustering_error(np.zeros(1, int), np.ones(1, int)) == 0
+    every = np.arange(100_000)
+    assert tasks.clustering_error(every, every[::-1].copy()) == 0, "n^2 numbers are not made"
+
+
+def test_clusterings_of_different_nodes_are_refused():
+    with pytest.raises(ValueError, match=r"one shape \(N,\), got \(3,\) and \(4,\)"):
+        tasks.clustering_error.__wrapped__(np.zeros(3, int), np.zeros(4, int))

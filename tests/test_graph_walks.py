@@ -35,6 +35,7 @@ ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
 P_HALT = 0.4
 COPIES = 4000
+F = modulations.diffusion()
 
 
 def limit(scores):
@@ -69,6 +70,80 @@ def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
         scores = z_scores(np.concatenate([visits(x, count, t) for x in found]), power)
         assert np.abs(scores).max() < limit(scores), t
         power = power @ weights_matrix()
+
+
+def test_32_bits_choose_a_neighbour():
+    """floor(bits degree / 2^32), in whole numbers; jax has no uint64."""
+    corners = [0, 1, 2, 0xFFFF, 0x10000, 0x10001, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
+    drawn = np.random.default_rng(0).integers(0, 2**32, (2, 500))
+    a, b = np.concatenate([np.reshape(np.meshgrid(corners, corners), (2, -1)), drawn], axis=1)
+    found = walks._high_word(jnp.asarray(a.astype(np.uint32)), jnp.asarray(b.astype(np.uint32)))
+    np.testing.assert_array_equal(found, [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize("steps", ["uniform", "weighted"])
+def test_all_neighbours_of_a_hub_are_equally_likely(steps):
+    """Of 3 2^20 of them: by 24 random bits one in three has 6 of 16 chances in place of 1 of 3."""
+    degree, count = 3 * 2**20, 2**16
+    hub = Graph(jnp.array([0, degree]), jnp.arange(degree), jnp.ones(degree))
+    found = walks.sample(
+        jax.random.key(0), hub, np.ones((1, count), np.int32), p_halt=0.5, steps=steps
+    )
+    kept = np.asarray(found.step) == 1
+    kept &= np.asarray(found.load) > 0
+    assert kept.sum() == count
+    np.testing.assert_array_equal(np.asarray(found.load)[kept], 2 * degree)
+    drawn, there = (  # by residue, in each of 12 parts: float32 rounds products in other ways
+        np.bincount(x % 3 + 3 * (x // 2**18), minlength=36)
+        for x in (np.asarray(found.node)[kept], np.arange(degree))
+    )
+    assert stats.chisquare(drawn, there * (count / degree)).pvalue > ALARM
+
+
+def test_weights_of_one_component_do_not_touch_another():
+    """A sum of weights over all rows has lost the small ones by then."""
+    graph = Graph.from_edges([(0, 1), (2, 3), (2, 4)], 5, [1e18, 1.0, 3.0])
+    count = 10_000
+    found = walks.sample(
+        jax.random.key(0), graph, np.ones((5, count), np.int32), p_halt=0.5, steps="weighted"
+    )
+    of_two = (np.asarray(found.start) == 2) & (np.asarray(found.step) == 1)
+    of_two &= np.asarray(found.load) != 0
+    assert np.asarray(found.load)[of_two].tolist() == [8.0] * count
+    to_four = np.sum(np.asarray(found.node)[of_two] == 4)
+    assert stats.binomtest(int(to_four), count, 0.75).pvalue > ALARM
+
+
+def test_a_place_is_found_among_all_that_int32_numbers():
+    class Thresholds:
+        """Place i has i + 1, without 8 GiB of memory."""
+
+        def __getitem__(self, place):
+            return place.astype(jnp.uint32) + 1
+
+    target = jnp.array([0, 5, 2**30, 2**31 - 3], jnp.uint32)
+    low, high = jnp.zeros(4, jnp.int32), jnp.full(4, 2**31 - 2, jnp.int32)
+    found = walks._first_above(Thresholds(), low, high, target)
+    assert found.tolist() == target.tolist()
+
+
+def test_walks_that_int32_cannot_number():
+    one = Graph.from_edges([], 1)
+    lengths = np.broadcast_to(np.int32(0), (1, 2**31))
+    with pytest.raises(ValueError, match="2147483648 walks are more than int32 can number"):
+        walks.sample(jax.random.key(0), one, lengths, p_halt=0.5)
+    with pytest.raises(ValueError, match="4294967296 walks are more than int32 can number"):
+        couplings.lengths(jax.random.key(0), "independent", 2**20, 2**12, 0.5)
+
+
+def test_reinforced_walks_on_a_graph_without_edges_stay():
+    lengths = np.array([[0, 3], [1, 2], [5, 0]], np.int32)
+    found = reinforced.sample(jax.random.key(0), Graph.from_edges([], 3), lengths, p_halt=P_HALT)
+    load = np.zeros((3, 3))
+    np.add.at(load, (np.asarray(found.start), np.asarray(found.node)), np.asarray(found.load))
+    np.testing.assert_array_equal(load, 2 * np.eye(3))
+    with pytest.raises(ValueError, match=r"of 3 nodes; got \(2, 2\)"):
+        reinforced.sample(jax.random.key(0), Graph.from_edges([], 3), lengths[:2], p_halt=P_HALT)
 
 
 def test_reinforced_walks_avoid_edges_of_earlier_ones():
@@ -273,13 +348,14 @@ def test_an_antithetic_pair_lowers_the_error():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"p_halt": 1.5}, r"in \(0, 1\), got 1.5"),
-        ({"num_walks": 0}, "num_walks must be a positive integer"),
-        ({"coupling": "antithetical"}, "did you mean 'antithetic'"),
-        ({"adjacency": "weights"}, "diverges: the spectral radius"),
+        ({"kernel": F, "p_halt": 1.5}, r"in \(0, 1\), got 1.5"),
+        ({"kernel": F, "num_walks": 0}, "num_walks must be a positive integer"),
+        ({"kernel": F, "coupling": "antithetical"}, "did you mean 'antithetic'"),
+        ({"adjacency": "weights"}, "diverges: the spectral radius of the weights is 3"),
+        ({}, "diverges: the spectral radius of the weights is 1, and it converges up to 1;"),
         ({"kernel": kernels.diffusion}, r"as modulations.diffusion\(sigma=1.0\), got <function"),
         ({"kernel": "diffusion"}, r"as modulations.diffusion\(sigma=1.0\), got 'diffusion'"),
-        ({"graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
+        ({"kernel": F, "graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
     ],
 )  # fmt: skip
 def test_bad_input(options, words):

@@ -121,10 +121,12 @@ def lengths(
     The lengths of a node depend on the key and the node alone.
 
     Raises:
-        ValueError: for an unknown coupling, num_walks below 1, or p_halt outside (0, 1).
+        ValueError: for an unknown coupling, num_walks below 1, more walks than int32 numbers, or
+            p_halt outside (0, 1).
     """
     chosen = get(coupling) if isinstance(coupling, str) else coupling
     choices.positive_integer("num_walks", num_walks)
+    choices.require_numbered("walks", num_nodes * num_walks)
     require_probability(p_halt)
     return _lengths(key, chosen, num_nodes, num_walks, float(p_halt))
 

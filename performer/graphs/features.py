@@ -133,7 +133,8 @@ def graph_random_features(
         mesh: devices to split the nodes over.
 
     Raises:
-        ValueError: for what the parts refuse, or a series that diverges on the weights.
+        ValueError: for what the parts refuse, or a series that diverges on A
+            (`kernels.require_convergence`).
 
     Example:
         >>> K = graph_random_features(key, graph, modulations.diffusion(), num_walks=8, p_halt=0.2)
@@ -149,6 +150,8 @@ def graph_random_features(
         )
     if adjacency == "weights":
         kernels.require_convergence(graph, kernel)
+    else:
+        kernels.require_radius(kernel, 1.0)
     if not unbiased_diagonal:
         return Estimate(modulate(sampled(key), kernel))
     left, right = (modulate(sampled(of_one), kernel) for of_one in jax.random.split(key))

@@ -13,6 +13,8 @@ import numpy as np
 import scipy.sparse
 from jaxtyping import Array, Float
 
+from performer import choices
+
 if TYPE_CHECKING:
     import networkx
 
@@ -33,15 +35,17 @@ class Graph(NamedTuple):
 
         Args:
             edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up.
-            num_nodes: how many nodes there are; some may have no edge.
+            num_nodes: how many nodes there are, at least 1; some may have no edge.
             weights: (E,), 1 if None.
 
         Raises:
-            ValueError: for ids out of range, shapes that do not fit, weights that are not finite.
+            ValueError: for ids out of range, shapes that do not fit, more nodes or arcs than int32
+                numbers, weights that are not real, finite and large enough for the dtype.
 
         Example:
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
         """
+        choices.require_numbered("nodes", choices.positive_integer("num_nodes", num_nodes))
         pairs = np.asarray(edges).reshape(-1, 2) if np.size(edges) == 0 else np.asarray(edges)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}")
@@ -54,7 +58,7 @@ class Graph(NamedTuple):
                 f" 0..{num_nodes - 1}: num_nodes={num_nodes} is too small or the ids do not start"
                 " at 0"
             )
-        values = np.ones(len(pairs)) if weights is None else np.asarray(weights, np.float64)
+        values = np.ones(len(pairs)) if weights is None else _real(weights)
         if values.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} edges need as many weights, got shape {values.shape}")
         i, j = pairs.T.astype(np.int64)
@@ -70,18 +74,30 @@ class Graph(NamedTuple):
         """A graph from its weighted adjacency matrix, a SciPy sparse (or a dense) one.
 
         Raises:
-            ValueError: when it is not square, not symmetric or not finite.
+            ValueError: when it is not square, not symmetric (to six digits of each entry), has more
+                nodes or arcs than int32 numbers, or entries that are not real, finite and large
+                enough for the dtype.
         """
-        matrix = scipy.sparse.csr_array(matrix, dtype=np.float64)
-        if matrix.shape[0] != matrix.shape[1]:
+        matrix = _real(matrix)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.shape[0]:
             raise ValueError(f"an adjacency matrix is square, this one is {matrix.shape}")
+        choices.require_numbered("nodes", matrix.shape[0])
+        matrix = scipy.sparse.csr_array(matrix, dtype=np.float64, copy=True)  # to be edited
         matrix.sum_duplicates()
         matrix.eliminate_zeros()
         if not np.isfinite(matrix.data).all():
             raise ValueError("an edge has a weight that is not finite")
-        skew = abs(matrix - matrix.T)
-        if skew.nnz and skew.max() > 1e-6 * abs(matrix).max():
-            i, j = (int(part[np.argmax(skew.tocoo().data)]) for part in skew.tocoo().coords)
+        limits, sizes = jnp.finfo(jnp.result_type(float)), np.abs(matrix.data)
+        outside = matrix.data[(sizes < limits.tiny) | (sizes > limits.max)]
+        if outside.size:
+            raise ValueError(
+                f"a weight of {outside[0]:.6g} is no number of {limits.dtype}, whose sizes go from"
+                f" {limits.tiny:.3g} to {limits.max:.3g}: scale the weights"
+            )
+        turned = matrix.T.tocsr()
+        skew = (abs(matrix - turned) - 1e-6 * abs(matrix).maximum(abs(turned))).tocoo()
+        if skew.nnz and skew.max() > 0:
+            i, j = (int(part[np.argmax(skew.data)]) for part in skew.coords)
             raise ValueError(
                 f"the adjacency matrix is not symmetric: [{i}, {j}] is {matrix[i, j]:.6g} and"
                 f" [{j}, {i}] is {matrix[j, i]:.6g}; these graphs are undirected, take W + W.T"
@@ -90,6 +106,7 @@ class Graph(NamedTuple):
 
     @classmethod
     def _from_rows(cls, matrix: scipy.sparse.csr_array) -> "Graph":
+        choices.require_numbered("arcs (two for each edge)", matrix.nnz)
         return cls(
             jnp.asarray(matrix.indptr, jnp.int32),
             jnp.asarray(matrix.indices, jnp.int32),
@@ -146,16 +163,13 @@ class Graph(NamedTuple):
         matrix = self.to_scipy()
         alone = np.diff(matrix.indptr) == 0
         roots = np.sqrt(np.where(alone, 1, matrix.sum(axis=1)))
-        matrix.data /= np.repeat(roots, np.diff(matrix.indptr)) * roots[matrix.indices]
+        matrix.data = matrix.data / np.repeat(roots, np.diff(matrix.indptr)) / roots[matrix.indices]
         loops = scipy.sparse.diags_array(alone.astype(float), format="csr")
         return Graph._from_rows(matrix + loops if alone.any() else matrix)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
-        """The weighted adjacency matrix W, in float64."""
-        parts = (
-            np.asarray(self.weights, np.float64),
-            *map(np.asarray, (self.indices, self.indptr)),
-        )
+        """The weighted adjacency matrix W, in float64; a copy, to be edited at will."""
+        parts = (np.array(self.weights, np.float64), np.array(self.indices), np.array(self.indptr))
         return scipy.sparse.csr_array(parts, shape=(self.num_nodes, self.num_nodes))
 
     def to_dense(self) -> Float[Array, "n n"]:
@@ -168,3 +182,15 @@ def require_nonnegative(graph: Graph, what: str) -> None:
     least = np.asarray(graph.weights).min(initial=0)
     if least < 0:
         raise ValueError(f"{what} needs weights >= 0, the least is {least:.6g}")
+
+
+def _real(values: Any) -> Any:
+    """Weights as they are, an array or a SciPy matrix.
+
+    Raises:
+        ValueError: when they are not real numbers.
+    """
+    values = values if scipy.sparse.issparse(values) else np.asarray(values)
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"weights must be real numbers, got {values.dtype}")
+    return values

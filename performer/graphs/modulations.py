@@ -25,6 +25,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.scipy.special import gammaln
 from jaxtyping import Array, ArrayLike, Float
 
 from performer.kernels import checked
@@ -46,15 +48,24 @@ def diffusion(sigma: ArrayLike = 1.0) -> Modulation:
     sigma = checked("sigma", sigma)
 
     def modulation(length: int) -> Array:
-        return _products(jnp.exp(-(sigma**2) / 4), 1 / jnp.arange(1, length) * sigma**2 / 4)
+        k = jnp.arange(length, dtype=float)  # by logarithms, as f_0 is 0 in float32 from sigma = 20
+        return jnp.exp(2 * k * jnp.log(jnp.divide(sigma, 2)) - sigma**2 / 4 - gammaln(k + 1))
 
     return modulation
 
 
 def random_walk(p: int = 2, alpha: ArrayLike = 2.0) -> Modulation:
-    """Of (alpha I - L)^p = ((alpha - 1) I + A)^p, positive semi-definite for alpha >= 2."""
+    """Of (alpha I - L)^p = ((alpha - 1) I + A)^p, positive semi-definite for alpha >= 2.
+
+    To fit alpha, take a parameter that keeps it there: lambda excess: random_walk(p, 2 + excess).
+
+    Raises:
+        ValueError: for alpha below 2, or p that is not positive; f is NaN for a traced alpha below.
+    """
     checked("p", p)
-    if float(jnp.min(jnp.asarray(alpha))) < 2:
+    if isinstance(alpha, Tracer):
+        alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
+    elif not 2 <= float(jnp.min(jnp.asarray(alpha))) < float("inf"):
         raise ValueError(f"alpha must be at least 2, or the kernel is indefinite, got {alpha}")
     return _binomial(p / 2, 1 / (alpha - 1), (alpha - 1) ** (p / 2))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from performer.graphs import couplings, matching, walks
 from performer.graphs.couplings import Coupling
-from performer.graphs.graph import Graph, require_nonnegative
+from performer.graphs.graph import Graph
 from performer.typing import Key
 
 
@@ -45,7 +45,8 @@ def pagerank(
     of_lengths, of_walks = jax.random.split(key)
     lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
     found = walks.sample(of_walks, graph, lengths, p_halt=p_halt, steps=steps)
-    halted = jax.ops.segment_sum(found.last.astype(float), found.node, graph.num_nodes)
+    last = found.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
+    halted = jax.ops.segment_sum(last, found.node, graph.num_nodes)
     return _with_teleports(graph, halted / (graph.num_nodes * num_walks), p_halt)
 
 
@@ -55,17 +56,25 @@ def power_iteration(
     """PageRank by x <- p_halt / N + (1 - p_halt) T^T x, from x = 1 / N.
 
     Each step takes the sum of absolute errors, at most 2 to begin with, down by 1 - p_halt: as many
-    are made as bring it to the tolerance. (What float32 rounds off is not in it.)
+    are made as bring it to the tolerance. In float64, by SciPy, as the sums over the neighbours of
+    a hub have many terms.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), or "weighted" with a negative weight.
+        ValueError: for p_halt outside (0, 1), unknown `steps`, or "weighted" ones with a negative
+            weight.
     """
     couplings.require_probability(p_halt)
-    if steps == "weighted":
-        require_nonnegative(graph, "a step in proportion to the weights")
-    weights = graph.weights if steps == "weighted" else jnp.ones_like(graph.weights)
-    num_steps = int(np.ceil(np.log(tolerance / 2) / np.log1p(-p_halt)))
-    return _iterate(graph._replace(weights=weights), p_halt, num_steps)
+    walks.require_steps(steps, graph)
+    matrix, n = graph.to_scipy(), graph.num_nodes
+    if steps == "uniform":
+        matrix.data = np.ones_like(matrix.data)
+    strengths = matrix.sum(axis=1)
+    alone = strengths == 0
+    x = np.full(n, 1 / n)
+    for _ in range(int(np.ceil(np.log(tolerance / 2) / np.log1p(-p_halt)))):
+        shared = p_halt + (1 - p_halt) * x[alone].sum()
+        x = shared / n + (1 - p_halt) * (matrix @ (x / np.where(alone, 1, strengths)))
+    return jnp.asarray(x, graph.weights.dtype)
 
 
 def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutation:
@@ -107,17 +116,3 @@ def _with_teleports(graph: Graph, halted: Array, p_halt: float) -> Array:
     alone = graph.degrees == 0
     factor = graph.num_nodes / (graph.num_nodes - (1 - p_halt) * alone.sum())
     return factor * jnp.where(alone, p_halt * halted, halted)
-
-
-@jax.jit
-def _iterate(graph, p_halt, num_steps):
-    n = graph.num_nodes
-    start = jnp.full(n, 1 / n, graph.weights.dtype)
-    strengths = graph @ jnp.ones_like(start)
-    alone = strengths == 0
-
-    def step(_, x):
-        shared = p_halt + (1 - p_halt) * jnp.sum(jnp.where(alone, x, 0))
-        return shared / n + (1 - p_halt) * (graph @ (x / jnp.where(alone, 1, strengths)))
-
-    return jax.lax.fori_loop(0, num_steps, step, start)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from performer import choices
@@ -31,12 +32,21 @@ def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Arr
     Args:
         kernel: of the nodes.
         values: at the nodes (N, k); those that are not known do not matter.
-        known: true where they are known (N,).
+        known: true where they are known (N,), at least one.
 
-    A node that the kernel connects with no known one is NaN.
+    A node that the kernel connects with no known one has the mean of all that are known: what the
+    kernel plus a constant gives, in the limit of a small constant.
+
+    Raises:
+        ValueError: when none is known; inside `jit`, where nothing can be raised, all is NaN then.
     """
+    if not isinstance(known, Tracer) and not bool(jnp.any(known)):
+        raise ValueError("regress needs a node whose value is known; `known` is false everywhere")
     mask = known.astype(values.dtype)[:, None]
-    return (kernel @ jnp.where(mask > 0, values, 0)) / (kernel @ mask)
+    seen = jnp.where(mask > 0, values, 0)
+    weights = kernel @ mask
+    mean = jnp.mean(values, axis=0, where=mask > 0)
+    return jnp.where(weights == 0, mean, (kernel @ seen) / jnp.where(weights == 0, 1, weights))
 
 
 Labels = Int[Array | np.ndarray, " n"]
@@ -74,10 +84,11 @@ def kernel_kmeans(
 
     def distances(labels):
         members = jax.nn.one_hot(labels, num_clusters)  # (N, c)
-        sizes = jnp.maximum(members.sum(axis=0), 1)
+        count = jnp.bincount(labels, length=num_clusters)  # int32: sums of ones stop at 2^24
+        sizes = jnp.maximum(count, 1)
         sums = (kernel @ members) / sizes
         own = jnp.sum(members * sums, axis=0) / sizes
-        away = jnp.where(members.sum(axis=0) > 0, own - 2 * sums, jnp.inf)
+        away = jnp.where(count > 0, own - 2 * sums, jnp.inf)
         return away, -jnp.sum(own * sizes)
 
     def one(key):
@@ -93,9 +104,30 @@ def kernel_kmeans(
 
 
 def clustering_error(labels: Labels, other: Labels) -> float:
-    """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22)."""
-    n = len(labels)
-    table = np.zeros((int(np.max(labels)) + 1, int(np.max(other)) + 1))
-    np.add.at(table, (np.asarray(labels), np.asarray(other)), 1)
-    pairs = [np.sum(x * (x - 1)) / 2 for x in (table, table.sum(axis=1), table.sum(axis=0))]
-    return float((pairs[1] + pairs[2] - 2 * pairs[0]) / (n * (n - 1) / 2))
+    """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
+
+    Args:
+        labels: the cluster of each node (N,), by any integers.
+        other: the same of another clustering.
+
+    Returns:
+        The share, 0 for a single node.
+
+    Raises:
+        ValueError: when the two are not of the same nodes.
+    """
+    if np.shape(labels) != np.shape(other) or np.ndim(labels) != 1:
+        raise ValueError(
+            f"two clusterings of the same nodes have labels of one shape (N,), got"
+            f" {np.shape(labels)} and {np.shape(other)}"
+        )
+    a, b = (np.unique(x, return_inverse=True)[1] for x in (np.asarray(labels), np.asarray(other)))
+    n = len(a)
+    together = [_pairs(x) for x in (a, b, a * n + b)]
+    return (together[0] + together[1] - 2 * together[2]) / max(n * (n - 1) // 2, 1)
+
+
+def _pairs(labels: np.ndarray) -> int:
+    """How many pairs have the same label."""
+    sizes = np.unique(labels, return_counts=True)[1]
+    return int(np.sum(sizes * (sizes - 1) // 2))

@@ -23,6 +23,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
+from performer import choices
 from performer.graphs import couplings
 from performer.graphs.graph import Graph, require_nonnegative
 from performer.typing import Key
@@ -76,24 +77,19 @@ def sample(
         mesh: devices to split the nodes over, along all axes; each has the whole graph.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), lengths that do not fit the graph, unknown `steps`,
-            or "weighted" ones with a negative weight.
+        ValueError: for p_halt outside (0, 1), lengths that do not fit the graph, more walks than
+            int32 numbers, unknown `steps`, or "weighted" ones with a negative weight.
     """
     couplings.require_probability(p_halt)
-    if lengths.ndim != 2 or len(lengths) != graph.num_nodes:
-        raise ValueError(
-            f"lengths must be (num_nodes, num_walks), of {graph.num_nodes} nodes; got"
-            f" {lengths.shape}"
-        )
-    if steps not in ("uniform", "weighted"):
-        raise ValueError(f"steps must be 'uniform' or 'weighted', got {steps!r}")
-    if steps == "weighted":
-        require_nonnegative(graph, "a step in proportion to the weights")
-    walkers, of_walkers, rounds = _lanes(np.asarray(lengths), p_halt, mesh.size if mesh else 1)
+    require_lengths(lengths, graph)
+    require_steps(steps, graph)
+    devices = mesh.size if mesh else 1
+    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * lengths.shape[1])
+    walkers, of_walkers, rounds = _lanes(np.asarray(lengths), p_halt, devices)
     start, node, step, load, last = _walk_all(
         jax.random.bits(key, (2,), jnp.uint32),
         graph,
-        _cumulative(graph) if steps == "weighted" else None,
+        _thresholds(graph) if steps == "weighted" else None,
         walkers,
         of_walkers,
         lengths.shape[1],
@@ -103,6 +99,23 @@ def sample(
     )
     longest = -(-int(of_walkers.max()) // 64) * 64
     return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
+
+
+def require_lengths(lengths: Int[Array | np.ndarray, "..."], graph: Graph) -> None:
+    """Raises ValueError when lengths are not (num_nodes, num_walks)."""
+    if lengths.ndim != 2 or len(lengths) != graph.num_nodes:
+        raise ValueError(
+            f"lengths must be (num_nodes, num_walks), of {graph.num_nodes} nodes; got"
+            f" {lengths.shape}"
+        )
+
+
+def require_steps(steps: str, graph: Graph) -> None:
+    """Raises ValueError for unknown `steps`, or "weighted" ones with a negative weight."""
+    if steps not in ("uniform", "weighted"):
+        raise ValueError(f"steps must be 'uniform' or 'weighted', got {steps!r}")
+    if steps == "weighted":
+        require_nonnegative(graph, "a step in proportion to the weights")
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -131,7 +144,7 @@ def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray
 
 
 @partial(jax.jit, static_argnums=(5, 6, 7, 8))
-def _walk_all(seed, graph, cumulative, walkers, lengths, num_walks, rounds, p_halt, mesh):
+def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_halt, mesh):
     """`_walk` on each device, for its lanes."""
     walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
     if mesh is not None:
@@ -142,10 +155,10 @@ def _walk_all(seed, graph, cumulative, walkers, lengths, num_walks, rounds, p_ha
             in_specs=(whole, whole, whole, lanes, lanes),
             out_specs=PartitionSpec(mesh.axis_names),
         )
-    return walk(seed, graph, cumulative, walkers, lengths)
+    return walk(seed, graph, thresholds, walkers, lengths)
 
 
-def _walk(seed, graph, cumulative, walkers, lengths, *, num_walks, rounds, p_halt):
+def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_halt):
     """All lanes, step by step: flat lists of start, node, step, load and last."""
     depth, lanes = walkers.shape
     lane = jnp.arange(lanes)
@@ -156,7 +169,7 @@ def _walk(seed, graph, cumulative, walkers, lengths, *, num_walks, rounds, p_hal
         walker = walkers[place, lane]
         length = jnp.where(turn < depth, lengths[place, lane], -1)
         start = jnp.minimum(walker // num_walks, graph.num_nodes - 1)
-        moved, factor = _step(graph, cumulative, node, _uniform(seed, walker, step))
+        moved, factor = _step(graph, thresholds, node, _bits(seed, walker, step))
         node = jnp.where(step == 0, start, moved)
         load = jnp.where(step == 0, 1, load * factor / (1 - p_halt)).astype(load.dtype)
         left = jnp.where(length >= 0, load, 0)
@@ -171,42 +184,66 @@ def _walk(seed, graph, cumulative, walkers, lengths, *, num_walks, rounds, p_hal
     return tuple(x.reshape(-1) for x in found)
 
 
-def _step(graph, cumulative, node, u):
-    """The next node, and the weight of the edge over the probability to take it."""
+def _step(graph, thresholds, node, bits):
+    """The next node, and the weight of the edge over the probability to take it.
+
+    Each neighbour is taken with its probability to 2^-32, by as many random bits.
+    """
     if not len(graph.indices):
         return node, jnp.zeros(node.shape, graph.weights.dtype)
     begin, end = graph.indptr[node], graph.indptr[node + 1]
     degree, last = end - begin, jnp.maximum(end - 1, begin)
-    if cumulative is None:
-        place = jnp.minimum(begin + (u * degree).astype(jnp.int32), last)
+    if thresholds is None:
+        place = begin + _high_word(bits, degree.astype(jnp.uint32)).astype(jnp.int32)
         factor = graph.weights[place] * degree
     else:
-        factor = cumulative[last]
-        place = _first_above(cumulative, begin, last, u * factor)
+        above, strengths = thresholds
+        place = _first_above(above, begin, last, bits)
+        factor = strengths[node]
     return jnp.where(degree > 0, graph.indices[place], node), jnp.where(degree > 0, factor, 0)
 
 
-def _first_above(cumulative, low, high, target):
-    """The first place from low to high whose cumulative weight is above the target."""
+def _high_word(a, b):
+    """floor(a b / 2^32) of uint32, by products of 16 bits: jax has no uint64 but with x64."""
+    a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    other = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (other >> 16)
 
-    def halve(_, bounds):
+
+def _first_above(thresholds, low, high, target):
+    """The first place from low to high whose threshold is above the target, or else high."""
+
+    def halve(bounds):
         low, high = bounds
-        middle = (low + high) // 2
-        above = cumulative[middle] > target
+        middle = low + (high - low >> 1)  # low + high need not fit in int32
+        above = thresholds[middle] > target
         return jnp.where(above, low, jnp.minimum(middle + 1, high)), jnp.where(above, middle, high)
 
-    return jax.lax.fori_loop(0, len(cumulative).bit_length(), halve, (low, high))[0]
+    return jax.lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low, high))[0]
 
 
-def _uniform(seed, walker, step):
-    """Uniform in [0, 1), one draw for each walker and step: Threefry of the two as a counter."""
+def _bits(seed, walker, step):
+    """32 random bits, one draw for each walker and step: Threefry of the two as a counter."""
     counter = jnp.concatenate([walker, step]).astype(jnp.uint32)
-    bits = threefry_2x32((seed[0], seed[1]), counter)[: len(walker)]
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    return threefry_2x32((seed[0], seed[1]), counter)[: len(walker)]
 
 
-def _cumulative(graph: Graph) -> Array:
-    """Sums of the weights along each row; in float64, for they are differences of sums over all."""
-    indptr, sums = np.asarray(graph.indptr), np.cumsum(np.asarray(graph.weights, np.float64))
-    before = np.concatenate([[0.0], sums])[indptr[:-1]]
-    return jnp.asarray(sums - np.repeat(before, np.diff(indptr)), graph.weights.dtype)
+def _thresholds(graph: Graph) -> tuple[Array, Array]:
+    """2^32 times the cumulative probabilities along each row, uint32, and the sums of the weights.
+
+    The cumulative sum runs over all rows in fixed point, with 62 bits: it wraps, and differences
+    within a row are exact. The last of a row is never looked at, and 2^32 need not be written.
+    """
+    indptr, weights = np.asarray(graph.indptr), np.asarray(graph.weights, np.float64)
+    degrees = np.diff(indptr)
+    row = np.repeat(np.arange(graph.num_nodes), degrees)
+    strengths = np.bincount(row, weights, graph.num_nodes)
+    chances = weights / np.where(strengths > 0, strengths, 1)[row]
+    sums = np.cumsum((chances * 2.0**62).astype(np.uint64))
+    before = np.concatenate([np.zeros(1, np.uint64), sums])[indptr[:-1]]
+    within = (sums - np.repeat(before, degrees)) >> np.uint64(30)
+    return (
+        jnp.asarray(np.minimum(within, 2**32 - 1).astype(np.uint32)),
+        jnp.asarray(strengths, graph.weights.dtype),
+    )
