@@ -145,9 +145,9 @@ def attention_error(
 ) -> AttentionError:
     """How far random-feature attention is from softmax attention on these queries and keys.
 
-    Bidirectional attention with positive features, in float32. One batch entry, head and block of
-    `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never t x s, and
-    draws x m x h for the frequencies of one head.
+    Bidirectional attention with positive features, in float32 whatever is given. One batch entry,
+    head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never
+    t x s, and draws x m x h for the frequencies of one head.
 
     Args:
         query: (..., t, n, h), with any leading axes, such as layers and batch.
@@ -268,7 +268,8 @@ def recommend(
 def _draw(key, head, coupling, m, h, draws, k) -> Float[Array, "draws m h"]:
     """Frequencies of one key head."""
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), k)[head])
-    return jax.vmap(lambda x: _function(coupling)(x, m, h))(keys(jnp.arange(draws)))
+    drawn = jax.vmap(lambda x: _function(coupling)(x, m, h))(keys(jnp.arange(draws)))
+    return drawn.astype(jnp.float32)
 
 
 @jax.jit
@@ -284,7 +285,7 @@ def _measure(
         key = jnp.where(exists[..., None, None], key, 0)
         calibration, *moved, query, key = _transform(query, key, calibration, scale, head)
         _, w, log_weights = fold(calibration, frequencies)
-        log_weights = jnp.zeros(w.shape[:-1]) if log_weights is None else log_weights
+        log_weights = jnp.zeros(w.shape[:-1], w.dtype) if log_weights is None else log_weights
         features = w, log_weights + log_det - math.log(w.shape[-2])
         tokens = key, moved[1], value, exists
         (b, t, g, _), blocks = query.shape, -(-query.shape[1] // BLOCK)
@@ -299,8 +300,9 @@ def _measure(
             return jax.lax.map(lambda x: _block(tokens, features, *x), rows)
 
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
-        along = 0 if calibration.shift is None else query @ calibration.shift
-        args = query, moved[0], along + jnp.zeros((b, t, g)), jnp.ones((b, t, g))
+        ones = jnp.ones((b, t, g), query.dtype)
+        along = 0 * ones if calibration.shift is None else query @ calibration.shift
+        args = query, moved[0], along, ones
         sums = jax.lax.map(entry, (tokens, tuple(map(rows, args))))
     return jax.tree.map(lambda x: x.reshape(b, g, blocks, *x.shape[2:]).sum(2), sums)
 
@@ -312,7 +314,7 @@ def _transform(query, key, calibration, scale, head):
     query, key = (x[:, :, head].astype(jnp.float32) * scale**0.5 for x in (query, key))
     calibration = Calibration(
         *(
-            x if x is None or x.ndim == rank else x[head]
+            x if x is None else (x if x.ndim == rank else x[head]).astype(jnp.float32)
             for x, rank in zip(calibration, RANKS, strict=True)
         )
     )
@@ -332,18 +334,19 @@ def _block(
     logits = jnp.where(exists, query @ key.T, -jnp.inf)
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     A = jnp.exp(logits - log_sum)
-    N = jnp.sum(exists)
+    N = jnp.sum(exists, dtype=A.dtype)
+    uniform = jnp.broadcast_to(exists.astype(A.dtype) / N, A.shape)
     half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
     offset = (along - jnp.sum(moved_query**2, axis=-1) / 2)[:, None] - log_sum
 
     def draw(mean, features):
         w, log_weights, i = features
-        on_keys = moved_key @ w.T - half_norms + log_weights
+        on_keys = moved_key @ w.T - half_norms + log_weights[None]
         on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)
         top_key = jnp.max(on_keys, axis=0)
-        on_queries = moved_query @ w.T + top_key
+        on_queries = moved_query @ w.T + top_key[None]
         top = jnp.max(on_queries, axis=-1, keepdims=True)
-        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - top_key).T
+        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - top_key[None]).T
         total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1
         estimate = kernel / total
         rho = total * jnp.exp(top + offset)
@@ -364,8 +367,8 @@ def _block(
     return sums, {
         "attention": squares(A),
         "output": squares(A @ value),
-        "uniform_attention": squares(A - exists / N),
-        "uniform_output": squares((A - exists / N) @ value),
+        "uniform_attention": squares(A - uniform),
+        "uniform_output": squares((A - uniform) @ value),
     }
 
 
@@ -398,7 +401,7 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
     scale = h**-0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
+    value = jnp.zeros((*key.shape[:-1], 0), key.dtype) if value is None else value
     checks.check_dtypes(query=query, key=key, value=value)
     if key.shape[:-3] != lead or value.shape[:-3] != lead or not query.size:
         raise ValueError(

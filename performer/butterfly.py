@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from performer.hadamard import next_power_of_two
-from performer.typing import Key
+from performer.hadamard import next_power_of_two, rademacher
+from performer.typing import Key, float32_or_wider
 
 
 class Butterfly(NamedTuple):
@@ -57,7 +57,8 @@ class Butterfly(NamedTuple):
         for i in reversed(range(len(self.angles))):
             if self.orders is not None:
                 columns = columns[self.orders[i]]
-            columns = self.signs[i, :, None] * _rotate(self.angles[i], columns)
+            columns = _rotate(self.angles[i], columns)
+            columns = self.signs[i, :, None].astype(columns.dtype) * columns
         return columns.T.reshape(x.shape)
 
     def apply_transpose(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
@@ -68,7 +69,8 @@ class Butterfly(NamedTuple):
         """
         columns = _columns(self, x)
         for i in range(len(self.angles)):
-            columns = _rotate(self.angles[i], self.signs[i, :, None] * columns, back=True)
+            columns = self.signs[i, :, None].astype(columns.dtype) * columns
+            columns = _rotate(self.angles[i], columns, back=True)
             if self.orders is not None:
                 columns = columns.at[self.orders[i]].set(columns, unique_indices=True)
         return columns.T.reshape(x.shape)
@@ -113,10 +115,10 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
     angles = jax.vmap(lambda k: _random_angles(k, next_power_of_two(d)))(
         jax.random.split(angles_key, products)
     )
-    signs = jax.random.rademacher(signs_key, (products, d), jnp.float32)
+    signs = rademacher(signs_key, (products, d))
     if products == 1:
         return Butterfly(angles, signs, None)
-    orders = jax.vmap(lambda k: jax.random.permutation(k, d))(
+    orders = jax.vmap(lambda k: jax.random.permutation(k, jnp.arange(d, dtype=jnp.int32)))(
         jax.random.split(orders_key, products)
     )
     return Butterfly(angles, signs, orders)
@@ -129,7 +131,7 @@ def _random_angles(key: Key, p: int) -> Float[Array, " joins"]:
     squares = jax.random.normal(point_key, (p,), jnp.float32) ** 2
     halves = [squares.reshape(joins, 2, -1).sum(axis=-1) for joins in _joins(p)]
     lengths = jnp.sqrt(jnp.concatenate([jnp.zeros((0, 2), jnp.float32), *halves]))
-    signed = lengths * jax.random.rademacher(signs_key, lengths.shape, jnp.float32)
+    signed = lengths * rademacher(signs_key, lengths.shape)
     return jnp.arctan2(signed[:, 1], signed[:, 0])
 
 
@@ -166,4 +168,4 @@ def _columns(butterfly: Butterfly, x: Float[Array, "*b d"]) -> Float[Array, "d n
     d = butterfly.signs.shape[-1]
     if x.shape[-1] != d:
         raise ValueError(f"inputs have width {x.shape[-1]} but the butterfly matrix has {d}")
-    return x.reshape(-1, d).T.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.reshape(-1, d).T.astype(float32_or_wider(x))

@@ -37,6 +37,7 @@ Sources: Likhosherstov et al. 2022 (FAVOR++, a scalar S) and 2023 (FAVOR#, dense
 features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.checks import key_mask
 from performer.choices import unknown
+from performer.typing import float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
 SAMPLING = ("tilt", "traceless", "proposal")
@@ -142,12 +144,12 @@ def pair_moments(
         num_queries: so many of the queries, evenly spaced; all if None.
 
     Returns:
-        (k, 2 h + 1, 2 h + 1), float32.
+        (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
     """
     lead, h, k = query.shape[:-3], key.shape[-1], key.shape[-2]
-    factor = h**-0.25 if scale is None else scale**0.5
+    factor, dtype = h**-0.25 if scale is None else scale**0.5, float32_or_wider(query, key)
     query, key = (
-        jax.lax.stop_gradient(x.reshape(-1, *x.shape[-3:]).astype(jnp.float32)) * factor
+        jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor
         for x in (query, key)
     )
     t, s = query.shape[1], key.shape[1]
@@ -155,13 +157,13 @@ def pair_moments(
     position = (2 * jnp.arange(count) + 1) * t // (2 * count)
     exists = jnp.ones((count, s), bool)
     if is_causal:
-        exists = jnp.arange(s) <= position[:, None]
+        exists = jnp.arange(s)[None] <= position[:, None]
     if mask is not None:
         keys = key_mask(mask, None, lead, key)
         assert keys is not None
         key = jnp.where(keys[:, :, None, None], key, 0)
-        exists = exists & keys[:, None, None, None]
-    query = query[:, position].reshape(-1, count, k, query.shape[2] // k, h)
+        exists = exists[None, None] & keys[:, None, None]  # (b, 1, t, s)
+    query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
     query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
     key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)
     logits = _dot("kbgth,kbsh->kbgts", query, key)
@@ -188,13 +190,13 @@ def fit(moments: Moments, method: str = "full") -> Calibration:
     names = parts(method)
     h = (moments.shape[-1] - 1) // 2
     # Where nothing was counted, as if all queries and keys were zero: the identity suits them.
-    nothing = jnp.zeros((2 * h + 1, 2 * h + 1)).at[0, 0].set(1)
+    nothing = jnp.zeros((2 * h + 1, 2 * h + 1), moments.dtype).at[0, 0].set(1)
     moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
     moments = moments / moments[..., :1, :1]
     mean = moments[..., 0]
     covariance = moments - mean[..., :, None] * mean[..., None, :]
     queries, keys = slice(1, h + 1), slice(h + 1, None)
-    M = inverse = jnp.broadcast_to(jnp.eye(h), (*moments.shape[:-2], h, h))
+    M = inverse = _eye(covariance[..., queries, queries])
     c = jnp.zeros_like(mean[..., keys])
     calibration = Calibration()
     if "scale" in names:
@@ -224,16 +226,18 @@ def fold(
 
     For queries as they are and keys from `transform_keys`, w = mu + L g for the rows g of
     `frequencies`. Of the weights the constant factor det L is left out, which attention does not
-    see; None stands for weights of 1.
+    see; None stands for weights of 1. All float64 if an argument is, else float32.
     """
+    calibration, frequencies = _of_one_dtype(calibration, frequencies)
     w = frequencies
     if calibration.root is not None:
         w = _dot("...mx,...yx->...my", w, calibration.root)
     if calibration.mean is not None:
-        w = w + calibration.mean[..., None, :]
+        w, mean = jnp.broadcast_arrays(w, calibration.mean[..., None, :])
+        w = w + mean
     log_weights = None
     if w is not frequencies:
-        log_weights = jnp.sum(frequencies**2 - w**2, axis=-1) / 2
+        log_weights = jnp.sum(jnp.broadcast_to(frequencies, w.shape) ** 2 - w**2, axis=-1) / 2
     of_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
     return of_query, w, log_weights
 
@@ -254,8 +258,9 @@ def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
 
 def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
     """M^-1 (k - c); keys after the factor sqrt(scale)."""
+    calibration, key = _of_one_dtype(calibration, key)
     if calibration.shift is not None:
-        key = key - calibration.shift
+        key = key - jnp.broadcast_to(calibration.shift, key.shape)
     if calibration.inverse_scale is not None:
         heads = "k" if calibration.inverse_scale.ndim == 3 else ""
         key = _dot(f"...kx,{heads}xy->...ky", key, calibration.inverse_scale)
@@ -309,12 +314,12 @@ def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
 def _regularised(covariance: Array) -> Array:
     h = covariance.shape[-1]
     mean_eigenvalue = jnp.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / h
-    return covariance + (RIDGE * mean_eigenvalue + 1e-6) * jnp.eye(h)
+    return covariance + (RIDGE * mean_eigenvalue + 1e-6) * _eye(covariance)
 
 
 def _best_root(F: Array) -> Array:
     """L with L L = S, for S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4."""
-    eye = jnp.eye(F.shape[-1])
+    eye = _eye(F)
     radical, _ = _square_root(_transform(2 * F + eye, eye) + 8 * F)
     return _square_root((3 * eye + 2 * F + radical) / 4)[0]
 
@@ -324,7 +329,7 @@ def _square_root(matrix: Array) -> tuple[Array, Array]:
 
     Higham 2008, Eq. 6.35. Eigenvalues below 1e-7 of the largest do not converge.
     """
-    eye = jnp.eye(matrix.shape[-1])
+    eye = _eye(matrix)
     norm = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
 
     def step(_, pair):
@@ -333,9 +338,19 @@ def _square_root(matrix: Array) -> tuple[Array, Array]:
         return root @ correction, correction @ inverse
 
     with jax.default_matmul_precision("highest"):
-        pair = (matrix / norm, jnp.broadcast_to(eye, matrix.shape))
+        pair = (matrix / norm, eye)
         root, inverse = jax.lax.fori_loop(0, 24, step, pair)
     return root * jnp.sqrt(norm), inverse / jnp.sqrt(norm)
+
+
+def _eye(like: Array) -> Array:
+    """Identities in the place of these matrices."""
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+
+
+def _of_one_dtype(calibration: Calibration, x: Array) -> tuple[Calibration, Array]:
+    dtype = float32_or_wider(x, *jax.tree.leaves(calibration))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), (calibration, x))
 
 
 def _transform(left: Array, moments: Array) -> Array:

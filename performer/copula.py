@@ -81,33 +81,33 @@ def parameters(correlation: Float[Array, "m m"]) -> Theta:
 
 def pairwise(m: int) -> Float[Array, "m m"]:
     """PNC, to within 1e-6: correlation -1 in the pairs (0, 1), (2, 3), ..., an odd row free."""
-    i = jnp.arange(m)
-    pairs = (i[:, None] // 2 == i // 2) & (i[:, None] != i)
-    return jnp.where(pairs, -_NEAR_ONE, jnp.eye(m))
+    i, j = jnp.arange(m)[:, None], jnp.arange(m)[None]
+    return jnp.where((i // 2 == j // 2) & (i != j), -_NEAR_ONE, jnp.eye(m, dtype=jnp.float32))
 
 
 def monotone(m: int) -> Float[Array, "m m"]:
     """PM, to within 1e-6: correlation 1 everywhere."""
-    return jnp.where(jnp.eye(m, dtype=bool), 1.0, _NEAR_ONE)
+    return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
 
 
 def norms(theta: Theta, quantile: Quantile = chi) -> Norms:
     """The law of m lengths with the copula of theta, for `couplings.blocks`.
 
     Args:
-        theta: of as many lengths as a block has, the dimension d of the frequencies.
+        theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
+            are float32 whatever it is.
         quantile: the law of each length (`norms.chi`, `norms.matern(nu)`).
 
     Raises:
         ValueError: (when drawn) for a block of another size.
     """
-    factor = cholesky(theta)
+    factor = cholesky(theta).astype(jnp.float32)
 
     def draw(key: Key, m: int, d: int) -> Float[Array, " m"]:
         if m != len(factor):
             raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
-        scores = jnp.matmul(factor, jax.random.normal(key, (m,)), precision="highest")
-        return quantile(scores, d)
+        normal = jax.random.normal(key, (m,), jnp.float32)
+        return quantile(jnp.matmul(factor, normal, precision="highest"), d)
 
     return draw
 

@@ -1,16 +1,18 @@
 """Couplings: joint laws of m random frequencies in R^d, each marginally N(0, I_d).
 
-A coupling is a plain function `coupling(key, m, d) -> (m, d)` in float32. It is made of two parts
-and one wrapper: a joint law of the lengths (`norms`), a joint law of the directions given these
-lengths (`directions`), repeated over independent blocks of d rows; and `antithetic`. The estimates
-built on it are unbiased whatever the coupling is; their errors are not the same. (The exceptions
-say so: `norms.fixed` and `directions.hadamard`.)
+A coupling is a plain function `coupling(key, m, d) -> (m, d)`. It draws in float32, for a key the
+same numbers with jax_enable_x64 and without it. It is made of two parts and one wrapper: a joint
+law of the lengths (`norms`), a joint law of the directions given these lengths (`directions`),
+repeated over independent blocks of d rows; and `antithetic`. The estimates built on it are unbiased
+whatever the coupling is; their errors are not the same. (The exceptions say so: `norms.fixed` and
+`directions.hadamard`.)
 
 Adding one: write a function with that signature, add a row to `COUPLINGS`; the tests pick it up.
 
 Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω_i are the rows here.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -42,7 +44,8 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
             return lengths[:, None] * draw_directions(directions_key, lengths, d)
 
         keys = jax.random.split(key, -(-m // d))
-        # On GPU and TPU the default matmul precision would cost three digits of orthogonality.
+        # For directions of your own: on GPU and TPU the default matmul precision would cost three
+        # digits of orthogonality.
         with jax.default_matmul_precision("highest"):
             return jax.vmap(block)(keys).reshape(-1, d)[:m]
 
@@ -86,7 +89,7 @@ def halton(key: Key, m: int, d: int) -> Frequencies:
         positive_integer("m (the number of features)", m),
         positive_integer("d (the dimension)", d),
     )
-    points = (_halton_points(m, d) + jax.random.uniform(key, (d,))) % 1
+    points = (_halton_points(m, d) + jax.random.uniform(key, (1, d), jnp.float32)) % 1
     return jax.scipy.special.ndtri(jnp.clip(points, 2.0**-25, 1 - 2.0**-24))
 
 
@@ -177,18 +180,20 @@ def redraw(
     """New frequencies of the same shape where `every` divides the step, the old ones elsewhere.
 
     A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
-    traced, and nothing is drawn at the steps between.
+    traced, and nothing is drawn at the steps between. All leading axes are of independent draws:
+    heads, and layers that `nnx.vmap` or `nnx.scan` stacks. The dtype stays that of the old ones, to
+    which the float32 draw is rounded.
 
     Raises:
         ValueError: when `every` is not a positive integer, or for an unknown coupling.
     """
     every = positive_integer("every", every)
     step = jnp.asarray(step)
-    num_heads = frequencies.shape[0] if frequencies.ndim == 3 else None
+    *lead, m, h = frequencies.shape
 
-    def new(_):
-        m, h = frequencies.shape[-2:]
-        return draw(name, jax.random.fold_in(key, step), m, h, num_heads)
+    def new(old):
+        drawn = draw(name, jax.random.fold_in(key, step), m, h, math.prod(lead) if lead else None)
+        return drawn.reshape(old.shape).astype(old.dtype)
 
     return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)
 

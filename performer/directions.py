@@ -1,8 +1,8 @@
 """Direction couplings: the joint law of the unit vectors of the frequencies in one block.
 
-Every function has the signature `directions(key, lengths, d) -> (m, d)`: m <= d unit vectors, each
-marginally uniform on the sphere, given the lengths (m,) they will carry. Only `simplex_weighted`
-looks at the lengths.
+Every function has the signature `directions(key, lengths, d) -> (m, d)`: m <= d unit vectors in
+float32, each marginally uniform on the sphere, given the lengths (m,) they will carry. Only
+`simplex_weighted` looks at the lengths.
 
 Sources: Yu et al. 2016 (orthogonal, hadamard); Reid et al., "Simplex random features" (SimRF),
 Eqs 8, 9, 16, 17. SimRF's block is DSR: D the lengths, S the simplex, R a Haar matrix; here S R.
@@ -21,7 +21,7 @@ MAX_SWEEPS = 200
 
 def independent(key: Key, lengths: Lengths, d: int) -> Frequencies:
     """Independent uniform directions: Gaussian vectors, normalised."""
-    return _normalise(jax.random.normal(key, (_rows(lengths, d), d)))
+    return _normalise(jax.random.normal(key, (_rows(lengths, d), d), jnp.float32))
 
 
 def orthogonal(key: Key, lengths: Lengths, d: int) -> Frequencies:
@@ -54,7 +54,7 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
     """
     _needs_a_simplex(d)
     m = _rows(lengths, d)
-    start = multiply_simplex(jnp.eye(d)).T[:m]
+    start = multiply_simplex(jnp.eye(d, dtype=lengths.dtype)).T[:m]
 
     def turn(
         i: Int[Array, ""], carry: tuple[Float[Array, "m d"], Float[Array, " d"]]
@@ -66,14 +66,15 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
 
     def sweep(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         units, _, number = carry
-        swept, _ = jax.lax.fori_loop(0, m, turn, (units, lengths @ units))
+        swept, _ = jax.lax.fori_loop(0, m, turn, (units, _product(lengths, units)))
         return swept, jnp.max(jnp.linalg.norm(swept - units, axis=-1)), number + 1
 
     def moving(carry: tuple[Array, Array, Array]) -> Bool[Array, ""]:
         return (carry[1] > TOLERANCE) & (carry[2] < MAX_SWEEPS)
 
-    units, _, _ = jax.lax.while_loop(moving, sweep, (start, jnp.array(jnp.inf), jnp.array(0)))
-    return units @ haar(key, d, d)
+    first = (start, jnp.asarray(jnp.inf, start.dtype), jnp.zeros((), jnp.int32))
+    units, _, _ = jax.lax.while_loop(moving, sweep, first)
+    return _product(units, haar(key, d, d))
 
 
 def hadamard(key: Key, lengths: Lengths, d: int) -> Frequencies:
@@ -83,21 +84,26 @@ def hadamard(key: Key, lengths: Lengths, d: int) -> Frequencies:
     sphere. The fourth moment of a coordinate, over the 3/(d(d+2)) of the uniform law, is 2/3 at
     d = 2, 0.88 at 4, 0.95 at 8, and 1 within the 1.3% that 40,000 draws resolve from d = 16 up.
     """
-    return hd.multiply(hd.random_signs(key, d), jnp.eye(d)).T[: _rows(lengths, d)]
+    eye = jnp.eye(d, dtype=jnp.float32)
+    return hd.multiply(hd.random_signs(key, d), eye).T[: _rows(lengths, d)]
 
 
 def hadamard_simplex(key: Key, lengths: Lengths, d: int) -> Frequencies:
     """m vertices of a simplex turned by an HD product: fast SimRF (SimRF Sec. 4.2, App. B.2)."""
     _needs_a_simplex(d)
-    rotation = hd.multiply(hd.random_signs(key, d), jnp.eye(d))
+    rotation = hd.multiply(hd.random_signs(key, d), jnp.eye(d, dtype=jnp.float32))
     return multiply_simplex(rotation).T[: _rows(lengths, d)]
 
 
 def multiply_simplex(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     """S x along the last axis in O(d) (SimRF Algorithm 1); the rows of S are the s_i of Eq. 9."""
     d = x.shape[-1]
-    last = jnp.sum(x[..., :-1], axis=-1, keepdims=True) / jnp.sqrt(d - 1)
-    first = jnp.sqrt(d / (d - 1)) * x[..., :-1] - (jnp.sqrt(d) + 1) / (d - 1) * last
+
+    def root(number: float) -> Float[Array, ""]:  # in the dtype of x, whatever the default is
+        return jnp.sqrt(jnp.asarray(number, x.dtype))
+
+    last = jnp.sum(x[..., :-1], axis=-1, keepdims=True) / root(d - 1)
+    first = root(d / (d - 1)) * x[..., :-1] - (root(d) + 1) / (d - 1) * last
     return jnp.concatenate([first, last], axis=-1)
 
 
@@ -109,17 +115,23 @@ def haar(key: Key, m: int, d: int) -> Float[Array, "m d"]:
     diagonal would set it. Without that sign positive features are biased at first order. QR itself
     is avoided: two batched QR calls inside one jit can deadlock on XLA's CPU backend.
     """
-    gaussian = jnp.triu(jax.random.normal(key, (m, d)))
+    gaussian = jnp.triu(jax.random.normal(key, (m, d), jnp.float32))
+    eye = jnp.eye(m, d, dtype=jnp.float32)
     pivot = jnp.diagonal(gaussian)
     sign = jnp.where(pivot < 0, -1.0, 1.0)
-    reflectors = gaussian + (sign * jnp.linalg.norm(gaussian, axis=-1))[:, None] * jnp.eye(m, d)
+    reflectors = gaussian + (sign * jnp.linalg.norm(gaussian, axis=-1))[:, None] * eye
     scales = 2 / jnp.maximum(jnp.sum(reflectors**2, axis=-1), jnp.finfo(jnp.float32).tiny)
 
     def reflect(i: Int[Array, ""], rows: Float[Array, "m d"]) -> Float[Array, "m d"]:
         u = reflectors[m - 1 - i]
-        return rows - scales[m - 1 - i] * jnp.outer(rows @ u, u)
+        return rows - scales[m - 1 - i] * jnp.outer(_product(rows, u), u)
 
-    return -sign[:, None] * jax.lax.fori_loop(0, m, reflect, jnp.eye(m, d))
+    return -sign[:, None] * jax.lax.fori_loop(0, m, reflect, eye)
+
+
+def _product(left: Array, right: Array) -> Array:
+    """On GPU and TPU the default precision would cost three digits of orthogonality."""
+    return jnp.matmul(left, right, precision="highest")
 
 
 def _normalise(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:

@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from performer.choices import unknown
 from performer.kernels import checked
+from performer.typing import float32_or_wider
 
 Inputs = Float[Array, "*b d"] | Int[Array, "*b d"]
 Kernel = Literal["softmax", "gaussian"]
@@ -63,7 +64,8 @@ def positive(
 
     Args:
         x: inputs (..., d). Integers, float16 and bfloat16 are promoted to float32.
-        W: frequencies (m, d), each row N(0, I_d): the draw of a coupling.
+        W: frequencies (m, d), each row N(0, I_d): the draw of a coupling. These, the weights and
+            the scales are cast to the dtype of the computation, which that of x alone decides.
         kernel: which of the two kernels.
         weights: a_i, (m,), or None for 1 / m each.
         lengthscale: in the units of x; a number, or (d,) with one for each dimension.
@@ -172,7 +174,7 @@ def arc_cosine(order: int) -> Callable[..., Float[Array, "*b m"]]:
         values = jnp.heaviside(projections, 0.5) if order == 0 else jax.nn.relu(projections)
         if weights is None:
             weights = jnp.full(W.shape[0], 1 / W.shape[0])
-        return values * jnp.sqrt(2 * weights) * checked("output_scale", output_scale)
+        return _scaled(values, jnp.sqrt(2 * weights.astype(values.dtype)), output_scale)
 
     return feature_map
 
@@ -193,20 +195,28 @@ def _features(
     values = jnp.exp(exponent) if factor is None else jnp.exp(exponent) * factor
     if weights is None:
         weights = jnp.full(W.shape[0], 1 / W.shape[0])
+    weights = weights.astype(values.dtype)
     if name == "hyperbolic":
         weights = weights / 2
-    values = values * jnp.sqrt(jnp.tile(weights, 2) if name in TWO_FOR_EACH else weights)
-    return values * checked("output_scale", output_scale)
+    roots = jnp.sqrt(jnp.tile(weights, 2) if name in TWO_FOR_EACH else weights)
+    return _scaled(values, roots, output_scale)
+
+
+def _scaled(values: Array, roots: Array, output_scale: ArrayLike) -> Array:
+    """Features times the root of the weight of each and the output scale."""
+    scale = jnp.asarray(checked("output_scale", output_scale), values.dtype)
+    return values * jnp.broadcast_to(roots, values.shape) * scale
 
 
 def _project(
     x: Array, W: Float[Array, "m d"], kernel: str, lengthscale: ArrayLike = 1.0
 ) -> tuple[Float[Array, "*b m"], Float[Array, "*b 1"]]:
-    """W x and |x|^2 / 2 for x / lengthscale, in float32 or wider."""
+    """W x and |x|^2 / 2 for x / lengthscale, in float32, or float64 for a float64 x."""
     if kernel not in ("softmax", "gaussian"):
         raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, W.dtype), jnp.float32)
-    x, W = x.astype(dtype) / checked("lengthscale", lengthscale), W.astype(dtype)
+    dtype = float32_or_wider(x)
+    lengthscale = jnp.asarray(checked("lengthscale", lengthscale), dtype)
+    x, W = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape), W.astype(dtype)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

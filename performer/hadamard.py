@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from performer.typing import Key
+from performer.typing import Key, float32_or_wider
 
 NUM_BLOCKS = 3
 
@@ -25,6 +25,8 @@ def next_power_of_two(d: int) -> int:
 def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
     """H x along the last axis, p a power of two: H symmetric, H H = I (SimRF Eq. 90).
 
+    In float64 for a float64 x, else in float32.
+
     As H_p is a Kronecker product of smaller ones, x is folded to a tensor with axes of at most 16,
     each multiplied by a small dense matrix: O(p log p) in few, wide operations.
     """
@@ -33,27 +35,35 @@ def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
         raise ValueError(f"the Hadamard transform needs a power of two, got size {p}")
     exponent = p.bit_length() - 1
     factors = [2 ** min(4, exponent - i) for i in range(0, exponent, 4)]
-    folded = x.reshape(*x.shape[:-1], *factors)
+    folded = x.reshape(*x.shape[:-1], *factors).astype(float32_or_wider(x))
     for axis, factor in enumerate(factors, start=x.ndim - 1):
-        product = jnp.tensordot(folded, _matrix(factor), axes=([axis], [0]), precision="highest")
+        matrix = _matrix(factor).astype(folded.dtype)
+        product = jnp.tensordot(folded, matrix, axes=([axis], [0]), precision="highest")
         folded = jnp.moveaxis(product, -1, axis)
     return folded.reshape(x.shape)
 
 
 def random_signs(key: Key, p: int) -> Float[Array, "k p"]:
     """The diagonals of D_1, D_2, D_3."""
-    return jax.random.rademacher(key, (NUM_BLOCKS, p), jnp.float32)
+    return rademacher(key, (NUM_BLOCKS, p))
+
+
+def rademacher(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Random signs, float32: those of `jax.random.rademacher`, which depend on jax_enable_x64."""
+    positive = jax.random.bernoulli(key, jnp.float32(0.5), shape)
+    return jnp.where(positive, jnp.float32(1), jnp.float32(-1))
 
 
 def multiply(signs: Float[Array, "k p"], x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
     """H D_k ... H D_1 x along the last axis."""
-    for diagonal in signs:
-        x = transform(diagonal * x)
+    x = x.astype(float32_or_wider(x))
+    for diagonal in signs.astype(x.dtype):
+        x = transform(jnp.broadcast_to(diagonal, x.shape) * x)
     return x
 
 
 def _matrix(p: int) -> Float[Array, "p p"]:
-    h = jnp.ones((1, 1))
+    h = jnp.ones((1, 1), jnp.float32)
     for _ in range(p.bit_length() - 1):
         h = jnp.block([[h, h], [h, -h]])
     return h / math.sqrt(p)

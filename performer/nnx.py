@@ -102,7 +102,7 @@ class PerformerAttention(nnx.Module):
                     f"calibration {calibration!r} needs feature_map='positive', got {feature_map!r}"
                 )
             heads = () if num_heads is None else (num_heads,)
-            self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2)))
+            self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
 
     @property
     def calibration(self) -> Calibration | None:
@@ -115,8 +115,9 @@ class PerformerAttention(nnx.Module):
 
         Args:
             moments: of `performer.calibration.pair_moments`, (h', h') or (k, h', h') with
-                h' = 2 head_dim + 1, as `num_heads` was None or k.
+                h' = 2 head_dim + 1, as `num_heads` was None or k; kept in float32.
         """
+        moments = moments.astype(jnp.float32)
         fitted = calibrations.fit(moments, self.method)._asdict()
         for name, value in {"moments": moments, **fitted}.items():
             if value is None:
@@ -135,7 +136,8 @@ class PerformerAttention(nnx.Module):
             moments = jnp.mean(moments, axis=0)
         if self.axis_name is not None:
             moments = jax.lax.pmean(moments, self.axis_name)
-        self.calibrate(self.momentum * old + (1 - self.momentum) * moments)
+        new = (1 - self.momentum) * moments.astype(old.dtype)
+        self.calibrate(self.momentum * old + new)
 
     def __call__(
         self,
@@ -191,7 +193,8 @@ def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Integer[Array, ""])
 
     Call it in the training step. What is drawn depends on the key, the step and the layer alone, so
     that a resumed run draws the same; the frequencies are in the checkpoint like all state. Step 0
-    keeps the first draw. The step may be traced: nothing is compiled again.
+    keeps the first draw. The step may be traced: nothing is compiled again. Layers that `nnx.vmap`
+    stacks are one with leading axes, of independent draws.
 
     Args:
         model: any module; its `PerformerAttention`s are found wherever they are.

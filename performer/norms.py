@@ -1,10 +1,11 @@
 """Norm couplings: the joint law of the lengths of the frequencies in one block.
 
 A frequency w ~ N(0, I_d) has a length |w| ~ chi_d and an independent, uniform direction. Every
-norm coupling has the signature `norms(key, m, d) -> (m,)`; its lengths have one marginal law and
-differ only in how they depend on one another. The dependence is a joint law of normal scores
-g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The Gaussian kernel
-has the chi_d quantile; another isotropic kernel is another quantile, and nothing else changes:
+norm coupling has the signature `norms(key, m, d) -> (m,)`, in float32; its lengths have one
+marginal law and differ only in how they depend on one another. The dependence is a joint law of
+normal scores g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The
+Gaussian kernel has the chi_d quantile; another isotropic kernel is another quantile, and nothing
+else changes:
 
     matern_pnc = blocks(directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5)))
 
@@ -32,7 +33,7 @@ _DEGREE = 4
 
 
 def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile:
-    """A quantile in float32, jit- and vmap-able, from its logarithm in float64 NumPy.
+    """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
 
     On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
     when the function is traced (d is static). For the laws here the relative error is below 3e-7
@@ -46,8 +47,8 @@ def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile
 
     def quantile(score: Float[Array, "..."], d: int) -> Float[Array, "..."]:
         at_nodes, coefficients = (jnp.asarray(table, score.dtype) for table in table_of(d))
-        cell = jnp.clip(jnp.round((score + _LIMIT) / _STEP), 0, len(at_nodes) - 1).astype(jnp.int32)
-        offset = score - (cell * _STEP - _LIMIT)
+        nearest = jnp.clip(jnp.round((score + _LIMIT) / _STEP), 0, len(at_nodes) - 1)
+        offset, cell = score - (nearest * _STEP - _LIMIT), nearest.astype(jnp.int32)
         log_ratio = jnp.zeros_like(score)
         for power in range(_DEGREE, 0, -1):
             log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
@@ -103,7 +104,7 @@ def matern(nu: float) -> Quantile:
 
 def independent(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
     """m independent lengths: what orthogonal random features (ORF) use."""
-    return quantile(jax.random.normal(key, (m,)), d)
+    return quantile(jax.random.normal(key, (m,), jnp.float32), d)
 
 
 def pairwise(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
@@ -112,7 +113,7 @@ def pairwise(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
     VRC Def. 3.3 and Eq. 7. The pairs are independent of one another; with m odd the last length is
     free. The scores of a pair are g and -g.
     """
-    scores = jax.random.normal(key, ((m + 1) // 2,))
+    scores = jax.random.normal(key, ((m + 1) // 2,), jnp.float32)
     return quantile(jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m], d)
 
 
@@ -129,4 +130,4 @@ def fixed(key: Key, m: int, d: int) -> Lengths:
     0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
     m; in attention the loss of radial noise often outweighs it.
     """
-    return jnp.full(m, d**0.5)
+    return jnp.full(m, d**0.5, jnp.float32)

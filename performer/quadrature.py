@@ -108,7 +108,8 @@ def spherical_radial(
     num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
     if orthogonal == "butterfly":
         fast = structured(key, num_rules, d, reflect=reflect, reject=reject)
-        return Rule(fast.apply(jnp.eye(d)).T, fast.weights, fast.constant)
+        eye = jnp.eye(d, dtype=jnp.float32)
+        return Rule(fast.apply(eye).T, fast.weights, fast.constant)
 
     def one(rule_key: Key) -> tuple[Float[Array, "v d"], Float[Array, " v"]]:
         matrix_key, lengths_key = jax.random.split(rule_key)
@@ -116,9 +117,7 @@ def spherical_radial(
         turned = multiply_vertices(directions.haar(matrix_key, d, d).T).T
         return lengths[:, None] * turned, lengths
 
-    # On GPU and TPU the default matmul precision would cost three digits of orthogonality.
-    with jax.default_matmul_precision("highest"):
-        points, lengths = jax.vmap(one)(jax.random.split(key, num_rules))
+    points, lengths = jax.vmap(one)(jax.random.split(key, num_rules))
     points, weights = points.reshape(-1, d), _weights(lengths, reflect)
     points = jnp.concatenate([points, -points]) if reflect else points
     return Rule(points, weights, 1 - weights.sum())
@@ -147,15 +146,18 @@ class StructuredRule:
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b p"]:
         """points @ x along the last axis, (..., d) -> (..., p) in O(d log d) for each rule.
 
+        Float64 for a float64 x, else float32.
+
         Raises:
             ValueError: when x is not d wide.
         """
 
         def one(matrix: butterfly.Butterfly, lengths: Float[Array, " v"]) -> Float[Array, "*b v"]:
-            return lengths * multiply_vertices(matrix.apply_transpose(x))
+            rows = multiply_vertices(matrix.apply_transpose(x))
+            return jnp.broadcast_to(lengths.astype(rows.dtype), rows.shape) * rows
 
         rows = jax.vmap(one, out_axes=-2)(self.matrices, self.lengths)
-        rows = rows.reshape(*x.shape[:-1], -1)
+        rows = rows.reshape(*x.shape[:-1], self.lengths.size)
         return jnp.concatenate([rows, -rows], axis=-1) if self.reflect else rows
 
 
@@ -176,8 +178,7 @@ def random_features(coupling: Coupling) -> Callable[[Key, int, int], Rule]:
     """rule(key, m, d): the frequencies of a coupling with weights 1 / m, a rule of degree one."""
 
     def rule(key: Key, m: int, d: int) -> Rule:
-        points = coupling(key, m, d)
-        return Rule(points, jnp.full(m, 1 / m), jnp.zeros(()))
+        return _plain(coupling(key, m, d))
 
     return rule
 
@@ -189,10 +190,14 @@ def gauss_hermite(key: Key, m: int, d: int) -> Rule:
     for polynomials of degree 15 in each coordinate, not unbiased for other integrands.
     """
     nodes, weights = roots_hermitenorm(_GRID)
-    points = jax.random.choice(
-        key, jnp.asarray(nodes, jnp.float32), (m, d), p=jnp.asarray(weights / weights.sum())
-    )
-    return Rule(points, jnp.full(m, 1 / m), jnp.zeros(()))
+    nodes, chances = (jnp.asarray(x, jnp.float32) for x in (nodes, weights / weights.sum()))
+    return _plain(jax.random.choice(key, nodes, (m, d), p=chances))
+
+
+def _plain(points: Array) -> Rule:
+    """The mean over these points."""
+    m, dtype = len(points), points.dtype
+    return Rule(points, jnp.full(m, 1 / m, dtype), jnp.zeros((), dtype))
 
 
 def _as_many(rule: Callable[[Key, int, int], Rule]) -> Callable[..., Rule]:
@@ -281,10 +286,11 @@ def feature_maps(
         raise ValueError(unknown("kernel", kernel, KERNELS))
     scales = dict(lengthscale=lengthscale, output_scale=output_scale)
     phi = KERNELS[kernel].feature_map(x, rule.points, weights=rule.weights, **scales)
-    first = jnp.sqrt(jnp.abs(rule.constant) * KERNELS[kernel].at_zero) * output_scale
-    first = jnp.broadcast_to(first, (*phi.shape[:-1], 1)).astype(phi.dtype)
+    constant = rule.constant.astype(phi.dtype)
+    first = jnp.sqrt(jnp.abs(constant) * KERNELS[kernel].at_zero)
+    first = jnp.broadcast_to(first * jnp.asarray(output_scale, phi.dtype), (*phi.shape[:-1], 1))
     left, right = (
-        jnp.concatenate([sign * first, phi], axis=-1) for sign in (1.0, jnp.sign(rule.constant))
+        jnp.concatenate([sign * first, phi], axis=-1) for sign in (1.0, jnp.sign(constant))
     )
     return left, right
 
@@ -306,8 +312,8 @@ def gram(
 
 
 def vertices(d: int) -> Float[Array, "v d"]:
-    """The d + 1 vertices of a regular simplex on the unit sphere: v_i . v_j = -1 / d."""
-    return multiply_vertices(jnp.eye(positive_integer("d", d))).T
+    """The d + 1 vertices of a regular simplex on the unit sphere: v_i . v_j = -1 / d; float32."""
+    return multiply_vertices(jnp.eye(positive_integer("d", d), dtype=jnp.float32)).T
 
 
 def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
@@ -318,8 +324,8 @@ def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
     d = x.shape[-1]
     i = np.arange(1, d + 1)
     a = np.sqrt((d + 1) / (d * (d - i + 2) * (d - i + 1)))
-    before = jnp.cumsum(x * a.astype(x.dtype), axis=-1)
-    own = x * ((d - i + 1) * a).astype(x.dtype)
+    below, at = (jnp.broadcast_to(y.astype(x.dtype), x.shape) for y in (a, (d - i + 1) * a))
+    before, own = jnp.cumsum(x * below, axis=-1), x * at
     zero = jnp.zeros_like(before[..., :1])
     return jnp.concatenate([own, zero], axis=-1) - jnp.concatenate([zero, before], axis=-1)
 
@@ -340,7 +346,7 @@ def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
     def negative(carry: tuple[Key, Float[Array, " v"]]) -> Array:
         return _weights(carry[1][None], reflect=False).sum() > 1
 
-    return jax.lax.while_loop(negative, again, again((key, jnp.zeros(d + 1))))[1]
+    return jax.lax.while_loop(negative, again, again((key, jnp.zeros(d + 1, jnp.float32))))[1]
 
 
 def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:

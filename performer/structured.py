@@ -28,7 +28,7 @@ class StructuredFrequencies:
     simplex: bool = dataclasses.field(metadata=dict(static=True))
 
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b m"]:
-        """W x along the last axis, (..., d) -> (..., m).
+        """W x along the last axis, (..., d) -> (..., m), float64 for a float64 x, else float32.
 
         Raises:
             ValueError: when x is not d wide.
@@ -40,14 +40,15 @@ class StructuredFrequencies:
 
         def block(signs: Float[Array, "k p"], lengths: Float[Array, " p"]) -> Float[Array, "*b p"]:
             turned = hadamard.multiply(signs, x)
-            return lengths * (directions.multiply_simplex(turned) if self.simplex else turned)
+            turned = directions.multiply_simplex(turned) if self.simplex else turned
+            return jnp.broadcast_to(lengths.astype(turned.dtype), turned.shape) * turned
 
         rows = jax.vmap(block, out_axes=-2)(self.signs, self.lengths)
-        return rows.reshape(*x.shape[:-1], -1)[..., : self.m]
+        return rows.reshape(*x.shape[:-1], self.lengths.size)[..., : self.m]
 
     def matrix(self) -> Frequencies:
         """W as a matrix (m, d)."""
-        return self.apply(jnp.eye(self.d)).T
+        return self.apply(jnp.eye(self.d, dtype=jnp.float32)).T
 
 
 def draw(

@@ -8,10 +8,16 @@ One letter means one thing in every signature, as in `Float[Array, "b t n h"]`:
     n  heads                  d  dimension of the inputs of a kernel (h, inside attention)
 
 The papers write the frequencies w_i or ω_i (the rows of W here) and call their number m or s.
+
+And one rule for dtypes. What is drawn (frequencies, lengths, signs, quadrature rules) is float32,
+and a key draws the same numbers, with jax_enable_x64 and without it. What is computed of the points
+given is computed in `float32_or_wider` of these points, and everything else is cast to that.
 """
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 Key = PRNGKeyArray
@@ -26,3 +32,12 @@ Directions = Callable[[Key, Lengths, int], Frequencies]
 
 Coupling = Callable[[Key, int, int], Frequencies]
 """coupling(key, m, d) -> (m, d): the joint law of m frequencies, each marginally N(0, I_d)."""
+
+
+def float32_or_wider(*arrays: Array) -> jnp.dtype:
+    """float64 if one of the arrays is, else float32: what a computation with them runs in.
+
+    Not `jnp.promote_types`, which jax_numpy_dtype_promotion="strict" forbids.
+    """
+    dtypes = {jax.dtypes.canonicalize_dtype(x.dtype) for x in arrays}
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)

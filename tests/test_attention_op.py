@@ -395,3 +395,35 @@ def test_a_state_of_other_shapes_is_refused():
     _, state = performer_attention(*args, return_state=True)
     with pytest.raises(ValueError, match="initial_state holds arrays of shape"):
         performer_attention(*inputs(b=1), initial_state=state)
+
+
+EMPTY = [dict(b=0), dict(t=0, s=3), dict(t=3, s=0), dict(t=0, s=0)]
+
+
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
+def test_empty_arrays(sizes):
+    """As in `jax.nn.dot_product_attention`: nothing for no query, zeros where there is no key."""
+    query, key, value, frequencies = inputs(**(dict(b=2, t=3) | sizes))
+    segments = tuple(np.zeros(x.shape[:2], np.int32) for x in (query, key))
+    options = [{}, dict(is_causal=True), dict(segment_ids=segments), dict(feature_map="relu")]
+    for option in options:
+        got = performer_attention(query, key, value, frequencies, **option)
+        assert got.shape == (*query.shape[:3], V)
+        assert not got.any()
+    assert performer_attention(query, key, value[..., :0], frequencies).shape[-1] == 0
+    weights = attention_weights(query, key, frequencies)
+    assert weights.shape == (len(query), query.shape[2], query.shape[1], key.shape[1])
+
+
+def test_a_stream_passes_over_empty_calls():
+    args = inputs(t=3)
+    _, state = performer_attention(*args, is_causal=True, return_state=True)
+    nothing = inputs(t=0)[:3]
+    out, same = performer_attention(
+        *nothing, args[3], is_causal=True, initial_state=state, return_state=True
+    )
+    assert out.shape == (2, 0, 4, V)
+    chex.assert_trees_all_equal(same, state)
+    for empty in (inputs(b=0, t=3)[:3], (*args[:2], args[2][..., :0])):
+        _, state = performer_attention(*empty, args[3], is_causal=True, return_state=True)
+        assert state.numerator.shape == (len(empty[0]), 2, M, empty[2].shape[-1])

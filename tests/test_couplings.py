@@ -200,3 +200,18 @@ def test_sizes_must_be_positive_integers(m, d):
 def test_antithetic_needs_an_even_number():
     with pytest.raises(ValueError, match="even number of features, got m = 7"):
         couplings.get("pm-antithetic")(jax.random.key(0), 7, 4)
+
+
+@pytest.mark.parametrize(("lead", "dtype"), [((2, 3), jnp.float32), ((), jnp.bfloat16)])
+def test_redraw_of_stacked_layers_and_of_other_dtypes(lead, dtype):
+    """All leading axes are of independent draws; the dtype stays."""
+    old, key = jnp.zeros((*lead, 4, 3), dtype), jax.random.key(0)
+    new = jax.jit(lambda step: couplings.redraw("iid", old, key, step, every=2))
+    assert not np.any(new(1))
+    heads = 6 if lead else None
+    want = couplings.draw("iid", jax.random.fold_in(key, 2), 4, 3, heads).reshape(old.shape)
+    assert new(2).dtype == dtype
+    assert len(np.unique(np.asarray(new(2), np.float32))) > 0.9 * want.size
+    np.testing.assert_allclose(
+        np.asarray(new(2), np.float32), np.asarray(want.astype(dtype), np.float32), atol=1e-6
+    )

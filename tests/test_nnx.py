@@ -294,3 +294,18 @@ def test_a_common_length_has_a_traceless_tilt():
     }
     full, traceless = "shift+scale+tilt", "shift+scale+traceless"
     assert list(methods.values()) == [full, traceless, traceless]
+
+
+def test_redraw_of_layers_that_vmap_stacks():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stacked(rngs):
+        return PerformerAttention(4, 2, coupling="iid", num_heads=2, redraw_every=1, rngs=rngs)
+
+    model = stacked(nnx.Rngs(frequencies=0))
+    before = np.asarray(model.frequencies[...])
+    redraw(model, jax.random.key(0), 1)
+    after = np.asarray(model.frequencies[...])
+    assert after.shape == before.shape == (3, 2, 4, 2)
+    assert not np.isin(after, before).any()
+    assert len(np.unique(after)) == after.size

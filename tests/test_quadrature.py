@@ -253,3 +253,8 @@ def test_bad_input():
         quadrature.method("Gor", key, 1, 3, reflect=False)
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
         quadrature.gram(jnp.ones((1, 3)), jnp.ones((1, 3)), rule_of(key, 1, 3), "gauss")
+
+
+def test_no_inputs_at_all():
+    rule = quadrature.structured(jax.random.key(0), 2, 3)
+    assert rule.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 16)

@@ -47,3 +47,8 @@ def test_widths_must_match():
         structured.draw(jax.random.key(0), 8, 8).apply.__wrapped__(
             structured.draw(jax.random.key(0), 8, 8), jnp.ones(7)
         )
+
+
+def test_no_inputs_at_all():
+    frequencies = structured.draw(jax.random.key(0), 6, 3)
+    assert frequencies.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 6)

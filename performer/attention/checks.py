@@ -37,15 +37,16 @@ def key_mask(
                 f"mask has the negative value {_smallest(mask)}, as a mask that is added to the"
                 " logits has; pass 1 (or True) where a key exists and 0 where it does not"
             )
-        keys = jnp.broadcast_to(mask != 0, want).reshape(b, s)
+        keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
     if lengths is not None:
-        lengths = jnp.asarray(lengths)
+        lengths = jnp.asarray(lengths).astype(jnp.int32)
         if lengths.shape not in (lead, ()):
             raise ValueError(
                 f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each"
                 f" batch entry, {lead}"
             )
-        exists = jnp.arange(s) < jnp.broadcast_to(lengths, lead).reshape(b, 1)
+        index = jnp.arange(s, dtype=jnp.int32)[None]
+        exists = index < jnp.broadcast_to(lengths, lead).reshape(b, 1)
         keys = exists if keys is None else keys & exists
     return keys
 
@@ -62,7 +63,7 @@ def segments(segment_ids, lead: Lead, query: Array, key: Array):
             f"segment_ids have the shapes {[x.shape for x in ids]} for queries and keys; expected"
             f" {want}, one number for each token, as a pair if the two differ"
         )
-    query_ids, key_ids = (x.reshape(-1, x.shape[-1]) for x in ids)
+    query_ids, key_ids = (x.reshape(y.shape[:2]) for x, y in zip(ids, (query, key), strict=True))
     return query_ids, None if pair[0] is pair[1] else key_ids
 
 
@@ -74,10 +75,10 @@ def _smallest(x: Any) -> float:
 def check_dtypes(**arrays: Array) -> None:
     """Raises ValueError for arrays that are not of a dtype attention computes with."""
     for name, x in arrays.items():
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
             raise ValueError(
-                f"{name} has dtype {x.dtype}; attention takes float32, bfloat16 and float16 and"
-                " computes in float32: cast it"
+                f"{name} has dtype {x.dtype}; attention takes float32, bfloat16, float16 and"
+                " float64: cast it"
             )
 
 

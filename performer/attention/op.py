@@ -17,6 +17,7 @@ from performer.attention.state import State, pad
 from performer.attention.sweep import Rows, Tokens, merge, ratio, sweep
 from performer.calibration import Calibration, fold, for_heads, transform_keys
 from performer.choices import unknown
+from performer.typing import float32_or_wider
 
 CHUNK = {"cpu": 64}
 """Tokens of a causal chunk, by platform; 128 on the others."""
@@ -70,14 +71,14 @@ def performer_attention(
     order, forward mode, `vmap`, `jax.checkpoint` and `scan` work.
 
     Args:
-        query: (b, t, n, h), with any number of batch axes or none; float32, bfloat16 or float16,
-            like `key` and `value`.
+        query: (b, t, n, h), with any number of batch axes or none; float32, bfloat16, float16 or
+            float64, like `key` and `value`. An axis may be empty, but for those of heads and of h.
         key: (b, s, k, h), where n is a multiple of k: each key head serves n / k
             consecutive query heads (grouped, or multi-query attention).
         value: (b, s, k, v).
         frequencies: (m, h), shared by the heads; (k, m, h), one draw for each key head; or
             (n, m, h), one for each query head, which makes grouped heads cost as much as n key
-            heads. Rows are N(0, I_h): the draw of a coupling.
+            heads. Rows are N(0, I_h): the draw of a coupling. Rounded to the dtype of `query`.
         mask: which keys exist, True or non-zero where they do; anything that broadcasts to
             (b, 1, 1, s). A masked key leaves the numerator, the normaliser and the maximum, and a
             query without any key returns 0.
@@ -114,8 +115,10 @@ def performer_attention(
 
     Returns:
         (b, t, n, v), in the dtype of `value`; with `return_state`, a pair of it and the state.
-        Logits, maxima, normaliser and state are float32 whatever the inputs are; with bfloat16
-        values the large products take bfloat16 operands and add in float32.
+        Logits, maxima, normaliser and state are float32 whatever the inputs are, or all of it is
+        float64 as soon as `query`, `key` or `value` is (the others do not count, so that float32
+        draws serve both); with bfloat16 values the large products take bfloat16 operands and add in
+        float32.
 
     Raises:
         ValueError: when shapes or dtypes do not fit, for a name that is not on its list, or for
@@ -205,7 +208,7 @@ def attention_weights(
     Takes (t, s) memory and time for every head. `options` are those of `performer_attention`;
     arguments, shapes and errors are the same.
     """
-    unit = jnp.eye(key.shape[-3])[:, None]
+    unit = jnp.eye(key.shape[-3], dtype=float32_or_wider(query, key))[:, None]
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
     return jnp.moveaxis(output, -2, -3)
@@ -225,22 +228,29 @@ def _attention(
     initial,
     options: Options,
 ):
-    (b, t, n, h), dtype = query.shape, value.dtype
+    (b, t, n, h), dtype, wide = query.shape, value.dtype, float32_or_wider(query, key, value)
+    if wide == jnp.float64:
+        query, key, value = (x.astype(wide) for x in (query, key, value))
     if shift is not None:
-        key = (key - shift).astype(key.dtype)
-    of_query = of_key = frequencies
-    log_weights = None if weights is None else _logarithm(weights)
+        shifted = key.astype(wide) - jnp.broadcast_to(shift.astype(wide), key.shape)
+        key = shifted.astype(key.dtype)
+    of_query = of_key = frequencies.astype(wide)
+    log_weights = None if weights is None else _logarithm(weights.astype(wide))
     if calibration is not None:
         root = options.scale**0.5
-        moved = transform_keys(calibration, key.astype(jnp.float32) * root)
+        calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
+        moved = transform_keys(calibration, key.astype(wide) * root)
         key = (moved / root).astype(key.dtype)
         if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
             calibration = for_heads(calibration, frequencies.shape[0])
-        of_query, of_key, tilt = fold(calibration, frequencies)
-        log_weights = tilt if log_weights is None else log_weights + (0 if tilt is None else tilt)
+        of_query, of_key, tilt = fold(calibration, of_key)
+        given = [x for x in (log_weights, tilt) if x is not None]
+        log_weights = sum(jnp.broadcast_arrays(*given)) if given else None
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
     k = key.shape[2]
+    if t == 0 or key.shape[1] == 0:
+        segments = None  # nobody sees anything anyway
     if key.shape[1] == 0:
         key, value, mask = _cut_keys(key, value, mask, 1)  # one that is masked
     query = query.reshape(b, t, k, n // k, h)
@@ -249,9 +259,9 @@ def _attention(
     nothing = states.empty(key, m, value.shape[-1], query, key, value, frequencies, mask)
     state = nothing
     if initial is not None:
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), initial)
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), initial)
     if options.is_causal:
-        key, value, mask = _cut_keys(key, value, mask, t)
+        key, value, mask = _cut_keys(key, value, mask, max(t, 1))
     if mask is not None:  # whatever stands where no key is, NaN too, and no gradient of it
         key, value = (jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))
     keys = (maps[1], key, value, mask)
@@ -269,7 +279,7 @@ def _attention(
             state = states.summarise(*keys, state, options.block)
         operands = states.operand_dtype(value)
         output = states.attend(maps[0], query, state, operands, options.block)
-    output = output.reshape(b, t, n, -1).astype(dtype)
+    output = output.reshape(b, t, n, value.shape[-1]).astype(dtype)
     return output, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
 
 
@@ -284,14 +294,15 @@ def _feature_maps(query, key, of_query, of_key, mask, log_weights, options: Opti
         return states.dot(equation, x, frequencies, x.dtype)
 
     def half_norm(x):
-        return options.scale / 2 * jnp.sum(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
+        squares = x.astype(float32_or_wider(x)) ** 2
+        return options.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
 
     def query_map(x):
         projections = project(x, of_query)
         if options.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         # The queries' |q|^2 / 2 cancels.
-        return split(projections, jnp.zeros((*x.shape[:-1], 1)))
+        return split(projections, jnp.zeros((*x.shape[:-1], 1), projections.dtype))
 
     offset = None
     if options.google:
@@ -328,9 +339,9 @@ def _weighted(split: features.Split, log_weights: Array, feature_map: str) -> fe
     if feature_map in features.TWO_FOR_EACH:
         log_weights = jnp.concatenate([log_weights, log_weights], axis=-1)
     exponent, factor = split
-    if log_weights.ndim == 2:
-        ones = [1] * (max(x.ndim for x in split if x is not None) - 2)
-        log_weights = log_weights.reshape(log_weights.shape[0], *ones, log_weights.shape[1])
+    *heads, m = log_weights.shape
+    ones = [1] * (max(x.ndim for x in split if x is not None) - log_weights.ndim)
+    log_weights = log_weights.reshape(*heads, *ones, m)
     if factor is None:
         return exponent + log_weights, None
     return exponent, factor * jnp.exp(log_weights)
@@ -395,4 +406,4 @@ def _block_sizes(
     chunk = CHUNK.get(platform, 128)
     # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
     # themselves if a block has at least m tokens.
-    return chunk, max(chunk, num_features, rows // (key.shape[0] * key.shape[2]))
+    return chunk, max(chunk, num_features, rows // max(key.shape[0] * key.shape[2], 1))

@@ -26,11 +26,12 @@ def earlier_devices(state: State, axis_name: str) -> State:
     An exclusive fold: one all_gather of the states, of which the later ones are left out.
     """
     states = jax.lax.all_gather(state, axis_name)
-    earlier = jnp.arange(states.maximum.shape[0]) < jax.lax.axis_index(axis_name)
+    here = jax.lax.axis_index(axis_name)
+    earlier = jnp.arange(states.maximum.shape[0], dtype=here.dtype) < here
     earlier = earlier.reshape(-1, *[1] * (states.maximum.ndim - 1))
     states = states._replace(maximum=jnp.where(earlier, states.maximum, -jnp.inf))
     maximum = jnp.max(jax.lax.stop_gradient(states.maximum), axis=0)
-    factor = jnp.exp(states.maximum - finite(maximum))
+    factor = jnp.exp(states.maximum - finite(maximum)[None])
     return State(
         maximum,
         jnp.sum(states.normaliser * factor, axis=0),

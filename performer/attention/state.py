@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from performer.features import Split
+from performer.typing import float32_or_wider
 
 FeatureMap = Callable[[Array], Split]
 
 
 class State(NamedTuple):
-    """What the queries see of the keys, per batch entry and key head, in float32.
+    """What the queries see of the keys, per batch entry and key head; float32, or float64.
 
     Its size does not depend on how many keys it holds. The leaves of `performer_attention`'s
     states are (b, k, m), (b, k, m) and (b, k, m, v), without b where its inputs have none; m is the
@@ -43,7 +44,7 @@ def empty(
     It is split over devices as the keys are, and varies over the axes of `jax.shard_map` that the
     arrays `like` vary over: a scan wants its carry so.
     """
-    zeros = jnp.zeros_like(key[:, 0, :, :1], dtype=jnp.float32).swapaxes(0, 1)
+    zeros = jnp.zeros_like(key[:, 0, :, :1], dtype=float32_or_wider(key)).swapaxes(0, 1)
     zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], num_features))
     numerator = jnp.broadcast_to(zeros[..., None], (*zeros.shape, value_width))
     axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like if x is not None))
@@ -86,22 +87,26 @@ def masked(split: Split, mask: Bool[Array, "..."] | None) -> Split:
 
 
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
-    """A float32 product of operands in `dtype`, exact whatever the backend's default is."""
+    """A product of operands in `dtype`, exact whatever the backend's default is.
+
+    In float64 for float64 operands, else in float32.
+    """
+    left, right = left.astype(dtype), right.astype(dtype)
     return jnp.einsum(
         equation,
-        left.astype(dtype),
-        right.astype(dtype),
+        left,
+        right,
         precision="highest",
-        preferred_element_type=jnp.float32,
+        preferred_element_type=float32_or_wider(left),
     )
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
-    """What the large products are computed in: bfloat16 for bfloat16 values, else float32.
+    """What the large products are computed in: bfloat16 for bfloat16 values, else float32 or wider.
 
     float16 has not the range for sums over the keys.
     """
-    return jnp.dtype(jnp.bfloat16 if value.dtype == jnp.bfloat16 else jnp.float32)
+    return value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)
 
 
 def of_keys(split: Split, value: Float[Array, "..."]) -> State:
@@ -111,7 +116,7 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
     dtype = operand_dtype(value)
     weights = exponentials(split, maximum[..., None, :]).astype(dtype)
-    normaliser = jnp.sum(weights, axis=-2, dtype=jnp.float32)
+    normaliser = jnp.sum(weights, axis=-2, dtype=float32_or_wider(weights))
     numerator = dot("...sm,...sv->...mv", weights, value, dtype)
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
 
@@ -153,7 +158,7 @@ def attend(
     block: int,
 ) -> Float[Array, "b t k g v"]:
     """Every query attends over the features: sum_j a_j z_j / sum_j a_j s_j."""
-    (b, t, k, g, _), (count, length) = query.shape, blocks(query.shape[1], block)
+    (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
     def of_block(query, state):
@@ -162,20 +167,19 @@ def attend(
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
         weights = exponentials((exponent, factor), maximum).astype(dtype)
         numerator = dot("...tm,...mv->...tv", weights, state.numerator, dtype)
-        denominator = dot("...tm,...m->...t", weights, state.normaliser, jnp.dtype(jnp.float32))
+        denominator = dot("...tm,...m->...t", weights, state.normaliser, state.normaliser.dtype)
         return normalised(numerator, denominator)
 
     state = jax.tree.map(flat, state)
     # The g query heads of a key head are rows beside each other: (count, k, b, length g, h).
-    queries = heads_first(
-        query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, -1), count, length * g
-    )
+    queries = heads_first(query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h), count, length * g)
     if count == 1:
         outputs = of_block(queries[0], state)[None]
     else:
         outputs = jax.lax.map(lambda x: of_block(x, state), queries)
-    outputs = outputs.reshape(count, k, b, length, g, -1).transpose(2, 0, 3, 1, 4, 5)
-    return outputs.reshape(b, count * length, k, g, -1)[:, :t]
+    width = outputs.shape[-1]
+    outputs = outputs.reshape(count, k, b, length, g, width).transpose(2, 0, 3, 1, 4, 5)
+    return outputs.reshape(b, count * length, k, g, width)[:, :t]
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
@@ -216,4 +220,5 @@ def flat(x: Array) -> Array:
 
     Two that are more than 1 stay apart: either may be split over devices.
     """
-    return x.reshape(-1, *x.shape[2:]) if 1 in x.shape[:2] else x
+    k, b = x.shape[:2]
+    return x.reshape(k * b, *x.shape[2:]) if 1 in (k, b) else x

@@ -129,7 +129,7 @@ def sweep(
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
         tail = x.shape[carry[0].maximum.ndim + 2 :]
-        x = x.reshape(count, k, b, -1, groups, chunk, *tail)
+        x = x.reshape(count, k, b, length // chunk, groups, chunk, *tail)
         x = x.transpose(2, 0, 3, 5, 1, 4, *range(6, x.ndim))
         return x.reshape(b, count * length, *x.shape[4:])[:, :t]
 
@@ -168,7 +168,7 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
         same = segments[..., :, None] == segments[..., None, :]
-        allowed = same if allowed is None else same & allowed
+        allowed = same if allowed is None else same & jnp.broadcast_to(allowed, same.shape)
         kept = masked(key_split, segments == last[..., None])
     if allowed is not None:
         allowed = jnp.concatenate([allowed] * groups, axis=-2)
@@ -184,11 +184,11 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
         weights, largest = _within(query_split, key_split, allowed, dtype)
         maximum = jnp.maximum(maximum, largest)
     features = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
-    denominator = dot("...tm,...m->...t", features, past.normaliser, jnp.dtype(jnp.float32))
+    denominator = dot("...tm,...m->...t", features, past.normaliser, past.normaliser.dtype)
     numerator = dot("...tm,...mv->...tv", features, past.numerator, dtype)
     if window != "none":
         weights = (weights * jnp.exp(largest - finite(maximum))[..., None]).astype(dtype)
-        denominator += jnp.sum(weights, axis=-1, dtype=jnp.float32)
+        denominator += jnp.sum(weights, axis=-1, dtype=denominator.dtype)
         numerator += dot("...ts,...sv->...tv", weights, value, dtype)
     return (state, previous), Rows(maximum, denominator, numerator)
 
