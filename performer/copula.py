@@ -106,7 +106,7 @@ def norms(theta: Theta, quantile: Quantile = chi) -> Norms:
     def draw(key: Key, m: int, d: int) -> Float[Array, " m"]:
         if m != len(factor):
             raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
-        scores = jnp.matmul(factor, jax.random.normal(key, (m,)), precision="highest")
+        scores = jnp.matmul(factor, jax.random.normal(key, (m,), factor.dtype), precision="highest")
         return quantile(scores, d)
 
     return draw
