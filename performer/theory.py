@@ -192,9 +192,7 @@ def _mean_pair(
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: w with its own negative, m ordered pairs; else two rows of W, each sign twice over.
     half = m // 2
-    own = np.mean(
-        [np.exp(log_factor + (np.zeros_like(t) if s == 1 else 2 * t)) for s in signs], axis=0
-    )
+    own = np.mean([np.exp(log_factor + (1 - s) * t) for s in signs], axis=0)
     if half == 1:
         return own
     others = np.mean(
@@ -242,7 +240,8 @@ def _negatively_coupled(t: Array, d: int, log_factor: Array) -> Array:
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     squares = 2 * np.where(_SCORES < 0, *inverses)
     weights = np.exp(-(_SCORES**2) / 2) / np.sqrt(2 * np.pi) * (_SCORES[1] - _SCORES[0])
-    mean = special.hyp0f1(d / 2, t[..., None] / 4 * (squares + squares[::-1])) @ weights
+    z = t[..., None] / 4 * (squares + squares[::-1])
+    mean = special.hyp0f1(d / 2, np.minimum(z, 1e200)) @ weights  # far below, it is inf already
     factor = np.exp(log_factor)
     return np.where(factor == 0, 0.0, factor * mean)
 

@@ -115,7 +115,7 @@ def test_the_posterior_is_that_of_the_equations(observed, nodes, compiled):
         return gp.posterior(kernel, observed, y, nodes, output_scale=1.3, noise_scale=0.5)
 
     of = jax.jit(posterior) if compiled else posterior
-    dtypes = [np.float32] if compiled else [np.float32, np.int32, jnp.bfloat16, np.float64]
+    dtypes = [np.float32] if compiled else [np.float32, np.int32, jnp.bfloat16]
     kinds = [kernel] if compiled else [kernel, kernel.gram(), np.asarray(kernel.gram())]
     for matrix, dtype in itertools.product(kinds, dtypes):
         found = of(matrix, jnp.asarray(observed), jnp.asarray(y, dtype))

@@ -192,7 +192,7 @@ def test_derivatives_at_equal_close_and_far_points():
         for name, (kernel, _) in all_kernels.items():
 
             def of(x, y, kernel=kernel):
-                return kernel(x[None], y[None], lengthscale=0.7)[0, 0]
+                return kernel(x[None], y[None], lengthscale=0.5)[0, 0]
 
             other = jnp.asarray(y, jnp.float32)
             found[name] = (
@@ -209,7 +209,7 @@ def test_derivatives_at_equal_close_and_far_points():
     for name, (_, exactly) in all_kernels.items():
         gradients, hessians = found[name]
         for i, difference in enumerate(np.asarray(apart, np.float64)):
-            gradient, hessian = exactly(difference, lengthscale=0.7)
+            gradient, hessian = exactly(difference, lengthscale=0.5)
             if i == len(apart) - 1:
                 gradient, hessian = 0 * y, np.zeros((3, 3))
             for ours in gradients:
@@ -249,7 +249,7 @@ def test_second_derivatives_of_the_arc_cosine_kernel():
 
 
 def test_kinks_and_far_points_are_finite():
-    points = jnp.float32([[0, 0], [0, 0], [1e25, 0], [-3e38, 0]])
+    points = jnp.float32([[0, 0], [0, 0], [1e25, 0], [-1e30, 0]])
     for kernel in (kernels.gaussian, *map(kernels.matern, (0.5, 2.5, 25.5))):
         np.testing.assert_array_equal(kernel(points[:1], points)[0], [1, 1, 0, 0])
         assert np.isfinite(jax.grad(lambda x, k=kernel: k(x, points).sum())(points[:1])).all()
@@ -270,7 +270,7 @@ def test_other_dtypes_are_promoted(dtype):
     ("x", "y", "options", "message"),
     [
         (X[:, 0], Y, {}, r"x must have the shape \(n, d\), got \(5,\); points .* x\[:, None\]"),
-        (X, Y[:, :1], {}, r"y must have the shape \(k, d = 3\), got \(4, 1\)"),
+        (X, Y[:, :1], {}, r"y must have the shape \(k = 4, d = 3\), got \(4, 1\)"),
         (X, Y, dict(lengthscale=np.ones(5)), r"lengthscale must be one .* \(3,\), got \(5,\)"),
         (X[:, :1], Y[:, :1], dict(lengthscale=np.ones(3)), r"the shape \(1,\), got \(3,\)"),
         (X, Y, dict(output_scale=np.ones(4)), r"output_scale must be one number, .* \(4,\)"),
