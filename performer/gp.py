@@ -16,25 +16,33 @@ against the exact form with K = phi phi^T in the tests:
     VRC Eq. 39   no factor before Phi_d y, and sigma_p     read  1 / sigma_n^2, and sigma_n
     VRC Eq. 41, 42   one of y, the other of f: compare them only after `observed`
 
-All matrices that are factored get a *jitter*, eps times their trace, on the diagonal: the size of
-the rounding errors of their entries and of Cholesky's own (eps = 1.2e-7 in float32, 2.2e-16 in
-float64). A matrix that is not positive definite even so raises ValueError; inside `jit`, where
-nothing can be raised, it makes the results NaN.
+B is never formed: in float32 its I would drown beside N / sigma_n^2. Its factor is that of
+[phi / sigma_n; I] by QR, which is as exact as the features. Matrices that must be formed, K +
+sigma_n^2 I and the covariances of `kl`, get a *jitter* on the diagonal: eps times the mean of it
+(eps = 1.2e-7 in float32, 2.2e-16 in float64), the rounding error of an entry; and where a pivot of
+Cholesky's is no larger than rounding errors make it, n times as much, which all those n^2 errors
+together do not exceed. A matrix that is not positive definite even so raises ValueError; inside
+`jit`, where nothing can be raised, it makes the results NaN.
+
+Arrays are of any real dtype: all become float64 where one is, and float32 where none is.
 
 Sources: VRC App. B.1, B.2 (Eqs 37 to 43); Rasmussen and Williams 2006, Algorithm 2.1.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.scipy.linalg import cho_solve, solve_triangular
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import descent, kernels
-from performer.kernels import checked
+from performer.kernels import checked, checked_arrays, positive_number
+
+_dot = partial(jnp.matmul, precision="highest")
 
 
 class Gaussian(NamedTuple):
@@ -55,8 +63,24 @@ class Scales(NamedTuple):
     """sigma_n, the standard deviation of the noise, in the units of y."""
 
 
+def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
+    """`kernels.checked_arrays`, whose entries must be finite; traced ones cannot be looked at.
+
+    Raises:
+        ValueError: naming the array and its shape, or that it has other entries.
+    """
+    arrays = checked_arrays(**named)
+    for what, array in zip(named, arrays, strict=True):
+        if not isinstance(array, Tracer):
+            with jax.ensure_compile_time_eval():
+                finite = bool(jnp.isfinite(array).all())
+            if not finite:
+                raise ValueError(f"{what} has entries that are not finite")
+    return arrays
+
+
 def log_marginal_likelihood(
-    gram: Float[Array, "n n"], y: Float[Array, " n"], noise_scale: ArrayLike
+    gram: Num[ArrayLike, "n n"], y: Num[ArrayLike, " n"], noise_scale: ArrayLike
 ) -> Float[Array, ""]:
     """log N(y; 0, K + sigma_n^2 I).
 
@@ -66,29 +90,36 @@ def log_marginal_likelihood(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: when sigma_n is not positive or K + sigma_n^2 I not positive definite.
+        ValueError: for other shapes, entries that are not finite, sigma_n that is not positive, or
+            when K + sigma_n^2 I is not positive definite.
     """
+    gram, y = finite_arrays(gram=(gram, "nn"), y=(y, "n"))
     factor = _cholesky("the Gram matrix plus noise", _noisy(gram, noise_scale))
-    return _log_density(factor, y)
+    whitened = solve_triangular(factor, y, lower=True)
+    return -(jnp.sum(whitened**2) + _log_det(factor) + len(y) * jnp.log(2 * jnp.pi)) / 2
 
 
 def log_marginal_likelihood_features(
-    phi: Float[Array, "n p"], y: Float[Array, " n"], noise_scale: ArrayLike
+    phi: Num[ArrayLike, "n p"], y: Num[ArrayLike, " n"], noise_scale: ArrayLike
 ) -> Float[Array, ""]:
-    """log N(y; 0, phi phi^T + sigma_n^2 I) in O(N m^2), by the determinant and inverse of B."""
-    n, variance = len(y), checked("noise_scale", noise_scale) ** 2
-    factor = _weight_precision(phi, variance)
-    projected = solve_triangular(factor, phi.T @ y, lower=True) / variance
-    quadratic = y @ y / variance - projected @ projected
-    log_det = _log_det(factor) + n * jnp.log(variance)
-    return -(quadratic + log_det + n * jnp.log(2 * jnp.pi)) / 2
+    """log N(y; 0, phi phi^T + sigma_n^2 I) in O(N m^2).
+
+    By the determinant of B, and y^T (phi phi^T + sigma_n^2 I)^{-1} y as the least value of
+    |y - phi w|^2 / sigma_n^2 + |w|^2. Arguments and errors as for `condition_features`.
+    """
+    phi, y = finite_arrays(phi=(phi, "np"), y=(y, "n"))
+    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
+    factor, weights = _weights(phi, y, noise_scale)
+    least = jnp.sum(((y - _dot(phi, weights)) / noise_scale) ** 2) + jnp.sum(weights**2)
+    log_det = _log_det(factor) + len(y) * 2 * jnp.log(noise_scale)
+    return -(least + log_det + len(y) * jnp.log(2 * jnp.pi)) / 2
 
 
 def condition(
-    gram: Float[Array, "n n"],
-    cross: Float[Array, "k n"],
-    test_gram: Float[Array, "k k"],
-    y: Float[Array, " n"],
+    gram: Num[ArrayLike, "n n"],
+    cross: Num[ArrayLike, "k n"],
+    test_gram: Num[ArrayLike, "k k"],
+    y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
 ) -> Gaussian:
     """The posterior of f at k test points (VRC Eqs 40 and 42).
@@ -101,22 +132,27 @@ def condition(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: when sigma_n is not positive or K + sigma_n^2 I not positive definite.
+        ValueError: for other shapes, entries that are not finite, sigma_n that is not positive, or
+            when K + sigma_n^2 I is not positive definite.
 
     Example:
         >>> kernel = partial(kernels.gaussian, lengthscale=0.7)
         >>> f = gp.condition(kernel(x, x), kernel(new, x), kernel(new, new), y, 0.1)
         >>> f.mean, jnp.sqrt(jnp.diag(gp.observed(f, 0.1).covariance))
     """
+    gram, cross, test_gram, y = finite_arrays(
+        gram=(gram, "nn"), cross=(cross, "kn"), test_gram=(test_gram, "kk"), y=(y, "n")
+    )
     factor = _cholesky("the Gram matrix plus noise", _noisy(gram, noise_scale))
     half = solve_triangular(factor, cross.T, lower=True)
-    return Gaussian(cross @ cho_solve((factor, True), y), test_gram - half.T @ half)
+    mean = _dot(cross, cho_solve((factor, True), y))
+    return Gaussian(mean, test_gram - _dot(half.T, half))
 
 
 def condition_features(
-    phi: Float[Array, "n p"],
-    test_phi: Float[Array, "k p"],
-    y: Float[Array, " n"],
+    phi: Num[ArrayLike, "n p"],
+    test_phi: Num[ArrayLike, "k p"],
+    y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
 ) -> Gaussian:
     """The posterior of f = phi w, w ~ N(0, I), at k test points (VRC Eqs 38, 39 and 41; O(N m^2)).
@@ -128,18 +164,19 @@ def condition_features(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: when sigma_n is not positive.
+        ValueError: for other shapes, entries that are not finite, or sigma_n that is not positive.
     """
-    variance = checked("noise_scale", noise_scale) ** 2
-    factor = _weight_precision(phi, variance)
-    weights = cho_solve((factor, True), phi.T @ y) / variance
+    phi, test_phi, y = finite_arrays(phi=(phi, "np"), test_phi=(test_phi, "kp"), y=(y, "n"))
+    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
+    factor, weights = _weights(phi, y, noise_scale)
     half = solve_triangular(factor, test_phi.T, lower=True)
-    return Gaussian(test_phi @ weights, half.T @ half)
+    return Gaussian(_dot(test_phi, weights), _dot(half.T, half))
 
 
 def observed(law: Gaussian, noise_scale: ArrayLike) -> Gaussian:
     """The law of y = f + noise, given that of f."""
-    return Gaussian(law.mean, _noisy(law.covariance, noise_scale))
+    mean, covariance = checked_arrays(mean=(law.mean, "n"), covariance=(law.covariance, "nn"))
+    return Gaussian(mean, _noisy(covariance, noise_scale))
 
 
 def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
@@ -149,26 +186,41 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
     posteriors or priors, N(0, K) and N(0, phi phi^T).
 
     Raises:
-        ValueError: when a covariance is not positive definite.
+        ValueError: for laws of different numbers of values, entries that are not finite, or a
+            covariance that is not positive definite.
     """
-    of_p = _cholesky("the covariance of p", p.covariance)
-    of_q = _cholesky("the covariance of q", q.covariance)
+    of_p, p_mean, of_q, q_mean = finite_arrays(
+        covariance_of_p=(p.covariance, "nn"),
+        mean_of_p=(p.mean, "n"),
+        covariance_of_q=(q.covariance, "nn"),
+        mean_of_q=(q.mean, "n"),
+    )
+    of_p = _cholesky("the covariance of p", of_p)
+    of_q = _cholesky("the covariance of q", of_q)
     ratio = solve_triangular(of_q, of_p, lower=True)
-    shift = solve_triangular(of_q, q.mean - p.mean, lower=True)
+    shift = solve_triangular(of_q, q_mean - p_mean, lower=True)
     log_dets = _log_det(of_q) - _log_det(of_p)
-    return (jnp.sum(ratio**2) + shift @ shift - len(p.mean) + log_dets) / 2
+    return (jnp.sum(ratio**2) + jnp.sum(shift**2) - len(p_mean) + log_dets) / 2
 
 
-def negative_log_density(law: Gaussian, y: Float[Array, " n"]) -> Float[Array, ""]:
-    """-log N(y_i; mean_i, covariance_ii), averaged over the points (the papers' predictive NLL)."""
-    variance = jnp.diagonal(law.covariance)
-    squares = (y - law.mean) ** 2 / variance
+def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array, ""]:
+    """-log N(y_i; mean_i, covariance_ii), averaged over the points (the papers' predictive NLL).
+
+    Raises:
+        ValueError: for other shapes, entries that are not finite, or a variance that is not
+            positive.
+    """
+    mean, covariance, y = finite_arrays(
+        mean=(law.mean, "n"), covariance=(law.covariance, "nn"), y=(y, "n")
+    )
+    variance = checked("a variance", jnp.diagonal(covariance))
+    squares = (y - mean) ** 2 / variance
     return jnp.mean(squares + jnp.log(2 * jnp.pi * variance)) / 2
 
 
 def fit(
-    x: Float[Array, "n d"],
-    y: Float[Array, " n"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, " n"],
     start: Scales,
     *,
     kernel: kernels.Kernel = kernels.gaussian,
@@ -193,17 +245,23 @@ def fit(
         The scales, and the negative log marginal likelihood per point before each step.
 
     Raises:
-        ValueError: for a start that is not positive, an unknown name in `fixed`, or a fit that left
-            the finite numbers. (Inside `jit` that makes the result NaN.)
+        ValueError: for other shapes, entries that are not finite, no points at all, a start that is
+            not positive, an unknown name in `fixed`, or a fit that left the finite numbers. (Inside
+            `jit` that makes the result NaN.)
     """
     for name in fixed:
         if name not in Scales._fields:
             raise ValueError(f"fixed={name!r} is none of {', '.join(Scales._fields)}")
+    x, y = finite_arrays(x=(x, "nd"), y=(y, "n"))
+    if not len(y):
+        raise ValueError("there are no training points to fit: x has the shape " + str(x.shape))
+    positive_number("output_scale", start.output_scale)
+    positive_number("noise_scale", start.noise_scale)
     logs = {
         name: jnp.log(jnp.asarray(checked(name, value), x.dtype))
         for name, value in start._asdict().items()
     }
-    held = {name: logs.pop(name) for name in fixed}
+    held = {name: logs.pop(name) for name in set(fixed)}
 
     def loss(logs, _):
         scales = Scales(**jax.tree.map(jnp.exp, logs | held))
@@ -218,21 +276,40 @@ def fit(
 
 
 def _noisy(matrix: Array, noise_scale: ArrayLike) -> Array:
-    return matrix + checked("noise_scale", noise_scale) ** 2 * jnp.eye(
-        len(matrix), dtype=matrix.dtype
-    )
+    variance = jnp.asarray(positive_number("noise_scale", noise_scale), matrix.dtype) ** 2
+    return matrix + variance * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
-def _weight_precision(phi: Array, variance: ArrayLike) -> Array:
-    """The Cholesky factor of B, (p, p)."""
-    with jax.default_matmul_precision("highest"):
-        B = phi.T @ phi / variance + jnp.eye(phi.shape[1], dtype=phi.dtype)
-    return _cholesky("the precision of the weights", B)
+def _weights(phi: Array, y: Array, noise_scale: Array) -> tuple[Array, Array]:
+    """The factor of B, and the w with the least |y - phi w|^2 / sigma_n^2 + |w|^2."""
+    phi, y = phi / noise_scale, y / noise_scale
+    factor = _triangle(phi)
+    if not isinstance(factor, Tracer) and not bool(jnp.isfinite(factor).all()):
+        raise ValueError(f"phi / noise_scale is too large for {phi.dtype}")
+    weights = jnp.zeros(phi.shape[1], phi.dtype)
+    for _ in range(2):  # the second time what rounding left of the first
+        residual = _dot(phi.T, y - _dot(phi, weights)) - weights
+        weights = weights + cho_solve((factor, True), residual)
+    return factor, weights
+
+
+@jax.custom_jvp
+@jax.jit
+def _triangle(A: Array) -> Array:
+    """A lower triangular L with L L^T = A^T A + I, of entries that may be negative everywhere."""
+    stacked = jnp.concatenate([A, jnp.eye(A.shape[1], dtype=A.dtype)])
+    return jnp.linalg.qr(stacked, mode="r").T
+
+
+@_triangle.defjvp
+def _triangle_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (A,), (change,) = primals, tangents
+    factor, half = _triangle(A), _dot(change.T, A)
+    return factor, _factor_derivative(factor, half + half.T)
 
 
 def _cholesky(what: str, matrix: Array) -> Array:
-    jitter = jnp.finfo(matrix.dtype).eps * jnp.trace(matrix)
-    factor = jnp.linalg.cholesky(matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype))
+    factor = _jittered_factor(matrix)
     if not isinstance(factor, Tracer) and not bool(jnp.isfinite(factor).all()):
         if not bool(jnp.isfinite(matrix).all()):
             raise ValueError(f"{what} has entries that are not finite")
@@ -244,10 +321,39 @@ def _cholesky(what: str, matrix: Array) -> Array:
     return factor
 
 
+@jax.custom_jvp
+@jax.jit
+def _jittered_factor(matrix: Array) -> Array:
+    """Cholesky's factor with as little jitter as the rounding errors allow."""
+    n = len(matrix)
+    rounding = jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
+
+    def factor(jitter: Array) -> Array:
+        return jnp.linalg.cholesky(matrix + jitter * jnp.eye(n, dtype=matrix.dtype))
+
+    first = factor(rounding)
+    least = jnp.min(jnp.diagonal(first) ** 2, initial=jnp.inf)
+    # n^2 independent errors of that size are a matrix of norm sqrt(n), and a pivot below it is one.
+    # A loop, not a condition: of a stack, under vmap, it ends at once where all are well.
+    well = least >= 4 * n**0.5 * rounding
+    _, found = jax.lax.while_loop(
+        lambda state: ~state[0], lambda _: (jnp.array(True), factor(n * rounding)), (well, first)
+    )
+    return found
+
+
+@_jittered_factor.defjvp
+def _jittered_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    factor, change = _jittered_factor(*primals), tangents[0]
+    return factor, _factor_derivative(factor, (change + change.T) / 2)
+
+
+def _factor_derivative(factor: Array, change: Array) -> Array:
+    """Of L with L L^T = M: L times the lower half of L^{-1} dM L^{-T}, its diagonal halved."""
+    whitened = solve_triangular(factor, change, lower=True)
+    whitened = solve_triangular(factor, whitened.T, lower=True)
+    return _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)
+
+
 def _log_det(factor: Array) -> Array:
-    return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
-
-
-def _log_density(factor: Array, y: Array) -> Array:
-    whitened = solve_triangular(factor, y, lower=True)
-    return -(whitened @ whitened + _log_det(factor) + len(y) * jnp.log(2 * jnp.pi)) / 2
+    return 2 * jnp.sum(jnp.log(jnp.abs(jnp.diagonal(factor))))

@@ -7,7 +7,9 @@
 
 with the output scale s and the lengthscale l, one for all dimensions or one for each. Every kernel
 has the signature `kernel(x, y, *, lengthscale, output_scale) -> (n, k)` for n points x and k
-points y; its random features are those of `features` with the same two scales.
+points y; its random features are those of `features` with the same two scales. Derivatives of every
+order that the kernel itself has are right at equal points, too, in forward and in reverse; where
+it has a kink (Matern 1/2 and arc-cosine 0 at equal points) that of the distance is taken to be 0.
 
 Sources: VRC App. B.1 (σ_v is s, the script l is l) and Eq. 83, which misses the power nu on its
 first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); Munkhoeva et al.
@@ -23,15 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 
 Kernel = Callable[..., Float[Array, "n k"]]
 """kernel(x, y, *, lengthscale, output_scale): the matrix of all pairs."""
 
 
 def gaussian(
-    x: Float[Array, "n d"],
-    y: Float[Array, "k d"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, "k d"],
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
@@ -39,18 +41,20 @@ def gaussian(
     """The Gaussian kernel, the mean of both feature maps over frequencies N(0, I).
 
     Args:
-        x: points (n, d).
+        x: points (n, d). Integers, float16 and bfloat16 are promoted to float32.
         y: points (k, d).
         lengthscale: l, in the units of the points; a number, or (d,) with one for each dimension.
         output_scale: s, so that k(x, x) = s^2.
 
     Returns:
-        The kernel of all pairs (n, k), in the dtype of the points.
+        The kernel of all pairs (n, k), float32 (float64 for float64 points).
 
     Raises:
-        ValueError: when a scale is not positive and finite (where its value is known: not in jit).
+        ValueError: for points or a scale of another shape, or a scale that is not positive and
+            finite (where its value is known: not in jit).
     """
-    return _squared(output_scale) * jnp.exp(-_squared_distances(x, y, lengthscale) / 2)
+    x, y = _over_lengthscale(x, y, lengthscale)
+    return _squared(output_scale, x.dtype) * jnp.exp(-_summed_squares(x, y) / 2)
 
 
 def matern(nu: float) -> Kernel:
@@ -79,21 +83,44 @@ def matern(nu: float) -> Kernel:
 
 
 def _matern(
-    x: Float[Array, "n d"],
-    y: Float[Array, "k d"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, "k d"],
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
     degree: int,
 ) -> Float[Array, "n k"]:
-    squared = (2 * degree + 1) * _squared_distances(x, y, lengthscale)
-    s = _root(squared)
-    polynomial = jnp.zeros_like(s)
-    for i in range(degree + 1):
-        factor = factorial(degree + i) / (factorial(i) * factorial(degree - i))
-        polynomial = polynomial + factor * (2 * s) ** (degree - i)
-    correlation = jnp.exp(-s) * polynomial * (factorial(degree) / factorial(2 * degree))
-    return _squared(output_scale) * correlation
+    x, y = _over_lengthscale(x, y, lengthscale)
+    squares = (2 * degree + 1) * _summed_squares(x, y)
+    return _squared(output_scale, x.dtype) * _matern_correlation(squares, degree)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _matern_correlation(squares: Array, degree: int) -> Array:
+    """The Matern kernel of s^2 = 2 nu r^2, nu = degree + 1/2."""
+    s = _root(squares)
+    decay, polynomial = jnp.exp(-s), jnp.zeros_like(s)
+    for i in range(degree, -1, -1):  # Horner's rule, from s^degree down; that of s^0 is 1
+        ways = factorial(2 * degree - i) * factorial(degree) * 2**i
+        polynomial = polynomial * s + ways / (
+            factorial(2 * degree) * factorial(i) * factorial(degree - i)
+        )
+    return jnp.where(decay > 0, decay * polynomial, 0.0)  # far away the polynomial may be infinite
+
+
+@_matern_correlation.defjvp
+def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """By (s^nu K_nu)' = -s^nu K_{nu-1} a kernel of nu - 1 at the same s: no 1 / s, no cancellation.
+
+    dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)); that of the root of s^2 at 0, for nu = 1/2, is 0.
+    """
+    (squares,), (change,) = primals, tangents
+    if degree:
+        slope = -_matern_correlation(squares, degree - 1) / (4 * degree - 2)
+    else:
+        s = _root(squares)
+        slope = jnp.where(s > 0, -jnp.exp(-s) / (2 * jnp.where(s > 0, s, 1.0)), 0.0)
+    return _matern_correlation(squares, degree), slope * change
 
 
 def arc_cosine(order: int) -> Kernel:
@@ -112,20 +139,38 @@ def arc_cosine(order: int) -> Kernel:
 
 
 def _arc_cosine(
-    x: Float[Array, "n d"],
-    y: Float[Array, "k d"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, "k d"],
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
     order: int,
 ) -> Float[Array, "n k"]:
-    x, y = (points / checked("lengthscale", lengthscale) for points in (x, y))
+    x, y = _over_lengthscale(x, y, lengthscale)
     lengths, units = zip(*map(_length_and_direction, (x, y)), strict=True)
     angle = _angles(*units)
     if order == 0:
-        return _squared(output_scale) * (1 - angle / jnp.pi)
-    shape = (jnp.sin(angle) + (jnp.pi - angle) * jnp.cos(angle)) / jnp.pi
-    return _squared(output_scale) * lengths[0][:, None] * lengths[1] * shape
+        correlation = 1 - angle / jnp.pi
+    else:
+        products = jnp.matmul(x, y.T, precision="highest")
+        correlation = _first_order(lengths[0][:, None] * lengths[1][None], products, angle)
+    return _squared(output_scale, x.dtype) * correlation
+
+
+@jax.custom_jvp
+def _first_order(lengths: Array, products: Array, angle: Array) -> Array:
+    """(|x| |y| sin t + (pi - t) x.y) / pi, x.y from the angle: exact where x and y are opposite."""
+    del products
+    return lengths * (jnp.sin(angle) + (jnp.pi - angle) * jnp.cos(angle)) / jnp.pi
+
+
+@_first_order.defjvp
+def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Without that of the angle, |x| |y| cos t - x.y = 0: the angle has a kink at equal points."""
+    lengths, products, angle = primals
+    of_lengths, of_products, _ = tangents
+    change = (jnp.sin(angle) * of_lengths + (jnp.pi - angle) * of_products) / jnp.pi
+    return _first_order(lengths, products, angle), change
 
 
 def _angles(u: Array, v: Array) -> Array:
@@ -159,14 +204,57 @@ def checked(what: str, value: ArrayLike) -> ArrayLike:
     return value
 
 
-def _squared(output_scale: Any) -> Any:
-    return checked("output_scale", output_scale) ** 2
+def positive_number(what: str, value: ArrayLike) -> ArrayLike:
+    """`checked`, for a single number.
+
+    Raises:
+        ValueError: when it is not one, or not positive and finite.
+    """
+    if np.shape(value) != ():
+        raise ValueError(f"{what} must be one number, got an array of shape {np.shape(value)}")
+    return checked(what, value)
 
 
-def _squared_distances(x: Array, y: Array, lengthscale: Any) -> Array:
-    """From differences, not from |x|^2 - 2 x.y + |y|^2: exactly 0 for equal points."""
-    lengthscale = checked("lengthscale", lengthscale)
-    return _summed_squares(x / lengthscale, y / lengthscale)
+def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
+    """Arrays in one dtype, float64 if any has it and float32 if not, after a look at their shapes.
+
+    Args:
+        named: by name the array and its axes, a letter for each: `checked_arrays(x=(x, "nd"))`. An
+            axis has the same size wherever its letter stands.
+
+    Raises:
+        ValueError: naming the array, the shape that it must have, and the one that it has.
+    """
+    with jax.ensure_compile_time_eval():  # constants of a traced function can be looked at, too
+        arrays = {what: jnp.asarray(array) for what, (array, _) in named.items()}
+    wide = any(array.dtype == jnp.float64 for array in arrays.values())
+    sizes: dict[str, int] = {}
+    for what, (_, axes) in named.items():
+        shape = arrays[what].shape
+        if len(shape) != len(axes) or any(
+            sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
+        ):
+            wanted = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
+            column = (
+                f"; points on a line are {what}[:, None]" if len(shape) == 1 < len(axes) else ""
+            )
+            raise ValueError(f"{what} must have the shape ({wanted}), got {shape}{column}")
+    with jax.ensure_compile_time_eval():
+        return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays.values()]
+
+
+def _squared(output_scale: Any, dtype: Any) -> Array:
+    return jnp.asarray(positive_number("output_scale", output_scale), dtype) ** 2
+
+
+def _over_lengthscale(x: Any, y: Any, lengthscale: Any) -> tuple[Array, Array]:
+    """Both points, in units of the lengthscale, which is one number or one for each dimension."""
+    x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
+    shape, d = np.shape(checked("lengthscale", lengthscale)), x.shape[1]
+    if shape not in ((), (d,)):
+        raise ValueError(f"lengthscale must be one number or have the shape ({d},), got {shape}")
+    unit = jnp.reshape(jnp.asarray(lengthscale, x.dtype), (1, -1))
+    return x / unit, y / unit
 
 
 @jax.jit  # fused: the differences of all pairs are never in memory

@@ -67,8 +67,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     Raises:
         ValueError: in `fit`, for an unknown coupling or sizes that it does not admit (antithetic
-            ones need an even m), n_components that is no positive integer, or gamma that is not
-            positive and finite; for X that is not a finite 2-D array.
+            ones need an even m) or one with values that are not finite, n_components that is no
+            positive integer, or gamma that is not positive and finite; for X that is not a finite
+            2-D array, or so large that its features are not finite.
         TypeError: for a sparse X.
 
     Example:
@@ -96,6 +97,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             frequencies = np.array(self._drawn(jax.random.key(seed), m, d))
         if frequencies.shape != (m, d):
             raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
+        if not np.isfinite(frequencies).all():
+            count = np.sum(~np.isfinite(frequencies))
+            raise ValueError(f"coupling returned {count} values that are not finite")
         self.frequencies_, self.gamma_ = frequencies, gamma
         self._n_features_out = int(self.n_components)
         return self
@@ -107,7 +111,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         with jax.enable_x64(X.dtype == np.float64):
             lengthscale, odd = (2 * self.gamma_) ** -0.5, self._n_features_out % 2
             phi = _features(X, self.frequencies_, self.phase_, lengthscale, odd=odd)
-        return np.array(phi)  # a copy: what JAX returns is read-only
+        phi = np.array(phi)  # a copy: what JAX returns is read-only
+        if not np.isfinite(phi).all():
+            raise ValueError(
+                f"X, up to {np.abs(X).max():.3g} with gamma = {self.gamma_:.3g}, is too large for"
+                f" {X.dtype}: scale it (StandardScaler), or take a smaller gamma"
+            )
+        return phi
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -130,8 +140,14 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def _number_gamma(self, X: np.ndarray) -> float:
         gamma: Any = self.gamma
         if isinstance(gamma, str) and gamma == "scale":
-            variance = float(X.var())
-            return 1 / (X.shape[1] * variance) if variance else 1.0
+            with np.errstate(over="ignore"):
+                variance = float(X.var(dtype=np.float64))  # of float32 it may be past float32
+            gamma = 1 / (X.shape[1] * variance) if variance else 1.0
+            if not 0 < gamma < float("inf"):
+                raise ValueError(
+                    f"gamma='scale' has no value for X.var() = {variance:.3g}: scale X"
+                )
+            return gamma
         if isinstance(gamma, Real) and 0 < float(gamma) < float("inf"):
             return float(gamma)
         raise ValueError(f"gamma must be a positive, finite number or 'scale', got {gamma!r}")

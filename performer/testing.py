@@ -7,10 +7,10 @@
     testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
     testing.assert_lower_mse(my_coupling, performer.couplings.get("orf"), m=24, d=8)
 
-Every assertion is a test with a stated false-alarm rate: a right coupling fails it with at most
-the probability `FALSE_ALARM_RATE`, divided among the comparisons it makes (Bonferroni). The keys
-are fixed by `seed`, so that a result never changes by itself. A failure says where, and by how many
-standard errors.
+A draw that is not (m, d), or not finite, fails every assertion. Each is a test with a stated
+false-alarm rate: a right coupling fails it with at most the probability `FALSE_ALARM_RATE`, divided
+among the comparisons it makes (Bonferroni). The keys are fixed by `seed`, so that a result never
+changes by itself. A failure says where, and by how many standard errors.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,7 +20,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from scipy import special, stats
 
 from performer import features
@@ -78,7 +78,8 @@ def assert_gaussian_marginals(
         AssertionError: naming the row, the statistic, its value and the threshold.
     """
     samples = draw(coupling, m, d, draws, seed)
-    _assert_shape(samples, (draws, m, d))
+    _assert_shape(samples.shape[1:], (m, d))
+    _assert_finite(int(np.sum(~np.isfinite(samples))))
     oblique = np.random.default_rng(0).standard_normal(d)
     directions = {
         "first axis": np.eye(d)[0],
@@ -221,6 +222,8 @@ def _estimates(
     """phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
 
     frequencies, pairs = _draws(coupling, m, d, draws, seed), jnp.asarray(points, jnp.float32)
+    _assert_shape(frequencies.shape[1:], (m, d))
+    _assert_finite(int(np.sum(~np.isfinite(frequencies))))
     batches = [
         np.asarray(_products(jnp.asarray(frequencies[i : i + _BATCH]), pairs, kernel))
         for i in range(0, draws, _BATCH)
@@ -244,9 +247,12 @@ def _squared_errors(
     return (estimates[:, 0] - _exact(x, y, kernel)) ** 2
 
 
-def _assert_shape(samples: np.ndarray, shape: tuple[int, ...]) -> None:
-    assert samples.shape == shape, f"the coupling gives {samples.shape[1:]}, expected {shape[1:]}"
-    assert np.isfinite(samples).all(), f"{np.sum(~np.isfinite(samples))} values are not finite"
+def _assert_shape(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert shape == expected, f"the coupling gives {shape}, expected {expected}"
+
+
+def _assert_finite(bad: int) -> None:
+    assert bad == 0, f"{bad} values of the coupling are not finite"
 
 
 def _assert_mean(sample: np.ndarray, expected: float, level: float, what: str) -> None:

@@ -1,7 +1,8 @@
 """Closed forms: how accurate random features are, coupling by coupling.
 
-All functions run in float64 NumPy and broadcast over their array arguments. Everything rests on the
-mean over one pair of frequencies, a function of t alone, with signs s = +-1:
+All functions run in float64 NumPy and broadcast over their array arguments. NaN gives NaN, and what
+is past the largest float64 inf, in its place alone. Everything rests on the mean over one pair of
+frequencies, a function of t alone, with signs s = +-1:
 
     pair_s(t) = E exp(x.(w_i + s w_j)),   t = |x|^2 (positive features, x = v, their x + y)
     pair_s(t) = E cos(x.(w_i + s w_j)),   t = -|x|^2 (trigonometric features, x = z, their x - y)
@@ -47,12 +48,15 @@ def conformity(name: str, v: ArrayLike, d: int, m: int) -> Array:
         m: number of frequencies, at least 2; even if antithetic.
 
     Returns:
-        rho(v), float64, the shape of v. Without any coupling it is e^{v^2} (SimRF Eq. 19).
+        rho(v), float64, the shape of v. Without any coupling it is e^{v^2} (SimRF Eq. 19), which
+        is inf from v = 26.7 on.
 
     Raises:
         ValueError: for a name without theory, or sizes that the coupling does not admit.
     """
-    return _mean_pair(name, np.asarray(v, np.float64) ** 2, d, m, (1,))
+    with np.errstate(over="ignore"):
+        t = np.minimum(np.asarray(v, np.float64) ** 2, np.finfo(np.float64).max)
+        return _mean_pair(name, t, d, m, (1,))
 
 
 def kernel_mse(
@@ -85,27 +89,9 @@ def kernel_mse(
     Returns:
         The error, float64, in the common shape of x and y without the last axis.
     """
-    for what, choice, choices in [
-        ("kernel", kernel, ("gaussian", "softmax")),
-        ("features", features, ("positive", "trigonometric")),
-    ]:
-        if choice not in choices:
-            raise ValueError(unknown(what, choice, choices))
-    x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
-    d = x.shape[-1]
-    norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
-    if features == "positive":
-        t = np.sum((x + y) ** 2, axis=-1)
-        prefactor = np.exp(-2 * norms if kernel == "gaussian" else -norms)
-        own = np.exp(2 * t) - np.exp(t)
-        signs = (1,)
-    else:
-        t = -np.sum((x - y) ** 2, axis=-1)
-        prefactor = np.ones_like(t) if kernel == "gaussian" else np.exp(norms)
-        own = (1 - np.exp(t)) ** 2 / 2
-        signs = (1, -1)
-    pairs = (m - 1) * (_mean_pair(name, t, d, m, signs) - np.exp(t)) if m > 1 else 0.0
-    return prefactor / m * (own + pairs)
+    own, pairs = _parts_of_mse(name, x, y, m, kernel, features)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(own), own, own + pairs)[()]  # a pair is far below its square
 
 
 def orthogonality_gap(
@@ -117,7 +103,7 @@ def orthogonality_gap(
     features: Literal["positive", "trigonometric"] = "positive",
 ) -> Array:
     """MSE(iid) - MSE(orf): SimRF Eq. 25 (corrected) and Eq. 26, for any m. Arguments as above."""
-    iid, orf = (kernel_mse(n, x, y, m, kernel=kernel, features=features) for n in ("iid", "orf"))
+    iid, orf = (_parts_of_mse(name, x, y, m, kernel, features)[1] for name in ("iid", "orf"))
     return iid - orf
 
 
@@ -125,14 +111,15 @@ def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) 
     """Density of |w_i + w_j| for two frequencies of one block (SimRF Eqs 18 and 20)."""
     r = np.asarray(r, np.float64)
     if name == "iid":  # |w_i + w_j| / sqrt 2 is chi_d
-        return np.exp((d - 1) * np.log(r) - r**2 / 4 - (d - 1) * np.log(2) - special.gammaln(d / 2))
+        constant = (d - 1) * np.log(2) + special.gammaln(d / 2)
+        return np.exp(special.xlogy(d - 1, r) - r**2 / 4 - constant)
     if name not in ("orf", "simrf"):
         raise ValueError(unknown("coupling", name, ("iid", "orf", "simrf")))
     cosine = 0.0 if name == "orf" else _simplex_cosine(d)
     # r^2 = R^2 (1 + sin(2 phi) cos(theta)) with R^2 ~ chi^2_{2d}; average the density over phi.
     sines, weights = _double_angle_rule(d)
     spread = 1 + sines * cosine
-    log_pdf = (2 * d - 1) * np.log(r[..., None]) - r[..., None] ** 2 / (2 * spread)
+    log_pdf = special.xlogy(2 * d - 1, r[..., None]) - r[..., None] ** 2 / (2 * spread)
     log_pdf = log_pdf - d * np.log(spread) - (d - 1) * np.log(2) - special.gammaln(d)
     return np.exp(log_pdf) @ weights
 
@@ -154,29 +141,69 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
     squares = np.asarray(lengths, np.float64) ** 2
     t = np.asarray(t, np.float64)[..., None, None] / 4
     pairs = special.hyp0f1(d / 2, t * (squares[..., :, None] + squares[..., None, :]))
-    own = np.trace(pairs, axis1=-2, axis2=-1)
-    return np.sum(pairs, axis=(-2, -1)) - own
+    return np.sum(pairs, axis=(-2, -1), where=~np.eye(squares.shape[-1], dtype=bool))
 
 
-def _mean_pair(name: str, t: Array, d: int, m: int, signs: tuple[int, ...]) -> Array:
-    """pair_s(t), averaged over the signs and over the ordered pairs i != j of m frequencies."""
+def _parts_of_mse(
+    name: str, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
+) -> tuple[Array, Array]:
+    """What m independent frequencies have for an error, and what their pairs add to it."""
+    for what, choice, choices in [
+        ("kernel", kernel, ("gaussian", "softmax")),
+        ("features", features, ("positive", "trigonometric")),
+    ]:
+        if choice not in choices:
+            raise ValueError(unknown(what, choice, choices))
+    x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
+    d = x.shape[-1]
+    norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
+    # The factor in front goes into all exponents: it is 0 where what it multiplies is inf.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if features == "positive":
+            t = np.sum((x + y) ** 2, axis=-1)
+            log_factor = -2 * norms if kernel == "gaussian" else -norms
+            own = np.exp(t + log_factor) * np.expm1(t)
+            signs = (1,)
+        else:
+            t = -np.sum((x - y) ** 2, axis=-1)
+            log_factor = np.where(t == 0, 0.0, norms * (kernel == "softmax"))  # no error at t = 0
+            own = np.exp(log_factor) * np.expm1(t) ** 2 / 2
+            signs = (1, -1)
+        if m == 1:
+            return own, np.zeros_like(own)
+        pairs = _mean_pair(name, t, d, m, signs, log_factor) - np.exp(t + log_factor)
+    return own / m, (m - 1) / m * pairs
+
+
+def _mean_pair(
+    name: str, t: Array, d: int, m: int, signs: tuple[int, ...], log_factor: ArrayLike = 0.0
+) -> Array:
+    """pair_s(t), averaged over the signs and over the ordered pairs i != j of m frequencies.
+
+    All times exp(log_factor).
+    """
+    log_factor = np.asarray(log_factor)
     base = name.removesuffix(_ANTITHETIC)
     if m < 2:
         raise ValueError(f"a pair needs m >= 2 frequencies, got m = {m}")
     if base == name:
-        return np.mean([_mean_pair_of_blocks(base, t, d, m, s) for s in signs], axis=0)
+        return np.mean([_mean_pair_of_blocks(base, t, d, m, s, log_factor) for s in signs], axis=0)
     if m % 2:
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: w with its own negative, m ordered pairs; else two rows of W, each sign twice over.
     half = m // 2
-    own = np.mean([np.ones_like(t) if s == 1 else np.exp(2 * t) for s in signs], axis=0)
+    own = np.mean([np.exp(log_factor + (1 - s) * t) for s in signs], axis=0)
     if half == 1:
         return own
-    others = np.mean([_mean_pair_of_blocks(base, t, d, half, s) for s in (1, -1)], axis=0)
+    others = np.mean(
+        [_mean_pair_of_blocks(base, t, d, half, s, log_factor) for s in (1, -1)], axis=0
+    )
     return (m * own + 4 * half * (half - 1) * others) / (m * (m - 1))
 
 
-def _mean_pair_of_blocks(base: str, t: Array, d: int, m: int, sign: int) -> Array:
+def _mean_pair_of_blocks(
+    base: str, t: Array, d: int, m: int, sign: int, log_factor: Array
+) -> Array:
     """Average over ordered pairs of m rows in blocks of d; different blocks are independent."""
     if base not in _PAIRS:
         raise ValueError(unknown("coupling with theory", base, tuple(_PAIRS)))
@@ -185,33 +212,38 @@ def _mean_pair_of_blocks(base: str, t: Array, d: int, m: int, sign: int) -> Arra
     sizes = [min(d, m - start) for start in range(0, m, d)]
     within = sum(size * (size - 1) for size in sizes)
     coupled = sum(2 * (size // 2) for size in sizes) if base == "pnc" else 0
-    total = (m * (m - 1) - within) * np.exp(t)
+    total = np.zeros_like(t)
+    if m * (m - 1) > within:
+        total = total + (m * (m - 1) - within) * np.exp(t + log_factor)
     if within > coupled:
-        total = total + (within - coupled) * _PAIRS[base](t, d, sign)
+        total = total + (within - coupled) * _PAIRS[base](t, d, sign, log_factor)
     if coupled:
-        total = total + coupled * _negatively_coupled(t, d)
+        total = total + coupled * _negatively_coupled(t, d, log_factor)
     return total / (m * (m - 1))
 
 
-def _independent_lengths(t: Array, d: int, cosine: float) -> Array:
+def _independent_lengths(t: Array, d: int, cosine: float, log_factor: Array) -> Array:
     """Two chi_d lengths at a fixed angle: the mean over phi of 1F1(d; d/2; t (1 + sin cos) / 2).
 
     SimRF Eqs 21, 23 and 24, summed over k under the integral; with cosine 0 there is nothing to
     average.
     """
     if cosine == 0:
-        return _kummer(t / 2, d)
+        return _kummer(t / 2, d, log_factor)
     sines, weights = _double_angle_rule(d)
-    return _kummer(t[..., None] / 2 * (1 + sines * cosine), d) @ weights
+    return _kummer(t[..., None] / 2 * (1 + sines * cosine), d, log_factor[..., None]) @ weights
 
 
-def _negatively_coupled(t: Array, d: int) -> Array:
+def _negatively_coupled(t: Array, d: int, log_factor: Array) -> Array:
     """An orthogonal pair with F(a) + F(b) = 1 (VRC Eq. 7), integrated over the normal score."""
     tail = special.ndtr(-np.abs(_SCORES))
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     squares = 2 * np.where(_SCORES < 0, *inverses)
     weights = np.exp(-(_SCORES**2) / 2) / np.sqrt(2 * np.pi) * (_SCORES[1] - _SCORES[0])
-    return special.hyp0f1(d / 2, t[..., None] / 4 * (squares + squares[::-1])) @ weights
+    z = t[..., None] / 4 * (squares + squares[::-1])
+    mean = special.hyp0f1(d / 2, np.minimum(z, 1e200)) @ weights  # far below, it is inf already
+    factor = np.exp(log_factor)
+    return np.where(factor == 0, 0.0, factor * mean)
 
 
 def _simplex_cosine(d: int) -> float:
@@ -221,14 +253,15 @@ def _simplex_cosine(d: int) -> float:
 
 
 # pair_s(t) for two frequencies of the same block (for pnc: of different pairs). With equal lengths
-# a at an angle, r^2 = 2 a^2 (1 + s cos) and E 0F1(; d/2; t r^2 / 4) = e^{t (1 + s cos)}.
-_PAIRS: dict[str, Callable[[Array, int, int], Array]] = {
-    "iid": lambda t, d, sign: np.exp(t),
-    "orf": lambda t, d, sign: _independent_lengths(t, d, 0.0),
-    "simrf": lambda t, d, sign: _independent_lengths(t, d, sign * _simplex_cosine(d)),
-    "pnc": lambda t, d, sign: _independent_lengths(t, d, 0.0),
-    "pm": lambda t, d, sign: np.exp(t),
-    "simplex*monotone": lambda t, d, sign: np.exp(t * (1 + sign * _simplex_cosine(d))),
+# a at an angle, r^2 = 2 a^2 (1 + s cos) and E 0F1(; d/2; t r^2 / 4) = e^{t (1 + s cos)}. All times
+# e^f.
+_PAIRS: dict[str, Callable[[Array, int, int, Array], Array]] = {
+    "iid": lambda t, d, sign, f: np.exp(t + f),
+    "orf": lambda t, d, sign, f: _independent_lengths(t, d, 0.0, f),
+    "simrf": lambda t, d, sign, f: _independent_lengths(t, d, sign * _simplex_cosine(d), f),
+    "pnc": lambda t, d, sign, f: _independent_lengths(t, d, 0.0, f),
+    "pm": lambda t, d, sign, f: np.exp(t + f),
+    "simplex*monotone": lambda t, d, sign, f: np.exp(t * (1 + sign * _simplex_cosine(d)) + f),
 }
 
 
@@ -244,25 +277,31 @@ def _double_angle_rule(d: int, nodes: int = 80) -> tuple[Array, Array]:
     return sines, weights / weights.sum()
 
 
-def _kummer(s: Array, d: int) -> Array:
-    """1F1(d; d/2; s), for s < 0 through e^s 1F1(-d/2; d/2; -s), whose terms stay below e^{-s}.
+def _kummer(s: Array, d: int, log_factor: Array) -> Array:
+    """1F1(d; d/2; s) times e^{log_factor}.
 
-    It falls like |s|^{-d}: below -700, where the terms would overflow, it stays at some 1e-9.
+    For s < 0 through e^s 1F1(-d/2; d/2; -s), whose terms stay below e^{-s}. It falls like |s|^{-d}:
+    below -700, where the terms would overflow, it stays at some 1e-9.
     """
-    positive = _series(np.maximum(s, 0.0), lambda k: (d + k) / (d / 2 + k))
+    positive = _series(np.maximum(s, 0.0), lambda k: (d + k) / (d / 2 + k), np.exp(log_factor))
     size = np.clip(-s, 0.0, 700.0)
-    negative = np.exp(-size) * _series(size, lambda k: (k - d / 2) / (d / 2 + k))
+    negative = _series(size, lambda k: (k - d / 2) / (d / 2 + k), 1.0) * np.exp(log_factor - size)
     return np.where(s >= 0, positive, negative)
 
 
-def _series(s: Array, ratio: Callable[[int], float]) -> Array:
-    """sum_k c_k s^k / k! with c_0 = 1 and c_{k+1} / c_k = ratio(k), until terms vanish."""
-    total = np.ones_like(s)
-    term = np.ones_like(s)
+def _series(s: Array, ratio: Callable[[int], float], first: ArrayLike) -> Array:
+    """sum_k c_k s^k / k! with c_0 = first and c_{k+1} / c_k = ratio(k), until terms vanish.
+
+    Or until they are not finite: then neither is the sum, whatever follows.
+    """
+    total = term = np.broadcast_to(first, np.broadcast_shapes(np.shape(first), np.shape(s)))
+    floor = 1e-3 * total
     k = 0
     while True:
         term = term * (ratio(k) * s / (k + 1))
         total = total + term
         k += 1
-        if np.all(np.abs(term) <= 1e-17 * np.maximum(np.abs(total), 1e-3)):
+        if not np.any(
+            np.isfinite(term) & (np.abs(term) > 1e-17 * np.maximum(np.abs(total), floor))
+        ):
             return total

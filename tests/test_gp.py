@@ -1,5 +1,8 @@
 """Gaussian processes against scikit-learn and against the equations in float64 NumPy."""
 
+import inspect
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,9 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as of_sklearn
 
 from performer import gp, kernels
+from performer.graphs import gp as graph_gp
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RNG = np.random.default_rng(0)
 X, NEW = RNG.normal(size=(30, 3)), RNG.normal(size=(12, 3))
@@ -175,7 +181,7 @@ def test_bad_input():
         gp.condition_features(jnp.asarray(PHI), jnp.asarray(NEW_PHI), y, -1)
     with pytest.raises(ValueError, match="30 x 30, is not positive definite in float64: .* least"):
         gp.log_marginal_likelihood(gram - 2 * jnp.eye(30), y, 0.2)
-    with pytest.raises(ValueError, match="the Gram matrix plus noise has entries that are not fin"):
+    with pytest.raises(ValueError, match="gram has entries that are not finite"):
         gp.log_marginal_likelihood(gram.at[0, 0].set(jnp.nan), y, 0.2)
     singular = gp.Gaussian(jnp.zeros(12), -jnp.eye(12))
     with pytest.raises(ValueError, match="covariance of q, 12 x 12, is not positive definite"):
@@ -184,5 +190,241 @@ def test_bad_input():
         gp.fit(jnp.asarray(X), y, SCALES, fixed=("lengthscales",))
     with pytest.raises(ValueError, match="noise_scale must be positive and finite, got 0"):
         gp.fit(jnp.asarray(X), y, SCALES._replace(noise_scale=0))
-    with pytest.raises(ValueError, match="left the finite numbers in step 0 of 3: look for NaN"):
+    with pytest.raises(ValueError, match="y has entries that are not finite"):
         gp.fit(jnp.asarray(X), y.at[3].set(jnp.nan), SCALES, num_steps=3)
+
+
+def normal_log_density(y, covariance):
+    return stats.multivariate_normal(np.zeros(len(y)), covariance, allow_singular=False).logpdf(y)
+
+
+def exact_law(gram, cross, test_gram, y, noise):
+    inverse = np.linalg.inv(gram + noise**2 * np.eye(len(gram)))
+    return cross @ inverse @ y, test_gram - cross @ inverse @ cross.T
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.02])
+def test_features_in_float32_are_as_sure_as_they_may_be(noise):
+    """4,000 points, 64 features; far from the data, too. By the singular values in float64."""
+    rng = np.random.default_rng(0)
+    x, w, new = (rng.normal(size=shape) for shape in ((4000, 2), (32, 2), (8, 2)))
+    new[4:] *= 8
+    phi, new_phi = (
+        np.concatenate([np.sin(p @ w.T), np.cos(p @ w.T)], axis=1) / 32**0.5 for p in (x, new)
+    )
+    y = np.sin(2 * x.sum(axis=1)) + noise * rng.normal(size=4000)
+    u, s, v = np.linalg.svd(phi, full_matrices=False)
+    mean = new_phi @ (v.T @ (s / (s**2 + noise**2) * (u.T @ y)))
+    half = new_phi @ v.T / np.sqrt(1 + s**2 / noise**2)
+    beyond = y @ y - np.sum((u.T @ y) ** 2)
+    quadratic = np.sum((u.T @ y) ** 2 / (s**2 + noise**2)) + beyond / noise**2
+    log_det = np.sum(np.log(s**2 + noise**2)) + (4000 - 64) * np.log(noise**2)
+    likelihood = -(quadratic + log_det + 4000 * np.log(2 * np.pi)) / 2
+
+    narrow = [jnp.asarray(a, jnp.float32) for a in (phi, new_phi, y)]
+    f = gp.condition_features(*narrow, noise)
+    assert f.mean.dtype == jnp.float32
+    np.testing.assert_allclose(np.diag(f.covariance), np.sum(half**2, axis=1), rtol=1e-4)
+    np.testing.assert_allclose(f.mean, mean, atol=1e-4 * abs(mean).max())
+    found = gp.log_marginal_likelihood_features(narrow[0], narrow[2], noise)
+    assert float(found) == pytest.approx(likelihood, rel=1e-6)  # some units in the last place
+
+
+def test_the_likelihood_in_float32():
+    """400 points whose noise is small, but larger than the rounding errors of their kernel."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=(400, 2))
+    y = np.sin(6 * x.sum(axis=1)) + 0.01 * rng.normal(size=400)
+    gram = np.exp(-np.sum((x[:, None] - x) ** 2, axis=-1) / 2 / 0.3**2)
+    want = normal_log_density(y, gram + 0.01**2 * np.eye(400))
+    narrow = [jnp.asarray(a, jnp.float32) for a in (gram, y)]
+    assert float(gp.log_marginal_likelihood(*narrow, 0.01)) == pytest.approx(want, abs=1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_singular_gram_matrices_have_a_posterior(dtype):
+    """Points seen twice, and noise far below the rounding errors: the mean stays near the data."""
+    rng = np.random.default_rng(0)
+    x = np.repeat(rng.uniform(size=(64, 1)), 2, axis=0)
+    gram = np.exp(-((x - x.T) ** 2) / 2 / 0.3**2)
+    gram, y = (jnp.asarray(a, dtype) for a in (gram, np.sin(6 * x[:, 0])))
+    laws = jax.jit(jax.vmap(lambda noise: gp.condition(gram, gram, gram, y, noise)))(
+        jnp.asarray([1e-9, 1e-6, 1e-4, 1e-2], dtype)
+    )
+    np.testing.assert_allclose(laws.mean, np.tile(y, (4, 1)), atol=5e-3)
+    assert (abs(np.diagonal(laws.covariance, axis1=1, axis2=2)) < 1e-3).all()
+
+
+def test_derivatives_of_the_likelihoods():
+    """First and second in the logarithm of the noise, first in the features and values."""
+    phi, y = PHI[:6, :3], Y[:6]
+
+    def exactly(log_noise, phi, y):
+        return normal_log_density(y, phi @ phi.T + np.exp(2 * log_noise) * np.eye(6))
+
+    def ours(log_noise, phi, y, form):
+        if form == "features":
+            return gp.log_marginal_likelihood_features(phi, y, jnp.exp(log_noise))
+        return gp.log_marginal_likelihood(phi @ phi.T, y, jnp.exp(log_noise))
+
+    h = 1e-4
+    values = [exactly(step * h - 1, phi, y) for step in (-1, 0, 1)]
+    slope, curvature = (values[2] - values[0]) / 2 / h, (values @ np.array([1, -2, 1])) / h**2
+    of_phi = np.zeros_like(phi)
+    for i, j in np.ndindex(*phi.shape):
+        step = h * np.eye(6)[i][:, None] * np.eye(3)[j]
+        of_phi[i, j] = (exactly(-1, phi + step, y) - exactly(-1, phi - step, y)) / 2 / h
+    of_y = [(exactly(-1, phi, y + e) - exactly(-1, phi, y - e)) / 2 / h for e in h * np.eye(6)]
+
+    @jax.jit
+    def derivatives(arguments):
+        return [
+            (
+                jax.grad(lambda a, form=form: ours(*a, form))(arguments),
+                jax.jacfwd(jax.grad(ours))(*arguments, form),
+            )
+            for form in ("exact", "features")
+        ]
+
+    for gradient, second in derivatives((jnp.asarray(-1.0), jnp.asarray(phi), jnp.asarray(y))):
+        assert float(gradient[0]) == pytest.approx(slope, abs=1e-6)
+        np.testing.assert_allclose(gradient[1], of_phi, atol=1e-6)
+        np.testing.assert_allclose(gradient[2], of_y, atol=1e-6)
+        assert float(second) == pytest.approx(curvature, abs=1e-4)
+
+
+DTYPES = [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32]
+WHOLE = RNG.integers(-2, 3, size=(9, 4)).astype(float)  # exact in every dtype
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(6, 3), (0, 3), (6, 0)])
+def test_all_dtypes_of_all_arguments(n, k, compiled):
+    """Each with itself and the next one, of the kernel and of the values, against the equations."""
+    phi, new, y = WHOLE[:n], WHOLE[n : n + k], WHOLE[:n, 0] - WHOLE[:n, 1] ** 2
+    gram, cross, test_gram = phi @ phi.T, new @ phi.T, new @ new.T
+    mean, covariance = exact_law(gram, cross, test_gram, y, 0.5)
+    eye, zeros = np.eye(n), np.zeros(n)
+    log_density = normal_log_density(y, gram + eye / 4) if n else 0.0
+    variance = np.diag(gram) + 1 / 4
+    density = np.mean(y**2 / variance + np.log(2 * np.pi * variance)) / 2 if n else 0.0
+    divergence = (np.trace(gram + eye) - n - np.linalg.slogdet(gram + eye)[1]) / 2
+
+    def all_of(gram, cross, test_gram, phi, new, y):
+        prior = gp.observed(gp.Gaussian(zeros, gram), 1)
+        return (
+            gp.condition(gram, cross, test_gram, y, 0.5),
+            gp.condition_features(phi, new, y, np.float32(0.5)),
+            gp.log_marginal_likelihood(gram, y, np.float64(0.5)),
+            gp.log_marginal_likelihood_features(phi, y, jnp.asarray(0.5)),
+            gp.kl(prior, gp.Gaussian(zeros, eye)),
+            *([gp.negative_log_density(gp.observed(gp.Gaussian(zeros, gram), 0.5), y)] * (n > 0)),
+        )
+
+    of_dtypes = jax.jit(all_of) if compiled else all_of
+    pairs = [(jnp.float32, jnp.int32), (jnp.float64, jnp.bfloat16)]
+    if not compiled and n and k:
+        pairs = [*zip(DTYPES, DTYPES, strict=True), *itertools.pairwise(DTYPES)]
+    for of_kernel, of_values in pairs:
+        kernel = [jnp.asarray(a, of_kernel) for a in (gram, cross, test_gram, phi, new)]
+        found = of_dtypes(*kernel, jnp.asarray(y, of_values))
+        wide = jnp.float64 in (of_kernel, of_values)
+        assert found[0].mean.dtype == (jnp.float64 if wide else jnp.float32)
+        want = (mean, covariance), (mean, covariance), log_density, log_density, divergence, density
+        for got, value in zip(found, want, strict=False):
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(value), strict=True):
+                assert np.shape(a) == np.shape(b)
+                np.testing.assert_allclose(a, b, rtol=1e-8 if wide else 2e-4, atol=2e-4)
+
+
+def test_fit_takes_any_dtype():
+    """The same fit for points and values that are the same numbers, with and without float64."""
+    x, y = WHOLE[:, :2], WHOLE[:, 2]
+    start = gp.Scales(1, np.float64(1.0), 1)
+    want = None
+    for of_x, of_y, wide in [
+        (np.float64, np.float64, True),
+        (np.float32, np.int32, True),
+        (np.int64, np.float64, True),
+        (np.int64, np.int64, False),
+        (jnp.bfloat16, np.float64, False),
+    ]:
+        with jax.enable_x64(wide):
+            scales, losses = gp.fit(x.astype(of_x), y.astype(of_y), start, num_steps=3)
+        assert losses.dtype == (jnp.float64 if wide and np.float64 in (of_x, of_y) else jnp.float32)
+        want = want or scales
+        np.testing.assert_allclose(np.array(scales), np.array(want), rtol=1e-5)
+    np.testing.assert_allclose(
+        inspect.unwrap(gp.fit)(x.tolist(), y.tolist(), start, num_steps=3)[0], want, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("fit", (X[:, 0], Y, SCALES), r"x must have the shape .*, got \(30,\); .* x\[:, None\]"),
+        ("fit", (X, Y[:, None], SCALES), r"y must have the shape \(n = 30\), got \(30, 1\)"),
+        ("fit", (X, Y[:4], SCALES), r"y must have the shape \(n = 30\), got \(4,\)"),
+        ("fit", (X[:0], Y[:0], SCALES), r"no training points to fit: x has the shape \(0, 3\)"),
+        ("fit", (X * np.inf, Y, SCALES), "x has entries that are not finite"),
+        ("fit", (X, Y, SCALES._replace(noise_scale=np.ones(30))), "noise_scale must be one number"),
+        ("fit", (X, Y, SCALES._replace(lengthscale=np.ones(2))), "lengthscale must be .*, got .2,"),
+        ("condition", (X @ X.T, NEW, NEW @ NEW.T, Y, 1), r"cross must have .*n = 30.* \(12, 3\)"),
+        ("condition", (X @ X.T, NEW @ X.T, NEW, Y, 1), r"test_gram must have the .* \(12, 3\)"),
+        ("condition", (X @ X.T, X @ X.T, X @ X.T, np.stack([Y] * 2, 1), 1), r"got \(30, 2\)"),
+        ("condition", (X @ X.T, X @ X.T, X @ X.T, Y * np.nan, 1), "y has entries that are not fin"),
+        ("condition_features", (PHI, NEW_PHI[:, :1], Y, 1), r"test_phi must have .*p = 7.*12, 1"),
+        ("condition_features", (PHI, NEW_PHI, Y[:, None], 1), r"y must have .*\(30, 1\)"),
+        ("condition_features", (PHI, NEW_PHI, Y, np.ones(7)), "noise_scale must be one number"),
+        ("condition_features", (1e200 * PHI, NEW_PHI, Y, 1e-200), "too large for float64"),
+        ("log_marginal_likelihood", (X @ X.T, Y[:, None], 1), r"y must have .*\(30, 1\)"),
+        ("log_marginal_likelihood_features", (PHI, Y[:, None], 1), r"y must have .*\(30, 1\)"),
+        ("negative_log_density", (gp.Gaussian(Y, np.eye(30)), Y[:, None]), r"y must .*\(30, 1\)"),
+        ("negative_log_density", (gp.Gaussian(Y, -np.eye(30)), Y), "a variance must be positive"),
+        ("kl", (gp.Gaussian(Y, np.eye(30)), gp.Gaussian(Y[:1], np.eye(1))), "covariance_of_q must"),
+        ("observed", (gp.Gaussian(Y, np.eye(30)), np.ones(30)), "noise_scale must be one number"),
+    ],
+)
+def test_what_is_refused(function, arguments, message, compiled):
+    """By values too, though the call be within a compiled function: they are constants there."""
+    call = inspect.unwrap(getattr(gp, function))
+    if compiled and message.startswith(("too large", "a variance")):
+        pytest.skip("a value that is computed: NaN inside jit")
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda: call(*arguments))() if compiled else call(*arguments)
+
+
+def products(jaxpr):
+    """All dot products of a jaxpr, with those of the functions it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                yield from products(getattr(inner, "jaxpr", inner))
+
+
+def test_all_products_are_in_full_precision():
+    """float32 in three digits, as GPUs have it by default, is not enough for variances."""
+    x, y, nodes = X, Y, np.arange(30)
+
+    def everything(x, y):
+        gram, phi = x @ x.T, x
+        laws = [gp.condition(gram, gram, gram, y, 1), gp.condition_features(phi, phi, y, 1)]
+        noisy = [gp.observed(law, 1) for law in laws]
+        likelihoods = (
+            gp.log_marginal_likelihood(gram, y, 1),
+            gp.log_marginal_likelihood_features(phi, y, 1),
+        )
+        on_nodes = graph_gp.posterior(gram, nodes, y, nodes, noise_scale=1)
+        scores = [gp.kl(*noisy), gp.negative_log_density(noisy[0], y), *likelihoods]
+        return sum(scores) + on_nodes.mean.sum() + on_nodes.covariance.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(everything, argnums=(0, 1)))(x, y)
+    found = list(products(jaxpr))
+    lax = [p for p in found if p.params["precision"] != (jax.lax.Precision.HIGHEST,) * 2]
+    assert len(found) > 20
+    assert len(lax) <= 3, lax  # of this test: x @ x.T and what its derivative takes

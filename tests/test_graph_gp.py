@@ -1,6 +1,8 @@
 """Gaussian processes by conjugate gradients against dense algebra."""
 
 import functools
+import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import scipy.optimize
 from performer import gp as dense
 from performer.graphs import features, gp, graph_random_features, modulations
 from tests.graph_examples import karate
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 OBSERVED, NEW = jnp.arange(0, 28), jnp.arange(26, 34)
 Y = jnp.sin(OBSERVED / 4.0) + 0.2 * jax.random.normal(jax.random.key(0), (28,))
@@ -84,3 +88,94 @@ def test_bad_scales(scale):
     sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
     with pytest.raises(ValueError, match="lengthscale must be positive"):
         gp.fit(jax.random.key(3), sampled, OBSERVED, Y, gp.Scales(scale, 1.0, 0.5))
+
+
+def law_of(gram, observed, y, nodes, output_scale, noise_scale):
+    """The equations in float64; a node may be observed more than once."""
+    gram = output_scale**2 * np.asarray(gram, np.float64)
+    inverse = np.linalg.inv(gram[np.ix_(observed, observed)] + noise_scale**2 * np.eye(len(y)))
+    cross = gram[np.ix_(nodes, observed)]
+    return cross @ inverse @ y, gram[np.ix_(nodes, nodes)] - cross @ inverse @ cross.T
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("observed", "nodes"),
+    [([3, 0, 3, 5, 3, 33], [3, 4, 4]), ([], [0, 1]), ([1, 2, 2], [])],
+    ids=["seen twice", "nothing seen", "nothing asked"],
+)
+def test_the_posterior_is_that_of_the_equations(observed, nodes, compiled):
+    """For every dtype of the values, of an estimate and of a matrix, and repeated nodes."""
+    observed, nodes = (np.array(a, np.int32) for a in (observed, nodes))
+    y = np.arange(len(observed)) - 2.0
+    kernel = estimate()
+    mean, covariance = law_of(kernel.gram(), observed, y, nodes, 1.3, 0.5)
+
+    def posterior(kernel, observed, y):
+        return gp.posterior(kernel, observed, y, nodes, output_scale=1.3, noise_scale=0.5)
+
+    of = jax.jit(posterior) if compiled else posterior
+    dtypes = [np.float32] if compiled else [np.float32, np.int32, jnp.bfloat16]
+    kinds = [kernel] if compiled else [kernel, kernel.gram(), np.asarray(kernel.gram())]
+    for matrix, dtype in itertools.product(kinds, dtypes):
+        found = of(matrix, jnp.asarray(observed), jnp.asarray(y, dtype))
+        np.testing.assert_allclose(found.mean, mean, atol=2e-4)
+        np.testing.assert_allclose(found.covariance, covariance, atol=2e-4)
+    if not compiled:
+        with jax.enable_x64(True):
+            wide = of(np.asarray(kernel.gram(), np.float64), observed, y.astype(np.float32))
+        assert wide.mean.dtype == np.float64
+
+
+def test_fit_takes_whole_values_and_nodes_seen_twice():
+    """Each node seen twice with the same value is each seen once with noise / sqrt(2)."""
+    sampled = features.sample(jax.random.key(2), karate(), num_walks=4, p_halt=0.3)
+    observed, y = np.arange(34).repeat(2), (np.arange(34) % 3 - 1).repeat(2)
+    options = dict(num_steps=4, num_probes=4, tolerance=1e-5)
+    start = gp.Scales(1, 1.0, np.float64(0.5))
+    found, same = (
+        gp.fit(jax.random.key(3), sampled, observed, y.astype(dtype), start, **options)
+        for dtype in (np.int32, np.float32)
+    )
+    np.testing.assert_array_equal(np.array(found), np.array(same))
+    # The first step of Adam is of one size, up or down, as the slope has it: of the dense form.
+    phi = np.asarray(features.modulate(sampled, modulations.diffusion(1.0)).to_dense(), np.float64)
+    gram = (phi @ phi.T)[np.ix_(observed, observed)]
+
+    def loss(log_noise):
+        covariance = gram + np.exp(2 * log_noise) * np.eye(68)
+        return (y @ np.linalg.solve(covariance, y) + np.linalg.slogdet(covariance)[1]) / 2
+
+    slope = loss(np.log(0.5) + 1e-4) - loss(np.log(0.5) - 1e-4)
+    assert np.sign(float(found.noise_scale) - 0.5) == -np.sign(slope)
+
+
+@pytest.mark.parametrize(
+    ("observed", "y", "nodes", "message"),
+    [
+        ([0, 34], [1.0, 2], [0], "observed must be nodes from 0 to 33, got 34"),
+        ([0, 1], [1.0, 2], [-1], "nodes must be nodes from 0 to 33, got -1"),
+        ([0.0, 1], [1.0, 2], [0], r"observed must be whole numbers \(n,\), got float32"),
+        ([[0, 1]], [1.0, 2], [0], r"observed must be whole .* the shape \(1, 2\)"),
+        ([0, 1], [1.0], [0], "y must have a value for each of 2 nodes, got 1"),
+        ([0, 1], [[1.0], [2]], [0], r"y must have the shape \(n\), got \(2, 1\)"),
+        ([0, 1], [1.0, np.nan], [0], "y has entries that are not finite"),
+    ],
+)
+def test_observations_that_are_refused(observed, y, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(gp.posterior)(estimate(), observed, y, nodes, noise_scale=1.0)
+    if "nodes must" not in message:
+        sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(gp.fit)(
+                jax.random.key(3), sampled, observed, y, gp.Scales(1.0, 1.0, 1.0)
+            )
+
+
+def test_scales_and_values_that_a_fit_refuses():
+    sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
+    with pytest.raises(ValueError, match="no node observed to fit: y is empty"):
+        gp.fit(jax.random.key(3), sampled, OBSERVED[:0], Y[:0], gp.Scales(1.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match="lengthscale must be one number, got .* shape .2,"):
+        gp.fit(jax.random.key(3), sampled, OBSERVED, Y, gp.Scales(np.ones(2), 1.0, 1.0))

@@ -1,5 +1,6 @@
 """Exact kernels against SciPy in float64, and against random features with the same scales."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from scipy import spatial, special
 
 from performer import couplings, directions, features, kernels, norms
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 X = jax.random.normal(jax.random.key(0), (5, 3))
 Y = jax.random.normal(jax.random.key(1), (4, 3))
@@ -142,3 +145,140 @@ def test_bad_scales(options, message):
 def test_matern_of_another_order(nu):
     with pytest.raises(ValueError, match=f"1/2, 3/2, 5/2, ... for a closed form, got {nu}"):
         kernels.matern(nu)
+
+
+def matern_derivatives(difference, nu, lengthscale):
+    """Gradient and Hessian in x, by (s^nu K_nu)' = -s^nu K_{nu-1} and SciPy's Bessel functions."""
+    u = 2 * nu / lengthscale**2
+    s = np.sqrt(u) * np.linalg.norm(difference)
+    if s == 0:
+        return np.zeros(len(difference)), -nu / (nu - 1) / lengthscale**2 * np.eye(len(difference))
+    constant = 2 ** (1 - nu) / special.gamma(nu)
+    first = -constant / 2 * s ** (nu - 1) * special.kv(nu - 1, s)
+    second = constant / 4 * s ** (nu - 2) * special.kv(nu - 2, s)
+    outer = np.outer(difference, difference)
+    return 2 * u * first * difference, 4 * u**2 * second * outer + 2 * u * first * np.eye(
+        len(difference)
+    )
+
+
+def gaussian_derivatives(difference, lengthscale):
+    value = np.exp(-difference @ difference / 2 / lengthscale**2)
+    outer = np.outer(difference, difference) / lengthscale**4
+    return -value * difference / lengthscale**2, value * (
+        outer - np.eye(len(difference)) / lengthscale**2
+    )
+
+
+def test_derivatives_at_equal_close_and_far_points():
+    """Of first and second order, forward, reverse and mixed, under jit and vmap, in float32."""
+    y = np.array([1.0, -2, 0.5])
+    apart = np.outer([0, 1e-6, 1e-3, 0.1, 1, 5, 1e12], [0.6, 0, 0.8]).astype(np.float32)
+    x = (y + apart).astype(np.float32)
+    x[-1], apart = np.float32([1e12, 0, 1e12]), x - y  # as float32 has them
+    apart[-1] = x[-1] - y
+    all_kernels = {
+        "gaussian": (kernels.gaussian, gaussian_derivatives),
+        **{
+            str(nu): (kernels.matern(nu), partial(matern_derivatives, nu=nu))
+            for nu in (1.5, 2.5, 3.5, 9.5)
+        },
+    }
+
+    @jax.jit
+    @jax.vmap
+    def derivatives(x):
+        found = {}
+        for name, (kernel, _) in all_kernels.items():
+
+            def of(x, y, kernel=kernel):
+                return kernel(x[None], y[None], lengthscale=0.5)[0, 0]
+
+            other = jnp.asarray(y, jnp.float32)
+            found[name] = (
+                (jax.grad(of)(x, other), jax.jacfwd(of)(x, other)),
+                (
+                    jax.hessian(of)(x, other),
+                    jax.jacrev(jax.grad(of))(x, other),
+                    -jax.jacfwd(jax.grad(of, argnums=1))(x, other),
+                ),
+            )
+        return found
+
+    found = derivatives(x)
+    for name, (_, exactly) in all_kernels.items():
+        gradients, hessians = found[name]
+        for i, difference in enumerate(np.asarray(apart, np.float64)):
+            gradient, hessian = exactly(difference, lengthscale=0.5)
+            if i == len(apart) - 1:
+                gradient, hessian = 0 * y, np.zeros((3, 3))
+            for ours in gradients:
+                np.testing.assert_allclose(
+                    ours[i], gradient, rtol=2e-5, atol=2e-5 * abs(gradient).max(), err_msg=name
+                )
+            for ours in hessians:
+                np.testing.assert_allclose(
+                    ours[i], hessian, rtol=2e-5, atol=2e-5 * abs(hessian).max(), err_msg=name
+                )
+
+
+def test_second_derivatives_of_the_arc_cosine_kernel():
+    """Of order 1, by its gradient (|y| sin t x / |x| + (pi - t) y) / pi in float64 differences."""
+    x = np.array([0.3, -0.7, 1.1])
+
+    def gradient(x, y):
+        lengths = np.linalg.norm(x), np.linalg.norm(y)
+        angle = np.arccos(np.clip(x @ y / lengths[0] / lengths[1], -1, 1))
+        return (lengths[1] * np.sin(angle) * x / lengths[0] + (np.pi - angle) * y) / np.pi
+
+    def of(x, y):
+        return kernels.arc_cosine(1)(x[None], y[None])[0, 0]
+
+    ys = np.stack([x, 2 * x, x + 0.3, -x + [0, 0, 0.5]])
+    seconds = jax.jit(jax.vmap(lambda y: jax.hessian(of, argnums=(0, 1))(jnp.float32(x), y)))
+    (found, mixed), _ = seconds(jnp.float32(ys))
+    np.testing.assert_allclose(found[:2], 0, atol=1e-6)
+    np.testing.assert_allclose(mixed[:2], [np.eye(3)] * 2, atol=1e-6)
+    step = 1e-5 * np.eye(3)
+    for i in (2, 3):
+        y = ys[i]
+        of_x = [(gradient(x + e, y) - gradient(x - e, y)) / 2e-5 for e in step]
+        of_y = [(gradient(x, y + e) - gradient(x, y - e)) / 2e-5 for e in step]
+        np.testing.assert_allclose(found[i], np.transpose(of_x), atol=2e-5)
+        np.testing.assert_allclose(mixed[i], np.transpose(of_y), atol=2e-5)
+
+
+def test_kinks_and_far_points_are_finite():
+    points = jnp.float32([[0, 0], [0, 0], [1e25, 0], [-1e30, 0]])
+    for kernel in (kernels.gaussian, *map(kernels.matern, (0.5, 2.5, 25.5))):
+        np.testing.assert_array_equal(kernel(points[:1], points)[0], [1, 1, 0, 0])
+        assert np.isfinite(jax.grad(lambda x, k=kernel: k(x, points).sum())(points[:1])).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, jnp.bfloat16, np.float16, np.float64])
+def test_other_dtypes_are_promoted(dtype):
+    points = np.array([[1, 2], [-1, 0], [0, 3]])
+    for kernel in (kernels.gaussian, kernels.matern(1.5), kernels.arc_cosine(1)):
+        found = kernel(points.astype(dtype), jnp.float32(points), lengthscale=np.float64(3))
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(
+            found, kernel(jnp.float32(points), jnp.float32(points), lengthscale=3.0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        (X[:, 0], Y, {}, r"x must have the shape \(n, d\), got \(5,\); points .* x\[:, None\]"),
+        (X, Y[:, :1], {}, r"y must have the shape \(k = 4, d = 3\), got \(4, 1\)"),
+        (X, Y, dict(lengthscale=np.ones(5)), r"lengthscale must be one .* \(3,\), got \(5,\)"),
+        (X[:, :1], Y[:, :1], dict(lengthscale=np.ones(3)), r"the shape \(1,\), got \(3,\)"),
+        (X, Y, dict(output_scale=np.ones(4)), r"output_scale must be one number, .* \(4,\)"),
+    ],
+)
+def test_shapes_that_would_broadcast_are_refused(x, y, options, message):
+    for kernel in (inspect.unwrap(kernels.gaussian), kernels.matern(1.5), kernels.arc_cosine(0)):
+        unwrapped = getattr(kernel, "func", kernel)
+        bound = partial(inspect.unwrap(unwrapped), **getattr(kernel, "keywords", {}))
+        with pytest.raises(ValueError, match=message):
+            bound(x, y, **options)

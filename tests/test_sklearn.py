@@ -221,3 +221,33 @@ def test_bad_parameters_are_refused_in_fit(parameters, message):
 def test_transform_before_fit():
     with pytest.raises(NotFittedError):
         RandomFeatures().transform(X)
+
+
+def test_gamma_scale_of_a_variance_past_float32():
+    x = (1e20 * X).astype(np.float32)
+    features = RandomFeatures("halton", gamma="scale", random_state=0).fit(x)
+    assert features.gamma_ == pytest.approx(1 / (3 * x.var(dtype=np.float64)), rel=1e-6)
+    want = RandomFeatures("halton", gamma="scale", random_state=0).fit_transform(X)
+    np.testing.assert_allclose(features.transform(x), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "factor", "message"),
+    [
+        (dict(gamma="scale"), 1e200, r"gamma='scale' has no value for X.var\(\) = inf: scale X"),
+        (dict(gamma="scale"), 1e-160, r"gamma='scale' has no value for X.var\(\) = .*: scale X"),
+        (dict(gamma=1.0), 1e200, r"X, up to .*e\+200 with gamma = 1, is too large for float64"),
+        (dict(gamma=1e300), 1e20, "is too large for float64: scale it"),
+        (dict(coupling=lambda key, m, d: np.full((m, d), np.nan)), 1, "150 values that are not fi"),
+        (dict(coupling=lambda key, m, d: np.full((m, d), np.inf)), 1, "150 values that are not fi"),
+    ],
+)
+def test_what_is_not_finite_is_refused(parameters, factor, message):
+    with pytest.raises(ValueError, match=message):
+        RandomFeatures().set_params(**parameters).fit_transform(factor * X)
+
+
+def test_float32_features_of_huge_inputs_are_refused():
+    features = RandomFeatures().fit(X.astype(np.float32))
+    with pytest.raises(ValueError, match="is too large for float32: scale it"):
+        features.transform(np.float32(1e25) * X.astype(np.float32))

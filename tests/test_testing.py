@@ -62,7 +62,7 @@ def test_wrong_shapes_and_infinite_values_are_named():
     iid = couplings.get("iid")
     with pytest.raises(AssertionError, match=r"gives \(17, 8\), expected \(16, 8\)"):
         testing.assert_gaussian_marginals(lambda k, m, d: iid(k, m + 1, d), M, D, draws=10)
-    with pytest.raises(AssertionError, match="values are not finite"):
+    with pytest.raises(AssertionError, match="values of the coupling are not finite"):
         testing.assert_gaussian_marginals(lambda k, m, d: iid(k, m, d) / 0, M, D, draws=10)
 
 
@@ -79,3 +79,38 @@ def test_false_alarms_are_rare():
     for seed in range(100):
         testing.assert_gaussian_marginals(couplings.get("orf"), 4, 3, draws=2000, seed=seed)
         testing.assert_unbiased(couplings.get("orf"), 4, 3, draws=2000, seed=seed)
+
+
+def one_in_a_hundred(bad):
+    def coupling(key, m, d):
+        draw = couplings.get("iid")(key, m, d)
+        return jnp.where(jax.random.uniform(key) < 0.01, draw.at[0].set(bad), draw)
+
+    return coupling
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
+def test_draws_that_are_not_finite_fail_every_assertion(bad):
+    coupling, iid = one_in_a_hundred(bad), couplings.get("iid")
+    for check in (
+        lambda: testing.assert_gaussian_marginals(coupling, 2, 3, draws=1000),
+        lambda: testing.assert_unbiased(coupling, 2, 3, draws=1000),
+        lambda: testing.assert_mse(coupling, 2, 3, 0.1, draws=1000),
+        lambda: testing.assert_lower_mse(coupling, iid, 2, 3, draws=1000),
+        lambda: testing.assert_lower_mse(iid, coupling, 2, 3, draws=1000),
+    ):
+        with pytest.raises(AssertionError, match="values of the coupling are not finite"):
+            check()
+
+
+def test_draws_of_another_shape_fail_every_assertion():
+    def taller(key, m, d):
+        return couplings.get("iid")(key, m + 1, d)
+
+    for check in (
+        lambda: testing.assert_unbiased(taller, 2, 3, draws=10),
+        lambda: testing.assert_mse(taller, 2, 3, 0.1, draws=10),
+        lambda: testing.assert_lower_mse(taller, taller, 2, 3, draws=10),
+    ):
+        with pytest.raises(AssertionError, match=r"gives \(3, 3\), expected \(2, 3\)"):
+            check()

@@ -1,5 +1,7 @@
 """Closed forms against SciPy, against each other and against simulation."""
 
+import warnings
+
 import numpy as np
 import pytest
 from scipy import integrate, special, stats
@@ -175,3 +177,56 @@ def test_broadcasting():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_are_not_finite_stay_in_their_place(name):
+    """NaN ends, e^{v^2} past float64 is inf, and neither changes what stands beside it."""
+    v = np.array([0.5, np.nan, 30.0, 1e3, 1e200, np.inf])
+    for m in (2, 4, 6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = theory.conformity(name, v, 4, m)
+            alone = [float(theory.conformity(name, one, 4, m)) for one in v]
+        np.testing.assert_allclose(found, alone, rtol=1e-14)
+        assert np.isnan(found[1])
+        assert (found[3:] >= found[2:-1]).all()  # nor is any other NaN
+
+
+def test_conformity_of_far_points():
+    """Where e^{v^2} is past float64 but the pairs of a block are not."""
+    assert theory.conformity("orf", 30.0, 4, 4) == pytest.approx(special.hyp1f1(4, 2, 450.0))
+    want = np.exp(900.0 * 2 / 3)
+    assert theory.conformity("simplex*monotone", 30.0, 4, 4) == pytest.approx(want)
+    assert theory.conformity("orf", 30.0, 4, 5) == np.inf
+    assert theory.conformity("pm-antithetic", 30.0, 4, 2) == 1
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_errors_of_far_points(name):
+    """|x| = 10 and x = y: e^{2 v^2} is past float64, the error e^{4 x.y} / m is not; 40: inf."""
+    x = np.array([[10.0], [40.0], [np.nan]]) * np.ones(4) / 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        errors = theory.kernel_mse(name, x, x, 6)
+        opposite = theory.kernel_mse(name, x, -x, 6, kernel="softmax")
+        waves = theory.kernel_mse(name, x, x, 6, kernel="softmax", features="trigonometric")
+    np.testing.assert_allclose(errors, [np.exp(400.0) / 6, np.inf, np.nan], rtol=1e-12)
+    np.testing.assert_allclose(opposite, [0, 0, np.nan], atol=1e-30)
+    np.testing.assert_allclose(waves, [0, 0, np.nan], atol=1e-12)
+
+
+def test_orthogonality_gap_of_near_equal_errors():
+    """|x| = 3, x = y: of errors near e^36 a difference below 1 is left."""
+    x = np.array([3.0, 0, 0, 0])
+    want = (1 - np.exp(-36) * special.hyp1f1(4, 2, 18.0)) * 3 / 4
+    assert theory.orthogonality_gap(x, x, 4) == pytest.approx(want, rel=1e-9)
+
+
+def test_densities_and_costs_at_their_ends():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ends = [theory.pair_length_pdf("iid", 0.0, d) for d in (1, 2)]
+        assert theory.pair_length_pdf("orf", 0.0, 3) == 0
+    np.testing.assert_allclose(ends, [1 / np.sqrt(np.pi), 0])
+    assert theory.transport_cost([1e3, 1e3], 1e3, 4) == np.inf

@@ -16,15 +16,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.scipy.sparse.linalg import cg
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import descent
-from performer.gp import Gaussian, Scales
+from performer.gp import Gaussian, Scales, finite_arrays
 from performer.graphs import features, modulations, walks
-from performer.kernels import checked
+from performer.kernels import positive_number
 from performer.typing import Key
 
 TOLERANCE = 1e-5
@@ -33,9 +34,9 @@ TOLERANCE = 1e-5
 
 def posterior(
     kernel: Any,
-    observed: Int[Array, " n"],
-    y: Float[Array, " n"],
-    nodes: Int[Array, " k"],
+    observed: Int[ArrayLike, " n"],
+    y: Num[ArrayLike, " n"],
+    nodes: Int[ArrayLike, " k"],
     *,
     output_scale: ArrayLike = 1.0,
     noise_scale: ArrayLike,
@@ -45,23 +46,37 @@ def posterior(
 
     Args:
         kernel: anything of shape (N, N) that multiplies vectors with `@`.
-        observed: the nodes seen.
-        y: the values there.
+        observed: the nodes seen; one may be seen more than once.
+        y: the values there, of any real dtype.
         nodes: where f is wanted; its covariance is (k, k).
         output_scale: sigma_v.
         noise_scale: sigma_n.
         tolerance: of the conjugate gradients.
 
     Raises:
-        ValueError: for a scale that is not positive, or when the gradients do not converge; inside
-            `jit` the results are NaN then.
+        ValueError: for a scale that is not positive, nodes that are not in the graph, values that
+            are not finite or not one for each node seen, or when the gradients do not converge;
+            inside `jit` the results are NaN then.
     """
-    checked("output_scale", output_scale)
-    system = _system(kernel, observed, output_scale, checked("noise_scale", noise_scale))
-    of_nodes = output_scale**2 * (kernel @ _one_hot(kernel.shape[0], nodes, y.dtype))  # (N, k)
-    cross = of_nodes[observed]
-    solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
-    return Gaussian(cross.T @ solved[:, 0], of_nodes[nodes] - cross.T @ solved[:, 1:])
+    observed, y = _observations(kernel.shape[0], observed, y)
+    nodes = _checked_nodes("nodes", kernel.shape[0], nodes)
+    one_hot = _one_hot(kernel.shape[0], nodes, y.dtype)
+    dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
+    y, one_hot, output_scale, noise_scale = (
+        jnp.asarray(x, dtype)
+        for x in (
+            y,
+            one_hot,
+            positive_number("output_scale", output_scale),
+            positive_number("noise_scale", noise_scale),
+        )
+    )
+    system = _system(kernel, observed, output_scale, noise_scale)
+    with jax.default_matmul_precision("highest"):
+        of_nodes = output_scale**2 * (kernel @ one_hot)  # (N, k)
+        cross = of_nodes[observed]
+        solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
+        return Gaussian(cross.T @ solved[:, 0], of_nodes[nodes] - cross.T @ solved[:, 1:])
 
 
 def solve(
@@ -90,8 +105,8 @@ def solve(
 def fit(
     key: Key,
     sampled: walks.Walks,
-    observed: Int[Array, " n"],
-    y: Float[Array, " n"],
+    observed: Int[ArrayLike, " n"],
+    y: Num[ArrayLike, " n"],
     start: Scales,
     *,
     kernel: Callable[[ArrayLike], modulations.Modulation] = modulations.diffusion,
@@ -107,8 +122,8 @@ def fit(
     Args:
         key: of the random signs.
         sampled: the walks.
-        observed: the nodes seen.
-        y: the values there.
+        observed: the nodes seen; one may be seen more than once.
+        y: the values there, of any real dtype.
         start: lengthscale (what `kernel` takes), output_scale, noise_scale.
         kernel: lengthscale -> modulation.
         num_steps: how many steps of the optimizer, on the logarithms of the scales.
@@ -117,10 +132,16 @@ def fit(
         optimizer: the paper's by default.
 
     Raises:
-        ValueError: for a start that is not positive, or a fit that left the finite numbers.
+        ValueError: for a start that is not positive, nodes that are not in the graph, values that
+            are not finite or not one for each node seen, no values at all, or a fit that left the
+            finite numbers.
     """
+    observed, y = _observations(sampled.num_nodes, observed, y)
+    if not len(y):
+        raise ValueError("there is no node observed to fit: y is empty")
+    y = y.astype(jnp.promote_types(y.dtype, sampled.load.dtype))
     logs = {
-        name: jnp.log(jnp.asarray(checked(name, value), y.dtype))
+        name: jnp.log(jnp.asarray(positive_number(name, value), y.dtype))
         for name, value in start._asdict().items()
     }
 
@@ -143,11 +164,35 @@ def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Ar
     """v -> C v over the nodes seen, for v (n, k)."""
 
     def system(v):
-        everywhere = jnp.zeros((kernel.shape[0], v.shape[1]), v.dtype).at[observed].set(v)
-        return output_scale**2 * (kernel @ everywhere)[observed] + noise_scale**2 * v
+        # Added, not set: at a node seen twice both values count.
+        everywhere = jnp.zeros((kernel.shape[0], v.shape[1]), v.dtype).at[observed].add(v)
+        with jax.default_matmul_precision("highest"):
+            product = kernel @ everywhere
+        return output_scale**2 * product[observed] + noise_scale**2 * v
 
     return system
 
 
 def _one_hot(num_nodes: int, nodes: Array, dtype: Any) -> Array:
     return jnp.zeros((num_nodes, len(nodes)), dtype).at[nodes, jnp.arange(len(nodes))].set(1)
+
+
+def _observations(num_nodes: int, observed: Any, y: Any) -> tuple[Array, Array]:
+    observed = _checked_nodes("observed", num_nodes, observed)
+    (y,) = finite_arrays(y=(y, "n"))
+    if len(y) != len(observed):
+        raise ValueError(f"y must have a value for each of {len(observed)} nodes, got {len(y)}")
+    return observed, y
+
+
+def _checked_nodes(what: str, num_nodes: int, nodes: Any) -> Array:
+    nodes = jnp.asarray(nodes)
+    if nodes.ndim != 1 or not jnp.issubdtype(nodes.dtype, jnp.integer):
+        raise ValueError(
+            f"{what} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"
+        )
+    if not isinstance(nodes, Tracer):
+        absent = [node for node in np.asarray(nodes).tolist() if not 0 <= node < num_nodes]
+        if absent:
+            raise ValueError(f"{what} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
+    return nodes
