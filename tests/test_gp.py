@@ -15,8 +15,6 @@ from sklearn.gaussian_process import kernels as of_sklearn
 from performer import gp, kernels
 from performer.graphs import gp as graph_gp
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RNG = np.random.default_rng(0)
 X, NEW = RNG.normal(size=(30, 3)), RNG.normal(size=(12, 3))
 Y = np.sin(X.sum(axis=1)) + 0.1 * RNG.normal(size=30)

@@ -14,8 +14,6 @@ from performer import gp as dense
 from performer.graphs import features, gp, graph_random_features, modulations
 from tests.graph_examples import karate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OBSERVED, NEW = jnp.arange(0, 28), jnp.arange(26, 34)
 Y = jnp.sin(OBSERVED / 4.0) + 0.2 * jax.random.normal(jax.random.key(0), (28,))
 

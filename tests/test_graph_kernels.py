@@ -13,8 +13,6 @@ import scipy.sparse.linalg
 from performer.graphs import Graph, features, gp, kernels, modulations
 from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 L = laplacian(weights_matrix())
 ONE = np.eye(NUM_NODES)
 

@@ -17,8 +17,6 @@ from scipy import stats
 from performer.graphs import Graph, couplings, graph_random_features, modulations
 from tests.graph_examples import blocks, laplacian
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ALARM = 1e-6
 """The rate of false alarms of all rows together, as far as their means have a normal law."""
 COPIES = 1500

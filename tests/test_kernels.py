@@ -11,8 +11,6 @@ from scipy import spatial, special
 
 from performer import couplings, directions, features, kernels, norms
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = jax.random.normal(jax.random.key(0), (5, 3))
 Y = jax.random.normal(jax.random.key(1), (4, 3))
 LENGTHSCALES = [0.7, np.array([0.5, 1.0, 2.0], np.float32)]

@@ -18,8 +18,6 @@ from public_functions import ROWS, inputs, public_functions
 
 from performer import couplings, performer_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 REFUSED = {"kernels.gaussian[scales]", "kernels.arc_cosine", "graphs.tasks.kernel_kmeans"}
 """They promote ranks or dtypes yet."""
 TRACED = [n for n, row in ROWS.items() if not row.host and row.kind != "numpy" and n not in REFUSED]
