@@ -83,7 +83,7 @@ def sigma(permutation: Int[np.ndarray, " n"]) -> Coupling:
     def coupling(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
         pairs = -(-num_walks // 2)
         of_tile, of_place = jax.random.split(key)
-        q = jax.random.randint(of_tile, (pairs,), 0, order)
+        q = jax.random.randint(of_tile, (pairs,), 0, order, jnp.int32)
         tiles = jnp.stack([q, table[q]], axis=-1)
         above = (order - 1 - tiles + _uniform(of_place, (pairs, 2))) / order  # 1 - the quantile
         return _geometric(above.reshape(-1)[:num_walks], p_halt)
@@ -156,7 +156,7 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
 
     def event(carry, draws):
         alive, time, found = carry
-        chances = jnp.cumsum(widths * (halting & alive).any(axis=1))
+        chances = jnp.cumsum(widths * (halting & alive[None]).any(axis=1))
         now = time + _geometric(draws[0], chances[-1])
         arc = jnp.sum(chances < draws[1] * chances[-1])
         stops = halting[arc] & alive

@@ -73,7 +73,7 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
             length, key = inputs
             times = jnp.arange(1, longest + 1, dtype=jnp.int32)
             one = jnp.ones((), graph.weights.dtype)
-            draws = jax.random.uniform(key, (longest,))
+            draws = jax.random.uniform(key, (longest,), jnp.float32)
             first = (start, jnp.zeros((), jnp.int32), one, length == 0)
             carry, later = jax.lax.scan(step, (start, one, passed, length), (times, draws))
             return carry[2], jax.tree.map(lambda a, b: jnp.append(a, b), first, later)

@@ -23,7 +23,7 @@ def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[
     footnote 2); an estimate with eigenvalues above 1 makes the state grow.
     """
     choices.positive_integer("num_times", num_times)
-    return jax.lax.fori_loop(0, num_times, lambda _, u: kernel @ u, state)
+    return jax.lax.fori_loop(0, num_times, lambda _, u: _apply(kernel, u), state)
 
 
 def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Array, "n k"]:
@@ -44,9 +44,14 @@ def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Arr
         raise ValueError("regress needs a node whose value is known; `known` is false everywhere")
     mask = known.astype(values.dtype)[:, None]
     seen = jnp.where(mask > 0, values, 0)
-    weights = kernel @ mask
+    weights = _apply(kernel, mask)
     mean = jnp.mean(values, axis=0, where=mask > 0)
-    return jnp.where(weights == 0, mean, (kernel @ seen) / jnp.where(weights == 0, 1, weights))
+    return jnp.where(weights == 0, mean, _apply(kernel, seen) / jnp.where(weights == 0, 1, weights))
+
+
+def _apply(kernel: Any, vectors: Array) -> Array:
+    with jax.default_matmul_precision("highest"):  # a dense kernel has three digits on a GPU else
+        return kernel @ vectors
 
 
 Labels = Int[Array | np.ndarray, " n"]
@@ -85,17 +90,18 @@ def kernel_kmeans(
     def distances(labels):
         members = jax.nn.one_hot(labels, num_clusters)  # (N, c)
         count = jnp.bincount(labels, length=num_clusters)  # int32: sums of ones stop at 2^24
-        sizes = jnp.maximum(count, 1)
-        sums = (kernel @ members) / sizes
+        sizes = jnp.maximum(count, 1).astype(members.dtype)
+        sums = _apply(kernel, members) / sizes[None]
         own = jnp.sum(members * sums, axis=0) / sizes
-        away = jnp.where(count > 0, own - 2 * sums, jnp.inf)
+        away = jnp.where((count > 0)[None], own[None] - 2 * sums, jnp.inf)
         return away, -jnp.sum(own * sizes)
 
+    def nearest(labels):
+        return jnp.argmin(distances(labels)[0], axis=1).astype(jnp.int32)
+
     def one(key):
-        start = jax.random.randint(key, kernel.shape[:1], 0, num_clusters)
-        labels = jax.lax.fori_loop(
-            0, num_steps, lambda _, labels: jnp.argmin(distances(labels)[0], axis=1), start
-        )
+        start = jax.random.randint(key, kernel.shape[:1], 0, num_clusters, jnp.int32)
+        labels = jax.lax.fori_loop(0, num_steps, lambda _, labels: nearest(labels), start)
         return Clusters(labels, distances(labels)[1])
 
     found = jax.lax.map(one, jax.random.split(key, num_starts))
