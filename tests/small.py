@@ -1,6 +1,12 @@
 """A run that takes seconds: a tiny ViT on a few digits."""
 
+from functools import cache
+
+import jax
+from flax import nnx
+
 from vit import config
+from vit.model import ViT, random_streams
 
 
 def small_config(**sections):
@@ -16,6 +22,21 @@ def small_config(**sections):
         checkpoint_every=1,
     )
     return config.Config(**(defaults | sections))
+
+
+def new_vit(settings, seed=0, num_classes=5):
+    """By one program for each config: the many small ones of `ViT(...)` take longer to compile."""
+    size, _ = config.parse_variant(settings.model.variant)
+    return nnx.merge(*_made(tuple(config.flatten(settings).items()), size, seed, num_classes))
+
+
+@cache
+def _made(fields, _, seed, num_classes):
+    def new():
+        settings = config.with_values(config.Config(), dict(fields))
+        return ViT(settings, num_classes=num_classes, channels=1, rngs=random_streams(seed))
+
+    return nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))()
 
 
 CALIBRATED = config.Attention(num_features=8, calibration="full")

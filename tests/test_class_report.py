@@ -5,11 +5,11 @@ import csv
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from sklearn.metrics import confusion_matrix
 
-from tests.small import TINY, small_config
+from tests.small import TINY, new_vit, small_config
 from vit import class_report, config, convert, data, evaluate, metrics
-from vit.model import ViT, random_streams
 
 CLASSES = 10
 
@@ -25,14 +25,16 @@ def _tiny():
 def guessing():
     """A model with random logits, batches of which the last is mostly padding, and its logits."""
     settings = small_config(data=config.Data(batch_size=128))  # 360 images: 3 batches
-    model = ViT(settings, num_classes=CLASSES, channels=1, rngs=random_streams(0))
+    model = new_vit(settings, num_classes=CLASSES)
     rng = np.random.default_rng(0)
     model.head.kernel[...] = jnp.asarray(rng.normal(0, 1, (TINY.width, CLASSES)), jnp.float32)
     batches = list(data.eval_batches(data.load(settings.data), settings.data))
     assert [int(batch["mask"].sum()) for batch in batches] == [128, 128, 104]
+    forward = nnx.jit(lambda model, images: model(images)[0])
+    outputs = [np.asarray(forward(model, jnp.asarray(batch["image"]))) for batch in batches]
     real = [
-        (np.asarray(model(jnp.asarray(batch["image"]))[0])[i], int(batch["label"][i]))
-        for batch in batches
+        (output[i], int(batch["label"][i]))
+        for output, batch in zip(outputs, batches, strict=True)
         for i in np.flatnonzero(batch["mask"])
     ]
     logits, labels = (np.array(values) for values in zip(*real, strict=True))

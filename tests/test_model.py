@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies, Statistics
-from tests.small import CALIBRATED, small_config
+from tests.small import CALIBRATED, new_vit, small_config
 from vit import config
 from vit.model import ViT, random_streams, sincos_positions
 
@@ -16,14 +16,19 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8
 
 
 def vit(seed=0, **sections):
-    return ViT(small_config(**sections), num_classes=5, channels=1, rngs=random_streams(seed))
+    return new_vit(small_config(**sections), seed)
+
+
+@nnx.jit
+def forward(model):
+    return model(jnp.asarray(IMAGES))
 
 
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 @pytest.mark.parametrize("position", ["learned", "sincos"])
 def test_shapes_and_intermediates(pooling, position):
     model = vit(model=config.Model("XS/2", pooling=pooling, position=position))
-    logits, intermediates = model(jnp.asarray(IMAGES))
+    logits, intermediates = forward(model)
     tokens = 16 + (pooling == "token")
     assert logits.shape == (3, 5)
     assert {name: x.shape for name, x in intermediates.items()} == {
@@ -86,7 +91,7 @@ def test_performer_with_many_features_is_the_softmax_twin():
     ):
         model = vit(attention=attention)
         model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
-        outputs.append(model(jnp.asarray(IMAGES))[0])
+        outputs.append(forward(model)[0])
     error = np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[1])
     assert error < 0.1
 
@@ -94,9 +99,9 @@ def test_performer_with_many_features_is_the_softmax_twin():
 def test_dropout_only_in_training():
     model = vit(model=config.Model("XS/4", dropout=0.5))
     model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
-    evaluated = [model(jnp.asarray(IMAGES))[0] for _ in range(2)]
+    evaluated = [forward(model)[0] for _ in range(2)]
     model.train()
-    trained = [model(jnp.asarray(IMAGES))[0] for _ in range(2)]
+    trained = [forward(model)[0] for _ in range(2)]
     np.testing.assert_array_equal(*evaluated)
     assert not np.allclose(*trained)
 
@@ -139,6 +144,6 @@ def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32()
     assert float(half[0]) != pytest.approx(float(exact[0]), rel=1e-6)
     for tree in half[1:]:
         assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
-    logits, intermediates = vit(model=config.Model("XS/4", dtype="bfloat16"))(jnp.asarray(IMAGES))
+    logits, intermediates = forward(vit(model=config.Model("XS/4", dtype="bfloat16")))
     assert logits.dtype == intermediates["pooled"].dtype == jnp.float32
     assert intermediates["block00/output"].dtype == jnp.bfloat16
