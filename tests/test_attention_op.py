@@ -398,3 +398,10 @@ def test_a_state_of_other_shapes_is_refused():
     _, state = performer_attention(*args, return_state=True)
     with pytest.raises(ValueError, match="initial_state holds arrays of shape"):
         performer_attention(*inputs(b=1), initial_state=state)
+
+
+def test_a_matrix_has_no_state_and_no_devices():
+    query, key, _, frequencies = inputs()
+    for name, level in [("axis_name", "i"), ("return_state", True)]:
+        with pytest.raises(ValueError, match=f"attention_weights has no {name}"):
+            attention_weights(query, key, frequencies, **{name: level})
