@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -59,6 +60,8 @@ METHODS = {  # names for combinations of parts; any other is written out, as in 
 }
 RIDGE = 0.05
 """Added to covariances before they are inverted, relative to their mean eigenvalue."""
+ROUNDING = 4 * float(np.finfo(np.float32).eps)
+"""Added to them before anything else, relative to the sum of the mean squares they come from."""
 
 Moments = Float[Array, "*n z z"]
 """Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them.
@@ -154,7 +157,7 @@ def pair_moments(
     )
     t, s = query.shape[1], key.shape[1]
     count = t if num_queries is None else min(num_queries, t)
-    position = (2 * jnp.arange(count) + 1) * t // (2 * count)
+    position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # past 2^31 for long t
     exists = jnp.ones((count, s), bool)
     if is_causal:
         exists = jnp.arange(s)[None] <= position[:, None]
@@ -194,28 +197,35 @@ def fit(moments: Moments, method: str = "full") -> Calibration:
     moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
     moments = moments / moments[..., :1, :1]
     mean = moments[..., 0]
-    covariance = moments - mean[..., :, None] * mean[..., None, :]
     queries, keys = slice(1, h + 1), slice(h + 1, None)
-    M = inverse = _eye(covariance[..., queries, queries])
+    covariance = moments - mean[..., :, None] * mean[..., None, :]
+    # What float32 makes of moments about zero must not leave a covariance indefinite.
+    size = jnp.diagonal(moments, axis1=-2, axis2=-1)[..., 1:].reshape(*mean.shape[:-1], 2, h)
+    rounding = jnp.repeat(ROUNDING * jnp.sum(size, axis=-1), h, axis=-1)
+    covariance = covariance[..., 1:, 1:] + rounding[..., None] * _eye(covariance[..., 1:, 1:])
+    M = inverse = _eye(covariance[..., :h, :h])
     c = jnp.zeros_like(mean[..., keys])
     calibration = Calibration()
     if "scale" in names:
-        M, inverse = _balance(covariance[..., queries, queries], covariance[..., keys, keys])
+        M, inverse = _balance(covariance[..., :h, :h], covariance[..., h:, h:])
         calibration = calibration._replace(scale=M, inverse_scale=inverse)
     if "shift" in names:
         c = mean[..., keys] + _apply(M, _apply(M, mean[..., queries]))
         calibration = calibration._replace(shift=c)
-    # v = M q + M^-1 (k - c) as a linear map of (1, q, k)
-    to_v = jnp.concatenate([-_apply(inverse, c)[..., None], M, inverse], axis=-1)
+    # v = M q + M^-1 (k - c)
+    to_v = jnp.concatenate([M, inverse], axis=-1)
+    mean_v = _apply(M, mean[..., queries]) + _apply(inverse, mean[..., keys] - c)
+    size = _dot("...xy,...yy,...xy->...", to_v, covariance, to_v)[..., None, None]
+    of_v = _transform(to_v, covariance)
+    of_v = of_v + ROUNDING * size * _eye(of_v)
     if "tilt" in names or "traceless" in names:
-        root = _best_root(_transform(to_v, moments))
+        root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
         if "traceless" in names:
             mean_eigenvalue = jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h
             root = root / jnp.sqrt(mean_eigenvalue)
         calibration = calibration._replace(root=root)
     if "proposal" in names:
-        root = _best_root(_transform(to_v, covariance))
-        calibration = calibration._replace(mean=_apply(to_v, mean), root=root)
+        calibration = calibration._replace(mean=mean_v, root=_best_root(of_v))
     return calibration
 
 
@@ -302,26 +312,35 @@ def for_coupling(method: str, coupling: str) -> str:
 
 def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
     """M and M^-1 with M Cov(q) M = M^-1 Cov(k) M^-1, of regularised covariances."""
-    of_queries, of_keys = _regularised(of_queries), _regularised(of_keys)
+    (of_queries, a), (of_keys, b) = _regularised(of_queries), _regularised(of_keys)
     # A^-1 # B = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2 (Bhatia 2007, Eq. 4.10)
     root, inverse_root = _square_root(of_queries)
     middle, _ = _square_root(_transform(root, of_keys))
     M, inverse = _square_root(_transform(inverse_root, middle))
     # One Newton step: the two are then inverse to each other but for rounding.
-    return M, 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)
+    inverse = 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)
+    ratio = b**0.25 / a**0.25
+    return M * ratio, inverse / ratio
 
 
-def _regularised(covariance: Array) -> Array:
+def _regularised(covariance: Array) -> tuple[Array, Array]:
+    """The covariance for a mean eigenvalue of 1, and what that was."""
     h = covariance.shape[-1]
     mean_eigenvalue = jnp.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / h
-    return covariance + (RIDGE * mean_eigenvalue + 1e-6) * _eye(covariance)
+    ridge = RIDGE * mean_eigenvalue + 1e-6
+    size = mean_eigenvalue + ridge
+    return covariance / size + ridge / size * _eye(covariance), size
 
 
 def _best_root(F: Array) -> Array:
-    """L with L L = S, for S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4."""
+    """L with L L = S, for S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4.
+
+    As (2 F + I)^2 + 8 F is the product of x = 2 F + (1 + sqrt 2)^2 I and y = 2 F + (1 - sqrt 2)^2 I
+    and x + y = 4 F + 6 I, S is (x^(1/2) + y^(1/2))^2 / 8: no square of F is formed.
+    """
     eye = _eye(F)
-    radical, _ = _square_root(_transform(2 * F + eye, eye) + 8 * F)
-    return _square_root((3 * eye + 2 * F + radical) / 4)[0]
+    roots = [_square_root(2 * F + (1 + sign * 2**0.5) ** 2 * eye)[0] for sign in (1, -1)]
+    return (roots[0] + roots[1]) / 8**0.5
 
 
 def _square_root(matrix: Array) -> tuple[Array, Array]:
@@ -330,7 +349,8 @@ def _square_root(matrix: Array) -> tuple[Array, Array]:
     Higham 2008, Eq. 6.35. Eigenvalues below 1e-7 of the largest do not converge.
     """
     eye = _eye(matrix)
-    norm = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+    # The largest row sum bounds the eigenvalues, and squares nothing.
+    norm = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True), axis=-2, keepdims=True)
 
     def step(_, pair):
         root, inverse = pair

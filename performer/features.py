@@ -39,7 +39,7 @@ SPLITS: dict[str, Callable[[Array, Array], Split]] = {
     "hyperbolic": lambda p, half: (_both_signs(p) - half, None),
     "trigonometric": lambda p, half: (half, jnp.concatenate([jnp.sin(p), jnp.cos(p)], axis=-1)),
     "relu": lambda p, half: (jnp.zeros_like(half), jax.nn.relu(p)),
-    "elu+1": lambda p, half: (jnp.zeros_like(half), jax.nn.elu(p) + 1),
+    "elu+1": lambda p, half: (jnp.minimum(p, 0), jnp.maximum(p, 0) + 1),
 }
 SOFTMAX = ("positive", "hyperbolic", "trigonometric")
 TWO_FOR_EACH = ("hyperbolic", "trigonometric")

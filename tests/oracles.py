@@ -1,5 +1,6 @@
 """float64 NumPy loops written from the equations. They share no code with the package."""
 
+import itertools
 import math
 
 import numpy as np
@@ -199,3 +200,214 @@ def calibration(moments, parts, ridge=0.05):
     if "traceless" in parts:
         s = s * h / np.trace(s)
     return c, m, mu, s
+
+
+def _head(x, ndim, head, heads):
+    """The entry of a head in an array that has one for each head, for groups of them, or one."""
+    x = np.asarray(x, np.float64)
+    return x[head * len(x) // heads] if x.ndim > ndim else x
+
+
+def _one_head(query, key, frequencies, head, n, root, shift, weights, calibration):
+    """Query, key, frequencies and log-weights of a query head, after shift and calibration."""
+    k = key.shape[1]
+    of_key = head * k // n
+    keys, w, log_weights = key[:, of_key], _head(frequencies, 2, head, n), np.zeros(1)
+    if weights is not None:
+        with np.errstate(divide="ignore"):
+            log_weights = np.log(_head(weights, 1, head, n))
+    if shift is not None:
+        keys = keys - _head(shift, 1, of_key, k)
+    keys = keys * root
+    if calibration is not None:
+        c, m, inverse, mu, spread = (
+            _head(x, rank, of_key, k) for x, rank in zip(calibration, (1, 2, 2, 1, 2), strict=True)
+        )
+        drawn, w = w, w @ spread.T + mu
+        log_weights = log_weights + np.sum(drawn**2 - w**2, axis=-1) / 2
+        query, keys = query @ m, (keys - c) @ inverse
+    return query, keys, w, log_weights
+
+
+def key_state(
+    key, value, frequencies, heads, exists, *, scale, shift, weights, calibration, feature_map
+):
+    """The state of `performer_attention`, (b, heads, m) and (b, heads, m, v), relative to c.
+
+    c is the largest logarithm of the size of a feature over the keys that exist, -inf without one.
+    """
+    key, value = np.asarray(key, np.float64), np.asarray(value, np.float64)
+    (b, _, k, h), root = key.shape, (key.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    features = []
+    for i, head in np.ndindex(b, heads):
+        _, keys, w, log_weights = _one_head(
+            np.zeros((1, h)), key[i], frequencies, head, heads, root, shift, weights, calibration
+        )
+        p, half = keys @ w.T, np.sum(keys**2, axis=-1, keepdims=True) / 2
+        a = np.exp(np.broadcast_to(log_weights, p.shape[-1:]))
+        phi = {
+            "positive": lambda p, half: np.exp(p - half),
+            "hyperbolic": lambda p, half: np.exp(np.hstack([p, -p]) - half),
+            "trigonometric": lambda p, half: np.exp(half) * np.hstack([np.sin(p), np.cos(p)]),
+            "relu": lambda p, half: np.maximum(p, 0),
+            "elu+1": lambda p, half: np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))),
+        }[feature_map](p, half)
+        features.append(phi * np.tile(a, phi.shape[-1] // len(a)) * exists[i][:, None])
+    phi = np.reshape(features, (b, heads, *features[0].shape))
+    with np.errstate(divide="ignore"):
+        c = np.log(np.abs(phi).max(axis=2))
+    phi = phi * np.exp(-np.where(np.isinf(c), 0, c))[:, :, None]
+    values = np.repeat(value, heads // k, axis=2).swapaxes(1, 2)
+    values = np.where(exists[:, None, :, None], values, 0)
+    return c, phi.sum(axis=2), np.einsum("bhsm,bhsv->bhmv", phi, values)
+
+
+def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer, exists):
+    """The terms T[t, s, j] = phi_j(q_t) phi_j(k_s) of one head as sign e^{exponent}, in float64.
+
+    Returns:
+        The exponents (t, s, m); the signs or None; and the logarithms of what the terms are off by,
+        at most, where products and sums have relative errors of 1.
+    """
+    p, r = query @ frequencies.T, key @ frequencies.T
+    size = np.abs(query) @ np.abs(frequencies).T, np.abs(key) @ np.abs(frequencies).T
+    half = np.sum(key**2, axis=-1, keepdims=True) / 2
+    half_q = np.sum(query**2, axis=-1, keepdims=True) / 2
+    log_weights = np.broadcast_to(log_weights, p.shape[-1:])
+    known = np.where(np.isinf(log_weights), 0, np.abs(log_weights))
+    signs = None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if stabilizer == "google":
+            top = r[exists].max(initial=-np.inf)
+            of_q = np.log(np.exp(p - half_q - p.max(axis=-1, keepdims=True)) + 1e-6)
+            of_k = np.log(np.exp(r - half - (0 if np.isinf(top) else top)) + 1e-6)
+            off_q, off_k = size[0] + half_q, size[1] + half
+        elif feature_map in ("positive", "hyperbolic"):
+            off_q, off_k, of_q, of_k = size[0], size[1] + half, p, r - half
+            if feature_map == "hyperbolic":
+                of_q, of_k = np.hstack([p, -p]), np.hstack([r, -r]) - half
+        elif feature_map == "trigonometric":
+            of_q, of_k = 0 * p, half + 0 * r
+            signs, (off_q, off_k) = np.cos(p[:, None] - r), (size[0], size[1] + half)
+        else:
+            function = {
+                "relu": lambda x: np.maximum(x, 0),
+                "elu+1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+            }[feature_map]
+            f, g = function(p)[:, None], function(r)
+            slopes = [1.0 if feature_map == "relu" else np.minimum(1, x) for x in (f, g)]
+            off = f * g + slopes[0] * size[0][:, None] * g + f * slopes[1] * size[1]
+            return np.log(f * g) + log_weights, None, np.log(off) + log_weights
+        if feature_map == "hyperbolic":
+            log_weights, known = np.tile(log_weights, 2), np.tile(known, 2)
+            off_q, off_k = np.tile(off_q, 2), np.tile(off_k, 2)
+        exponents = of_q[:, None] + of_k + log_weights
+        return exponents, signs, exponents + np.log(1 + off_q[:, None] + off_k + known)
+
+
+def full_attention(
+    query,
+    key,
+    value,
+    frequencies,
+    *,
+    mask=None,
+    lengths=None,
+    segments=None,
+    is_causal=False,
+    scale=None,
+    shift=None,
+    weights=None,
+    calibration=None,
+    feature_map="positive",
+    stabilizer="exact",
+    earlier=None,
+):
+    """`performer_attention` with all its options, pair by pair, and how exact it can be.
+
+    Args:
+        query: (b, t, n, h), like the others with one batch axis. frequencies and weights with or
+            without an axis of heads.
+        key, value, frequencies, scale, weights, feature_map, stabilizer, is_causal: as there.
+        mask: (b, s).
+        lengths: (b,).
+        segments: (b, t) and (b, s).
+        shift: (h,) or (k, h).
+        calibration: c, M, M^-1, mu, L, each for all heads or for each key head.
+        earlier: (key, value) that all queries see before the others, as they are.
+
+    Returns:
+        (b, t, n, v), and the first-order bound (b, t, n) of its error in a computation whose
+        operations have a relative error of 1.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    (b, t, n, h), s, k = query.shape, key.shape[1], key.shape[2]
+    root = (h**-0.5 if scale is None else scale) ** 0.5
+    before = 0 if earlier is None else earlier[0].shape[1]
+    exists = np.ones((b, s), bool)
+    if mask is not None:
+        exists &= np.asarray(mask) != 0
+    if lengths is not None:
+        exists &= np.arange(s) < np.asarray(lengths)[:, None]
+    key = np.where(exists[..., None, None], key, 0)
+    value = np.where(exists[..., None, None], value, 0)
+    if earlier is not None:
+        key, value = (
+            np.concatenate([np.asarray(x, np.float64), y], axis=1)
+            for x, y in zip(earlier, (key, value), strict=True)
+        )
+        exists = np.concatenate([np.ones((b, before), bool), exists], axis=1)
+    out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
+    for i, head in np.ndindex(b, n):
+        q, values = query[i, :, head] * root, value[i, :, head * k // n]
+        q, keys, w, log_weights = _one_head(
+            q, key[i], frequencies, head, n, root, shift, weights, calibration
+        )
+        allowed = np.broadcast_to(exists[i], (t, before + s)).copy()
+        later = allowed[:, before:]
+        if is_causal:
+            later &= np.arange(s) <= np.arange(t)[:, None]
+        if segments is not None:
+            later &= np.asarray(segments[0])[i][:, None] == np.asarray(segments[1])[i]
+        terms = feature_terms(q, keys, w, log_weights, feature_map, stabilizer, exists[i])
+        exponents, signs, off = terms
+        exponents, off = (np.where(allowed[..., None], x, -np.inf) for x in (exponents, off))
+        top = exponents.max(axis=(-1, -2), initial=-np.inf, keepdims=True)
+        top = np.where(np.isinf(top), 0, top)
+        sizes = np.exp(exponents - top)
+        kernel = np.sum(sizes if signs is None else sizes * signs, axis=-1)
+        total = kernel.sum(axis=-1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out[i, :, head] = np.where(total == 0, 0, kernel @ values / total)
+            error = np.exp(off - top).sum(axis=(-1, -2))
+            error = np.where(error == 0, 0, error / np.abs(total[:, 0]))
+        bound[i, :, head] = 2 * error * np.abs(values).max(initial=0)
+    return out, bound
+
+
+def masked_pair_moments(query, key, *, mask=None, is_causal=False, positions=None, scale=None):
+    """Sum over pairs of (1, q, k) (1, q, k)^T as softmax attention weighs them, over the queries.
+
+    Query by query, in float64: (b, t, n, h), (b, s, k, h), mask (b, s), the positions of the
+    queries that count, or all. The result, (k, 2 h + 1, 2 h + 1), is divided by the number of
+    queries of each key head, those without any key among them.
+    """
+    query, key = (np.asarray(x, np.float64) for x in (query, key))
+    (b, t, n, h), s, k = query.shape, key.shape[1], key.shape[2]
+    root = (h**-0.5 if scale is None else scale) ** 0.5
+    positions = range(t) if positions is None else positions
+    total = np.zeros((k, 2 * h + 1, 2 * h + 1))
+    for i, position, head in itertools.product(range(b), positions, range(n)):
+        seen = [
+            j for j in range(s) if (mask is None or mask[i, j]) and (not is_causal or j <= position)
+        ]
+        if not seen:
+            continue
+        q = root * query[i, position, head]
+        keys = root * key[i, seen, head * k // n]
+        logits = keys @ q
+        attention = np.exp(logits - logits.max())
+        z = np.hstack([np.ones((len(seen), 1)), np.tile(q, (len(seen), 1)), keys])
+        pairs = (z * (attention / attention.sum())[:, None]).T @ z
+        total[head * k // n] += pairs / (b * len(positions) * n // k)
+    return total

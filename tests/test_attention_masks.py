@@ -105,6 +105,17 @@ def test_packed_cross_attention(small_chunks):
     assert (np.asarray(got)[ids[0] == 0] == 0).all()  # no key has the number 0
 
 
+def test_causal_segments_of_queries_and_keys_apart(small_chunks):
+    """A pair is one causal order: query i sees the keys j <= i with its number; traced, too."""
+    args = inputs(t=13)
+    rng = np.random.default_rng(2)
+    ids, of_keys = rng.integers(0, 3, (2, 2, 13))
+    attend = jax.jit(lambda *pair: performer_attention(*args, segment_ids=pair, is_causal=True))
+    for pair in [(ids, of_keys), (ids, ids.copy())]:
+        allowed = (pair[0][:, :, None] == pair[1][:, None]) & causal(13)
+        close(attend(*pair), oracles.kernel_attention(*args, allowed=allowed))
+
+
 # Causal attention and streaming
 
 
@@ -245,6 +256,75 @@ def test_one_key_is_returned_whatever_its_norm(norm, small_chunks):
     close(first[:, 0], value[:, 0])
     one = performer_attention(norm * query, -norm * key[:, :1], value[:, :1], frequencies)
     close(one, jnp.broadcast_to(value[:, :1], value.shape))
+
+
+def far_apart(norm, t=14):
+    """Keys that stand in all directions, as many opposite to the queries, of that norm."""
+    query, key, value, frequencies = inputs(t=t, k=4)
+    query, key = (np.asarray(x) for x in (query, key))
+    key = np.where(np.arange(4)[:, None] < 2, key, -query)
+    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
+    return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "is_causal"), [("positive", True), ("positive", False), ("elu+1", True)]
+)
+def test_robust_attention_is_exact_for_any_norm(feature_map, is_causal, small_chunks):
+    """Causal and packed, against the first-order bound of float32; the default is not."""
+    ids = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
+    options = dict(is_causal=is_causal, scale=1.0, feature_map=feature_map)
+    *_, frequencies = far_apart(1.0)
+    off = {"robust": [], None: []}
+    for implementation, ratios in off.items():
+        attend = partial(
+            performer_attention,
+            frequencies=frequencies,
+            segment_ids=None if is_causal else ids,
+            implementation=implementation,
+            **options,
+        )
+        for norm in (1.0, 20.0, 60.0, 1e3):
+            *tokens, _ = far_apart(norm)
+            want, bound = oracles.full_attention(
+                *tokens, frequencies, segments=None if is_causal else (ids, ids), **options
+            )
+            error = np.abs(attend(*tokens) - want).max(axis=-1)
+            ratios.append((error / (2.0**-24 * bound)).max())
+    assert max(off["robust"]) < 4
+    assert off[None][0] < 4
+    assert feature_map != "positive" or max(off[None][1:]) > 100  # what it is for
+
+
+def test_robust_attention_is_causal_bit_for_bit_and_has_its_gradients(small_chunks):
+    *tokens, frequencies = far_apart(60.0)
+
+    @jax.jit
+    def run(*tokens):
+        def loss(*tokens):
+            out = performer_attention(
+                *tokens, frequencies, is_causal=True, scale=1.0, implementation="robust"
+            )
+            return jnp.sum(out[:, 9]), out
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*tokens)
+
+    gradients, before = run(*tokens)
+    later = np.arange(14)[:, None, None] >= 10
+    for junk in (0.0, 100.0):
+        _, after = run(*(jnp.where(later, junk * x, x) for x in tokens))
+        np.testing.assert_array_equal(after[:, :10], before[:, :10])
+    rng, wide = np.random.default_rng(0), [np.asarray(x, np.float64) for x in tokens]
+    along = [rng.normal(size=x.shape) for x in wide]
+
+    def moved(step):
+        tokens = [x + step * y for x, y in zip(wide, along, strict=True)]
+        out, _ = oracles.full_attention(*tokens, frequencies, is_causal=True, scale=1.0)
+        return out[:, 9].sum()
+
+    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    got = sum(np.vdot(x, y) for x, y in zip(gradients, along, strict=True))
+    assert abs(got - slope) < 1e-3 * np.sqrt(sum(np.vdot(x, x) for x in gradients))
 
 
 # Planted faults

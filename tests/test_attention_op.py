@@ -427,3 +427,10 @@ def test_a_stream_passes_over_empty_calls():
     for empty in (inputs(b=0, t=3)[:3], (*args[:2], args[2][..., :0])):
         _, state = performer_attention(*empty, args[3], is_causal=True, return_state=True)
         assert state.numerator.shape == (len(empty[0]), 2, M, empty[2].shape[-1])
+
+
+def test_a_matrix_has_no_state_and_no_devices():
+    query, key, _, frequencies = inputs()
+    for name, level in [("axis_name", "i"), ("return_state", True)]:
+        with pytest.raises(ValueError, match=f"attention_weights has no {name}"):
+            attention_weights(query, key, frequencies, **{name: level})

@@ -344,3 +344,41 @@ def test_matrix_functions_are_accurate_for_ill_conditioned_covariances():
     root, inverse = calibration._square_root(jnp.asarray(matrix, jnp.float32))
     np.testing.assert_allclose(root, basis * np.sqrt(values) @ basis.T, atol=2e-3)
     np.testing.assert_allclose(inverse @ root, np.eye(64), atol=2e-2)
+
+
+def test_masks_belong_to_their_batch_entry():
+    """3 entries, 2 heads; where the numbers are equal a wrong axis would not raise."""
+    for batch in (3, 2):
+        query, key = data(5, (batch, 4, 2, H), 7)
+        mask = np.random.default_rng(batch).random((batch, 7)) < 0.6
+        want = oracles.masked_pair_moments(query, key, mask=mask)
+        got = pair_moments(query, key, mask=jnp.asarray(mask[:, None, None]))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_moments_of_a_long_sequence():
+    """2 t^2 is past 2^31."""
+    query = jnp.linspace(0.0, 1.0, 40_000).reshape(1, -1, 1, 1)
+    moments = pair_moments(query, jnp.zeros((1, 1, 1, 1)), scale=1.0)
+    np.testing.assert_allclose(moments[0, 0, 1], 0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["full", "shift+scale+traceless", "scale+proposal"])
+def test_long_queries_and_keys(method):
+    """Norms of 1e4 and more, where all attend to one key: singular moments; finite and right."""
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=(2, 9, 2, H)) for _ in range(2))
+    fitting = jax.jit(partial(fit, method=method))
+    for norm in (1.0, 1e2, 1e4, 1e8):
+        moments = pair_moments(*(jnp.asarray(norm * x, jnp.float32) for x in (query, key)))
+        fitted = fitting(moments)
+        exact = oracles.masked_pair_moments(norm * query, norm * key)
+        for head in range(2):
+            want = oracles.calibration(exact[head], calibration.parts(method))
+            c, m, _, mu, s = parts_of(fitted, head)
+            assert np.abs(m - want[1]).max() < 1e-3 * np.abs(want[1]).max()
+            assert np.abs(s - want[3]).max() < 1e-3 * np.abs(want[3]).max()
+            for got, expected in ((c, want[0]), (mu, want[2])):
+                assert np.abs(got - expected).max() < 1e-3 * norm
+    same = jnp.full((1, 9, 2, H), 3e4)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(fitting(pair_moments(same, -same))))

@@ -110,3 +110,14 @@ def test_bad_input():
         features._project.__wrapped__(X, W, "gauss")
     with pytest.raises(ValueError, match="width 6 but frequencies have 5"):
         features._project.__wrapped__(X, W[:, :5], "softmax")
+
+
+def test_elu_is_right_far_below_zero():
+    """e^p + 1 - 1 would be 0 below -17."""
+    w = jnp.array([[1.0]])
+    x = jnp.array([[-80.0], [-20.0], [-14.0], [0.0], [3.0]])
+    p = np.asarray(x, np.float64)
+    want = np.where(p > 0, p + 1, np.exp(np.minimum(p, 0)))
+    np.testing.assert_allclose(features.elu(x, w), want, rtol=1e-5)
+    slope = jax.vmap(jax.grad(lambda x: features.elu(x, w)[0]))(x)
+    np.testing.assert_allclose(slope, np.where(p > 0, 1, np.exp(np.minimum(p, 0))), rtol=1e-5)

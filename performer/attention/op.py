@@ -28,6 +28,9 @@ Half as many in a sweep, which holds twice the features. Measured on two cores.
 """
 
 
+IMPLEMENTATIONS = ("direct", "blocked", "robust")
+
+
 class Options(NamedTuple):
     """What is static in a call."""
 
@@ -38,6 +41,7 @@ class Options(NamedTuple):
     axis_name: str | None
     chunk: int
     block: int
+    robust: bool
 
 
 def performer_attention(
@@ -57,7 +61,7 @@ def performer_attention(
     calibration: Calibration | None = None,
     feature_map: Literal["positive", "hyperbolic", "trigonometric", "relu", "elu+1"] = "positive",
     stabilizer: Literal["exact", "google"] = "exact",
-    implementation: Literal["direct", "blocked"] | None = None,
+    implementation: Literal["direct", "blocked", "robust"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
@@ -83,16 +87,19 @@ def performer_attention(
             (b, 1, 1, s). A masked key leaves the numerator, the normaliser and the maximum, and a
             query without any key returns 0.
         is_causal: query i sees the keys up to i; nothing of an output changes, bit for bit, when
-            later keys do.
+            later keys do. For long queries and keys see `implementation`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         key_value_seq_lengths: (b,), only the first so many keys exist.
         segment_ids: packed sequences: a query sees only the keys with its own number. Integers
-            (b, t) in any order, or a pair (b, t), (b, s) for cross attention.
+            (b, t) in any order, or a pair (b, t), (b, s) for cross attention, which costs as much
+            as t + s tokens do; causal, query i then sees the keys j <= i with its number.
         bias: linear attention has no place for one; anything but None is an error that says so.
         shift: (h,) or (k, h), subtracted from every key of the head before the scale. Softmax
             attention does not change; the variance of its estimate does.
         weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
-            frequency j count that many times in the kernel (importance sampling).
+            frequency j count that many times in the kernel (importance sampling). They go into the
+            exponents: float32 knows a feature, and what it gives to a gradient, to 6e-8 times the
+            size of w.q, w.k, |k|^2 / 2 and log weight together.
         calibration: from `performer.calibration`, with one entry for each key head or one for all;
             it has a shift of its own and needs `feature_map="positive"`. Softmax attention does not
             change; the variance of its estimate does. It goes into the frequencies, one bias for
@@ -106,7 +113,11 @@ def performer_attention(
             added to every feature, as in the public code of Choromanski et al. 2021; it is biased,
             and causal attention then looks into the future through the maximum.
         implementation: None chooses. "direct" holds the features of all tokens at once, and all of
-            the kernel matrix if causal; "blocked" works block by block.
+            the kernel matrix if causal; "blocked" works block by block. "robust" does too, and is
+            exact for queries and keys of any norm where the others are not: causal and packed rows
+            go wrong, without a sign, once norms are past some 10 after the factor sqrt(scale) if
+            all keys that a query sees are opposite to it, 35 if they are orthogonal. It is the
+            check, too: the two differ by more than rounding just there.
         initial_state: the state of keys that came before, from `return_state`.
         return_state: also return the state after all keys, for the next call.
         axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
@@ -145,8 +156,8 @@ def performer_attention(
         raise ValueError(unknown("feature map", feature_map, features.SPLITS))
     if stabilizer not in ("exact", "google"):
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
-    if implementation not in (None, "direct", "blocked"):
-        raise ValueError(unknown("implementation", implementation, ("direct", "blocked")))
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(unknown("implementation", implementation, IMPLEMENTATIONS))
     checks.check_dtypes(query=query, key=key, value=value, frequencies=frequencies)
     lead = query.shape[:-3]
     if key.shape[:-3] != lead or value.shape[:-3] != lead:
@@ -191,6 +202,7 @@ def performer_attention(
             is_causal,
             axis_name,
             *_block_sizes(implementation, query, key, num_features, sweeping),
+            implementation == "robust",
         ),
     )
     output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
@@ -207,7 +219,17 @@ def attention_weights(
 
     Takes (t, s) memory and time for every head. `options` are those of `performer_attention`;
     arguments, shapes and errors are the same.
+
+    Raises:
+        ValueError: for `initial_state`, `return_state` or `axis_name` too: a state holds sums over
+            keys, and devices would add the columns of different ones.
     """
+    for name in ("initial_state", "return_state", "axis_name"):
+        if options.get(name) not in (None, False):
+            raise ValueError(
+                f"attention_weights has no {name}: its columns are the keys of this call alone; use"
+                " performer_attention"
+            )
     unit = jnp.eye(key.shape[-3], dtype=float32_or_wider(query, key))[:, None]
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
@@ -362,11 +384,15 @@ def _packed(maps, query, key, value, mask, segments, initial, options: Options):
     t, s = query.shape[1], key.shape[1]
     mask = jnp.ones(key.shape[:2], bool) if mask is None else mask
     if key_ids is not None:
-        # Queries and keys in one sequence: the key of a query is masked, the query of a key cut.
-        query = pad(query, 0, s)
-        key, value, mask = (pad(x, t, 0) for x in (key, value, mask))
-        ids = jnp.concatenate([ids, key_ids], axis=1)
-    order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
+        # Keys and queries in one sequence: the key of a query is masked, the query of a key cut.
+        query = pad(query, s, 0)
+        key, value, mask = (pad(x, 0, t) for x in (key, value, mask))
+        ids = jnp.concatenate([key_ids, ids], axis=1)
+        time = jnp.concatenate([jnp.arange(s), jnp.arange(t)])
+        # By number, then time, then the key before its query: causal order stays.
+        order = jnp.lexsort((jnp.broadcast_to(time, ids.shape), ids), axis=1)
+    else:
+        order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
     # Whole chunks, for both sweeps to have the same ones.
     padding = -order.shape[1] % min(options.chunk, order.shape[1])
     query, key, value, mask, ids = (
@@ -381,12 +407,13 @@ def _packed(maps, query, key, value, mask, segments, initial, options: Options):
         rows, _ = passing(tokens, initial, window="all", finish=lambda rows: rows)
         later, _ = passing(back, initial, window="none", finish=lambda rows: rows)
         output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
-    return _take(output, jnp.argsort(order, axis=1)[:, :t])
+    return _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
 
 
 def _sweep(maps, options: Options):
     query_map, key_map = maps
-    return partial(sweep, query_map, key_map, chunk=options.chunk, block=options.block)
+    sizes = dict(chunk=options.chunk, block=options.block)
+    return partial(sweep, query_map, key_map, robust=options.robust, **sizes)
 
 
 def _take(x: Array, order: Array) -> Array:

@@ -12,10 +12,16 @@ with a stabiliser that is causal and exact for early queries too:
 (A maximum over the whole chunk would let late keys push early ones to underflow.) The inner sums of
 a row are exact while the largest is above e^-55, that is while some key shares a feature with the
 query that is not weaker than that beside the strongest of each: for opposite q and k with m = 128,
-up to |q| = |k| = 10 after scaling, for orthogonal ones 35. Past that, a query that sees no key
-before its chunk weighs those within it by e^{mu_s}; the row still sums to 1.
+up to |q| = |k| = 10 after scaling, for orthogonal ones 35. Past that the row is lost: a query that
+sees no key before its chunk weighs those within it by e^{mu_s}; it still sums to 1.
+
+`robust` forms the lost rows that matter beside what lies before their chunk again, each pair in
+logarithms, feature by feature, as bidirectional attention does: all rows are then exact for any
+norm, and the others do not change. It costs time where a row is lost, a little where none is, and
+half as much compilation again.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -45,8 +51,13 @@ TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
 LOST = 1e-29
 """Row sums below this are taken for underflow."""
+UNSURE = 1e-23
+"""Row sums above this are exact, to the last digits of float32, whatever is missing or added."""
 LAST = -1e38
 """The maximum of rows that count for nothing beside any others."""
+
+BESIDE = 17.0
+"""e^-BESIDE is below what float32 resolves beside 1."""
 
 Window = Literal["causal", "all", "none"]
 
@@ -81,6 +92,7 @@ def sweep(
     finish: Callable[[Rows], Any],
     chunk: int,
     block: int,
+    robust: bool = False,
 ) -> tuple[Any, State]:
     """One pass over the sequence: every query with all keys before its chunk, and in it a window.
 
@@ -94,6 +106,7 @@ def sweep(
         chunk: tokens in a chunk.
         block: tokens that are worked on at once, all their chunks side by side; features and states
             of one block exist at a time, in the backward pass too, where they are computed again.
+        robust: a second look at the rows that are lost.
 
     Returns:
         finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
@@ -122,7 +135,7 @@ def sweep(
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
     def body(carry, xs):
-        carry, rows = _block(query_map, key_map, window, groups, carry, xs)
+        carry, rows = _block(query_map, key_map, window, groups, robust, carry, xs)
         return carry, finish(rows)
 
     (state, _), out = jax.lax.scan(body, carry, (query, *keys_values, mask, segments))
@@ -153,25 +166,31 @@ def merge(left: Rows, right: Rows) -> Rows:
     )
 
 
-def _block(query_map, key_map, window: Window, groups: int, carry, xs):
+@jax.custom_batching.custom_vmap
+def anywhere(lost: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """Whether any is; one answer under `vmap` too, where two would mean that all is computed."""
+    return jnp.any(lost)
+
+
+@anywhere.def_vmap
+def _(size, batched, lost):
+    return anywhere(lost), False
+
+
+def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry, xs):
     """The chunks of one block, side by side."""
     query, key, value, mask, segments = xs  # (k, b, c, g s, h), (k, b, c, s, h), (b, c, s)
     state, previous = carry
     query_split, key_split, value = jax.tree.map(flat, (query_map(query), key_map(key), value))
     key_split = masked(key_split, mask)
-    kept, before, continues, allowed = key_split, None, None, None
-    if window == "causal":
-        allowed = jnp.tril(jnp.ones((key.shape[-2],) * 2, bool))
+    kept, before, continues = key_split, None, None
+    allowed = _allowed(window, segments, groups, key.shape[-2])
     if segments is not None:
         last = segments[..., -1]  # (b, c)
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
-        same = segments[..., :, None] == segments[..., None, :]
-        allowed = same if allowed is None else same & jnp.broadcast_to(allowed, same.shape)
         kept = masked(key_split, segments == last[..., None])
-    if allowed is not None:
-        allowed = jnp.concatenate([allowed] * groups, axis=-2)
     past, state = _prefix(state, of_keys(kept, value), continues)
     dtype = operand_dtype(value)
 
@@ -181,7 +200,9 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
         exponent = jnp.where(before[..., None], exponent, -jnp.inf)
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
     if window != "none":
-        weights, largest = _within(query_split, key_split, allowed, dtype)
+        least = UNSURE if robust else LOST
+        weights, largest, below = _within(query_split, key_split, allowed, least, dtype)
+        lost = below > maximum - BESIDE
         maximum = jnp.maximum(maximum, largest)
     features = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
     denominator = dot("...tm,...m->...t", features, past.normaliser, past.normaliser.dtype)
@@ -190,7 +211,22 @@ def _block(query_map, key_map, window: Window, groups: int, carry, xs):
         weights = (weights * jnp.exp(largest - finite(maximum))[..., None]).astype(dtype)
         denominator += jnp.sum(weights, axis=-1, dtype=denominator.dtype)
         numerator += dot("...ts,...sv->...tv", weights, value, dtype)
-    return (state, previous), Rows(maximum, denominator, numerator)
+    rows = Rows(maximum, denominator, numerator)
+    if window != "none" and robust and query_split[0].shape[-1] > 1:
+        again = partial(
+            _in_logarithms, query_map, key_map, allowed, lost, (query, key, value, mask)
+        )
+        rows = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, rows)
+    return (state, previous), rows
+
+
+def _allowed(window: Window, segments: Array | None, groups: int, length: int) -> Array | None:
+    """Which keys of its chunk a query sees, (g s, s) or (b, c, g s, s); None for all."""
+    allowed = jnp.tril(jnp.ones((length, length), bool)) if window == "causal" else None
+    if segments is not None:
+        same = segments[..., :, None] == segments[..., None, :]
+        allowed = same if allowed is None else same & jnp.broadcast_to(allowed, same.shape)
+    return None if allowed is None else jnp.concatenate([allowed] * groups, axis=-2)
 
 
 def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None):
@@ -210,12 +246,13 @@ def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None):
 
 
 def _within(
-    query_split: Split, key_split: Split, allowed: Array | None, dtype: jnp.dtype
-) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"]]:
+    query_split: Split, key_split: Split, allowed: Array | None, least: float, dtype: jnp.dtype
+) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"], Float[Array, "*c t"]]:
     """The kernel of the queries (k, b, c, g s, m) and the keys (k, b, c, s, m) of their chunk.
 
     Returns:
-        Its rows e^{-maximum} and the maxima.
+        Its rows e^{-maximum}; the maxima; and for rows whose sum is below `least`, which then are
+        `LAST`, the logarithm of what it is below, else -inf.
     """
     nu, mu = (jax.lax.stop_gradient(jnp.max(x[0], axis=-1)) for x in (query_split, key_split))
     kernel = dot(
@@ -228,15 +265,16 @@ def _within(
     bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
     if allowed is not None:
         bound = jnp.where(allowed, bound, 0.0)
-    if query_split[1] is not None:
-        return kernel * bound, nu + largest
-    # Non-negative features: the rows sum to 1.
+    if query_split[0].shape[-1] == 1:  # features share the exponent: nothing is lost between them
+        return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
+    # Positive features: the rows sum to 1.
     weights = (kernel + TINY) * bound
     total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
     total = jnp.where(total == 0, 1.0, total)
-    maximum = nu + largest + jnp.log(total)
-    lost = (total < LOST) & ~jnp.isneginf(largest)
-    return weights / total[..., None], jnp.where(lost, LAST, maximum)
+    lost = (total < least) & ~jnp.isneginf(largest)
+    maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
+    below = jnp.where(lost, nu + largest + math.log(least), -jnp.inf)
+    return weights / total[..., None], maximum, below
 
 
 def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Float[Array, "*c t"]:
@@ -247,3 +285,35 @@ def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Floa
         running = jax.lax.cummax(mu, axis=mu.ndim - 1)
         return jnp.concatenate([running] * (rows // mu.shape[-1]), axis=-1)
     return jnp.max(jnp.where(allowed, mu[..., None, :], -jnp.inf), axis=-1)
+
+
+def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, rows: Rows) -> Rows:
+    """The rows of a block, those that are lost with the keys of their chunk, pair by pair."""
+    query, key, value, mask = xs
+    query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def of_key(split):  # (k, b, c, m)
+        (exponent, factor), (of_key, factor_of_key) = query_split, split
+        exponent = exponent + of_key[..., None, :]
+        if factor is not None:
+            factor = factor * factor_of_key[..., None, :]
+        maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
+        total = jnp.sum(exponentials((exponent, factor), maximum[..., None]), axis=-1)
+        return maximum + jnp.log(jnp.where(total == 0, 1.0, total))
+
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), masked(key_split, mask))
+    kernel = jnp.moveaxis(jax.lax.map(of_key, keys), 0, -1)
+    if allowed is not None:
+        kernel = jnp.where(allowed, kernel, -jnp.inf)
+    maximum = jax.lax.stop_gradient(jnp.max(kernel, axis=-1))
+    dtype = operand_dtype(value)
+    weights = jnp.exp(kernel - finite(maximum)[..., None]).astype(dtype)
+    denominator = jnp.sum(weights, axis=-1, dtype=jnp.float32)
+    found = Rows(maximum, denominator, dot("...ts,...sv->...tv", weights, value, dtype))
+    both = merge(rows, found)  # where the first look left LAST, which counts for nothing
+    return Rows(
+        jnp.where(lost, both.maximum, rows.maximum),
+        jnp.where(lost, both.denominator, rows.denominator),
+        jnp.where(lost[..., None], both.numerator, rows.numerator),
+    )

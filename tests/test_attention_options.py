@@ -1,0 +1,549 @@
+"""Every option of attention, calibration and the Flax layer with every other one, pair by pair.
+
+Shapes whose sizes all differ, each array closed over and traced, eagerly and under `jit`, against
+float64 oracles that share no code with the package. The covering arrays are small enough for every
+run; the fuzzer, in the slow tier, draws options and shapes at random for `FUZZ_MINUTES`.
+"""
+
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer import performer_attention
+from performer.attention import State, op
+from performer.calibration import Calibration, calibrate, for_coupling, pair_moments, parts
+from performer.nnx import PerformerAttention
+from tests import oracles
+from tests.covering import covering_array, random_row
+
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
+ARRAY = ("none", "closed over", "traced")
+EXPONENTIAL = ("positive", "hyperbolic", "elu+1")
+FACTORS = {
+    "jit": (True, False),
+    "tokens": ("closed over", "traced"),
+    "frequencies": ("closed over", "traced"),
+    "heads of the frequencies": ("none of 2", "key of 1", "key of 2", "query of 2"),  # grouped
+    "order": ("t < s", "t = s", "causal t = s", "causal t < s"),
+    "mask": ARRAY,
+    "kind of mask": ("(b, 1, 1, s) bool", "(b, 1, 1, s) float", "(s,) bool"),
+    "lengths": ARRAY,
+    "segments": ("none", "same traced", "pair closed over", "pair traced"),
+    "weights": ("none", "one traced", "heads closed over"),
+    "calibration": ("none", "one closed over", "heads traced"),
+    "shift": ("none", "one traced", "heads closed over"),
+    "scale": (None, 0.3),
+    "feature_map": ("positive", "hyperbolic", "trigonometric", "relu", "elu+1"),
+    "stabilizer": ("exact", "google"),
+    "implementation": (None, "blocked", "robust"),
+    "initial_state": ARRAY,
+    "return_state": (False, True),
+    "batch": ("one axis", "none", "two axes"),
+    "dtype": ("float32", "bfloat16 values", "float16"),
+}
+MORE = {
+    "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
+    "order": (*FACTORS["order"], "t > s", "causal t > s"),
+    "segments": (*FACTORS["segments"], "same closed over"),
+    **{
+        name: ("none", "one closed over", "one traced", "heads closed over", "heads traced")
+        for name in ("weights", "calibration", "shift")
+    },
+    "implementation": (*FACTORS["implementation"], "direct"),
+    "dtype": (*FACTORS["dtype"], "bfloat16"),
+}
+"""Levels that only the fuzzer draws."""
+GOES_ONLY_WITH = {
+    # (factor, what its level has in it): the other factor, the levels of that
+    ("shift", "e"): ("feature_map", ("positive", "hyperbolic", "trigonometric")),
+    ("stabilizer", "google"): ("feature_map", ("positive",)),
+    ("calibration", "e"): ("feature_map", ("positive",)),
+    ("weights", "heads"): ("heads of the frequencies", ("key of 1", "key of 2", "query of 2")),
+    ("segments", "same"): ("order", ("t = s", "causal t = s")),
+    ("segments", "pair"): ("order", ("t < s", "t > s", "t = s", "causal t = s")),
+}
+INSTEAD = [
+    ("calibration", "shift"),
+    ("calibration", "stabilizer"),
+    ("segments", "initial_state"),
+    ("segments", "return_state"),
+    ("stabilizer", "initial_state"),
+    ("stabilizer", "return_state"),
+]
+NEUTRAL = ("none", "exact", False)
+
+
+def excluded(one, other):
+    """What `performer_attention` refuses, and what is traced without `jit`."""
+    for (factor, level), (another, its) in ((one, other), (other, one)):
+        if factor == "jit" and level is False and str(its).endswith("traced"):
+            return True
+        for (name, word), (with_, levels) in GOES_ONLY_WITH.items():
+            has = level not in NEUTRAL and (word == "e" or word in str(level))
+            if factor == name and has and another == with_ and its not in levels:
+                return True
+        if (factor, another) in INSTEAD and level not in NEUTRAL and its not in NEUTRAL:
+            return True
+        states = factor in ("initial_state", "return_state") and level not in NEUTRAL
+        if states and another == "order" and its in ("causal t < s", "causal t > s"):
+            return True
+    return False
+
+
+CASES = covering_array(FACTORS, excluded)
+
+
+class Sizes(dict):
+    """b, k, t, s, h, v, m and the norms of a case."""
+
+    __getattr__ = dict.__getitem__
+
+
+def sizes_of(case, rng=None):
+    """Sizes that all differ, or random ones."""
+    short, long = (5, 7) if rng is None else sorted(rng.integers(1, 14, 2))
+    if rng is None:
+        sizes = dict(k=3, h=4, v=2, m=6, scale=1.0, block=(2, 4))
+    else:
+        chunk = int(rng.integers(1, 6))
+        sizes = {name: int(rng.integers(1, 7)) for name in "khvm"}
+        sizes["scale"] = float(rng.choice([0.1, 1.0, 3.0]))
+        sizes["block"] = (chunk, chunk * int(rng.integers(1, 4)))
+    order = case["order"]
+    if "<" in order and short == long:
+        long += 1
+    t, s = (short, long) if "<" in order else (long, short) if ">" in order else (long, long)
+    if ">" in order and t == s:
+        t += 1
+    lead = {"none": (), "one axis": (2,), "two axes": (2, 1)}[case["batch"]]
+    if rng is not None:
+        lead = tuple(int(rng.integers(1, 4)) for _ in lead)
+    groups = int(case["heads of the frequencies"][-1])
+    return Sizes(sizes, t=t, s=s, lead=lead, b=int(np.prod(lead)), n=sizes["k"] * groups)
+
+
+def arrays_of(case, size, rng):
+    """All arrays of a case, those of its options None where it has none."""
+    n, k, h, m, v, s = size.n, size.k, size.h, size.m, size.v, size.s
+    given = {name for name, level in case.items() if level not in NEUTRAL}
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.normal(size=shape)).astype(np.float32)
+
+    def per_head(name, heads, *shape):
+        return (heads, *shape) if "heads" in str(case[name]) else shape
+
+    kind = case["heads of the frequencies"].split()[0]
+    of_frequencies = {"none": (), "key": (k,), "query": (n,)}[kind]
+    arrays = dict(
+        query=normal(size.b, size.t, n, h, scale=size.scale),
+        key=normal(size.b, s, k, h, scale=size.scale),
+        value=normal(size.b, s, k, v),
+        frequencies=normal(*of_frequencies, m, h),
+    )
+    dtype = case["dtype"].split()[0]
+    for name, x in arrays.items():
+        if case["dtype"] != "bfloat16 values" or name == "value":
+            arrays[name] = x.astype(jnp.dtype(dtype))
+    if "mask" in given:
+        of_mask = (1, s) if case["kind of mask"] == "(s,) bool" else (size.b, s)
+        arrays["mask"] = rng.random(of_mask) < 0.7
+    if "lengths" in given:
+        arrays["lengths"] = rng.integers(0, s + 1, size.b)
+    if "segments" in given:
+        pair = [rng.integers(0, 3, (size.b, x)) for x in (size.t, s)]
+        arrays["segments"] = pair[:1] * 2 if "same" in case["segments"] else pair
+    if "weights" in given:
+        heads = of_frequencies if "heads" in case["weights"] else ()
+        arrays["weights"] = rng.choice([0.0, 1e-5, 1.0, 2.0], (*heads, m)).astype(np.float32)
+        arrays["weights"][..., 0] = 1.0
+    if "shift" in given:
+        arrays["shift"] = normal(*per_head("shift", k, h), scale=0.5)
+    if "calibration" in given:
+        scale = np.eye(h) + normal(*per_head("calibration", k, h, h), scale=0.15)
+        scale = scale @ scale.swapaxes(-1, -2)
+        arrays["calibration"] = [
+            np.asarray(x, np.float32)
+            for x in (
+                normal(*per_head("calibration", k, h), scale=0.4),
+                scale,
+                np.linalg.inv(scale),
+                normal(*per_head("calibration", k, h), scale=0.4),
+                np.eye(h) + normal(*per_head("calibration", k, h, h), scale=0.15),
+            )
+        ]
+    if "initial_state" in given:
+        arrays["earlier"] = normal(size.b, 4, k, h, scale=size.scale), normal(size.b, 4, k, v)
+    return arrays
+
+
+def in_package(case, size, arrays):
+    """The arrays as `performer_attention` takes them: values that masked keys have, batch axes."""
+    given = {name: arrays[name] for name in ("query", "key", "value", "frequencies")}
+    exists = oracle_mask(arrays, size)
+    for name in ("key", "value"):
+        junk = np.asarray(np.nan, given[name].dtype)
+        given[name] = np.where(exists[..., None, None], given[name], junk)
+    for name in ("query", "key", "value"):
+        given[name] = given[name].reshape(*size.lead, *given[name].shape[1:])
+    if "mask" in arrays:
+        mask = arrays["mask"]
+        shape = (
+            *(size.lead if len(mask) == size.b and size.lead else mask.shape[:1]),
+            1,
+            1,
+            size.s,
+        )
+        kind = case["kind of mask"]
+        mask = mask[0] if kind == "(s,) bool" else mask.reshape(shape)
+        given["mask"] = mask.astype(np.float32) if "float" in kind else mask
+    if "lengths" in arrays:
+        given["key_value_seq_lengths"] = arrays["lengths"].reshape(size.lead).astype(np.int32)
+    if "segments" in arrays:
+        ids = [x.reshape(*size.lead, x.shape[-1]).astype(np.int32) for x in arrays["segments"]]
+        given["segment_ids"] = ids[0] if "same" in case["segments"] else tuple(ids)
+    if "weights" in arrays:
+        given["weights"] = arrays["weights"]
+    if "shift" in arrays:
+        given["shift"] = arrays["shift"]
+    if "calibration" in arrays:
+        given["calibration"] = Calibration(*arrays["calibration"])
+    if "earlier" in arrays:
+        given["initial_state"] = State(*state_of(case, size, arrays, *arrays["earlier"]))
+    return given
+
+
+def oracle_mask(arrays, size):
+    exists = np.ones((size.b, size.s), bool)
+    if "mask" in arrays:
+        exists &= arrays["mask"]
+    if "lengths" in arrays:
+        exists &= np.arange(size.s) < arrays["lengths"][:, None]
+    return exists
+
+
+def state_heads(case, size):
+    """A state for each key head, or for each query head that has frequencies of its own."""
+    return size.n if "query" in case["heads of the frequencies"] else size.k
+
+
+def options_of(case, arrays):
+    """What both the oracle and the oracle of states take."""
+    names = ("shift", "weights", "calibration")
+    return dict(scale=case["scale"], feature_map=case["feature_map"]) | {
+        name: arrays.get(name) for name in names
+    }
+
+
+def state_of(case, size, arrays, key, value):
+    exists = np.ones(key.shape[:2], bool)
+    state = oracles.key_state(
+        key,
+        value,
+        arrays["frequencies"],
+        state_heads(case, size),
+        exists,
+        **options_of(case, arrays),
+    )
+    return [x.reshape(*size.lead, *x.shape[1:]).astype(np.float32) for x in state]
+
+
+def off(case, size, rng):
+    """How far attention is from the oracle, over what float32 (or the dtype) explains: below 1."""
+    arrays = arrays_of(case, size, rng)
+    given = {
+        name: jax.tree.map(jnp.asarray, x) for name, x in in_package(case, size, arrays).items()
+    }
+    static = dict(
+        is_causal="causal" in case["order"],
+        **{name: case[name] for name in ("scale", "feature_map", "stabilizer", "return_state")},
+        implementation=case["implementation"],
+    )
+    levels = {
+        "query": case["tokens"],
+        "key": case["tokens"],
+        "value": case["tokens"],
+        "key_value_seq_lengths": case["lengths"],
+        "segment_ids": case["segments"],
+    }
+    traced = {name: x for name, x in given.items() if "traced" in (levels | case).get(name, "")}
+    traced |= {} if "traced" not in case["segments"] else {"segment_ids": given["segment_ids"]}
+    closed = {name: x for name, x in given.items() if name not in traced}
+
+    def attend(traced):
+        arguments = closed | traced
+        tokens = [arguments.pop(name) for name in ("query", "key", "value", "frequencies")]
+        return performer_attention(*tokens, **arguments, **static)
+
+    blocks = {"blocked": size.block, "robust": size.block}.get(case["implementation"])
+    with pytest.MonkeyPatch.context() as patch:
+        if blocks:
+            patch.setattr(op, "_block_sizes", lambda *_: blocks)
+        got = (jax.jit(attend) if case["jit"] else attend)(traced)
+    output, state = got if case["return_state"] else (got, None)
+    assert output.dtype == given["value"].dtype
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
+    want, bound = oracles.full_attention(
+        *(arrays[name] for name in ("query", "key", "value", "frequencies")),
+        **{name: arrays.get(name) for name in ("mask", "lengths", "segments", "earlier")},
+        is_causal=static["is_causal"],
+        stabilizer=case["stabilizer"],
+        **options_of(case, arrays),
+    )
+    error = np.abs(np.asarray(output, np.float64).reshape(want.shape) - want).max(axis=-1)
+    assert not np.any(np.isnan(error))
+    bound = unit * (bound + 2 * np.abs(want).max(axis=-1)) + 1e-30
+    ratios = [np.where(error == 0, 0, error / bound).max()]
+    if state is not None:
+        ratios.append(state_off(case, size, arrays, state, unit))
+    return max(ratios)
+
+
+def state_off(case, size, arrays, state, unit):
+    """The same of the state, against the sizes of the exponents and of the sums."""
+    maximum, normaliser, numerator = (
+        np.asarray(x, np.float64).reshape(size.b, *x.shape[len(size.lead) :]) for x in state
+    )
+    key, value = (np.asarray(arrays[name], np.float64) for name in ("key", "value"))
+    exists = oracle_mask(arrays, size)
+    if "causal" in case["order"]:
+        exists = exists & (np.arange(size.s) < size.t)
+    if "earlier" in arrays:
+        key, value = (
+            np.concatenate([x, y], axis=1)
+            for x, y in zip(arrays["earlier"], (key, value), strict=True)
+        )
+        exists = np.concatenate([np.ones((size.b, 4), bool), exists], axis=1)
+    c, s, z = oracles.key_state(
+        key,
+        value,
+        arrays["frequencies"],
+        state_heads(case, size),
+        exists,
+        **options_of(case, arrays),
+    )
+    with np.errstate(invalid="ignore"):
+        factor = np.where(np.isinf(c), 0, np.exp(maximum - c))
+    spread = np.abs(key).max() ** 2 * key.shape[-1] * 4 + 30  # of the exponents, generously
+    terms = key.shape[1] * (1 + np.abs(value).max(initial=0))
+    errors = [normaliser * factor - s, numerator * factor[..., None] - z]
+    return max(np.abs(x).max() for x in errors) / (unit * spread * terms)
+
+
+FAR = 4.0
+"""Errors of first order over the bound stay below 1 but for sums over a few terms."""
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_options(number):
+    case = CASES[number]
+    assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
+
+
+# Calibration
+
+
+OF_CALIBRATION = {
+    "jit": (True, False),
+    "tokens": ("closed over", "traced"),
+    "mask": ("none", "closed over", "traced"),
+    "kind of mask": ("(b, 1, 1, s)", "(s,)", "(b, 1, 1, s) float"),
+    "is_causal": (False, True),
+    "scale": (None, 0.3),
+    "groups": (2, 1),
+    "batch": ("one axis", "none", "two axes"),
+    "num_queries": (None, 2, 99),
+    "method": ("full", "shift", "shift+proposal", "scale+traceless"),
+    "norm": (1.0, 1e4),
+}
+
+
+def calibration_off(case, b, t, s, k, h, rng):
+    """How far moments and calibration are from their oracles, over what is allowed."""
+    n = k * case["groups"]
+    lead = {"none": (), "one axis": (b,), "two axes": (b, 1)}[case["batch"]]
+    b = int(np.prod(lead))
+    spread = rng.normal(size=(2, h, h))
+    query, key = (
+        ((rng.normal(size=(b, *shape, h)) @ matrix + 0.5) * 0.7).astype(np.float32)
+        for shape, matrix in zip(((t, n), (s, k)), spread, strict=True)
+    )
+    query, key = case["norm"] * query, case["norm"] * key
+    mask = None if case["mask"] == "none" else rng.random((b, s)) < 0.6
+    options = dict(scale=case["scale"], is_causal=case["is_causal"])
+    given = {name: x.reshape(*lead, *x.shape[1:]) for name, x in (("query", query), ("key", key))}
+    if mask is not None:
+        junk = np.where(mask[..., None, None], key, np.float32(np.nan))
+        if case["kind of mask"] == "(s,)":
+            mask[:] = mask[:1]
+            junk, given["mask"] = np.where(mask[..., None, None], key, np.nan), mask[0]
+        else:
+            given["mask"] = mask.reshape(*lead, 1, 1, s)
+            if "float" in case["kind of mask"]:
+                given["mask"] = given["mask"].astype(np.float32)
+        given["key"] = junk.reshape(given["key"].shape).astype(np.float32)
+    given = {name: jnp.asarray(x) for name, x in given.items()}
+    levels = dict(query=case["tokens"], key=case["tokens"], mask=case["mask"])
+    traced = {name: x for name, x in given.items() if levels[name] == "traced"}
+
+    def both(traced):
+        arguments = {name: x for name, x in given.items() if name not in traced} | traced
+        moments = pair_moments(**arguments, **options, num_queries=case["num_queries"])
+        return moments, calibrate(**arguments, **options, method=case["method"])
+
+    moments, fitted = (jax.jit(both) if case["jit"] else both)(traced)
+    count = t if case["num_queries"] is None else min(case["num_queries"], t)
+    positions = [(2 * i + 1) * t // (2 * count) for i in range(count)]
+    of_all, want = (
+        oracles.masked_pair_moments(query, key, mask=mask, positions=some, **options)
+        for some in (None, positions)
+    )
+    # At norms of 1e4 attention is the one largest key, and float32 knows the moments.
+    ratios = [np.abs(moments - want).max() / (2e-6 * np.abs(want).max() + 1e-30)]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(fitted))
+    for head in range(k):
+        if of_all[head, 0, 0] == 0:
+            continue
+        mine = of_all[head] / of_all[head, 0, 0]
+        expected = oracles.calibration(mine, parts(case["method"]))
+        got = [None if x is None else np.asarray(x[head], np.float64) for x in fitted]
+        for x, y in zip((got[0], got[1], got[3]), expected[:3], strict=True):
+            if x is not None:
+                ratios.append(np.abs(x - y).max() / (2e-3 * np.abs(y).max() + 2e-3 * case["norm"]))
+        if got[4] is not None:
+            size = np.abs(expected[3]).max()
+            ratios.append(np.abs(got[4] @ got[4].T - expected[3]).max() / (5e-3 * size))
+    return max(ratios)
+
+
+def never(one, other):
+    return any(a == ("jit", False) and b[1] == "traced" for a, b in ((one, other), (other, one)))
+
+
+CALIBRATIONS = covering_array(OF_CALIBRATION, never)
+
+
+@pytest.mark.parametrize("number", range(len(CALIBRATIONS)))
+def test_options_of_calibration(number):
+    case = CALIBRATIONS[number]
+    assert calibration_off(case, 2, 6, 7, 3, 4, np.random.default_rng(number)) < 1, case
+
+
+# The layer of Flax
+
+
+OF_LAYER = {
+    "jit": (True, False),
+    "mask": ("none", "closed over", "traced"),
+    "is_causal": (False, True),
+    "calibration": ("full", "none"),
+    "training": (True, False),
+    "heads": ("each", "one for all"),
+    "groups": (1, 2),
+}
+LAYERS = covering_array(OF_LAYER, never)
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_options_of_the_layer(number):
+    """Two calls: what the first measured is what the second uses, in training alone."""
+    case, rng = LAYERS[number], np.random.default_rng(number)
+    b, t, k, h, momentum = 2, 7, 3, 4, 0.75
+    heads = k if case["heads"] == "each" else None
+    layer = PerformerAttention(
+        6,
+        h,
+        coupling="orf",
+        num_heads=heads,
+        calibration=case["calibration"],
+        momentum=momentum,
+        num_queries=3,
+        rngs=nnx.Rngs(0),
+    )
+    shapes = ((b, t, k * case["groups"], h), (b, t, k, h), (b, t, k, 2))
+    tokens = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    exists = np.ones((b, t), bool) if case["mask"] == "none" else rng.random((b, t)) < 0.7
+    exists[:, 0] = True
+    mask = None if case["mask"] == "none" else jnp.asarray(exists[:, None, None])
+    closed = dict(mask=mask) if case["mask"] == "closed over" else {}
+    traced = dict(mask=mask) if case["mask"] == "traced" else {}
+
+    def call(layer, tokens, traced):
+        return layer(*tokens, is_causal=case["is_causal"], **closed, **traced)
+
+    call = nnx.jit(call) if case["jit"] else call
+    tokens = list(map(jnp.asarray, tokens))
+    measured = case["calibration"] != "none"
+    call(layer, tokens, traced)  # in training mode
+    if not case["training"]:
+        layer.eval()
+    fitted = layer.calibration
+    before = layer.statistics["moments"][...] if measured else None
+    output = call(layer, tokens, traced)
+    method = parts(for_coupling(case["calibration"], "orf"))
+    got = dict(calibration=None)
+    if measured:
+        moments = oracles.masked_pair_moments(
+            *tokens[:2],
+            mask=exists,
+            is_causal=case["is_causal"],
+            positions=[(2 * i + 1) * t // 6 for i in range(3)],
+        )
+        moments = moments if heads else moments.mean(axis=0, keepdims=True)
+        once, twice = (1 - momentum) * moments, (1 - momentum**2) * moments
+        np.testing.assert_allclose(before, once if heads else once[0], atol=1e-5)
+        now = layer.statistics["moments"][...]
+        want = twice if case["training"] else once
+        np.testing.assert_allclose(now, want if heads else want[0], atol=1e-5)
+        eye = np.eye(h)
+        leaves = [
+            default if leaf is None else np.asarray(leaf)
+            for leaf, default in zip(fitted, (eye[0] * 0, eye, eye, eye[0] * 0, eye), strict=True)
+        ]
+        got = dict(calibration=leaves)
+        for head, of_head in enumerate(moments):
+            expected = oracles.calibration(of_head / of_head[0, 0], method)
+            mine = [_of(x, rank, head) for x, rank in zip(leaves, (1, 2, 2, 1, 2), strict=True)]
+            np.testing.assert_allclose(mine[0], expected[0], atol=2e-4)
+            np.testing.assert_allclose(mine[1], expected[1], atol=2e-4)
+            np.testing.assert_allclose(mine[4] @ mine[4].T, expected[3], atol=2e-3)
+    want, _ = oracles.full_attention(
+        *tokens, layer.frequencies[...], mask=exists, is_causal=case["is_causal"], **got
+    )
+    np.testing.assert_allclose(output, want, atol=5e-5)
+
+
+def _of(leaf, rank, head):
+    return leaf[head] if leaf.ndim > rank else leaf
+
+
+# Fuzzing
+
+
+@pytest.mark.slow
+def test_fuzz():
+    """Options and shapes at random, for `FUZZ_MINUTES`; prints how many cases there were."""
+    rng, start, off_by, count = np.random.default_rng(0), time.monotonic(), [], 0
+    while time.monotonic() - start < 60 * MINUTES:
+        seed = int(rng.integers(2**32))
+        draw = np.random.default_rng(seed)
+        if count % 4 == 3:
+            case = random_row(OF_CALIBRATION, never, draw)
+            sizes = draw.integers(1, 9, 5)
+            ratio = calibration_off(case, *map(int, sizes), draw)
+            limit = 1.0
+        else:
+            case = random_row(FACTORS | MORE, excluded, draw)
+            ratio, limit = off(case, sizes_of(case, draw), draw), FAR
+        if not ratio < limit:
+            off_by.append((seed, ratio, case))
+        count += 1
+        if count % 50 == 0:
+            jax.clear_caches()
+    print(f"{count} cases, {len(off_by)} off")
+    assert not off_by
