@@ -37,11 +37,14 @@ class Graph(NamedTuple):
             weights: (E,), 1 if None.
 
         Raises:
-            ValueError: for ids out of range, shapes that do not fit, weights that are not finite.
+            ValueError: for ids out of range, shapes that do not fit, weights that are not finite,
+                more nodes than an int32 numbers.
 
         Example:
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
         """
+        if not 0 <= num_nodes < 2**31:
+            raise ValueError(f"num_nodes must be from 0 to below 2^31, got {num_nodes}")
         pairs = np.asarray(edges).reshape(-1, 2) if np.size(edges) == 0 else np.asarray(edges)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}")
