@@ -36,7 +36,7 @@ def test_weights_that_unpack_to_too_much_are_refused(tmp_path):
     path = tmp_path / "weights.npz"
     np.savez_compressed(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
     assert path.stat().st_size < 2**24 / bounded.RATIO
-    with pytest.raises(ValueError, match="weights.npz cannot be read .* unpack to 16,777,344 bytes"):
+    with pytest.raises(ValueError, match="cannot be read .* would unpack to 16,777,344 bytes"):
         pretrained.read(path)
     np.savez(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
     assert list(pretrained.read(path)[0]) == ["embedding/kernel"]
@@ -46,5 +46,5 @@ def test_weights_that_unpack_to_too_much_are_refused(tmp_path):
             header, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
         )
         archive.writestr("embedding/kernel.npy", header.getvalue())
-    with pytest.raises(ValueError, match="kernel.npy announces 4,398,046,511,104 bytes, but has"):
+    with pytest.raises(ValueError, match="kernel in .*: it announces 4,398,046,511,104 bytes"):
         pretrained.read(path)

@@ -98,21 +98,22 @@ def check_npz(path: Path) -> None:
         ValueError: when it cannot be read, would unpack to more than `unpacked` allows, or holds an
             array that is larger than its bytes.
     """
+    name = ""
     try:
         with regular(path) as file, zipfile.ZipFile(file) as archive:
             total, most = sum(e.file_size for e in archive.infolist()), unpacked(size(file))
             if total > most:
                 raise ValueError(f"it would unpack to {total:,} bytes; at most {most:,} are read")
             for entry in archive.infolist():
+                name = f"{entry.filename.removesuffix('.npy')} in "
                 with archive.open(entry) as array:
                     announced = _announced(array)
                 if announced > entry.file_size:
                     raise ValueError(
-                        f"{entry.filename} announces {announced:,} bytes, but has"
-                        f" {entry.file_size:,}"
+                        f"it announces {announced:,} bytes, but has {entry.file_size:,}"
                     )
     except Exception as error:  # zipfile and NumPy raise many kinds for broken files
-        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
+        raise ValueError(f"{name}{path} cannot be read as an .npz file: {error}") from error
 
 
 def _announced(array: Any) -> int:

@@ -422,17 +422,20 @@ def validate(config: Config) -> None:
     each = (Rule((field,), *rule) for fields, *rule in RANGES for field in fields)
     for fields, holds, message in (*each, *RELATIONS):
         if not holds(*(flat[field] for field in fields)):
-            given = ", ".join(f"config.{field}={flat[field]}" for field in fields)
+            given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields)
             raise ValueError(f"{given}: {message}")
     attention = config.attention
+    given = f"config.attention.calibration={attention.calibration!r}"
     try:
         performer.calibration.parts(attention.calibration)
+        given = f"config.attention.coupling={attention.coupling!r}"
         coupling = performer.couplings.get(attention.coupling)
+        given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(
             lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
         )
     except ValueError as error:
-        raise ValueError(f"config.attention: {error}") from None
+        raise ValueError(f"{given}: {error}") from None
 
 
 def check_types(config: Config) -> None:
@@ -523,7 +526,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     sections = typing.get_type_hints(Config)
     config = Config(
         **{
-            name: sections[name](**value) if isinstance(value, dict) else value
+            name: sections[name](**value) if dataclasses.is_dataclass(sections[name]) else value
             for name, value in values.items()
         }
     )
