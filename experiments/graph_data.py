@@ -109,7 +109,7 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     """
     found = arrays(path, "vertices", "faces")
     vertices, faces = _vectors(path, "vertices", found), found["faces"]
-    if faces.shape != (len(faces), 3) or not _are_nodes(faces, len(vertices)):
+    if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
         raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
     edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
@@ -175,7 +175,7 @@ def _graph(path: Path, found: dict[str, np.ndarray], weighted: bool = False) -> 
 
 def _vectors(path: Path, name: str, found: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
     vectors = found[name]
-    if vectors.shape != (len(vectors), 3) or not _are_finite(vectors):
+    if vectors.ndim != 2 or vectors.shape[1] != 3 or not _are_finite(vectors):
         raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
     return vectors.astype(np.float64)
 

@@ -60,6 +60,12 @@ def test_a_foreign_json_is_refused(tmp_path, content):
         config.load(path)
 
 
+def test_a_config_that_never_ends_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="not a config of this version: .* no regular file"):
+        config.of_run(tmp_path)
+
+
 def test_differences_name_field_and_both_values():
     old = small_config()
     softmax = dataclasses.replace(old.attention, kind="softmax")

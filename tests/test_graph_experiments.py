@@ -136,6 +136,7 @@ def test_meshes_and_traffic_that_do_not_fit_are_refused(tmp_path):
     for call, arrays, message in [
         (graph_data.mesh_faces, SQUARE | {"faces": [[0, 1, 9]]}, "faces of .*m.npz must be"),
         (graph_data.mesh_faces, SQUARE | {"faces": [0, 1, 2]}, "faces of .*m.npz must be"),
+        (graph_data.mesh_faces, SQUARE | {"faces": 3}, "faces of .*m.npz must be"),
         (graph_data.mesh_faces, SQUARE | {"vertices": [[0.0, 1]]}, "vertices of .*m.npz must be"),
         (
             graph_data.mesh,

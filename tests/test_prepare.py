@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from vit import config, data
-from vit.prepare import TooManyBadFilesError, encode, prepare, read_idx
+from vit.prepare import VERSION, TooManyBadFilesError, encode, prepare, read_idx
 
 
 def idx(array):
@@ -436,3 +436,58 @@ def test_names(tmp_path):
         prepare(source, tmp_path / "out", name="first")
     with pytest.raises(ValueError, match="is no folder"):
         prepare(tmp_path / "nowhere", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory):
+    """A prepared data set: its folder, and that of its one version."""
+    folder = tmp_path_factory.mktemp("pets")
+    write_folders(folder / "pets")
+    prepare(folder / "pets", folder / "out")
+    return folder / "out", folder / "out" / "pets" / VERSION
+
+
+def test_a_damaged_record_is_one_bad_record(pets):
+    """A bit of one, in the middle of the file of six."""
+    out, version = pets
+    (path,) = version.glob("*train*record*")
+    content = path.read_bytes()
+    place = len(content.split(b"\0" * 1000)[0]) // 2  # zeros fill the file up to 64 KiB
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    dataset = load(out, "pets", "train")
+    (batch,) = data.eval_batches(dataset, config.Data(batch_size=6, image_size=6))
+    assert sorted(batch["bad"])[:-1] == [-1] * 5
+    assert batch["mask"].sum() == 5
+    stream = iter(data.train_batches(dataset, config.Data(batch_size=6, image_size=6), 0))
+    assert sorted(next(stream)["bad"]) == sorted(batch["bad"])
+    path.write_bytes(content)
+
+
+def test_data_sets_that_are_not_what_they_say(pets):
+    out, version = pets
+    info, (train,) = version / "dataset_info.json", version.glob("*train*record*")
+    text, content = info.read_text(), train.read_bytes()
+
+    def refused(message, split="train"):
+        with pytest.raises(ValueError, match=message) as error:
+            load(out, "pets", split)
+        assert "\n" not in str(error.value)
+
+    assert '"shardLengths": [\n        "6"' in text
+    for lie in ("5", "7"):
+        info.write_text(text.replace('"6"', f'"{lie}"'))
+        refused(f"train.* holds 6 records, but .*dataset_info.json says {lie}")
+    for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
+        info.write_text(damaged)
+        refused("the description of 'pets' in config.data.dir=.* cannot be read")
+    info.write_text(text)
+    train.write_bytes(content[: len(content) // 2])
+    refused("train.* is no whole array_record file")
+    train.unlink()
+    refused("train.* is no whole array_record file: .*No such file")
+    train.write_bytes(content)
+    for split in ("train[abc", "train[5:2]", "train[:0]", "train[200%:]", "train[:3"):
+        refused(rf"eval_split='{re.escape(split)}' .*'train\[:500\]'|eval_split=.* is empty", split)
+    for split in ("trainn", "", "train+trainn", "[:3]"):
+        refused(rf"eval_split='{re.escape(split)}' is no split of 'pets'; choices: train,", split)
+    assert len(load(out, "pets", "train[:2]+validation").evaluation) == 6

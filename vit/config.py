@@ -19,6 +19,7 @@ from absl import flags
 
 import performer
 from performer.choices import unknown
+from vit import bounded
 
 
 class Size(NamedTuple):
@@ -512,7 +513,7 @@ def load(path: Path) -> Config:
         ValueError: when the file is no config of this version; the message names the fields.
     """
     try:
-        return from_dict(json.loads(path.read_text()))
+        return from_dict(json.loads(bounded.content(path)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
 

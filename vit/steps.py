@@ -36,7 +36,10 @@ class Program(NamedTuple):
 
 def build(config: Config, dataset: data.Dataset, rate: optax.Schedule, mesh: Mesh) -> Program:
     """The functions of a run on those devices."""
-    new = partial(create, config, dataset, rate, config.seed)
+
+    def new() -> tuple[ViT, nnx.Optimizer]:  # no functools.partial: jax takes its repr, all records
+        return create(config, dataset, rate, config.seed)
+
     graph, shapes = nnx.split(nnx.eval_shape(new))
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, shapes)
     return Program(
