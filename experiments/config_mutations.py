@@ -51,7 +51,7 @@ def _between(low: float, high: float) -> Callable[[Any], bool]:
 
 # What each field may mean in this config, by its docstring and the papers: written without a look
 # at `vit.config.validate`. Where these are wider than the checks, the check has the last word.
-MEANT: dict[str, Callable[[Any], bool]] = {
+MEANT: dict[str, Callable[[Any], object]] = {
     "model.variant": re.compile(r"(XS|Ti|S|B|L)/0*[1248]").fullmatch,  # patches that tile 8 pixels
     "model.pooling": {"token", "mean"}.__contains__,
     "model.position": {"learned", "sincos"}.__contains__,
@@ -59,7 +59,9 @@ MEANT: dict[str, Callable[[Any], bool]] = {
     "model.dtype": {"float32", "bfloat16"}.__contains__,
     "model.remat": lambda _: True,
     "attention.kind": {"performer", "softmax"}.__contains__,
-    "attention.coupling": re.compile(r"[a-z+*-]+").fullmatch,
+    "attention.coupling": re.compile(
+        r"(iid|orf|pnc|pm|simrf|simrf\+|fast-simrf|sorf|halton|fixed|[a-z_]+\*[a-z]+)(-antithetic)?"
+    ).fullmatch,
     "attention.num_features": range(1, 100_000).__contains__,
     "attention.share_heads": lambda _: True,
     "attention.calibration": {"none", "shift", "shift+scale", "full"}.__contains__,

@@ -240,7 +240,7 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
         "config.seed = '1'": "config.seed='1': must be an integer from 0 to 2147483647",
         "config.data.flip = 1": "config.data.flip=1: must be true or false",
         "config.model.variant = None": "config.model.variant=None: must be text",
-        "config.optim = None": "config.optim must be a Optim, got None",
+        "config.optim = None": "config.optim=None: must be a vit.config.Optim",
         "config.seed = np.int64(1)": r"config.seed=np.int64\(1\): must be an integer",
     }.items():
         path.write_text(

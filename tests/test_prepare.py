@@ -284,7 +284,7 @@ def test_ilsvrc2012(tmp_path):
 def test_validation_images_that_no_label_is_for_are_left_out(tmp_path, capsys):
     names = ["1", "00000000", "-1", "00000005", "readme", "2"]
     val = {f"ILSVRC2012_val_{name}.JPEG": picture(100 + i) for i, name in enumerate(names)}
-    val["link_3.JPEG"] = None
+    val |= {"link_3.JPEG": None}
     write_ilsvrc2012(tmp_path / "tars", val)
     counts = prepare(tmp_path / "tars", tmp_path / "out")
     assert counts == {"train": 6, "validation": 2, "skipped": 5}

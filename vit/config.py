@@ -420,7 +420,7 @@ def validate(config: Config) -> None:
         if flat[field] not in choices:
             raise ValueError(unknown(f"config.{field}", flat[field], choices))
     size, _ = parse_variant(config.model.variant)
-    each = (Rule((field,), *rule) for fields, *rule in RANGES for field in fields)
+    each = (rule._replace(fields=(field,)) for rule in RANGES for field in rule.fields)
     for fields, holds, message in (*each, *RELATIONS):
         if not holds(*(flat[field] for field in fields)):
             given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields)
@@ -444,7 +444,7 @@ def check_types(config: Config) -> None:
     for name, kind in typing.get_type_hints(Config).items():
         section = getattr(config, name)
         if dataclasses.is_dataclass(kind) and type(section) is not kind:
-            raise ValueError(f"config.{name} must be a {kind.__name__}, got {section!r}")
+            raise ValueError(f"config.{name}={section!r}: must be a vit.config.{name.title()}")
     for field, value in flatten(config).items():
         kinds = (int, float) if TYPES[field] is float else TYPES[field]
         if not isinstance(value, kinds) or (isinstance(value, bool) and TYPES[field] is not bool):

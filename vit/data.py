@@ -349,16 +349,16 @@ def _from_tfds(data: config.Data) -> Dataset:
             len(sources[-1])
         except Exception as error:  # TFDS raises many kinds for what stands in brackets
             raise ValueError(
-                f"config.data.{field}={split!r} is no part of {data.name!r}, as"
-                f" {name + '[:500]'!r} or {name + '[90%:]'!r} would be:"
-                f" {str(error).splitlines()[-1]}"
+                f"config.data.{field}={split!r} is no part of {data.name!r}, as 'train[:500]' or"
+                f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
             ) from error
-    return Dataset(*sources, num_classes, channels)
+    train, evaluation = sources
+    return Dataset(train, evaluation, num_classes, channels)
 
 
 def _check_shards(split: Any) -> None:
     """Raises ValueError for a file that holds more or fewer records than its data set says."""
-    from array_record.python import array_record_module
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
     def count(path: Any) -> int:
         try:
