@@ -28,6 +28,7 @@ from performer import couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate, for_coupling, parts
 from vit import report
+from vit.config import parse_flags
 from vit.evaluate import report_attention
 
 SIZES = (16, 32, 48, 64)
@@ -233,4 +234,4 @@ if __name__ == "__main__":
     _SQUARED_NORMS = flags.DEFINE_list("squared_norms", [str(n) for n in NORMS], "|q|^2 = |k|^2")
     _DRAWS = flags.DEFINE_integer("draws", 50, "draws of the frequencies", lower_bound=3)
     _OUT = flags.DEFINE_string("out", "results/attention_mse", "folder of tables and figures")
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import timing
-from vit import config, data
+from vit import bounded, config, data
 
 SIZE, RESIZE = 224, 256
 REPEATS = 5
@@ -47,7 +47,7 @@ def read(folder: Path) -> list[bytes]:
     paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
         raise ValueError(f"{folder} holds no JPEG file (*.jpg, *.jpeg)")
-    return [path.read_bytes() for path in paths]
+    return [bounded.content(path) for path in paths]
 
 
 def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:

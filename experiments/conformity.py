@@ -22,6 +22,7 @@ from scipy import integrate, optimize, special, stats
 
 from performer import couplings, directions, features, norms, testing, theory
 from vit import report
+from vit.config import parse_flags
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
@@ -207,4 +208,4 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _OUT = flags.DEFINE_string("out", "results/conformity", "folder for tables and figures")
     _FIGURES = flags.DEFINE_list("figures", list(FIGURES), "which figures")
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

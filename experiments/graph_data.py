@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 
 from performer import choices
 from performer.graphs import Graph
+from vit import bounded
 
 # Tests import `uci` as well, where a flag of that name is a folder of csv files.
 DATA_DIR = flags.DEFINE_string(
@@ -60,9 +61,9 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
         return Graph.from_networkx(made[name](), weight=None)
     if data_dir is None:
         raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
-    found = arrays(data_dir / "graphs" / f"{name}.npz", "edges", "n_nodes")
-    weights = found.get("weights") if weighted else None
-    return Graph.from_edges(found["edges"], int(found["n_nodes"]), weights)
+    path = data_dir / "graphs" / f"{name}.npz"
+    found = arrays(path, "edges", "n_nodes")
+    return _graph(path, found, weighted and "weights" in found)
 
 
 def chosen(default: Sequence[str]) -> dict[str, Graph]:
@@ -94,7 +95,8 @@ def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
         ValueError: as `arrays`.
     """
     found = arrays(path, "edges", "vertex_normals")
-    return Graph.from_edges(found["edges"], len(found["vertex_normals"])), found["vertex_normals"]
+    normals = _vectors(path, "vertex_normals", found)
+    return _graph(path, found | {"n_nodes": np.asarray(len(normals))}), normals
 
 
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
@@ -106,7 +108,9 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
         ValueError: as `arrays`; for a face without area.
     """
     found = arrays(path, "vertices", "faces")
-    vertices, faces = np.asarray(found["vertices"], np.float64), found["faces"]
+    vertices, faces = _vectors(path, "vertices", found), found["faces"]
+    if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
+        raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
     edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
     owners = np.tile(np.arange(len(faces)), 3)
@@ -127,22 +131,60 @@ def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray,
         ValueError: as `arrays`.
     """
     found = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
-    graph = Graph.from_edges(found["edges"], int(found["n_nodes"]), found["weights"])
-    return graph, found["obs_nodes"], found["obs_speed"]
+    graph = _graph(path, found, weighted=True)
+    nodes, speed = found["obs_nodes"], found["obs_speed"]
+    if nodes.ndim != 1 or not _are_nodes(nodes, graph.num_nodes):
+        raise ValueError(f"obs_nodes of {path} must be (n,) nodes, 0 to {graph.num_nodes - 1}")
+    if speed.shape != nodes.shape or not _are_finite(speed):
+        raise ValueError(f"obs_speed of {path} must be a finite number for each of obs_nodes")
+    return graph, nodes, speed
 
 
 def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
     """All arrays of an npz file, with these `names` among them.
 
     Raises:
-        ValueError: when there is no such file, with those that are there; when an array is missing.
+        ValueError: when there is no such file, with those that are there; when it cannot be read,
+            or would unpack to more than `bounded.unpacked` allows; when an array is missing.
     """
     if not path.exists():
         there = ", ".join(sorted(file.stem for file in path.parent.glob("*.npz"))) or "none"
         raise ValueError(f"no file {path}; files of this kind there: {there}")
-    with np.load(path, allow_pickle=False) as file:
-        found = dict(file)
+    bounded.check_npz(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = dict(file)
+    except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
+        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
     missing = [name for name in names if name not in found]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(found)}")
     return found
+
+
+def _graph(path: Path, found: dict[str, np.ndarray], weighted: bool = False) -> Graph:
+    """The graph of the arrays of a file; what is wrong with them names the file."""
+    count = found["n_nodes"]
+    if count.shape != () or not np.issubdtype(count.dtype, np.integer) or count < 1:
+        raise ValueError(f"n_nodes of {path} must be one positive integer, got {count}")
+    try:
+        return Graph.from_edges(found["edges"], int(count), found["weights"] if weighted else None)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _vectors(path: Path, name: str, found: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
+    vectors = found[name]
+    if vectors.ndim != 2 or vectors.shape[1] != 3 or not _are_finite(vectors):
+        raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
+    return vectors.astype(np.float64)
+
+
+def _are_finite(values: np.ndarray) -> bool:
+    return np.issubdtype(values.dtype, np.number) and bool(np.isfinite(values).all())
+
+
+def _are_nodes(values: np.ndarray, count: int) -> bool:
+    return np.issubdtype(values.dtype, np.integer) and bool(
+        ((values >= 0) & (values < count)).all()
+    )

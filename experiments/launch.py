@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from absl import app, logging
 
+from vit.config import parse_flags
+
 
 def run(main: Callable[[], None]) -> None:
     """Parses the flags and calls `main`; a ValueError is printed without its traceback."""
@@ -16,4 +18,4 @@ def run(main: Callable[[], None]) -> None:
         except ValueError as error:
             sys.exit(f"ValueError: {error}")
 
-    app.run(guarded)
+    app.run(guarded, flags_parser=parse_flags)

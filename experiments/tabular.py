@@ -11,6 +11,7 @@ do about it.
 """
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from absl import logging
 from sklearn import datasets
 
 from performer.choices import unknown
+from vit import bounded
 
 Kind = Literal["regression", "classification"]
 
@@ -31,6 +33,10 @@ BUNDLED: dict[str, tuple[str, ...]] = {
 
 MISSING = ("", "?", "na", "n/a", "nan", "null")
 """Cells without a value, in lower case."""
+
+
+LARGEST = 1e30
+"""Of a number: float64 holds its square, float32 itself."""
 
 
 class Table(NamedTuple):
@@ -206,13 +212,18 @@ def _files(kind: str, data_dir: Path) -> dict[str, Path]:
 def _read(name: str, path: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """The header, the rows of cells and the lines of the file that they end in."""
     rows, lines = [], []
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
-        for cells in reader:
-            if cells:
-                rows.append([cell.strip() for cell in cells])
-                lines.append(reader.line_num)
     source = f"data set {name!r} ({path})"
+    try:
+        with io.TextIOWrapper(bounded.regular(path), "utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            for cells in reader:
+                if cells:
+                    rows.append([cell.strip() for cell in cells])
+                    lines.append(reader.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{source} cannot be read after line {lines[-1] if lines else 0}: {error}"
+        ) from error
     if not rows:
         raise ValueError(f"{source} is empty: it needs a header and rows")
     header = rows[0]
@@ -248,7 +259,7 @@ def _check_header(source: str, header: list[str]) -> None:
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        return None if "_" in cell else float(cell)  # Python's 1_000
     except ValueError:
         return None
 
@@ -310,8 +321,10 @@ def _numbers(where: str, cells: Sequence[str], lines: Sequence[int]) -> np.ndarr
     if len(texts) > 0.1 * len(cells):  # car's doors: 2, 3, 4, 5more
         return None
     for i, value in enumerate(values):
-        if value is None or not np.isfinite(value):
+        if value is None or not abs(value) <= LARGEST:
             kind = "the text" if value is None else "the infinite value"
+            if value is not None and np.isfinite(value):
+                kind = f"beyond {LARGEST:g} the value"
             raise ValueError(
                 f"{where} has {kind} {cells[i]!r} in line {lines[i]} among numbers: correct the"
                 " cell, or drop the row"

@@ -283,7 +283,7 @@ def parts(method: str) -> tuple[str, ...]:
     Raises:
         ValueError: for an unknown part, or for more than one law of the frequencies.
     """
-    names = tuple(name for name in METHODS.get(method, method).split("+") if name)
+    names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
     for name in names:
         if name not in PARTS:
             raise ValueError(

@@ -139,10 +139,10 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(tmp_path, monkeyp
         (dict(baseline="simrf"), "--baseline 'simrf'"),
         (dict(grid=["config.attention.num_feature=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
-        (dict(grid=["config.attention.num_features=8,x"]), "num_features=x is no int"),
-        (dict(grid=["config.data.flip=maybe"]), "flip=maybe: give true or false"),
+        (dict(grid=["config.attention.num_features=8,x"]), "num_features=x: must be an integer"),
+        (dict(grid=["config.data.flip=maybe"]), "flip=maybe: must be true or false"),
         (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
-        (dict(grid=["config.attention.num_features=0"]), "got 0"),
+        (dict(grid=["config.attention.num_features=0"]), "num_features=0: must be an"),
         (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),
     ],
 )

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
+from experiments import config_mutations
 from tests.small import small_config
-from vit import config
+from vit import config, data, train
 
 CONFIGS = sorted(Path("experiments/configs").glob("[a-z]*.py"))
 
@@ -30,12 +33,37 @@ def test_json_round_trip(tmp_path):
     assert config.load(tmp_path / "config.json") == before
 
 
-@pytest.mark.parametrize("content", ['{"modell": {}}', '{"model": {"width": 3}}', "{", "[1]"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"modell": {}}',
+        '{"model": {"width": 3}}',
+        '{"model": null}',
+        '{"model": 3}',
+        '{"seed": "0"}',
+        '{"seed": 1.0}',
+        '{"seed": true}',
+        '{"seed": {}}',
+        '{"num_epochs": "inf"}',
+        '{"data": {"flip": 1}}',
+        '{"data": {"name": ["digits"]}}',
+        "{",
+        "[1]",
+        '{"model":' * 100_000,
+        "\ud83d",
+    ],
+)
 def test_a_foreign_json_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
-    path.write_text(content)
+    path.write_text(content, errors="replace")
     with pytest.raises(ValueError, match="no config of this version|not a config of this version"):
         config.load(path)
+
+
+def test_a_config_that_never_ends_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="not a config of this version: .* no regular file"):
+        config.of_run(tmp_path)
 
 
 def test_differences_name_field_and_both_values():
@@ -57,10 +85,13 @@ def test_differences_name_field_and_both_values():
         ),
         (
             dict(attention=config.Attention(calibration="ful")),
-            "config.attention: unknown calibration 'ful'; did you mean 'full'",
+            "config.attention.calibration='ful': unknown calibration 'ful'; did you mean 'full'",
         ),
         (dict(attention=config.Attention(kind="sofmax")), "'sofmax'; did you mean 'softmax'"),
-        (dict(attention=config.Attention(num_features=0)), "config.attention: m .* got 0"),
+        (
+            dict(attention=config.Attention(num_features=0)),
+            "config.attention.num_features=0: must be an integer from 1 to 65536",
+        ),
         (
             dict(attention=config.Attention(coupling="pm-antithetic", num_features=7)),
             "even number of features, got m = 7",
@@ -69,21 +100,40 @@ def test_differences_name_field_and_both_values():
         (dict(model=config.Model(variant="B/x")), "config.model.variant 'B/x'"),
         (
             dict(model=config.Model(variant="XS/3")),
-            "image_size=8 is not divisible by the patch size 3",
+            "config.model.variant='XS/3', config.data.image_size=8: the image size is not divi",
         ),
         (dict(model=config.Model(pooling="max")), "config.model.pooling 'max'.*token, mean"),
         (
             dict(model=config.Model(position="none")),
             "config.model.position 'none'.*learned, sincos",
         ),
-        (dict(model=config.Model(dropout=1.0)), r"config.model.dropout must be below 1, got 1\.0"),
+        (
+            dict(model=config.Model(dropout=1.0)),
+            r"config.model.dropout=1\.0: must be a number from 0 to below 1",
+        ),
         (
             dict(optim=config.Optim(learning_rate=-1.0)),
-            r"learning_rate must not be negative, got -1\.0",
+            r"config.optim.learning_rate=-1\.0: must be a number from 0 to 10",
         ),
-        (dict(optim=config.Optim(learning_rate=float("nan"))), "learning_rate must not be"),
-        (dict(data=config.Data(batch_size=0)), "config.data.batch_size must be at least 1, got 0"),
-        (dict(log_every=2), "config.eval_every=3 is not a multiple of config.log_every=2"),
+        (dict(optim=config.Optim(learning_rate=float("nan"))), "learning_rate=nan: must be a num"),
+        (
+            dict(data=config.Data(batch_size=0)),
+            "config.data.batch_size=0: must be an integer from 1",
+        ),
+        (
+            dict(optim=config.Optim(learning_rate=1e-6)),
+            "config.optim.final_learning_rate=1e-05, config.optim.learning_rate=1e-06: the rate",
+        ),
+        (
+            dict(data=config.Data(image_size=4, max_shift=4)),
+            "the first must be smaller than the se",
+        ),
+        (dict(data=config.Data(eval_resize=33)), "the first must be 0, or from the second to four"),
+        (dict(data=config.Data(image_size=8192)), "an image has at most 1048576 patches"),
+        (
+            dict(log_every=2),
+            "config.eval_every=3, config.log_every=2: the first is not a multiple of the second",
+        ),
     ],
 )
 def test_bad_values_are_named(sections, message):
@@ -93,8 +143,9 @@ def test_bad_values_are_named(sections, message):
 
 # Imports once, then every command line in a process of its own, as `python -m vit.train` would.
 COMMAND_LINES = """
-import json, os, runpy, sys, traceback
+import json, os, runpy, sys, traceback, warnings
 import vit.train
+warnings.simplefilter("ignore")  # runpy's, that it is imported already
 outcomes = []
 for flags in json.loads(sys.argv[1]):
     read, write = os.pipe()
@@ -132,6 +183,13 @@ def test_mistyped_flags_are_errors_before_any_work(tmp_path):
         "--config.data.batch_size=5000": "larger than the training split",
         "--config.num_epochs=1": "warmup_steps=132.* are 132 steps, but the whole run has 44",
         "--confg.seed=1": r"confg\.seed",
+        "--config.seed=4294967296": "seed=4294967296: must be an integer from 0 to 2147483647",
+        "--config.model=build": "unknown flag '--config.model'; did you mean '--config.model.",
+        "--config.optim.learning_rate=inf": "learning_rate=inf: must be a number from 0 to 10",
+        "config.num_epochs=3": "'config.num_epochs=3' is no flag: did you mean '--config.num_ep",
+        "--num_processes=4": "--num_processes=4 --process_id=None: give all three, or none",
+        "--process_id=0": "--num_processes=None --process_id=0: give all three, or none",
+        "--workdir=": "--workdir= is empty",
     }
     always = ["--config=experiments/configs/digits.py", f"--workdir={workdir}"]
     arguments = json.dumps([[*always, flag] for flag in cases])
@@ -141,14 +199,97 @@ def test_mistyped_flags_are_errors_before_any_work(tmp_path):
         assert code != 0, flag
         assert re.search(message, output), (flag, output)
         assert "Traceback" not in output, (flag, output)
+        assert len(output.splitlines()) == 1, (flag, output)
     assert not workdir.exists()
 
 
-def test_missing_config_file(tmp_path):
-    result = run("-m", "vit.train", "--config=nowhere.py", f"--workdir={tmp_path}")
-    assert result.returncode != 0
-    assert "nowhere.py" in result.stderr
-    assert "Traceback" not in result.stderr
+CONFIG_FILES = {
+    "no program": ("def get_config(:", r"SyntaxError: invalid syntax \(bad.py, line 1\)"),
+    "an error": ("x = 1\ny = x / 0", r"ZeroDivisionError: division by zero \(bad.py, line 2\)"),
+    "a bad value": ("def get_config(): int('x')", "ValueError: invalid literal for int"),
+    "no function": ("x = 1", "AttributeError: .* has no attribute 'get_config'"),
+    "nothing": ("def get_config(): pass", "must return a vit.config.Config, .* a NoneType"),
+    "a dict": (
+        "def get_config(): return {'seed': 1}",
+        "must return a vit.config.Config, .* a dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_FILES)
+def test_config_files_that_are_none_are_told_in_one_line(tmp_path, case):
+    text, message = CONFIG_FILES[case]
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(SystemExit) as error:
+        parsed(tmp_path / "bad.py")
+    assert re.search(message, str(error.value))
+    assert "\n" not in str(error.value)
+
+
+def parsed(path, *arguments):
+    sys.modules.pop("config_config", None)  # the module of another file
+    argv, values = ["program", f"--config={path}", *arguments], flags.FlagValues()
+    flag = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    config.parse_flags(argv, values)
+    return config.from_flag(flag)
+
+
+def test_a_config_file_with_values_of_another_type(tmp_path):
+    path = tmp_path / "odd.py"
+    for line, message in {
+        "config.seed = '1'": "config.seed='1': must be an integer from 0 to 2147483647",
+        "config.data.flip = 1": "config.data.flip=1: must be true or false",
+        "config.model.variant = None": "config.model.variant=None: must be text",
+        "config.optim = None": "config.optim=None: must be a vit.config.Optim",
+        "config.seed = np.int64(1)": r"config.seed=np.int64\(1\): must be an integer",
+    }.items():
+        path.write_text(
+            "import numpy as np\nfrom tests.small import small_config\n"
+            f"def get_config():\n  config = small_config()\n  {line}\n  return config\n"
+        )
+        with pytest.raises(ValueError, match=message):
+            config.validate(parsed(path))
+    path.write_text(
+        "from tests.small import small_config\ndef get_config(): return small_config(num_epochs=3)"
+    )
+    config.validate(parsed(path))
+    assert parsed(path, "--config.num_epochs=5").num_epochs == 5
+
+
+def test_every_program_refuses_what_it_would_drop():
+    """They all parse their flags by `config.parse_flags`."""
+    programs = [p for top in ("vit", "experiments") for p in Path(top).glob("*.py")]
+    ends = {p.name: re.findall(r"app\.run\((.*)\)", p.read_text()) for p in programs}
+    assert sum(map(len, ends.values())) >= 8
+    for name, calls in ends.items():
+        assert all("flags_parser=" in call for call in calls), name
+
+
+def test_values_that_cannot_be_meant_are_told_clearly():
+    found = config_mutations.outcomes(0, quick=True)
+    assert len(found) > 300
+    assert not [each for each in found if each.kind in ("traceback", "silent")]
+    for each in found:  # and what can be meant is not refused
+        kind = config.TYPES[each.field]
+        if each.kind == "told clearly" and kind in (int, float) and each.text != "many":
+            value = float(each.text)
+            assert not (value.is_integer() and config_mutations.MEANT[each.field](int(value)))
+
+
+def test_a_run_has_a_countable_number_of_steps():
+    dataset = data.Dataset([{}] * 640, [{}], num_classes=2, channels=1)
+    assert train.length(small_config(num_epochs=0.03), dataset) == (20, 1)
+    for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
+        with pytest.raises(
+            ValueError, match=f"num_epochs=.* are {steps} steps, .* 1 to 2147483647"
+        ):
+            train.length(small_config(num_epochs=epochs), dataset)
+
+
+@pytest.mark.parametrize("more", [(), ("--config.seed=1",)])
+def test_missing_config_file(more):
+    with pytest.raises(SystemExit, match="^--config: .*nowhere.py"):
+        parsed("nowhere.py", *more)
 
 
 def run(*arguments):

@@ -2,17 +2,19 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from threading import get_ident
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import EpsImagePlugin, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from experiments import benchmark_data
 from tests.small import small_config
-from vit import augment, config, data
+from vit import augment, bounded, config, data, steps
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,7 @@ BROKEN = {
     "half a JPEG": JPEG[: len(JPEG) // 2],
     "a JPEG without its last tenth": JPEG[: len(JPEG) * 9 // 10],
     "half a PNG": encoded(noise(0))[:200],
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n",
     "a PNG of another length": encoded(noise(0)).replace(b"IDAT", b"IDAB"),
 }
 
@@ -117,7 +120,12 @@ def test_processes_share_every_batch_of_one(processes):
 
 def test_a_process_decodes_its_own_rows_only(monkeypatch):
     threads, decode = [], Image.open  # pipelines of other tests may still be reading ahead
-    monkeypatch.setattr(Image, "open", lambda file: threads.append(get_ident()) or decode(file))
+
+    def spy(file, **options):
+        threads.append(get_ident())
+        return decode(file, **options)
+
+    monkeypatch.setattr(Image, "open", spy)
     take(few(), PLAIN, 0, 5, process=1, processes=2, threads=0)
     assert threads.count(get_ident()) == 5 * 4
 
@@ -319,3 +327,70 @@ def test_workers_do_not_change_the_stream(tmp_path):
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert "the same" in done.stdout, done.stderr
+
+
+def test_bytes_are_taken_for_a_picture_only(monkeypatch):
+    """Pillow's plugin for PostScript starts Ghostscript."""
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kw: started.append(args))
+    with pytest.raises(UnidentifiedImageError):
+        bounded.image(BROKEN["PostScript"]).load()
+    assert not started
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF"])
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(kind, monkeypatch):
+    small = encoded(noise(0), kind)
+    assert bounded.image(small).size == (10, 12)
+    monkeypatch.setattr(bounded, "PIXELS", 119)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(OSError, match="10 x 12 pixels are more than 119"):
+        bounded.image(small)
+    with pytest.raises(ValueError, match="cannot be decoded, .* pixels are more than 119"):
+        take(few(n=3), config.Data(batch_size=2, image_size=8), 0, 1)
+
+
+class Damaged(list):
+    """Records, of which those of a number that 3 divides cannot be read."""
+
+    def __getitem__(self, index):
+        if index % 3 == 0:
+            raise RuntimeError("Corrupted Riegeli/records file: chunk data hash mismatch")
+        return super().__getitem__(index)
+
+
+def test_damaged_records_count_as_those_that_cannot_be_decoded():
+    dataset = few(n=9)._replace(train=Damaged(few(n=9).train), evaluation=Damaged(few(n=9).train))
+    batches, _ = take(dataset, config.Data(batch_size=9, image_size=8), 0, 1)
+    assert sorted(batches[0]["bad"]) == [-1] * 6 + [0, 3, 6]
+    assert sorted(batches[0]["label"]) == [1, 1, 2, 4, 4, 5, 7, 7, 8]
+    (batch,) = data.eval_batches(dataset, config.Data(batch_size=9, image_size=8))
+    assert list(batch["bad"]) == [0, -1, -1, 3, -1, -1, 6, -1, -1]
+    assert list(batch["mask"]) == [0, 1, 1] * 3
+
+
+@pytest.mark.parametrize("label", [-1, 2, 10**6])
+def test_a_label_that_is_no_class_is_an_error(label):
+    record = {"image": encoded(noise(0)), "label": label}
+    dataset = data.Dataset([record] * 4, [record] * 4, num_classes=2, channels=3)
+    with pytest.raises(ValueError, match=f"training record .* the label {label}, .* are 0 to 1"):
+        take(dataset, config.Data(batch_size=2, image_size=8), 0, 1)
+    with pytest.raises(ValueError, match=f"evaluation record .* the label {label}, .*are 0 to 1"):
+        next(data.eval_batches(dataset, config.Data(batch_size=2, image_size=8)))
+
+
+def test_an_evaluation_without_an_image_is_an_error():
+    counts = {name: jnp.zeros(()) for name in ("loss", "top1", "top5", "examples")}
+    counts["bad"] = jnp.array(7)
+    with pytest.raises(ValueError, match="none of the 7 records of config.data.eval_split can be"):
+        steps.evaluate(lambda batch: counts, [{}])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("train_split", "train[:50%]"), ("eval_split", "train"), ("dir", "data")]
+)
+def test_digits_have_no_other_splits_or_folder(field, value):
+    with pytest.raises(
+        ValueError, match=rf"config\.data\.{field}='{re.escape(value)}': of 'digits'"
+    ):
+        data.load(config.Data(**{field: value}))

@@ -1,8 +1,11 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
 import csv
+import io
+import os
 import subprocess
 import sys
+import zipfile
 from types import SimpleNamespace
 
 import jax
@@ -73,6 +76,82 @@ def test_load(tmp_path):
         graph_data.load("bare", tmp_path)
     with pytest.raises(ValueError, match="unknown graph 'karat'; did you mean 'karate'?"):
         graph_data.load("karat")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (dict(edges=PATH, n_nodes=[3, 3]), r"n_nodes of .*g.npz must be one positive integer"),
+        (
+            dict(edges=PATH, n_nodes=3.5),
+            r"n_nodes of .*g.npz must be one positive integer, got 3.5",
+        ),
+        (dict(edges=PATH, n_nodes=-3), r"n_nodes of .*g.npz must be one positive integer, got -3"),
+        (dict(edges=PATH, n_nodes=2**40), r"g.npz: num_nodes must be .* below 2\^31, got 1099"),
+        (dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
+        (dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),
+        (dict(edges=PATH, n_nodes=3, weights=["a", "b"]), "g.npz: could not convert string"),
+        (dict(edges=np.array([{}]), n_nodes=2), "g.npz cannot be read .*: Object arrays"),
+    ],
+)
+def test_arrays_that_make_no_graph_name_their_file(tmp_path, arrays, message):
+    write(tmp_path / "graphs" / "g.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        graph_data.load("g", tmp_path, weighted=True)
+
+
+def test_files_that_are_no_npz_or_unpack_to_too_much(tmp_path):
+    path = write(tmp_path / "graphs" / "g.npz", edges=PATH, n_nodes=3)
+    content = path.read_bytes()
+
+    def refused(message):
+        with pytest.raises(ValueError, match=f"g.npz cannot be read as an .npz file: {message}"):
+            graph_data.load("g", tmp_path)
+
+    for damaged in (b"", b"PK", content[: len(content) // 2], content.replace(b"NUMPY", b"NUMPI")):
+        path.write_bytes(damaged)
+        refused("")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("edges.npy", bytes(2**24 + 1))
+    refused("it would unpack to 16,777,217 bytes; at most 16,777,216 are read")
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("edges.npy", header.getvalue())
+    refused("it announces 8,000,000,000,000 bytes, but has 128")
+    path.unlink()
+    os.mkfifo(path)
+    refused(".*no regular file")
+
+
+def test_meshes_and_traffic_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "m.npz"
+    traffic = dict(
+        edges=PATH, n_nodes=3, weights=[1.0, 2.0], obs_nodes=[0, 2], obs_speed=[5.0, 6.0]
+    )
+    for call, arrays, message in [
+        (graph_data.mesh_faces, SQUARE | {"faces": [[0, 1, 9]]}, "faces of .*m.npz must be"),
+        (graph_data.mesh_faces, SQUARE | {"faces": [0, 1, 2]}, "faces of .*m.npz must be"),
+        (graph_data.mesh_faces, SQUARE | {"faces": 3}, "faces of .*m.npz must be"),
+        (graph_data.mesh_faces, SQUARE | {"vertices": [[0.0, 1]]}, "vertices of .*m.npz must be"),
+        (
+            graph_data.mesh,
+            dict(edges=PATH, vertex_normals=[[1.0, np.nan, 0]]),
+            "normals of .*m.npz",
+        ),
+        (graph_data.traffic, traffic | {"obs_nodes": [0, 3]}, "obs_nodes of .*m.npz must be"),
+        (graph_data.traffic, traffic | {"obs_nodes": [0, -1]}, "obs_nodes of .*m.npz must be"),
+        (graph_data.traffic, traffic | {"obs_speed": [0.0]}, "obs_speed of .*m.npz must be"),
+        (
+            graph_data.traffic,
+            traffic | {"obs_speed": [0.0, np.inf]},
+            "obs_speed of .*m.npz must be",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(write(path, **arrays))
 
 
 def test_chosen(tmp_path, flags):

@@ -1,9 +1,14 @@
 """vit.prepare: the three forms of raw images, bad files, and reading the result back."""
 
+import fcntl
 import gzip
 import io
+import os
+import re
+import resource
 import struct
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +16,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from vit import config, data
-from vit.prepare import TooManyBadFilesError, encode, prepare
+from vit.prepare import VERSION, TooManyBadFilesError, encode, prepare, read_idx
 
 
 def idx(array):
@@ -126,59 +131,144 @@ def test_a_split_without_class_folders(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_killed_run_leaves_is_named_and_harms_nothing(tmp_path, capsys):
+def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys):
     source = tmp_path / "pets"
     write_folders(source)
-    leftover = tmp_path / "out" / "pets" / "incomplete.ABC_1.0.0"
+    leftover = tmp_path / "out" / "pets" / "incomplete.ABCDEF_1.0.0"
     leftover.mkdir(parents=True)
+    (leftover / "dataset_info.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"unknown config.data.name 'pets'.* Choices: digits \("):
+        load(tmp_path / "out", "pets", "validation")
+    running = os.open(leftover.parent, os.O_RDONLY)
+    fcntl.flock(running, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="pets is being written by another process"):
+        prepare(source, tmp_path / "out")
+    assert leftover.exists()
+    os.close(running)
     assert prepare(source, tmp_path / "out")["train"] == 6
     assert f"{leftover} is left from a run that was killed" in capsys.readouterr().err
+    assert [p.name for p in leftover.parent.iterdir()] == ["1.0.0"]
     assert len(load(tmp_path / "out", "pets", "validation").train) == 6
+
+
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large"):
+            prepare(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+    assert prepare(source, tmp_path / "out")["train"] == 6
+
+
+def test_what_is_no_file_is_left_out_and_nothing_waits(tmp_path, capsys):
+    source = tmp_path / "pets"
+    write_folders(source)
+    cat = source / "train" / "cat"
+    os.mkfifo(cat / "fifo.jpg")
+    (cat / "folder.jpg").mkdir()
+    (cat / "dangling.jpg").symlink_to(tmp_path / "nowhere")
+    (cat / "device.jpg").symlink_to("/dev/zero")
+    with (cat / "large.jpg").open("wb") as file:
+        file.truncate(2**28 + 1)  # takes no room on the disk
+    counts = prepare(source, tmp_path / "out", max_bad_files=5)
+    assert counts == {"train": 6, "validation": 4, "skipped": 5}
+    err = capsys.readouterr().err
+    for name, why in {
+        "fifo": "no regular file",
+        "folder": "no regular file",
+        "dangling": "No such file",
+        "device": "no regular file",
+        "large": "268,435,457 bytes at once are more than 268,435,456",
+    }.items():
+        assert re.search(rf"skipped .*{name}\.jpg: .*{why}", err)
+
+
+def test_a_split_without_a_readable_image(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source)
+    for path in (source / "val").glob("*/*.jpg"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match="no readable image for the split 'validation'"):
+        prepare(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a\nb", " cat", "cat ", "a\rb", "a\x85b", "\x1b[2J", "\udcff"])
+def test_class_names_that_would_come_back_as_others(tmp_path, name):
+    source = tmp_path / "pets"
+    write_folders(source)
+    (source / "train" / "cat").rename(source / "train" / name)
+    (source / "val" / "cat").rename(source / "val" / name)
+    with pytest.raises(ValueError, match="has a line break, an outer blank or an unprintable"):
+        prepare(source, tmp_path / "out")
+
+
+def test_two_folders_for_one_split(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source)
+    (source / "validation" / "cat").mkdir(parents=True)
+    with pytest.raises(ValueError, match="both val/ and validation/"):
+        prepare(source, tmp_path / "out")
 
 
 def tar(path, files, mode="w"):
     with tarfile.open(path, mode) as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
+            if content is None:  # a link to nowhere
+                info.type, info.linkname = tarfile.SYMTYPE, "nowhere"
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+WNIDS = ["n02000002", "n01000001"]  # the devkit's order is not the alphabet's
+DEVKIT = "ILSVRC2012_devkit_t12/data/"
+
+
+def write_devkit(source, truth=b"1\n2\n2\n1\n", **more):
+    table = io.BytesIO()
+    dtype = [("ILSVRC2012_ID", "O"), ("WNID", "O")]
+    savemat(table, {"synsets": np.array([(i + 1, w) for i, w in enumerate(WNIDS)], dtype=dtype)})
+    files = {
+        "meta.mat": table.getvalue(),
+        "ILSVRC2012_validation_ground_truth.txt": truth,
+    }
+    files = {DEVKIT + name: content for name, content in (files | more).items()}
+    tar(source / "ILSVRC2012_devkit_t12.tar.gz", files, "w:gz")
+
+
+def write_ilsvrc2012(source, val=None):
+    source.mkdir()
+    classes = {}
+    for k, wnid in enumerate(WNIDS):
+        inner = source / f"{wnid}.tar"
+        tar(inner, {f"{wnid}_{i}.JPEG": picture(10 * k + i) for i in range(3)})
+        classes[inner.name] = inner.read_bytes()
+        inner.unlink()
+    tar(source / "ILSVRC2012_img_train.tar", classes)
+    val = val or {f"ILSVRC2012_val_{i + 1:08d}.JPEG": picture(100 + i) for i in range(4)}
+    tar(source / "ILSVRC2012_img_val.tar", val)
+    write_devkit(source)
 
 
 def test_ilsvrc2012(tmp_path):
     source = tmp_path / "tars"
-    source.mkdir()
-    wnids = ["n02000002", "n01000001"]  # the devkit's order is not the alphabet's
-    classes = {}
-    for k, wnid in enumerate(wnids):
-        inner = tmp_path / f"{wnid}.tar"
-        tar(inner, {f"{wnid}_{i}.JPEG": picture(10 * k + i) for i in range(3)})
-        classes[inner.name] = inner.read_bytes()
-    tar(source / "ILSVRC2012_img_train.tar", classes)
-    truth = [1, 2, 2, 1]
-    tar(
-        source / "ILSVRC2012_img_val.tar",
-        {f"ILSVRC2012_val_{i + 1:08d}.JPEG": picture(100 + i) for i in range(4)},
-    )
-    table = io.BytesIO()
-    dtype = [("ILSVRC2012_ID", "O"), ("WNID", "O")]
-    savemat(table, {"synsets": np.array([(i + 1, w) for i, w in enumerate(wnids)], dtype=dtype)})
-    root = "ILSVRC2012_devkit_t12/data/"
-    tar(
-        source / "ILSVRC2012_devkit_t12.tar.gz",
-        {
-            root + "meta.mat": table.getvalue(),
-            root + "ILSVRC2012_validation_ground_truth.txt": b"1\n2\n2\n1\n",
-        },
-        "w:gz",
-    )
+    write_ilsvrc2012(source)
     counts = prepare(source, tmp_path / "out")
     assert counts == {"train": 6, "validation": 4, "skipped": 0}
     dataset = load(tmp_path / "out", "imagenet2012", "validation")
-    index = {wnid: i for i, wnid in enumerate(sorted(wnids))}
+    index = {wnid: i for i, wnid in enumerate(sorted(WNIDS))}
     got = {(r["image"], int(r["label"])) for r in (dataset.evaluation[i] for i in range(4))}
-    assert got == {(picture(100 + i), index[wnids[t - 1]]) for i, t in enumerate(truth)}
+    assert got == {(picture(100 + i), index[WNIDS[t - 1]]) for i, t in enumerate([1, 2, 2, 1])}
     got = {(r["image"], int(r["label"])) for r in (dataset.train[i] for i in range(6))}
-    assert got == {(picture(10 * k + i), index[w]) for k, w in enumerate(wnids) for i in range(3)}
+    assert got == {(picture(10 * k + i), index[w]) for k, w in enumerate(WNIDS) for i in range(3)}
     for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_devkit_t12.tar.gz"):
         content = (source / name).read_bytes()
         (source / name).write_bytes(content[: len(content) // 3])
@@ -189,6 +279,65 @@ def test_ilsvrc2012(tmp_path):
     (source / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(ValueError, match="lacks ILSVRC2012_devkit_t12"):
         prepare(source, tmp_path / "other")
+
+
+def test_validation_images_that_no_label_is_for_are_left_out(tmp_path, capsys):
+    names = ["1", "00000000", "-1", "00000005", "readme", "2"]
+    val = {f"ILSVRC2012_val_{name}.JPEG": picture(100 + i) for i, name in enumerate(names)}
+    val |= {"link_3.JPEG": None}
+    write_ilsvrc2012(tmp_path / "tars", val)
+    counts = prepare(tmp_path / "tars", tmp_path / "out")
+    assert counts == {"train": 6, "validation": 2, "skipped": 5}
+    assert capsys.readouterr().err.count("does not end in a number from 1 to 4") == 4
+    dataset = load(tmp_path / "out", "imagenet2012", "validation")
+    got = {(r["image"], int(r["label"])) for r in (dataset.evaluation[i] for i in range(2))}
+    assert got == {(picture(100), 1), (picture(105), 0)}
+
+
+@pytest.mark.parametrize(
+    ("truth", "more", "message"),
+    [
+        (b"1\n0\n", {}, "line 2 of .*ground_truth.txt in .* is '0', the number of no class"),
+        (b"1\n-1\n", {}, "line 2 of .* is '-1', the number of no class"),
+        (b"1\nx\n", {}, "line 2 of .* is 'x'"),
+        (b"1\n", {"meta.mat": b"no table"}, "meta.mat in .* cannot be read"),
+        (b"1\n", {"meta.mat": None}, "meta.mat is a link"),
+        (b"1\n", {"meta.mat": bytes(2**22 + 1)}, "meta.mat: 4,194,305 bytes are more than"),
+    ],
+)
+def test_damaged_devkits(tmp_path, truth, more, message):
+    write_ilsvrc2012(tmp_path / "tars")
+    write_devkit(tmp_path / "tars", truth, **more)
+    with pytest.raises(ValueError, match=message):
+        prepare(tmp_path / "tars", tmp_path / "out")
+
+
+def test_archives_that_break_off_or_hold_something_else(tmp_path):
+    source = tmp_path / "tars"
+    write_ilsvrc2012(source)
+    val = source / "ILSVRC2012_img_val.tar"
+    train = source / "ILSVRC2012_img_train.tar"
+    classes = train.read_bytes()
+    tar(train, {"n03000003.tar": b""})
+    with pytest.raises(ValueError, match="n03000003.tar, which is no archive of one of the 2"):
+        prepare(source, tmp_path / "out")
+    train.write_bytes(classes)
+    content = bytearray(val.read_bytes())
+    second = content.index(b"ILSVRC2012_val_00000002")
+    content[second + 150] ^= 1  # its checksum: for tarfile the archive ends here
+    val.write_bytes(content)
+    with pytest.raises(ValueError, match=f"img_val.tar cannot be read: .* at byte {second:,}"):
+        prepare(source, tmp_path / "out")
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.XHDTYPE, 2**40  # a name of 1 TiB
+    val.write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(ValueError, match="img_val.tar cannot be read: 1,099,.* bytes at once"):
+        prepare(source, tmp_path / "out")
+    val.unlink()
+    os.mkfifo(val)
+    with pytest.raises(ValueError, match="img_val.tar cannot be read: .* no regular file"):
+        prepare(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
@@ -249,6 +398,33 @@ def test_truncated_gzip(tmp_path):
         prepare(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(np.zeros(0, np.uint8))[:4] + b"\xff" * 4, "announces 4,294,967,295 values; a file of"),
+        (idx(np.zeros(0, np.uint8)), "announces 0 values"),
+        (idx(np.zeros(9, np.uint8)) + b"\0", "damaged: its header announces 9 values, more follow"),
+    ],
+)
+def test_idx_files_are_bounded(tmp_path, content, message):
+    path = tmp_path / "labels.gz"
+    path.write_bytes(gzip.compress(content))
+    with pytest.raises(ValueError, match=message):
+        read_idx(path, 1)
+
+
+def test_a_gzip_bomb_takes_no_memory(tmp_path):
+    """64 GiB announced, and 64 MiB of zeros packed to 64 KiB: neither is unpacked."""
+    path = tmp_path / "images.gz"
+    header = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**20, 2**8, 2**8)
+    path.write_bytes(gzip.compress(header + bytes(2**26), 9))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"announces 68,719,476,736 values; .* 1 to 16,777,216"):
+        read_idx(path, 3)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
 def test_names(tmp_path):
     source = tmp_path / "mnist"
     source.mkdir()
@@ -260,3 +436,58 @@ def test_names(tmp_path):
         prepare(source, tmp_path / "out", name="first")
     with pytest.raises(ValueError, match="is no folder"):
         prepare(tmp_path / "nowhere", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory):
+    """A prepared data set: its folder, and that of its one version."""
+    folder = tmp_path_factory.mktemp("pets")
+    write_folders(folder / "pets")
+    prepare(folder / "pets", folder / "out")
+    return folder / "out", folder / "out" / "pets" / VERSION
+
+
+def test_a_damaged_record_is_one_bad_record(pets):
+    """A bit of one, in the middle of the file of six."""
+    out, version = pets
+    (path,) = version.glob("*train*record*")
+    content = path.read_bytes()
+    place = len(content.split(b"\0" * 1000)[0]) // 2  # zeros fill the file up to 64 KiB
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    dataset = load(out, "pets", "train")
+    (batch,) = data.eval_batches(dataset, config.Data(batch_size=6, image_size=6))
+    assert sorted(batch["bad"])[:-1] == [-1] * 5
+    assert batch["mask"].sum() == 5
+    stream = iter(data.train_batches(dataset, config.Data(batch_size=6, image_size=6), 0))
+    assert sorted(next(stream)["bad"]) == sorted(batch["bad"])
+    path.write_bytes(content)
+
+
+def test_data_sets_that_are_not_what_they_say(pets):
+    out, version = pets
+    info, (train,) = version / "dataset_info.json", version.glob("*train*record*")
+    text, content = info.read_text(), train.read_bytes()
+
+    def refused(message, split="train"):
+        with pytest.raises(ValueError, match=message) as error:
+            load(out, "pets", split)
+        assert "\n" not in str(error.value)
+
+    assert '"shardLengths": [\n        "6"' in text
+    for lie in ("5", "7"):
+        info.write_text(text.replace('"6"', f'"{lie}"'))
+        refused(f"train.* holds 6 records, but .*dataset_info.json says {lie}")
+    for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
+        info.write_text(damaged)
+        refused("the description of 'pets' in config.data.dir=.* cannot be read")
+    info.write_text(text)
+    train.write_bytes(content[: len(content) // 2])
+    refused("train.* is no whole array_record file")
+    train.unlink()
+    refused("train.* is no whole array_record file: .*No such file")
+    train.write_bytes(content)
+    for split in ("train[abc", "train[5:2]", "train[:0]", "train[200%:]", "train[:3"):
+        refused(rf"eval_split='{re.escape(split)}' .*'train\[:500\]'|eval_split=.* is empty", split)
+    for split in ("trainn", "", "train+trainn", "[:3]"):
+        refused(rf"eval_split='{re.escape(split)}' is no split of 'pets'; choices: train,", split)
+    assert len(load(out, "pets", "train[:2]+validation").evaluation) == 6

@@ -1,5 +1,7 @@
 """Tables are read as their files say, or refused with the place and the fix; splits are fair."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ GOOD = "a,b,y\n1,2,0.5\n2,1,1.5\n3,5,2.5\n"
 
 
 def write(tmp_path, text, name="t"):
-    (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / f"{name}.csv").write_text(text, errors="surrogateescape")
     return tmp_path
 
 
@@ -70,6 +72,10 @@ REFUSED = {
     "target NaN": (GOOD + "4,1,nan\n", "target 'y' of data set 't' has no value in line 5"),
     "infinite": (GOOD + "1,-inf,9\n", "column 'b' .* infinite value '-inf' in line 5 .*correct"),
     "typing error": (f"a,b,y\n{LONG}1.2.3,4,5\n", "column 'a' .* text '1.2.3' in line 13 among"),
+    "too large": (GOOD + "1,1e200,9\n", "column 'b' .* beyond 1e.30 the value '1e200' in line 5"),
+    "underscore": (f"a,b,y\n{LONG}1_000,4,5\n", "column 'a' .* text '1_000' in line 13 among"),
+    "a cell without end": (GOOD + '"' + 200_000 * "1", "'t' .* cannot be read after line 4: field"),
+    "no text": (GOOD + "\udcff,1,9\n", "'t' .*t.csv.* cannot be read after line .: .*utf-8"),
     "constant": ("a,b,y\n1,2,3\n1,3,4\n", "column 'a' of data set 't' is constant: drop it"),
     "constant text": ("a,b,y\nu,2,3\nu,3,4\n", "column 'a' of data set 't' is constant: drop it"),
     "identifiers": ("a,y\nu,3\nv,4\n", "data set 't' has no column but identifiers"),
@@ -83,6 +89,14 @@ def test_refused(tmp_path, case):
     text, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         tabular.load("t", "regression", write(tmp_path, text))
+
+
+def test_what_is_no_file_is_refused_and_nothing_waits(tmp_path):
+    os.mkfifo(tmp_path / "fifo.csv")
+    (tmp_path / "folder.csv").mkdir()
+    for name in ("fifo", "folder"):
+        with pytest.raises(ValueError, match=rf"'{name}' .* line 0: .*{name}.csv is no regular"):
+            tabular.load(name, "regression", tmp_path)
 
 
 @pytest.mark.parametrize(

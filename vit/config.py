@@ -6,17 +6,20 @@ field, as in `--config.attention.coupling=pm`. `validate` checks a config before
 
 import dataclasses
 import json
+import re
 import sys
+import traceback
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from absl import app
+from absl import flags
 
 import performer
 from performer.choices import unknown
+from vit import bounded
 
 
 class Size(NamedTuple):
@@ -155,25 +158,76 @@ class Config:
     """Steps between checkpoints; the last two are kept."""
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flag parser, where a mistyped `--config.` flag becomes a usage error with choices."""
+def _types() -> dict[str, type]:
+    """{"attention.coupling": str, ...}: the declared type of every field."""
+    types = {}
+    for name, kind in typing.get_type_hints(Config).items():
+        if dataclasses.is_dataclass(kind):
+            types |= {f"{name}.{k}": v for k, v in typing.get_type_hints(kind).items()}
+        else:
+            types[name] = kind
+    return types
+
+
+TYPES = _types()
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def parse_flags(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """absl's flag parser; what it cannot take ends the program with one line, nothing is dropped.
+
+    Args:
+        argv: the name of the program and its arguments.
+        values: the flags.
+
+    Returns:
+        The name of the program: a word that belongs to no flag is refused.
+    """
+    fields = flatten(Config())
+    for argument in argv[1:] if "config" in values else ():
+        override = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+        if override and override[1] not in fields:
+            name, names = f"--config.{override[1]}", [f"--config.{field}" for field in fields]
+            sys.exit(unknown("flag", name, names))
     try:
-        return app.parse_flags_with_usage(list(argv))
-    except KeyError:
-        names = [f"--config.{name}" for name in flatten(Config())]
-        for argument in argv[1:]:
-            name = argument.split("=")[0]
-            if name.startswith("--config.") and name not in names:
-                sys.exit(unknown("flag", name, names))
-        raise
+        program, *words = values(list(argv))
+    except flags.Error as error:
+        sys.exit(_flag_error(str(error)))
+    except Exception as error:  # a config file is a program: it may raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
+    if words:
+        sys.exit(f"{words[0]!r} is no flag: did you mean '--{words[0].lstrip('-')}'?")
+    for name in values:
+        flag = values[name]
+        if flag.present and flag.default is None and flag.value == "":
+            sys.exit(f"--{name}= is empty: leave it out, or say what it is")
+    return [program]
+
+
+def _flag_error(message: str) -> str:
+    """absl's message as one line, with what the field of a config may be."""
+    given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
+    if given and given[2] in TYPES:
+        return f"{_one_line(given[1])}: {_must(given[2])}"
+    first, *between = message.strip().splitlines()  # of a config file the whole traceback
+    return _one_line(" ".join([first, *between[-1:]]))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def from_flag(flag: Any) -> Config:
     """The value of a `config_flags.DEFINE_config_file` flag, a `Config`; exits where it is none."""
     try:
-        _ = flag.value.seed  # a file that could not be read raises only now
-    except (OSError, AttributeError) as error:
-        sys.exit(f"--config: {error}")
+        getattr(flag.value, "seed", None)  # a file that could not be read raises only now
+    except OSError as error:
+        sys.exit(f"--config: {_one_line(str(error))}")
+    if not isinstance(flag.value, Config):
+        kind = type(flag.value).__name__
+        sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
     return flag.value
 
 
@@ -192,67 +246,217 @@ def parse_variant(variant: str) -> tuple[Size, int]:
     return SIZES[name], int(patch_size)
 
 
+LARGEST = 2**31 - 1
+"""Of an integer: seeds, steps and labels are int32 on the devices."""
+
+TOKENS = 2**20
+"""The most patches of an image: more than any attention, of however few features, has room for."""
+
+CHOICES = {
+    "model.pooling": ("token", "mean"),
+    "model.position": ("learned", "sincos"),
+    "model.dtype": ("float32", "bfloat16"),
+    "attention.kind": ("performer", "softmax"),
+    "data.crop": ("center", "inception"),
+}
+
+
+class Rule(NamedTuple):
+    """What must hold of the values of fields, and how that is said."""
+
+    fields: tuple[str, ...]
+    holds: Callable[..., bool]
+    message: str
+
+
+# NaN fails them all: every comparison with it is false.
+RANGES = (
+    Rule(
+        ("model.dropout", "optim.label_smoothing", "optim.ema"),
+        lambda share: 0 <= share < 1,
+        "must be a number from 0 to below 1",
+    ),
+    Rule(
+        ("attention.num_features",),
+        lambda m: 1 <= m <= 2**16,
+        f"must be an integer from 1 to {2**16}",
+    ),
+    Rule(
+        (
+            "data.batch_size",
+            "optim.accumulate",
+            "fsdp",
+            "log_every",
+            "eval_every",
+            "checkpoint_every",
+        ),
+        lambda count: 1 <= count <= LARGEST,
+        f"must be an integer from 1 to {LARGEST}",
+    ),
+    Rule(
+        (
+            "attention.redraw_every",
+            "data.max_bad_records",
+            "optim.warmup_steps",
+            "optim.constant_steps",
+            "seed",
+        ),
+        lambda count: 0 <= count <= LARGEST,
+        f"must be an integer from 0 to {LARGEST}",
+    ),
+    Rule(
+        ("data.image_size",),
+        lambda pixels: 1 <= pixels <= 2**14,
+        f"must be an integer from 1 to {2**14}",
+    ),
+    Rule(
+        ("data.eval_resize",),
+        lambda pixels: 0 <= pixels <= 2**16,
+        f"must be an integer from 0 to {2**16}",
+    ),
+    Rule(
+        ("data.max_shift",),
+        lambda pixels: 0 <= pixels < 2**14,
+        "must be an integer from 0 to below config.data.image_size",
+    ),
+    Rule(
+        ("data.randaugment_layers",),
+        lambda layers: 0 <= layers <= 20,
+        "must be an integer from 0 to 20",
+    ),
+    Rule(
+        ("data.randaugment_magnitude",),
+        lambda magnitude: 0 <= magnitude <= 30,
+        "must be a number from 0 to 30",
+    ),
+    Rule(
+        ("data.mixup",),
+        lambda alpha: alpha == 0 or 1e-3 <= alpha <= 1e3,
+        "must be 0, or a number from 0.001 to 1000",
+    ),
+    Rule(
+        ("data.num_workers",),
+        lambda workers: 0 <= workers <= 1024,
+        "must be an integer from 0 to 1024",
+    ),
+    Rule(
+        ("optim.learning_rate", "optim.final_learning_rate"),
+        lambda rate: 0 <= rate <= 10,
+        "must be a number from 0 to 10",
+    ),
+    Rule(
+        ("optim.weight_decay",),
+        lambda decay: 0 <= decay <= 1e3,
+        "must be a number from 0 to 1000",
+    ),
+    Rule(
+        ("optim.clip_norm",),
+        lambda norm: norm == 0 or 1e-6 <= norm <= 1e6,
+        "must be 0 (gradients are not clipped), or a number from 1e-06 to 1e+06",
+    ),
+    Rule(
+        ("num_epochs",),
+        lambda epochs: 0 < epochs <= 1e6,
+        "must be a number above 0 and at most 1e+06",
+    ),
+)
+"""Each field by itself."""
+
+RELATIONS = (
+    Rule(
+        ("model.variant", "data.image_size"),
+        lambda variant, pixels: pixels % parse_variant(variant)[1] == 0,
+        "the image size is not divisible by the patch size, which follows the slash",
+    ),
+    Rule(
+        ("model.variant", "data.image_size"),
+        lambda variant, pixels: (pixels // parse_variant(variant)[1]) ** 2 <= TOKENS,
+        f"an image has at most {TOKENS} patches: take larger ones",
+    ),
+    Rule(
+        ("data.eval_resize", "data.image_size"),
+        lambda resize, pixels: resize == 0 or pixels <= resize <= 4 * pixels,
+        "the first must be 0, or from the second to four times as much",
+    ),
+    Rule(
+        ("data.max_shift", "data.image_size"),
+        lambda shift, pixels: shift < pixels,
+        "the first must be smaller than the second: the image would be shifted away",
+    ),
+    Rule(
+        ("data.batch_size", "optim.accumulate"),
+        lambda size, parts: size % parts == 0,
+        "the batch size is not divisible by the number of parts",
+    ),
+    Rule(
+        ("optim.final_learning_rate", "optim.learning_rate"),
+        lambda final, peak: final <= peak,
+        "the rate falls to the first: it must be at most the second",
+    ),
+    Rule(
+        ("optim.learning_rate", "optim.weight_decay"),
+        lambda rate, decay: rate * decay < 1,
+        "their product, the share of a weight that a step takes away, must be below 1",
+    ),
+    Rule(
+        ("eval_every", "log_every"),
+        lambda every, log: every % log == 0,
+        "the first is not a multiple of the second",
+    ),
+    Rule(
+        ("checkpoint_every", "log_every"),
+        lambda every, log: every % log == 0,
+        "the first is not a multiple of the second",
+    ),
+)
+"""Fields together; each is in its range."""
+
+
 def validate(config: Config) -> None:
-    """Raises ValueError naming the field, its value and the choices, before any work starts."""
-    _choice("config.model.pooling", config.model.pooling, ("token", "mean"))
-    _choice("config.model.position", config.model.position, ("learned", "sincos"))
-    _choice("config.model.dtype", config.model.dtype, ("float32", "bfloat16"))
-    _choice("config.data.crop", config.data.crop, ("center", "inception"))
-    _choice("config.attention.kind", config.attention.kind, ("performer", "softmax"))
-    size, patch_size = parse_variant(config.model.variant)
-    for name, value in flatten(config).items():
-        if isinstance(value, int | float) and not value >= 0:
-            raise ValueError(f"config.{name} must not be negative, got {value}")
-    for name in (
-        "data.batch_size",
-        "data.image_size",
-        "optim.accumulate",
-        "fsdp",
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-    ):
-        if flatten(config)[name] < 1:
-            raise ValueError(f"config.{name} must be at least 1, got {flatten(config)[name]}")
-    for name in ("eval_every", "checkpoint_every"):
-        if flatten(config)[name] % config.log_every:
-            raise ValueError(
-                f"config.{name}={flatten(config)[name]} is not a multiple of"
-                f" config.log_every={config.log_every}"
-            )
-    for name in ("model.dropout", "optim.label_smoothing", "optim.ema"):
-        if flatten(config)[name] >= 1:
-            raise ValueError(f"config.{name} must be below 1, got {flatten(config)[name]}")
-    data = config.data
-    if data.randaugment_magnitude > 30:
-        raise ValueError(
-            "config.data.randaugment_magnitude must be at most 30, got"
-            f" {data.randaugment_magnitude}"
-        )
-    if data.eval_resize and data.eval_resize < data.image_size:
-        raise ValueError(
-            f"config.data.eval_resize={data.eval_resize} is smaller than"
-            f" config.data.image_size={data.image_size}"
-        )
-    if data.batch_size % config.optim.accumulate:
-        raise ValueError(
-            f"config.data.batch_size={data.batch_size} is not divisible by"
-            f" config.optim.accumulate={config.optim.accumulate}"
-        )
-    if config.data.image_size % patch_size:
-        raise ValueError(
-            f"config.data.image_size={config.data.image_size} is not divisible by the patch size"
-            f" {patch_size} of config.model.variant={config.model.variant!r}"
-        )
+    """Raises ValueError naming fields, values and what they may be, before any work starts."""
+    check_types(config)
+    flat = flatten(config)
+    for field, choices in CHOICES.items():
+        if flat[field] not in choices:
+            raise ValueError(unknown(f"config.{field}", flat[field], choices))
+    size, _ = parse_variant(config.model.variant)
+    each = (rule._replace(fields=(field,)) for rule in RANGES for field in rule.fields)
+    for fields, holds, message in (*each, *RELATIONS):
+        if not holds(*(flat[field] for field in fields)):
+            given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields)
+            raise ValueError(f"{given}: {message}")
     attention = config.attention
+    given = f"config.attention.calibration={attention.calibration!r}"
     try:
         performer.calibration.parts(attention.calibration)
+        given = f"config.attention.coupling={attention.coupling!r}"
         coupling = performer.couplings.get(attention.coupling)
+        given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(
             lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
         )
     except ValueError as error:
-        raise ValueError(f"config.attention: {error}") from None
+        raise ValueError(f"{given}: {error}") from None
+
+
+def check_types(config: Config) -> None:
+    """Raises ValueError for a field that has another type than its declaration says."""
+    for name, kind in typing.get_type_hints(Config).items():
+        section = getattr(config, name)
+        if dataclasses.is_dataclass(kind) and type(section) is not kind:
+            raise ValueError(f"config.{name}={section!r}: must be a vit.config.{name.title()}")
+    for field, value in flatten(config).items():
+        kinds = (int, float) if TYPES[field] is float else TYPES[field]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and TYPES[field] is not bool):
+            raise ValueError(f"config.{field}={value!r}: {_must(field)}")
+
+
+def _must(field: str) -> str:
+    """What a field may be, in words."""
+    if field in CHOICES:
+        return f"must be one of {', '.join(CHOICES[field])}"
+    messages = [rule.message for rule in RANGES if field in rule.fields]
+    return messages[0] if messages else "must be " + WORDS[TYPES[field]]
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -287,12 +491,12 @@ def parse(name: str, text: str, like: Any) -> Any:
     """
     if isinstance(like, bool):
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"config.{name}={text}: give true or false")
+            raise ValueError(f"config.{name}={text}: {_must(name)}")
         return text.lower() == "true"
     try:
         return type(like)(text)
     except ValueError:
-        raise ValueError(f"config.{name}={text} is no {type(like).__name__}") from None
+        raise ValueError(f"config.{name}={text}: {_must(name)}") from None
 
 
 def save(config: Config, path: Path) -> None:
@@ -309,20 +513,26 @@ def load(path: Path) -> Config:
         ValueError: when the file is no config of this version; the message names the fields.
     """
     try:
-        return from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return from_dict(json.loads(bounded.content(path)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """What `dataclasses.asdict` made of a config."""
+    """What `dataclasses.asdict` made of a config.
+
+    Raises:
+        ValueError, ...: for a field that there is not, or a value of another type.
+    """
     sections = typing.get_type_hints(Config)
-    return Config(
+    config = Config(
         **{
-            name: sections[name](**value) if isinstance(value, dict) else value
+            name: sections[name](**value) if dataclasses.is_dataclass(sections[name]) else value
             for name, value in values.items()
         }
     )
+    check_types(config)
+    return config
 
 
 def of_run(workdir: Path) -> Config:
@@ -349,8 +559,3 @@ def differences(old: Config, new: Config) -> list[str]:
         for name in before
         if before[name] != after[name] and name not in PLACEMENT
     ]
-
-
-def _choice(field: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(unknown(field, value, choices))

@@ -232,4 +232,4 @@ if __name__ == "__main__":
     _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
     _NUM_EPOCHS = flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
     _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-4, "likewise")
-    app.run(main)
+    app.run(main, flags_parser=configs.parse_flags)

@@ -5,13 +5,14 @@ of a JPEG or PNG file. The stream of training batches depends on the seed alone,
 of processes or workers; a stopped run goes on with the batch of its step.
 """
 
-import io
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from etils import epath
 from PIL import Image
 
 from performer.choices import unknown
-from vit import augment, config
+from vit import augment, bounded, config
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: image, label, bad and for evaluation mask."""
@@ -42,10 +43,13 @@ def load(data: config.Data) -> Dataset:
     """Opens the data set that the config names; nothing is decoded yet.
 
     Raises:
-        ValueError: when the name, the directory or a split is unknown, with the choices; or when
-            the training split is smaller than one batch.
+        ValueError: when the name, the directory or a split is unknown, with the choices; when the
+            data set is damaged, or none of labelled grey or RGB images; or when the training split
+            is smaller than one batch, or the evaluation split empty.
     """
-    dataset = _digits() if data.name == "digits" else _from_tfds(data)
+    dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
+    if not len(dataset.evaluation):
+        raise ValueError(f"config.data.eval_split={data.eval_split!r} of {data.name!r} is empty")
     if len(dataset.train) < data.batch_size:
         raise ValueError(
             f"config.data.batch_size={data.batch_size} is larger than the training split"
@@ -84,12 +88,12 @@ def train_batches(
 
     Raises:
         ValueError: when the processes do not divide the batch; and while reading, when 100 records
-            in a row cannot be decoded.
+            in a row cannot be decoded, or a label is none of the data set's classes.
     """
 
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
-        return _train_example(index, rng, dataset.train, data, dataset.channels)
+        return _train_example(index, rng, dataset, data)
 
     batches = (
         grain.MapDataset.range(len(dataset.train))
@@ -128,7 +132,8 @@ def eval_batches(
         -1.
 
     Raises:
-        ValueError: when the processes do not divide the batch.
+        ValueError: when the processes do not divide the batch; and while reading, when a label is
+            none of the data set's classes.
     """
 
     def example(index: int) -> Batch:  # no functools.partial, as above
@@ -174,19 +179,16 @@ def _read_options(threads: int) -> grain.ReadOptions:
 
 
 def _train_example(
-    index: int,
-    rng: np.random.Generator,
-    records: Sequence[dict[str, Any]],
-    data: config.Data,
-    channels: int,
+    index: int, rng: np.random.Generator, dataset: Dataset, data: config.Data
 ) -> Batch:
     def decode(image: Any) -> np.ndarray:
+        size, channels = data.image_size, dataset.channels
         if data.crop == "inception":
             box = partial(augment.inception_box, rng=rng)
-            return _pixels(image, data.image_size, channels, box, Image.Resampling.BILINEAR)
-        return _pixels(image, data.image_size, channels, partial(_center_box, data=data))
+            return _pixels(image, size, channels, box, Image.Resampling.BILINEAR)
+        return _pixels(image, size, channels, partial(_center_box, data=data))
 
-    image, label, bad = _first_readable(records, index, decode)
+    image, label, bad = _first_readable(dataset, index, decode)
     if data.max_shift:
         image = augment.random_shift(image, rng, data.max_shift)
     if data.flip:
@@ -197,19 +199,21 @@ def _train_example(
 
 
 def _first_readable(
-    records: Sequence[dict[str, Any]], index: int, decode: Callable[[Any], np.ndarray]
+    dataset: Dataset, index: int, decode: Callable[[Any], np.ndarray]
 ) -> tuple[np.ndarray, np.int32, np.int32]:
     """Image and label of the record at `index`, or of the next that decodes; -1, or `index`."""
+    records = dataset.train
     tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
     errors: list[Exception] = []
     for i in tried:
-        record = records[i]
         try:
+            record = records[i]
             image = decode(record["image"])
-        except Exception as error:  # PIL raises many kinds for broken files
+        except Exception as error:  # PIL and array_record raise many kinds for broken files
             errors.append(error)
             continue
-        return image, np.int32(record["label"]), np.int32(index if errors else -1)
+        label = _label(record, f"training record {i}", dataset)
+        return image, label, np.int32(index if errors else -1)
     raise ValueError(
         f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
         f" the last one: {errors[-1]}"
@@ -218,21 +222,27 @@ def _first_readable(
 
 def _eval_example(index: int, dataset: Dataset, data: config.Data) -> Batch:
     image = np.zeros((data.image_size, data.image_size, dataset.channels), np.uint8)
-    label, mask, bad = 0, 0, -1
+    label, mask, bad = np.int32(0), 0, -1
     if index < len(dataset.evaluation):
-        record = dataset.evaluation[index]
-        label, mask = record["label"], 1
         try:
+            record = dataset.evaluation[index]
             box = partial(_center_box, data=data)
             image = _pixels(record["image"], data.image_size, dataset.channels, box)
-        except Exception:  # PIL raises many kinds for broken files
-            mask, bad = 0, index
-    return {
-        "image": image,
-        "label": np.int32(label),
-        "mask": np.float32(mask),
-        "bad": np.int32(bad),
-    }
+        except Exception:  # PIL and array_record raise many kinds for broken files
+            bad = index
+        else:
+            label, mask = _label(record, f"evaluation record {index}", dataset), 1
+    return {"image": image, "label": label, "mask": np.float32(mask), "bad": np.int32(bad)}
+
+
+def _label(record: dict[str, Any], name: str, dataset: Dataset) -> np.int32:
+    label = int(record["label"])
+    if not 0 <= label < dataset.num_classes:
+        raise ValueError(
+            f"{name} has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
+            + " (-1 stands for a label that is kept secret)" * (label == -1)
+        )
+    return np.int32(label)
 
 
 def _center_box(width: int, height: int, data: config.Data) -> augment.Box:
@@ -256,7 +266,7 @@ def _pixels(
     Raises:
         OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
     """
-    opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else augment.to_pil(image)
+    opened = bounded.image(image) if isinstance(image, bytes) else augment.to_pil(image)
     mode = "L" if channels == 1 else "RGB"
     width, height = opened.size
     left, top, right, bottom = box(width, height)
@@ -273,8 +283,18 @@ def _pixels(
     return np.asarray(opened).reshape(size, size, channels)
 
 
-def _digits() -> Dataset:
+def _digits(data: config.Data) -> Dataset:
     """scikit-learn's digits: 1,797 images of 8 x 8, one in five held out, the same ones always."""
+    for field, value, only in [
+        ("train_split", data.train_split, "train"),
+        ("eval_split", data.eval_split, "test"),
+        ("dir", data.dir, ""),
+    ]:
+        if value != only:
+            raise ValueError(
+                f"config.data.{field}={value!r}: of 'digits', which comes with scikit-learn, it is"
+                f" always {only!r}"
+            )
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -293,23 +313,67 @@ def _from_tfds(data: config.Data) -> Dataset:
     if data.dir:
         root = epath.Path(data.dir)  # name/version or name/config/version
         infos = [f for depth in ("*/*", "*/*/*") for f in root.glob(f"{depth}/dataset_info.json")]
-        found += sorted({str(info.parent.parent.relative_to(root)) for info in infos})
+        versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
+        found += sorted({str(version.parent.relative_to(root)) for version in versions})
     if data.name not in found:
         raise ValueError(
             f"{unknown('config.data.name', data.name, found)} (in config.data.dir={data.dir!r};"
             " python -m vit.prepare makes a data set of raw images)"
         )
-    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    try:
+        builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+        features: Any = builder.info.features
+        num_classes, channels = features["label"].num_classes, features["image"].shape[-1]
+    except Exception as error:  # what is written there may be anything
+        raise ValueError(
+            f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
+            f" it has no image and label: {type(error).__name__}: {error}"
+        ) from error
+    if not num_classes or channels not in (1, 3):
+        raise ValueError(
+            f"{data.name!r} has {num_classes} classes and {channels} channels: images of 1 or 3"
+            " channels with a class are needed"
+        )
+    sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
-        if split.split("[")[0] not in builder.info.splits:
+        for name in (part.split("[")[0] for part in split.split("+")):
+            if name not in builder.info.splits:
+                raise ValueError(
+                    f"config.data.{field}={split!r} is no split of {data.name!r};"
+                    f" choices: {', '.join(builder.info.splits)}"
+                )
+            _check_shards(builder.info.splits[name])
+        open_split: Any = builder.as_data_source
+        try:
+            sources.append(open_split(split, decoders={"image": tfds.decode.SkipDecoding()}))
+            len(sources[-1])
+        except Exception as error:  # TFDS raises many kinds for what stands in brackets
             raise ValueError(
-                f"config.data.{field}={split!r} is no split of {data.name!r};"
-                f" choices: {', '.join(builder.info.splits)}"
-            )
-    open_split: Any = builder.as_data_source
-    train, evaluation = (
-        open_split(split, decoders={"image": tfds.decode.SkipDecoding()})
-        for split in (data.train_split, data.eval_split)
-    )
-    features: Any = builder.info.features
-    return Dataset(train, evaluation, features["label"].num_classes, features["image"].shape[-1])
+                f"config.data.{field}={split!r} is no part of {data.name!r}, as 'train[:500]' or"
+                f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
+            ) from error
+    train, evaluation = sources
+    return Dataset(train, evaluation, num_classes, channels)
+
+
+def _check_shards(split: Any) -> None:
+    """Raises ValueError for a file that holds more or fewer records than its data set says."""
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
+
+    def count(path: Any) -> int:
+        try:
+            reader = array_record_module.ArrayRecordReader(os.fspath(path))
+            records = reader.num_records()
+            reader.close()
+        except Exception as error:  # array_record's own kinds
+            raise ValueError(f"{path} is no whole array_record file: {error}") from error
+        return records
+
+    with ThreadPoolExecutor(16) as pool:
+        counts = pool.map(count, split.filepaths)
+        for path, announced, held in zip(split.filepaths, split.shard_lengths, counts, strict=True):
+            if announced != held:
+                raise ValueError(
+                    f"{path} holds {held} records, but the data set's dataset_info.json says"
+                    f" {announced}: it is damaged, or of another version"
+                )

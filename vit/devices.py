@@ -6,6 +6,7 @@ it (fully sharded data parallelism, Rajbhandari et al. 2020). One process drives
 host; every process runs the same program.
 """
 
+import re
 import resource
 import sys
 from typing import Any
@@ -33,7 +34,9 @@ PEAK = {
 """bfloat16 FLOP/s of one device (dense, from the makers' data sheets), by how its name begins."""
 
 
-def initialize(coordinator: str = "", num_processes: int = 0, process_id: int = -1) -> None:
+def initialize(
+    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
     """Joins the processes of a run; before anything else touches a device.
 
     On a TPU pod, under Slurm and under Open MPI nothing need be given.
@@ -44,16 +47,22 @@ def initialize(coordinator: str = "", num_processes: int = 0, process_id: int = 
         process_id: the number of this one.
 
     Raises:
-        ValueError: when some of the three are given and some are not.
+        ValueError: when some of the three are given and some are not, or they cannot be.
     """
-    given = [bool(coordinator), num_processes > 0, process_id >= 0]
-    if any(given) and not all(given):
-        raise ValueError(
-            f"--coordinator={coordinator!r} --num_processes={num_processes}"
-            f" --process_id={process_id}: give all three, or none where the cluster tells them"
-            " (TPU pods, Slurm, Open MPI)"
+    if (coordinator, num_processes, process_id) != (None, None, None):
+        given = (
+            f"--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}"
         )
-    if all(given):
+        if coordinator is None or num_processes is None or process_id is None:
+            raise ValueError(
+                f"{given}: give all three, or none where the cluster tells them (TPU pods, Slurm,"
+                " Open MPI)"
+            )
+        if not re.fullmatch(r".+:[0-9]{1,5}", coordinator) or not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"{given}: the coordinator is HOST:PORT, the processes are numbered from 0 to below"
+                " their number"
+            )
         jax.distributed.initialize(coordinator, num_processes, process_id)
         return
     try:

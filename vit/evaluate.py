@@ -165,11 +165,11 @@ def main(_: list[str]) -> None:
             print(report_attention(workdir, workdir / "attention"))
         elif _REPORT.value == "classes":
             print(report_classes(workdir))
-    except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
-    app.run(main)
+    app.run(main, flags_parser=configs.parse_flags)

@@ -23,7 +23,8 @@ def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
         raise ValueError(
             f"config.optim.warmup_steps={optim.warmup_steps} and"
             f" config.optim.constant_steps={optim.constant_steps} are {start} steps, but the whole"
-            f" run has {num_steps}; lower them or raise config.num_epochs"
+            f" run has {num_steps}; lower them or config.data.batch_size, or raise"
+            " config.num_epochs"
         )
     peak, final = optim.learning_rate, optim.final_learning_rate
     return optax.join_schedules(

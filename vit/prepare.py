@@ -14,18 +14,25 @@ Then `--config.data.name=NAME --config.data.dir=OUT` trains on it, with the spli
 "test" or "validation". A JPEG or PNG goes in as it is; another format, another colour model than
 grey or RGB, or a rotation noted in EXIF is converted. A file that is no image, or a truncated one,
 is named and left out; more than `max_bad_files` of them are an error, and nothing is written then.
-Nor is it when the run is stopped; only after SIGKILL a folder `OUT/NAME/incomplete.*` stays.
+Nor is it when the run is stopped, or the disk full; what SIGKILL leaves, `OUT/NAME/incomplete.*`,
+the next run removes. Nothing is read that would wait (a FIFO), or unpack to more than memory holds.
 """
 
 import contextlib
+import fcntl
 import gzip
 import io
+import math
+import os
 import re
+import shutil
 import signal
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,18 +42,24 @@ from absl import app, flags, logging
 from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
+from vit import bounded
+from vit.config import parse_flags
+
 VERSION = "1.0.0"
 _SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 _SUFFIXES = {".jpg", ".jpeg", ".png"}
 _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _DEVKIT_TAR = "ILSVRC2012_devkit_t12.tar.gz"
+DEVKIT_LARGEST = 2**22
+"""Bytes of a file of the devkit; the largest that is read has some 300,000."""
 
 
 class Example(NamedTuple):
     """A raw example: a name that says where it came from, its bytes, its class."""
 
     name: str
-    image: bytes
+    read: Callable[[], bytes]
+    """Raises what it likes for a file that is none, or too large."""
     label: str
 
 
@@ -60,6 +73,10 @@ class Source(NamedTuple):
 
 class TooManyBadFilesError(ValueError):
     """More files than the limit could not be read as images."""
+
+
+class ArchiveError(ValueError, tarfile.TarError):
+    """An archive that cannot be read."""
 
 
 def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) -> dict[str, int]:
@@ -77,7 +94,8 @@ def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) ->
 
     Raises:
         ValueError: for a folder in none of the three forms, inconsistent files, a name that is
-            taken, or too many bad files.
+            taken or being prepared by another process, or too many bad files.
+        OSError: when it cannot be written; nothing stays then.
     """
     opened = _open(source)
     name = name or _default_name(source)
@@ -88,37 +106,72 @@ def prepare(source: Path, out: Path, name: str = "", max_bad_files: int = 10) ->
     target = out / name / VERSION
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or take another --name or --out")
-    for leftover in target.parent.glob("incomplete.*"):
-        print(f"{leftover} is left from a run that was killed, or still runs", file=sys.stderr)
     skipped: list[str] = []
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        written = 0
         for number, example in enumerate(opened.splits[split]()):
             try:
-                image = encode(example.image, opened.channels)
+                image = encode(example.read(), opened.channels)
             except Exception as error:  # PIL raises many kinds for broken files
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
                 if len(skipped) > max_bad_files:
                     raise TooManyBadFilesError(
                         f"more than --max_bad_files={max_bad_files} files are no readable images;"
-                        f" the last one was {example.name}"
+                        f" the last one was {example.name}: {error}"
                     ) from error
                 continue
             yield f"{number:09d}", {"image": image, "label": example.label}
+            written += 1
+        if not written:
+            raise ValueError(f"{source} has no readable image for the split {split!r}")
 
-    builder = _builder(name, opened, examples, out)
-    with tempfile.TemporaryDirectory() as downloads:  # TFDS makes one though nothing is downloaded
-        try:
-            builder.download_and_prepare(download_dir=downloads)  # renamed into place when whole
-        except BaseException:
-            with contextlib.suppress(OSError):  # leave no empty folders behind
-                target.parent.rmdir()
-                out.rmdir()
-            raise
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _removed_if_empty(target.parent, out), _held(target.parent):
+        builder = _builder(name, opened, examples, out)
+        with tempfile.TemporaryDirectory() as downloads:  # made though nothing is downloaded
+            try:
+                builder.download_and_prepare(download_dir=downloads)  # renamed when whole
+            except RuntimeError as error:  # array_record's, as on a full disk
+                raise OSError(f"{target} cannot be written: {error}") from error
     return {s: info.num_examples for s, info in builder.info.splits.items()} | {
         "skipped": len(skipped)
     }
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of the folder, and removes what killed ones left there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for leftover in folder.glob(f"incomplete.*_{VERSION}"):
+            print(f"{leftover} is left from a run that was killed: removed", file=sys.stderr)
+            shutil.rmtree(leftover)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"{folder} is being written by another process; wait for it, or take another --name or"
+            " --out"
+        ) from error
+    except OSError as error:  # a file system that does not lock: whose the leftovers are is unknown
+        print(f"{folder} cannot be locked ({error}): nothing is removed", file=sys.stderr)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _removed_if_empty(*folders: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+        raise
 
 
 def encode(image: bytes, channels: int) -> bytes:
@@ -127,7 +180,7 @@ def encode(image: bytes, channels: int) -> bytes:
     Raises:
         OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
     """
-    with Image.open(io.BytesIO(image)) as opened:
+    with bounded.image(image) as opened:
         opened.load()
         kind = "JPEG" if opened.format == "JPEG" else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")
@@ -186,39 +239,58 @@ def _idx(source: Path) -> Source:
             path: Path = path, images: np.ndarray = images, classes: np.ndarray = classes
         ) -> Iterator[Example]:
             for number, (image, label) in enumerate(zip(images, classes, strict=True)):
-                buffer = io.BytesIO()
-                Image.fromarray(image).save(buffer, "PNG")
-                yield Example(f"{path}[{number}]", buffer.getvalue(), str(label))
+                yield Example(f"{path}[{number}]", partial(_png, image), str(label))
 
         splits[split] = examples
     return Source([str(label) for label in range(max(labels) + 1)], 1, splits)
 
 
+def _png(image: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
-    """An IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values."""
+    """An IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values.
+
+    Raises:
+        ValueError: when it is none, damaged or empty, or announces more values than
+            `bounded.unpacked` allows; before there is memory for them.
+    """
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError) as error:
+        with bounded.regular(path) as file:
+            most = bounded.unpacked(bounded.size(file))
+            unpacked = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            header = unpacked.read(4 + 4 * num_dimensions)
+            sizes = np.frombuffer(header[4:], ">u4").tolist() if len(header) % 4 == 0 else []
+            if header[:4] != bytes([0, 0, 8, num_dimensions]) or len(sizes) < num_dimensions:
+                raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
+            count = math.prod(sizes)
+            if not 0 < count <= most:
+                raise ValueError(
+                    f"{path} cannot be read: its header announces {count:,} values; a file of its"
+                    f" size may have 1 to {most:,}"
+                )
+            values = unpacked.read(count + 1)
+    except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    start = 4 + 4 * num_dimensions
-    if content[:4] != bytes([0, 0, 8, num_dimensions]) or len(content) < start:
-        raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
-    shape = np.frombuffer(content, ">u4", num_dimensions, offset=4).astype(int)
-    if len(content) - start != shape.prod():
-        raise ValueError(
-            f"{path} is damaged: its header announces {shape.prod()} values,"
-            f" {len(content) - start} follow"
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    if len(values) != count:
+        follow = f"{len(values)} follow" if len(values) < count else "more follow"
+        raise ValueError(f"{path} is damaged: its header announces {count} values, {follow}")
+    return np.frombuffer(values, np.uint8).reshape(sizes)
 
 
 # --- class folders
 
 
 def _class_folders(source: Path) -> Source:
-    folders = {_SPLITS[name]: source / name for name in _SPLITS if (source / name).is_dir()}
+    there = [name for name in _SPLITS if (source / name).is_dir()]
+    folders = {_SPLITS[name]: source / name for name in there}
     if "train" not in folders:
         raise ValueError(f"{source} has no folder train/")
+    if len(folders) < len(there):
+        raise ValueError(f"{source} has both val/ and validation/: rename or remove one")
     class_names = {
         split: {f.name for f in folder.iterdir() if f.is_dir()} for split, folder in folders.items()
     }
@@ -226,6 +298,8 @@ def _class_folders(source: Path) -> Source:
         if not any(path.suffix.lower() in _SUFFIXES for path in folder.glob("*/*")):
             raise ValueError(f"{folder} holds no <class>/*.jpg, *.jpeg or *.png")
     for split, names in class_names.items():
+        for name in names:
+            _check_class_name(folders[split] / name)
         unknown = sorted(names - class_names["train"])
         if unknown:
             raise ValueError(f"{folders[split]} has classes that train/ has not: {unknown[:5]}")
@@ -233,10 +307,20 @@ def _class_folders(source: Path) -> Source:
     def examples(folder: Path) -> Iterator[Example]:
         for path in sorted(folder.glob("*/*")):
             if path.suffix.lower() in _SUFFIXES:
-                yield Example(str(path), path.read_bytes(), path.parent.name)
+                yield Example(str(path), partial(bounded.content, path), path.parent.name)
 
     splits = {split: lambda folder=folder: examples(folder) for split, folder in folders.items()}
     return Source(sorted(class_names["train"]), 3, splits)
+
+
+def _check_class_name(folder: Path) -> None:
+    """The names are kept as the lines of a text file, from which outer blanks are taken off."""
+    name = folder.name
+    if name.splitlines() != [name.strip()] or not name.isprintable():
+        raise ValueError(
+            f"the class folder {str(folder)!r} has a line break, an outer blank or an unprintable"
+            " character in its name: rename it"
+        )
 
 
 # --- ILSVRC2012
@@ -248,51 +332,122 @@ def _ilsvrc2012(source: Path) -> Source:
             raise ValueError(
                 f"{source} lacks {name}; ILSVRC2012 needs its train, val and devkit tars"
             )
+        with _archive(source / name):  # hours before its turn comes
+            pass
     labels = _validation_labels(source / _DEVKIT_TAR)
+    classes = set(labels)
 
     def train() -> Iterator[Example]:
-        with _tar(source / _TRAIN_TAR) as outer:
-            for member in outer:  # one tar for each class, named n01440764.tar
-                with tarfile.open(fileobj=outer.extractfile(member)) as inner:
-                    for name, image in _files(inner):
-                        yield Example(f"{member.name}/{name}", image, Path(member.name).stem)
+        with _archive(source / _TRAIN_TAR) as outer:
+            for member in _members(outer):  # one tar for each class, named n01440764.tar
+                wnid = Path(member.name).stem
+                if wnid not in classes or not member.isreg():
+                    raise ValueError(
+                        f"{source / _TRAIN_TAR} holds {member.name}, which is no archive of one of"
+                        f" the {len(classes)} classes in {_DEVKIT_TAR}"
+                    )
+                with _tar(member.name, outer.extractfile(member)) as inner:
+                    for image in _members(inner):
+                        yield Example(
+                            f"{member.name}/{image.name}", partial(_read, inner, image), wnid
+                        )
 
     def validation() -> Iterator[Example]:
-        with _tar(source / _VAL_TAR) as tar:
-            for name, image in _files(tar):  # ILSVRC2012_val_00000001.JPEG
-                number = int(Path(name).stem.split("_")[-1])
-                yield Example(name, image, labels[number - 1])
+        with _archive(source / _VAL_TAR) as tar:
+            for image in _members(tar):  # ILSVRC2012_val_00000001.JPEG
+                number = re.search(r"_([0-9]{1,9})$", Path(image.name).stem)
+                if number and 1 <= int(number[1]) <= len(labels):
+                    label, read = labels[int(number[1]) - 1], partial(_read, tar, image)
+                else:
+                    label, read = "", partial(_no_number, len(labels))
+                yield Example(image.name, read, label)
 
-    return Source(sorted(set(labels)), 3, {"train": train, "validation": validation})
+    return Source(sorted(classes), 3, {"train": train, "validation": validation})
+
+
+def _no_number(count: int) -> bytes:
+    raise ValueError(f"the name does not end in a number from 1 to {count}, as labels have")
 
 
 def _validation_labels(devkit: Path) -> list[str]:
     """The wnid of each validation image, in their order: the devkit's numbers through its table."""
     from scipy.io import loadmat
 
-    with _tar(devkit) as tar:
-        files = {Path(name).name: content for name, content in _files(tar)}
-    synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
-    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    truth = files["ILSVRC2012_validation_ground_truth.txt"]
-    return [wnids[int(line)] for line in truth.split()]
+    wanted = ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
+    with _archive(devkit) as tar:
+        files = {
+            Path(member.name).name: _read(tar, member, DEVKIT_LARGEST)
+            for member in _members(tar)
+            if Path(member.name).name in wanted
+        }
+    missing = [name for name in wanted if name not in files]
+    if missing:
+        raise ValueError(f"{devkit} lacks {', '.join(missing)}")
+    table, truth = (files[name] for name in wanted)
+    try:
+        synsets = loadmat(io.BytesIO(table), squeeze_me=True)["synsets"]
+        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    except Exception as error:  # SciPy raises many kinds for broken files
+        raise ValueError(f"meta.mat in {devkit} cannot be read: {error}") from error
+    labels = []
+    for line, text in enumerate(truth.split(), 1):
+        if not text.isdigit() or int(text) not in wnids:
+            raise ValueError(
+                f"line {line} of {wanted[1]} in {devkit} is {text.decode(errors='replace')!r}, the"
+                " number of no class in meta.mat"
+            )
+        labels.append(wnids[int(text)])
+    return labels
 
 
 @contextlib.contextmanager
-def _tar(path: Path) -> Iterator[tarfile.TarFile]:
-    """An open archive; what is wrong with it becomes a ValueError that names it."""
+def _archive(path: Path) -> Iterator[tarfile.TarFile]:
+    """The archive of a file, open; errors as of `_tar`."""
     try:
-        with tarfile.open(path) as tar:
+        file = bounded.regular(path)
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be read: {error}") from error
+    with (
+        file,
+        _tar(str(path), gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file) as tar,
+    ):
+        yield tar
+
+
+@contextlib.contextmanager
+def _tar(name: str, file: Any) -> Iterator[tarfile.TarFile]:
+    """An open archive; what is wrong with it becomes an `ArchiveError` that names it."""
+    try:
+        with tarfile.open(fileobj=bounded.Reader(file), mode="r:") as tar:  # pyright: ignore
             yield tar
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ArchiveError(f"{name} cannot be read: {error}") from error
 
 
-def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """All that are no folders.
+
+    Raises:
+        tarfile.ReadError: when the archive does not end as archives do, with a block of zeros:
+            tarfile takes a damaged header for the end.
+    """
     for member in tar:
-        file = tar.extractfile(member)
-        if file is not None:
-            yield member.name, file.read()
+        if not member.isdir():
+            yield member
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset:,}")
+
+
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int = bounded.LARGEST) -> bytes:
+    """The bytes of a member."""
+    if not member.isreg():
+        raise ValueError(f"{member.name} is a link or a device, not a file")
+    if member.size > most:
+        raise ValueError(f"{member.name}: {member.size:,} bytes are more than {most:,}")
+    file = tar.extractfile(member)
+    assert file is not None
+    return file.read()
 
 
 # --- TFDS
@@ -338,7 +493,7 @@ def main(_: list[str]) -> None:
     out, name = Path(_OUT.value), _NAME.value
     try:
         counts = prepare(Path(_SOURCE.value), out, name, _MAX_BAD_FILES.value)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     name = name or _default_name(Path(_SOURCE.value))
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
@@ -350,4 +505,4 @@ if __name__ == "__main__":
     _OUT = flags.DEFINE_string("out", None, "folder of TFDS data sets", required=True)
     _NAME = flags.DEFINE_string("name", "", "of the data set; the source folder's if not given")
     _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -36,8 +36,8 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
+from vit import bounded, data, optim
 from vit import config as configs
-from vit import data, optim
 from vit.convert import save_run
 from vit.model import ViT, random_streams
 from vit.train import claim, length
@@ -113,9 +113,11 @@ def read(path: Path) -> tuple[Arrays, list[str]]:
     What lies beside the parameters, as the moments of an optimiser under "opt/", is not read.
 
     Raises:
-        ValueError: when the file is none, truncated, holds pickled objects or no ViT, or when
-            arrays are of another type or not finite; they are named.
+        ValueError: when the file is none, truncated, holds pickled objects or no ViT, would unpack
+            to more than `bounded.unpacked` allows, or when arrays are of another type or not
+            finite; they are named.
     """
+    bounded.check_npz(path)
     stored: dict[str, np.ndarray] = {}
     name = ""
     try:

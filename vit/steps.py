@@ -175,10 +175,18 @@ def count(model: ViT, batch: data.Batch) -> Counts:
 
 
 def evaluate(count: Callable[[Any], Counts], batches: Iterable[data.Batch]) -> metrics.Record:
-    """eval_loss, eval_accuracy, eval_top5 over all examples, how many they are, and bad records."""
+    """eval_loss, eval_accuracy, eval_top5 over all examples, how many they are, and bad records.
+
+    Raises:
+        ValueError: when none of the records can be decoded.
+    """
     counts = [jax.device_get(count(batch)) for batch in batches]
     total = {name: sum(float(c[name]) for c in counts) for name in counts[0]}
     examples = total["examples"]
+    if not examples:
+        raise ValueError(
+            f"none of the {int(total['bad'])} records of config.data.eval_split can be decoded"
+        )
     return {
         "eval_loss": total["loss"] / examples,
         "eval_accuracy": total["top1"] / examples,

@@ -162,9 +162,19 @@ def train(
 
 
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
-    """Steps of an epoch, and of the run."""
+    """Steps of an epoch, and of the run.
+
+    Raises:
+        ValueError: when the run has none, or more than an int32 counts.
+    """
     steps_per_epoch = len(dataset.train) // config.data.batch_size
-    return steps_per_epoch, max(1, round(config.num_epochs * steps_per_epoch))
+    num_steps = config.num_epochs * steps_per_epoch
+    if not 0.5 < num_steps <= configs.LARGEST:
+        raise ValueError(
+            f"config.num_epochs={config.num_epochs} are {num_steps:.3g} steps, of which an epoch"
+            f" has {steps_per_epoch}: a run has 1 to {configs.LARGEST}"
+        )
+    return steps_per_epoch, round(num_steps)
 
 
 def train_batches(
@@ -241,8 +251,9 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     try:
-        if _DISTRIBUTED.value or _COORDINATOR.value:
-            devices.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+        processes = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+        if _DISTRIBUTED.value or processes != (None, None, None):
+            devices.initialize(*processes)
         given = flags.FLAGS["config"].present
         config = configs.from_flag(_CONFIG) if given else configs.of_run(workdir)
         if _DRY_RUN.value:
@@ -268,8 +279,8 @@ if __name__ == "__main__":
     _PROFILE = flags.DEFINE_bool("profile", False, "trace the second stretch of steps")
     _TENSORBOARD = flags.DEFINE_bool("tensorboard", False, "metrics for TensorBoard as well")
     _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes")
-    _COORDINATOR = flags.DEFINE_string("coordinator", "", "host:port of process 0")
-    _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "how many there are")
-    _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "the number of this one, from 0")
+    _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
+    _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are")
+    _PROCESS_ID = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
     flags.mark_flags_as_required(["workdir"])
     app.run(main, flags_parser=configs.parse_flags)

@@ -1,0 +1,50 @@
+"""What users' files may ask for, read before it is given."""
+
+import io
+import os
+import zipfile
+
+import numpy as np
+import pytest
+
+from vit import bounded, pretrained
+
+
+def test_regular_files_only(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    os.mkfifo(tmp_path / "fifo")
+    assert bounded.content(tmp_path / "file") == b"abc"
+    for path in (tmp_path / "fifo", tmp_path, "/dev/zero"):
+        with pytest.raises(OSError, match=f"{path} is no regular file"):
+            bounded.regular(tmp_path / path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="no regular file"):
+            bounded.content(tmp_path / "fifo")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_reader_gives_no_more_than_its_bound_at_once():
+    reader = bounded.Reader(io.BytesIO(b"abc"))
+    assert (reader.read(2), reader.tell(), reader.read(9)) == (b"ab", 2, b"c")
+    for size in (-1, 2**28 + 1):
+        with pytest.raises(OSError, match="bytes at once are more than 268,435,456"):
+            reader.read(size)
+
+
+def test_weights_that_unpack_to_too_much_are_refused(tmp_path):
+    path = tmp_path / "weights.npz"
+    np.savez_compressed(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
+    assert path.stat().st_size < 2**24 / bounded.RATIO
+    with pytest.raises(ValueError, match="cannot be read .* would unpack to 16,777,344 bytes"):
+        pretrained.read(path)
+    np.savez(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
+    assert list(pretrained.read(path)[0]) == ["embedding/kernel"]
+    with zipfile.ZipFile(path, "w") as archive:
+        header = io.BytesIO()
+        np.lib.format.write_array_header_2_0(
+            header, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
+        )
+        archive.writestr("embedding/kernel.npy", header.getvalue())
+    with pytest.raises(ValueError, match="kernel in .*: it announces 4,398,046,511,104 bytes"):
+        pretrained.read(path)

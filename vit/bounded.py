@@ -1,0 +1,129 @@
+"""Files of users, opened with care: what they may be, and how much memory they may ask for.
+
+A header can announce anything, and a few bytes can unpack to many: sizes are read first, and what
+goes beyond the limits here is refused before memory is asked for.
+"""
+
+import io
+import math
+import os
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF")
+"""All that bytes are taken for: of Pillow's other formats some start programs (PostScript)."""
+
+PIXELS = 2**30 // 12
+"""Of an image, some 89 million: a quarter of a GiB at three bytes a pixel."""
+
+LARGEST = 2**28
+"""Bytes of an encoded image, or of a member of an archive: no image of `PIXELS` needs more."""
+
+RATIO, ALWAYS = 100, 2**24
+"""A compressed file may unpack to so many times its bytes, and to 16 MiB in any case. Numbers and
+photographs hardly reach 10; deflate's limit, which takes a file made for it, is 1,032."""
+
+
+def regular(path: Path) -> BinaryIO:
+    """The file, open; never waits.
+
+    Raises:
+        OSError: when there is none, or it is no regular file: a FIFO waits for its writer for ever,
+            a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return open(descriptor, "rb")
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: as `regular`, or when they are more than `LARGEST`.
+    """
+    with regular(path) as file:
+        return Reader(file).read(size(file))
+
+
+def size(file: BinaryIO) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def unpacked(size: int) -> int:
+    """To how many bytes a compressed file of that size may unpack."""
+    return max(ALWAYS, RATIO * size)
+
+
+class Reader:
+    """A file of which nobody reads more than `LARGEST` bytes at once, whatever a header says."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """So many bytes, or OSError."""
+        if not 0 <= size <= LARGEST:
+            raise OSError(f"{size:,} bytes at once are more than {LARGEST:,}")
+        return self._file.read(size)
+
+
+def image(encoded: bytes) -> Image.Image:
+    """An image of one of the `FORMATS`; its pixels are not decoded yet.
+
+    Raises:
+        OSError, SyntaxError, ...: what PIL raises when the bytes are none; OSError for more than
+            `PIXELS`.
+    """
+    opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    width, height = opened.size
+    if width * height > PIXELS:
+        raise OSError(f"{width} x {height} pixels are more than {PIXELS:,}")
+    return opened
+
+
+def check_npz(path: Path) -> None:
+    """Looks through an .npz file, before NumPy makes room for what its headers announce.
+
+    Raises:
+        ValueError: when it cannot be read, would unpack to more than `unpacked` allows, or holds an
+            array that is larger than its bytes.
+    """
+    name = ""
+    try:
+        with regular(path) as file, zipfile.ZipFile(file) as archive:
+            total, most = sum(e.file_size for e in archive.infolist()), unpacked(size(file))
+            if total > most:
+                raise ValueError(f"it would unpack to {total:,} bytes; at most {most:,} are read")
+            for entry in archive.infolist():
+                name = f"{entry.filename.removesuffix('.npy')} in "
+                with archive.open(entry) as array:
+                    announced = _announced(array)
+                if announced > entry.file_size:
+                    raise ValueError(
+                        f"it announces {announced:,} bytes, but has {entry.file_size:,}"
+                    )
+    except Exception as error:  # zipfile and NumPy raise many kinds for broken files
+        raise ValueError(f"{name}{path} cannot be read as an .npz file: {error}") from error
+
+
+def _announced(array: Any) -> int:
+    """Bytes of an array, by the header of its .npy file."""
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    version = np.lib.format.read_magic(array)
+    if version not in readers:
+        raise ValueError(f"arrays of version {version} are not read")
+    shape, _, dtype = readers[version](array)
+    return math.prod(shape) * dtype.itemsize
