@@ -168,9 +168,10 @@ def begin(config: configs.Config, quick: bool = False) -> None:
     configs.validate(config)
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
-    rate = optim.schedule(config.optim, length(config, dataset)[1])
+    _, num_steps = length(config, dataset)
+    optim.schedule(config.optim, num_steps)
     if not quick:
-        steps.build(config, dataset, rate, mesh)
+        steps.build(config, steps.sizes(dataset), num_steps, mesh)
 
 
 def outcome(field: str, text: str, quick: bool = False) -> Outcome:

@@ -219,7 +219,7 @@ def test_mixup_is_in_the_step(monkeypatch):
     """What the loss is of: images and targets blended with their neighbours by one share."""
     settings = small_config(data=config.Data(batch_size=8, mixup=0.4))
     dataset = data.load(settings.data)
-    graph, state = nnx.split(steps.create(settings, dataset, lambda step: 0.0, 0))
+    graph, state = nnx.split(steps.create(settings, steps.sizes(dataset), lambda step: 0.0, 0))
     images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
 
     def stop(model, batch, parts):
