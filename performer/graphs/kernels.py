@@ -86,7 +86,12 @@ def spectral_radius(graph: Graph) -> float:
     start = np.random.default_rng(0).standard_normal(graph.num_nodes)
     try:
         found = scipy.sparse.linalg.eigsh(
-            matrix, 1, v0=start, tol=1e-6, maxiter=1000, return_eigenvectors=False
+            matrix,
+            1,
+            v0=start,
+            tol=1e-6,  # pyright: ignore[reportArgumentType] (SciPy's default is the integer 0)
+            maxiter=1000,
+            return_eigenvectors=False,
         )
     except scipy.sparse.linalg.ArpackNoConvergence:
         bound = float(abs(matrix).sum(axis=1).max())
