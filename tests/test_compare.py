@@ -231,5 +231,5 @@ def test_strings_of_the_config_are_escaped(tmp_path):
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
     parser.feed(page)
     assert {"table", "img", "section"} <= set(tags)
-    assert r"alert(1)</script>\|\*" in (tmp_path / "report.md").read_text()
+    assert r"&lt;script>alert(1)&lt;/script>\|\*" in (tmp_path / "report.md").read_text()
     assert json.loads(json.dumps(contents)) == contents

@@ -4,6 +4,7 @@ The position in the data needs no room of its own: the stream of batches is a fu
 Each array is saved with a checksum, for Orbax does not notice when its bytes have changed on disk.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,34 +16,101 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
 
+from vit import files
+
 KEEP = 2
+
+PATTERN = "*?[\\"
+"""What a path must not contain: Orbax takes it for a pattern when it puts a checkpoint together."""
 
 
 class SaveError(OSError):
     """A checkpoint could not be written."""
 
 
-def open_checkpoints(workdir: Path, *, write: bool = False) -> ocp.training.Checkpointer:
-    """The checkpoints of a run. Close it, or use it in a `with`.
+@dataclasses.dataclass
+class Checkpoints:
+    """The open checkpoints of a run, from `open_checkpoints`."""
+
+    workdir: Path
+    orbax: ocp.training.Checkpointer
+    saving: tuple[int, Any] | None = None
+    """Step and response of the save that goes on in the background. Its thread and descriptors end
+    only when somebody asks for its result."""
+
+    @property
+    def checkpoints(self) -> Any:
+        """What Orbax knows of each, by step."""
+        return self.orbax.checkpoints
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        finish(self)
+
+
+def check_path(workdir: Path) -> None:
+    """Looks whether checkpoints in that folder could be read again.
+
+    Raises:
+        ValueError: when its path is one that Orbax takes for a pattern.
+    """
+    path = str(workdir.resolve())
+    found = [repr(character) for character in PATTERN if character in path]
+    if found:
+        raise ValueError(
+            f"{path} cannot hold checkpoints, for its path contains {' and '.join(found)}; take or"
+            " rename the folder to one without"
+        )
+
+
+def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
+    """The checkpoints of a run. Close it with `finish`, or use it in a `with`.
 
     A checkpoint appears under its final name only when it is whole. With `write` the last `KEEP`
     of them are kept, and what an interrupted process left half-written is removed; without it
     nothing is changed, so that a run that is still going on can be read.
+
+    Raises:
+        ValueError: as `check_path`.
     """
+    check_path(workdir)
     policy: Any = ocp.training.preservation_policies.LatestN(KEEP) if write else None
-    return ocp.training.Checkpointer(
+    orbax = ocp.training.Checkpointer(
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
         cleanup_tmp_directories=write,
     )
+    return Checkpoints(workdir, orbax)
 
 
 def exists(workdir: Path) -> bool:
     """Whether there is a checkpoint, readable or not."""
-    return any(p.name.isdecimal() for p in (workdir / "checkpoints").glob("*"))
+    return bool(_folders(workdir))
 
 
-def save(checkpoints: ocp.training.Checkpointer, step: int, state: Any) -> None:
+def check_not_lost(workdir: Path, progress: int) -> None:
+    """Looks whether a run without checkpoints may begin.
+
+    Args:
+        workdir: of the run.
+        progress: last step in its log, or 0.
+
+    Raises:
+        ValueError: when it has saved checkpoints, or has come some way, and its folder of them is
+            not there: a disk that is not mounted, say.
+    """
+    folder = workdir / "checkpoints"
+    if (workdir / "saved").exists() or (progress and not folder.exists()):
+        raise ValueError(
+            f"{workdir} has been trained (its log ends at step {progress}), but {folder} holds no"
+            " checkpoint; bring it back (is its disk mounted?), or remove the folder of the run,"
+            " log and all, to train from the start"
+        )
+
+
+def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
     """Saves `state`, a pytree of arrays, in the background, after what is still being saved.
 
     Raises:
@@ -50,21 +118,39 @@ def save(checkpoints: ocp.training.Checkpointer, step: int, state: Any) -> None:
     """
     content = {"state": state, "checksums": checksums(state)}
     try:
-        checkpoints.save_checkpointables_async(step, content, force=True, overwrite=True)
+        _settle(checkpoints)
+        response = checkpoints.orbax.save_checkpointables_async(
+            step, content, force=True, overwrite=True
+        )
     except Exception as error:
         raise _save_error(checkpoints, error) from error
+    checkpoints.saving = step, response
 
 
-def finish(checkpoints: ocp.training.Checkpointer) -> None:
+def finish(checkpoints: Checkpoints) -> None:
     """Waits until everything is on disk, and closes.
 
     Raises:
         SaveError: as `save`.
     """
     try:
-        checkpoints.close()
+        try:
+            _settle(checkpoints)
+        finally:
+            checkpoints.orbax.close()
     except Exception as error:
         raise _save_error(checkpoints, error) from error
+
+
+def _settle(checkpoints: Checkpoints) -> None:
+    """Waits for the save that goes on, and notes that there is a checkpoint."""
+    saving, checkpoints.saving = checkpoints.saving, None
+    if saving is None:
+        return
+    step, response = saving
+    response.result()
+    if jax.process_index() == 0:
+        files.write(checkpoints.workdir / "saved", f"{step}\n")
 
 
 def restore(workdir: Path, state: Any) -> tuple[int, Any]:
@@ -85,31 +171,37 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     if isinstance(everywhere, NamedSharding):
         everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
-    with open_checkpoints(workdir) as checkpoints:
-        for found in reversed(checkpoints.checkpoints):
-            try:
-                loaded = checkpoints.load_checkpointables(
-                    found.step, {"state": state, "checksums": sums}
-                )
-                if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
-                    raise ValueError("its checksums are wrong: the files were changed")
-            except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
-                reason = " ".join(str(error).split())[:300]
-                failures.append(f"{found.path} cannot be read ({type(error).__name__}: {reason})")
-                continue
-            for failure in failures:
-                print(f"{failure}; going back to step {found.step}")
-            return found.step, loaded["state"]
+    content = {"state": state, "checksums": sums}
+    check_path(workdir)
+    for step, folder in sorted(_folders(workdir).items(), reverse=True):
+        try:
+            files.check(folder)
+            loaded = ocp.load_checkpointables(str(folder.resolve()), content)
+            if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
+                raise ValueError("its checksums are wrong: the files were changed")
+        except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+            reason = " ".join(str(error).split())[:300]
+            failures.append(f"{folder} cannot be read ({type(error).__name__}: {reason})")
+            continue
+        for failure in failures:
+            print(f"{failure}; going back to step {step}")
+        return step, loaded["state"]
     if not failures:
         raise ValueError(f"{workdir} holds no checkpoint yet")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
 
 
+def _folders(workdir: Path) -> dict[int, Path]:
+    """The folders of checkpoints under their final names, by step."""
+    paths = (workdir / "checkpoints").glob("*")
+    return {int(path.name): path for path in paths if path.name.isdecimal()}
+
+
 def set_aside(workdir: Path, step: int) -> None:
     """Moves the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for folder in (workdir / "checkpoints").iterdir():
-            if folder.name.isdecimal() and int(folder.name) > step:
+        for number, folder in _folders(workdir).items():
+            if number > step:
                 target = workdir / "unreadable" / folder.name
                 shutil.rmtree(target, ignore_errors=True)
                 target.parent.mkdir(exist_ok=True)
@@ -133,11 +225,11 @@ def checksums(state: Any) -> Integer[Array, " arrays"]:
     return jnp.stack([checksum(x) for x in jax.tree.leaves(state)])
 
 
-def _save_error(checkpoints: ocp.training.Checkpointer, error: Exception) -> SaveError:
-    steps = sorted(int(p.name) for p in Path(checkpoints.directory).glob("*") if p.name.isdecimal())
+def _save_error(checkpoints: Checkpoints, error: Exception) -> SaveError:
     reason = " ".join(str(error).split())[:500]
     return SaveError(
-        f"a checkpoint could not be written to {checkpoints.directory}:"
-        f" {type(error).__name__}: {reason}. Complete are those of steps {steps}; make room, and"
-        " the same command resumes from the last of them"
+        f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
+        f" {type(error).__name__}: {reason}. Complete are those of steps"
+        f" {sorted(_folders(checkpoints.workdir))}; mend that (is there room on the disk?), and the"
+        " same command resumes from the last of them"
     )
