@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     assert restored(tmp_path) == 1
 
 
-@pytest.mark.parametrize("name", ["train[:50%]", "a*b", "what?", "back\\slash"])
+@pytest.mark.parametrize("name", ["train[:50%]", "a*b", "what?", "back\\slash", "\udce9"])
 def test_a_path_that_could_not_be_read_again_is_refused(tmp_path, name):
     """Orbax takes it for a pattern, and finds nothing to put together."""
     workdir = tmp_path / name
@@ -200,10 +200,10 @@ def held():
 def test_saving_leaves_no_descriptors_and_threads(tmp_path):
     counts = []
     with checkpoint.open_checkpoints(tmp_path, write=True) as checkpoints:
-        for step in range(16):
+        for step in range(20):
             checkpoint.save(checkpoints, step, state(step))
             counts.append(held())
-    # A pool of threads may still grow by a few; one for each save would be 10 threads more.
-    descriptors, threads = np.subtract(counts[-1], counts[5])
-    assert descriptors < 5
-    assert threads < 5
+    # Up to 17 descriptors come and go; a leak of three and a thread a save is 48 and 16 more.
+    descriptors, threads = np.subtract(counts[-1], counts[3])
+    assert descriptors < 30
+    assert threads < 10

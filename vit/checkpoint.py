@@ -21,7 +21,8 @@ from vit import files
 KEEP = 2
 
 PATTERN = "*?[\\"
-"""What a path must not contain: Orbax takes it for a pattern when it puts a checkpoint together."""
+"""What a path must not contain: Orbax takes the first three for a pattern when it puts a checkpoint
+together, and TensorStore the last for a slash. Nor may it contain bytes that are no UTF-8."""
 
 
 class SaveError(OSError):
@@ -54,10 +55,10 @@ def check_path(workdir: Path) -> None:
     """Looks whether checkpoints in that folder could be read again.
 
     Raises:
-        ValueError: when its path is one that Orbax takes for a pattern.
+        ValueError: when its path contains what Orbax or TensorStore take for something else.
     """
     path = str(workdir.resolve())
-    found = [repr(character) for character in PATTERN if character in path]
+    found = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
     if found:
         raise ValueError(
             f"{path} cannot hold checkpoints, for its path contains {' and '.join(found)}; take or"

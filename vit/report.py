@@ -47,7 +47,7 @@ def plain(text: str) -> str:
 
     Underscores and brackets stay readable, for alone they mean nothing.
     """
-    text = re.sub(r"[\\|*`]", r"\\\g<0>", " ".join(text.split("\n")))
+    text = re.sub(r"[\\|*`]", r"\\\g<0>", " ".join(text.splitlines()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", r"]\(")
 
 
