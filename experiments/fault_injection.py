@@ -34,6 +34,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from vit import checkpoint, config, evaluate, metrics, report, train
 
@@ -326,6 +327,7 @@ def main() -> None:
     if "kills" in arguments.parts:
         kill(arguments.kills, arguments.seed, arguments.out)
     if "damages" in arguments.parts:
+        logging.set_verbosity(logging.FATAL)  # as in `vit.train`
         show(damage_files(SMALL, arguments.seed), arguments.out / "damages")
 
 

@@ -89,6 +89,20 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(saved, tmp_path, capsys, 
     assert (workdir / "unreadable" / "2").exists()
 
 
+@pytest.mark.parametrize("change", [lambda p: p.write_text("0"), lambda p: os.mkfifo(p)])
+def test_damage_of_an_earlier_checkpoint_does_not_stand_in_the_way(saved, tmp_path, change):
+    """Orbax would fail on the first, and wait for the second."""
+    workdir = shutil.copytree(saved, tmp_path / "run")
+    path = workdir / "checkpoints" / "1" / "_CHECKPOINT_METADATA"
+    path.unlink()
+    change(path)
+    assert restored(workdir) == 2
+    with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
+        checkpoint.save(checkpoints, 3, state(3))
+    assert restored(workdir) == 3
+    assert not path.exists()
+
+
 def test_nothing_that_can_be_read(saved, tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint yet"):
         checkpoint.restore(tmp_path, state())

@@ -7,7 +7,7 @@ Each array is saved with a checksum, for Orbax does not notice when its bytes ha
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,13 @@ class SaveError(OSError):
     """A checkpoint could not be written."""
 
 
+class Checkpoint(NamedTuple):
+    """One of them, under its final name."""
+
+    step: int
+    folder: Path
+
+
 @dataclasses.dataclass
 class Checkpoints:
     """The open checkpoints of a run, from `open_checkpoints`."""
@@ -40,9 +47,9 @@ class Checkpoints:
     only when somebody asks for its result."""
 
     @property
-    def checkpoints(self) -> Any:
-        """What Orbax knows of each, by step."""
-        return self.orbax.checkpoints
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that are there, readable or not, by step."""
+        return _found(self.workdir)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -82,13 +89,14 @@ def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
         cleanup_tmp_directories=write,
+        lightweight_initialize=True,  # damage of one does not concern the others
     )
     return Checkpoints(workdir, orbax)
 
 
 def exists(workdir: Path) -> bool:
     """Whether there is a checkpoint, readable or not."""
-    return bool(_folders(workdir))
+    return bool(_found(workdir))
 
 
 def check_not_lost(workdir: Path, progress: int) -> None:
@@ -174,7 +182,7 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     content = {"state": state, "checksums": sums}
     check_path(workdir)
-    for step, folder in sorted(_folders(workdir).items(), reverse=True):
+    for step, folder in reversed(_found(workdir)):
         try:
             files.check(folder)
             loaded = ocp.load_checkpointables(str(folder.resolve()), content)
@@ -192,16 +200,15 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
 
 
-def _folders(workdir: Path) -> dict[int, Path]:
-    """The folders of checkpoints under their final names, by step."""
+def _found(workdir: Path) -> list[Checkpoint]:
     paths = (workdir / "checkpoints").glob("*")
-    return {int(path.name): path for path in paths if path.name.isdecimal()}
+    return sorted(Checkpoint(int(path.name), path) for path in paths if path.name.isdecimal())
 
 
 def set_aside(workdir: Path, step: int) -> None:
     """Moves the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for number, folder in _folders(workdir).items():
+        for number, folder in _found(workdir):
             if number > step:
                 target = workdir / "unreadable" / folder.name
                 shutil.rmtree(target, ignore_errors=True)
@@ -228,9 +235,9 @@ def checksums(state: Any) -> Integer[Array, " arrays"]:
 
 def _save_error(checkpoints: Checkpoints, error: Exception) -> SaveError:
     reason = " ".join(str(error).split())[:500]
+    complete = [found.step for found in checkpoints.checkpoints]
     return SaveError(
         f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
-        f" {type(error).__name__}: {reason}. Complete are those of steps"
-        f" {sorted(_folders(checkpoints.workdir))}; mend that (is there room on the disk?), and the"
-        " same command resumes from the last of them"
+        f" {type(error).__name__}: {reason}. Complete are those of steps {complete}; mend that (is"
+        " there room on the disk?), and the same command resumes from the last of them"
     )
