@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -198,11 +199,21 @@ def damage_files(
         seed: of the places in the files.
         chosen: whether this damage is done to the file of this name, as in "checkpoints/3/...".
     """
-    with tempfile.TemporaryDirectory() as folder:
+    build, programs = train.steps.build, []
+
+    def build_once(*arguments: Any) -> Any:
+        if not programs:
+            programs.append(build(*arguments))
+        return programs[0]
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(train.steps, "build", build_once),
+    ):
         whole, workdir, canary = (Path(folder) / name for name in ("whole", "run", "canary"))
         with contextlib.redirect_stdout(io.StringIO()):
             train.train(settings, whole)
-        abstract = evaluate.restore(whole).program.abstract
+        abstract = programs[0].abstract
         newest, state = checkpoint.restore(whole, abstract)
         want = jax.tree.map(_bits, jax.tree.leaves(state)), _losses(whole)
         names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*"))

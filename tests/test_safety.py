@@ -180,6 +180,20 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
+def test_semaphores_of_the_last_holder_are_removed_when_it_is_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(safety, "SHARED", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for number in (dead.pid, os.getpid()):
+        (tmp_path / "shm" / f"sem.loky-{number}-x").write_text("")
+        (tmp_path / "lock").write_text(f"process {number} on {safety.socket.gethostname()}\n")
+        with safety.exclusive(tmp_path):
+            pass
+    assert [p.name for p in (tmp_path / "shm").iterdir()] == [f"sem.loky-{os.getpid()}-x"]
+
+
+@pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
 def test_a_start_removes_the_shared_memory_of_its_killed_predecessor(tmp_path, monkeypatch):
     """The whole group is killed, and with it the process that would have removed it."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "/mp")

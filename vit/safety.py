@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -55,7 +56,10 @@ def exclusive(workdir: Path) -> Iterator[None]:
                 f"{workdir} is not held against other runs, for its file system has no locks"
                 f" ({error.strerror}); see that there is but one"
             )
-        file.truncate(0)
+        file.seek(0)
+        _clear_after(file.read())
+        file.seek(0)
+        file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
@@ -120,6 +124,20 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
         unfinished.rename(folder)
 
 
+def _clear_after(holder: str) -> None:
+    """Removes joblib's semaphores, named after their process, of a dead holder of the lock."""
+    match = re.fullmatch(r"process (\d+) on (.*)\n", holder)
+    if match and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists():
+        _remove_shared(f"sem.loky-{match[1]}-")
+
+
+def _remove_shared(*prefixes: str) -> None:
+    for path in SHARED.iterdir() if SHARED.is_dir() else ():
+        if path.name.startswith(prefixes):
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink()
+
+
 def own_shared_memory(workdir: Path) -> None:
     """Removes the shared memory and semaphores that a killed start of the run left behind.
 
@@ -131,11 +149,7 @@ def own_shared_memory(workdir: Path) -> None:
     prefix = f"v{hashlib.sha256(place).hexdigest()[:7]}"
     multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"  # pyright: ignore
     name_shared_memory()
-    names = (f"{prefix}_", f"sem.{prefix}-")
-    for path in SHARED.iterdir() if SHARED.is_dir() else ():
-        if path.name.startswith(names):
-            with contextlib.suppress(OSError):  # another user's
-                path.unlink()
+    _remove_shared(f"{prefix}_", f"sem.{prefix}-")
 
 
 def name_shared_memory() -> None:
