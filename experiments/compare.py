@@ -13,9 +13,11 @@ command goes on where a stopped one was.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import sys
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from ml_collections import config_flags
 
 from experiments import compare_report, ensemble
 from performer.choices import unknown
-from vit import attention_report, data, metrics, optim, safety
+from vit import attention_report, checkpoint, data, files, metrics, optim, safety
 from vit import config as configs
 from vit.evaluate import evaluation_images
 from vit.train import length
@@ -33,6 +35,8 @@ from vit.train import length
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Attention errors: on so many images, over so many draws, of so many seeds."""
+LONGEST = 200
+"""Characters of a folder's name before it is shortened."""
 
 
 class Setting(NamedTuple):
@@ -55,8 +59,12 @@ class Setting(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Where its runs lie."""
-        return "_".join([self.coupling, *(f"{n}={v}" for n, v in self.values)]).replace("/", "-")
+        """Where its runs lie: characters that mean something in a path are written as %2F."""
+        parts = [self.coupling, *(f"{n}={v}" for n, v in self.values)]
+        name = urllib.parse.quote("_".join(parts), safe=" ,=+")
+        if len(name) <= LONGEST:
+            return name
+        return f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def settings(
@@ -80,6 +88,10 @@ def settings(
             new = configs.with_values(config, dict(values) | change)
             configs.validate(new)
             found.append(Setting(name, values, new))
+    folders = [setting.folder for setting in found]
+    shared = sorted({folder for folder in folders if folders.count(folder) > 1})
+    if shared:
+        raise ValueError(f"--grid: several settings would share the folder {shared[0]!r}")
     return found
 
 
@@ -99,6 +111,9 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
         grid[field] = [configs.parse(field, value, flat[field]) for value in values.split(",")]
+        repeated = [value for value in grid[field] if grid[field].count(value) > 1]
+        if repeated:
+            raise ValueError(f"--grid {text}: {repeated[0]!r} is there more than once")
     return grid
 
 
@@ -110,7 +125,13 @@ def claim(out: Path, grid: dict[str, Any]) -> None:
     """
     path = out / "grid.json"
     if path.exists():
-        old = json.loads(path.read_text())
+        try:
+            old = dict(json.loads(files.read(path)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path}, which says what is compared, is damaged ({error}); bring it back, or take"
+                " another --out"
+            ) from error
         different = [k for k in grid if old.get(k) != json.loads(json.dumps(grid[k]))]
         if different:
             lines = [f"{k}: {old.get(k)!r} -> {grid[k]!r}" for k in different]
@@ -118,11 +139,9 @@ def claim(out: Path, grid: dict[str, Any]) -> None:
                 f"{out} holds another comparison; take another --out:\n  " + "\n  ".join(lines)
             )
         return
-    if out.exists() and [p for p in out.iterdir() if p.name != "lock"]:
+    if out.exists() and {p.name for p in out.iterdir()} - {"lock", "grid.json.tmp", "grid.tmp"}:
         raise ValueError(f"{out} is not empty and holds no comparison; take another --out")
-    temporary = out / "grid.tmp"
-    temporary.write_text(json.dumps(grid, indent=2) + "\n")
-    temporary.replace(path)
+    files.write(path, json.dumps(grid, indent=2) + "\n")
 
 
 def compare(
@@ -148,6 +167,7 @@ def compare(
     Raises:
         ValueError: before anything is trained, for input that cannot be.
     """
+    checkpoint.check_path(out)
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
     all_settings = settings(config, couplings, parse_grid(grid, config))
@@ -169,6 +189,7 @@ def compare(
     }
     with safety.exclusive(out), metrics.progress_bar() as bar:
         claim(out, contents)
+        safety.own_shared_memory(out)
         task, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
         for setting, num_steps in zip(all_settings, totals, strict=True):
 
@@ -196,8 +217,9 @@ def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path
     if setting.coupling == SOFTMAX:
         return []
     path = folder / "attention_errors.json"
-    if path.exists():
-        return json.loads(path.read_text())
+    noted = files.noted(path)
+    if noted:
+        return noted["errors"]
     images = evaluation_images(data.load(setting.config.data), setting.config, IMAGES)
     errors = []
     for place in _sound(trained, MEASURED):
@@ -209,7 +231,7 @@ def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path
             draws=DRAWS,
         )
         errors.append(sum(row["attention error"] for row in rows) / len(rows))
-    path.write_text(json.dumps(errors))
+    files.note(path, {"errors": errors})
     return errors
 
 

@@ -1,7 +1,6 @@
 """The report of a comparison: tables, figures and a verdict that follows the statistics."""
 
 import base64
-import csv
 import html
 import io
 import os
@@ -21,6 +20,7 @@ from matplotlib import pyplot as plt
 from experiments import statistics
 from experiments.ensemble import Ensemble
 from vit import config as configs
+from vit import files, report
 
 EFFECT = 0.008
 """The gain in accuracy of PM over ORF in Reid et al. 2025, Table 2."""
@@ -189,8 +189,8 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
     """
     found = comparisons(results, contents["baseline"])
     table = rows(results, found)
-    _write_csv(out / "results.csv", table)
-    _write_csv(out / "seeds.csv", _runs(results))
+    for path, lines in [("results.csv", table), ("seeds.csv", _runs(results))]:
+        report.write_csv(out / path, [list(lines[0]), *(list(line.values()) for line in lines)])
     figures = {"curves": _curves(results)} | ({"differences": _differences(found)} if found else {})
     needed = [
         {
@@ -228,12 +228,14 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
         Section("Every value of the config", [], values),
     ]
     for key, figure in figures.items():
-        figure.savefig(out / f"{key}.png", dpi=120)
-    (out / "report.html").write_text(_html(sections, figures))
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=120)
+        files.write(out / f"{key}.png", content.getvalue())
+    files.write(out / "report.html", _html(sections, figures))
     for figure in figures.values():
         plt.close(figure)
     markdown = _markdown(sections)
-    (out / "report.md").write_text(markdown)
+    files.write(out / "report.md", markdown)
     return markdown
 
 
@@ -260,13 +262,6 @@ def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
             row["diverged_at_step"] = str(trained.diverged[place] or "")
             table.append(row)
     return table
-
-
-def _write_csv(path: Path, table: list[dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
 
 
 def _plus_minus(mean: float, error: float) -> str:
@@ -307,7 +302,9 @@ def _curves(results: Sequence[Result]) -> Any:
                 axis.fill_between(
                     epochs, mean - error, mean + error, color=color, alpha=0.2, linewidth=0
                 )
-            axis.set(xlabel="epoch", ylabel=key.replace("_", " "), title=result.point)
+            axis.set(
+                xlabel="epoch", ylabel=key.replace("_", " "), title=report.literal(result.point)
+            )
             axis.grid(alpha=0.3)
     axes[0][1].legend(fontsize="small")
     return figure
@@ -324,7 +321,7 @@ def _differences(found: Sequence[Comparison]) -> Any:
             color = "C3" if c.corrected < LEVEL else "C0"
             axis.errorbar([d.mean], [row], xerr=error, fmt="o", color=color, capsize=4)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(found)), [name(c.result) for c in found])
+    axis.set_yticks(range(len(found)), [report.literal(name(c.result)) for c in found])
     axis.set_ylim(len(found) - 0.5, -0.5)
     axis.set(xlabel="difference in accuracy to the baseline (red: corrected p < 0.05)")
     axis.grid(alpha=0.3, axis="x")
@@ -335,18 +332,14 @@ def _markdown(sections: Sequence[Section]) -> str:
     lines = ["# Comparison", ""]
     for title, texts, table, figure in sections:
         lines += [f"## {title}", ""]
-        lines += [line for text in texts for line in (text, "")]
+        lines += [line for text in texts for line in (report.plain(text), "")]
         if table:
             lines += [f"| {' | '.join(table[0])} |", "|---" * len(table[0]) + "|"]
-            lines += [f"| {' | '.join(_cell(v) for v in row.values())} |" for row in table]
+            lines += [f"| {' | '.join(map(report.plain, row.values()))} |" for row in table]
             lines += [""]
         if figure:
             lines += [f"![{title}]({figure}.png)", ""]
     return "\n".join(lines)
-
-
-def _cell(value: str) -> str:
-    return value.replace("|", r"\|").replace("*", r"\*")
 
 
 STYLE = """

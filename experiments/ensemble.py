@@ -11,7 +11,6 @@ others go on.
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit import checkpoint, costs, data, metrics, optim, steps
+from vit import checkpoint, costs, data, files, metrics, optim, steps
 from vit.config import Config
 from vit.model import ViT
-from vit.train import AHEAD, length
+from vit.train import AHEAD, last_step, length
 
 READ_AHEAD = 4
 """Batches that each seed's reader holds."""
@@ -68,8 +67,9 @@ def train(
         advance: called with the number of steps done and the last record.
 
     Raises:
-        ValueError: for a config that cannot work.
+        ValueError: for a config that cannot work, lost checkpoints or a log that lacks records.
     """
+    checkpoint.check_path(folder)
     dataset = data.load(config.data)
     steps_per_epoch, num_steps = length(config, dataset)
     rate = optim.schedule(config.optim, num_steps)
@@ -95,8 +95,15 @@ def train(
         step, state = checkpoint.restore(folder, abstract)
         checkpoint.set_aside(folder, step)
     else:
+        checkpoint.check_not_lost(folder, last_step(log))
         state = initial(numbers)
-    past = metrics.keep_up_to(log, step)[-1:]
+    past = metrics.keep_up_to(log, step)
+    if not _complete(past, step, num_steps, config):
+        raise ValueError(
+            f"{log} lacks records up to step {step}, the last checkpoint's, and without them the"
+            f" report would be another; remove {folder}, and the same command trains it again"
+        )
+    past = past[-1:]
     start = time.perf_counter() - sum(record["seconds"] for record in past)
     diverged: list[int | None] = past[0]["diverged"] if past else [None] * len(seeds)
     advance(step, past[0] if past else {})
@@ -105,7 +112,12 @@ def train(
         iter(data.train_batches(dataset, share, seed, start=step, threads=READ_AHEAD))
         for seed in seeds
     ]
-    compiled, memory = None, folder / "memory.json"
+    compiled, memory = None, files.noted(folder / "memory.json")
+
+    def next_batch() -> data.Batch:
+        batch = jax.tree.map(lambda *rows: np.stack(rows), *map(next, streams))
+        return jax.device_put(batch, over_seeds)
+
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(contextlib.closing(stream))  # ends its workers
@@ -114,11 +126,11 @@ def train(
             end = min(step - step % config.log_every + config.log_every, num_steps)
             stretch, stretch_start = [], time.perf_counter()
             while step < end:
-                batch = jax.tree.map(lambda *rows: np.stack(rows), *map(next, streams))
-                batch = jax.device_put(batch, over_seeds)
+                batch = next_batch()
                 if compiled is None:
                     compiled = train_step.lower(numbers, state, batch).compile()
-                    memory.write_text(json.dumps(costs.memory_of(compiled)))
+                    memory = costs.memory_of(compiled)
+                    files.note(folder / "memory.json", memory)
                     stretch_start = time.perf_counter()
                 state, values = compiled(numbers, state, batch)
                 stretch.append(values)
@@ -144,9 +156,23 @@ def train(
             if step % config.checkpoint_every == 0 or step == num_steps or all(diverged):
                 checkpoint.save(checkpoints, step, state)
         checkpoint.finish(checkpoints)
+        if memory is None:
+            compiled = train_step.lower(numbers, state, next_batch()).compile()
+            memory = costs.memory_of(compiled)
+            files.note(folder / "memory.json", memory)
 
-    temporary = json.loads(memory.read_text())["temporary"] / 2**20
-    return Ensemble(tuple(seeds), metrics.read(log), diverged, graph, state, temporary)
+    records, temporary = metrics.read(log), memory["temporary"] / 2**20
+    return Ensemble(tuple(seeds), records, diverged, graph, state, temporary)
+
+
+def _complete(records: list[metrics.Record], step: int, num_steps: int, config: Config) -> bool:
+    """Whether the log has every record up to the step, and every evaluation."""
+    due = sorted({*range(config.log_every, step + 1, config.log_every), *([step] if step else [])})
+    return [record["step"] for record in records] == due and all(
+        "eval_accuracy" in record
+        for record in records
+        if record["step"] % config.eval_every == 0 or record["step"] == num_steps
+    )
 
 
 def _shardings(seeds: int) -> tuple[NamedSharding, NamedSharding]:

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import html.parser
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +131,75 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(tmp_path, monkeyp
     assert np.isfinite(log[-1]["train_loss"][2])
 
 
+def test_folders_of_settings_are_their_own_and_hold_no_patterns():
+    data, dirs = config.Data(batch_size=32), ["/data/a", "/data-a", "train[:50%]", "a*?\\b"]
+    settings = compare.settings(
+        small_config(data=data), ["orf", "simplex*monotone"], {"data.dir": [*dirs, "x" * 300]}
+    )
+    folders = [setting.folder for setting in settings]
+    assert len(set(folders)) == 10
+    assert max(map(len, folders)) < 255
+    for folder in folders:
+        assert not set(folder) & set("/*?[]\\")
+    (plain,) = compare.settings(small_config(), ["pm"], {"attention.num_features": [16]})
+    assert plain.folder == "pm_attention.num_features=16"
+    with pytest.raises(ValueError, match="would share the folder 'orf_data.dir=1_data.name"):
+        compare.settings(
+            small_config(),
+            ["orf"],
+            {"data.dir": ["1", "1_data.name=3"], "data.name": ["3_data.name=4", "4"]},
+        )
+
+
+@pytest.fixture
+def copied(compared, tmp_path):
+    """A finished comparison that a test may damage, and what it said."""
+    return shutil.copytree(compared[0], tmp_path / "out"), compared[1]
+
+
+def again(out):
+    return compare.compare(small_config(), out, couplings=["softmax", "pm"], num_seeds=3)
+
+
+def test_a_finished_comparison_with_a_damaged_log_reports_nothing(copied):
+    out, _ = copied
+    log = out / "runs" / "pm" / "metrics.jsonl"
+    content = log.read_text()
+    (setting,) = compare.settings(small_config(), ["pm"], {})
+    for damage in (
+        content[: content.index("step", 9)],
+        content.replace("1", "2", 1),
+        "",
+        content.replace("eval_accuracy", "eval_accuracx"),
+    ):
+        log.write_text(damage)
+        assert not ensemble._complete(metrics.keep_up_to(log, 3), 3, 3, setting.config)
+    with pytest.raises(ValueError, match="pm/metrics.jsonl lacks records up to step 3"):
+        ensemble.train(setting.config, [0, 1, 2], log.parent)
+
+
+def test_side_files_that_are_damaged_are_made_again(copied):
+    out, text = copied
+    (out / "runs" / "pm" / "attention_errors.json").write_text('{"errors": [0.1, 0.1, 0.1]}')
+    (out / "runs" / "softmax" / "memory.json").write_text("")
+    assert again(out) == text
+
+
+def test_a_comparison_whose_claim_is_damaged_is_named(copied):
+    out, _ = copied
+    for content in ("", "[1]", "{"):
+        (out / "grid.json").write_text(content)
+        with pytest.raises(ValueError, match="out/grid.json, which says what .* is damaged"):
+            again(out)
+
+
+def test_a_claim_that_was_killed_does_not_stand_in_the_way(tmp_path):
+    for name in ("lock", "grid.tmp", "grid.json.tmp"):
+        (tmp_path / name).write_text("{")
+    compare.claim(tmp_path, {"seeds": [0]})
+    compare.claim(tmp_path, {"seeds": [0]})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,6 +211,7 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(tmp_path, monkeyp
         (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["config.attention.num_features=8,x"]), "num_features=x: must be an integer"),
         (dict(grid=["config.data.flip=maybe"]), "flip=maybe: must be true or false"),
+        (dict(grid=["config.optim.learning_rate=0.001,1e-3"]), "0.001 is there more than once"),
         (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
         (dict(grid=["config.attention.num_features=0"]), "num_features=0: must be an"),
         (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),
@@ -241,5 +312,5 @@ def test_strings_of_the_config_are_escaped(tmp_path):
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
     parser.feed(page)
     assert {"table", "img", "section"} <= set(tags)
-    assert r"alert(1)</script>\|\*" in (tmp_path / "report.md").read_text()
+    assert r"&lt;script>alert(1)&lt;/script>\|\*" in (tmp_path / "report.md").read_text()
     assert json.loads(json.dumps(contents)) == contents

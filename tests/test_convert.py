@@ -18,6 +18,13 @@ from vit import config, conversion, convert, data, evaluate, steps, train
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
+ROWS = [
+    {"coupling": name, "calibration": "none", "m": m, "accuracy": 0.5, "standard error": 0.0}
+    | {"attention error": 0.1}
+    for name, m in [("softmax", 0), ("uniform", 0), ("orf", 8)]
+]
+
+
 @pytest.fixture(scope="module")
 def softmax_run(tmp_path_factory):
     """Three steps, and then heads that look at something: queries and keys made larger."""
@@ -46,6 +53,25 @@ def converted(softmax_run):
         num_epochs=2 / 44,
     )
     return out, table
+
+
+def test_killed_before_the_end_there_is_no_run_and_the_same_call_goes_on(softmax_run, monkeypatch):
+    """At the first line of the report, when the checkpoint is whole; nothing cleans up."""
+    out = softmax_run.with_name("killed")
+
+    def killed(*_, **options):
+        raise KeyboardInterrupt
+
+    options = dict(names=["orf"], method="none", num_features=[8], draws=1, images=32)
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "compare", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert.convert(softmax_run, out, **options)
+    assert not out.exists()
+    monkeypatch.setattr(convert, "compare", lambda *_, **options: iter(ROWS))
+    convert.convert(softmax_run, out, **options)
+    assert evaluate.evaluate_run(out)["step"] == 0
+    assert not out.with_name("killed.unfinished").exists()
 
 
 def test_softmax_twin_trains(softmax_run):

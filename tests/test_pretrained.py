@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import config, evaluate, metrics, pretrained, train
+from vit import checkpoint, config, evaluate, metrics, pretrained, train
 from vit.model import ViT, random_streams
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
@@ -235,6 +235,24 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
 
     with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
         pretrained.pretrained(path, settings(), runs["softmax"])
+
+
+def test_a_full_disk_leaves_no_run_and_the_same_call_goes_on(file, tmp_path, monkeypatch):
+    path, workdir = file(weights()), tmp_path / "run"
+
+    def full(*_):
+        raise checkpoint.SaveError("a checkpoint could not be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        with pytest.raises(OSError, match="could not be written"):
+            pretrained.pretrained(path, settings(), workdir)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    killed = tmp_path / "run.unfinished" / "checkpoints" / "0"
+    killed.mkdir(parents=True)
+    assert pretrained.pretrained(path, settings(), workdir) == []
+    assert checkpoint.exists(workdir)
+    assert config.of_run(workdir) == settings()
 
 
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):

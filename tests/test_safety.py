@@ -1,9 +1,12 @@
 """One process to a folder, what a signal does, and how divergence is named."""
 
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,3 +89,123 @@ def test_the_first_step_that_diverged_is_named(bad, message):
         safety.check_finite([step(), bad, step(np.nan)], 13, NAMES, 0.5)
     assert "learning_rate=0.5" in str(error.value)
     safety.check_finite([step(), step()], 13, NAMES, 0.5)
+
+
+@pytest.mark.parametrize("make", [lambda p: p.symlink_to(p.parent / "thesis"), os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused_and_a_link_not_followed(tmp_path, make):
+    thesis = tmp_path / "thesis"
+    thesis.write_text("years of work")
+    make(tmp_path / "lock")
+    with (
+        pytest.raises(ValueError, match="lock is a link or no file; remove it"),
+        safety.exclusive(tmp_path),
+    ):
+        pass
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(safety.fcntl, "flock", flock)
+    with safety.exclusive(tmp_path):
+        assert "is not held against other runs, for its file system has no" in (
+            capsys.readouterr().out
+        )
+
+
+def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):
+    folder, unfinished = tmp_path / "run", tmp_path / "run.unfinished"
+    code = f"""
+from pathlib import Path
+import os, signal
+from vit import safety
+with safety.appearing(Path({str(folder)!r}), "--out") as folder:
+    (folder / "checkpoints").mkdir()
+    (folder / "config.json").write_text("{{}}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
+    assert not folder.exists()
+    assert (unfinished / "config.json").exists()
+    with safety.appearing(folder, "--out") as inside:
+        assert {path.name for path in inside.iterdir()} == {"lock"}
+        (inside / "config.json").write_text("{}")
+        assert not folder.exists()
+    assert (folder / "config.json").exists()
+    assert not unfinished.exists()
+    with (
+        pytest.raises(ValueError, match="run holds a run already; take another --out"),
+        safety.appearing(folder, "--out"),
+    ):
+        pass
+
+
+def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
+    with pytest.raises(OSError, match="full"), safety.appearing(tmp_path / "run", "--out"):
+        raise OSError("full")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with (
+        pytest.raises(ValueError, match="run is not empty; take another --out"),
+        safety.appearing(tmp_path / "run", "--out"),
+    ):
+        pass
+
+
+LEAVE = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing import shared_memory
+from pathlib import Path
+from vit import safety
+
+def work(event):
+    safety.name_shared_memory()
+    kept = shared_memory.SharedMemory(create=True, size=64)
+    event.set()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    os.setsid()
+    safety.own_shared_memory(Path(sys.argv[1]))
+    context = multiprocessing.get_context("spawn")
+    event = context.Event()
+    context.Process(target=work, args=(event,)).start()
+    event.wait()
+    os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
+def test_semaphores_of_the_last_holder_are_removed_when_it_is_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(safety, "SHARED", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for number in (dead.pid, os.getpid()):
+        (tmp_path / "shm" / f"sem.loky-{number}-x").write_text("")
+        (tmp_path / "lock").write_text(f"process {number} on {safety.socket.gethostname()}\n")
+        with safety.exclusive(tmp_path):
+            pass
+    assert [p.name for p in (tmp_path / "shm").iterdir()] == [f"sem.loky-{os.getpid()}-x"]
+
+
+@pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
+def test_a_start_removes_the_shared_memory_of_its_killed_predecessor(tmp_path, monkeypatch):
+    """The whole group is killed, and with it the process that would have removed it."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "/mp")
+    before = set(os.listdir(safety.SHARED))
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVE)
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, timeout=120)
+    left = set(os.listdir(safety.SHARED)) - before
+    assert any(name.startswith("v") for name in left)
+    assert any(name.startswith("sem.v") for name in left)
+    safety.own_shared_memory(tmp_path / "another")
+    assert left <= set(os.listdir(safety.SHARED))
+    safety.own_shared_memory(tmp_path)
+    assert not left & set(os.listdir(safety.SHARED))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments import fault_injection
 from performer.nnx import Frequencies
 from tests.small import CALIBRATED, SHALLOW, small_config
 from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
@@ -121,6 +123,45 @@ def test_a_finished_run_only_reports(finished):
     log = (workdir / "metrics.jsonl").read_text()
     assert train.train(small_config(), workdir) == first
     assert (workdir / "metrics.jsonl").read_text() == log
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
+    workdir = shutil.copytree(finished[0], tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints")
+    log = (workdir / "metrics.jsonl").read_text()
+    for note in (workdir / "saved", workdir / "lock"):  # then as a run of an older version
+        with pytest.raises(ValueError, match="ends at step 3.* holds no checkpoint; bring it back"):
+            train.train(small_config(), workdir)
+        assert (workdir / "metrics.jsonl").read_text() == log
+        assert not (workdir / "checkpoints").exists()
+        note.unlink()
+
+
+def test_a_finished_run_with_a_damaged_log_says_so_and_evaluates_again(finished, tmp_path, capsys):
+    workdir = shutil.copytree(finished[0], tmp_path / "run")
+    log = workdir / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]) + lines[-1].replace("eval_accuracy", "eval_accuracx"))
+    record = train.train(small_config(), workdir)
+    assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
+    assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
+    assert f"damaged in line {len(lines)}: left out" in capsys.readouterr().out
+
+
+def test_a_config_is_written_through_no_link(tmp_path):
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("years of work")
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    for name in ("config.tmp", "config.json.tmp"):
+        (workdir / name).symlink_to(thesis)
+    train.claim(workdir, small_config())
+    assert thesis.read_text() == "years of work"
+    assert config.load(workdir / "config.json") == small_config()
+    (workdir / "config.json").unlink()
+    os.mkfifo(workdir / "config.json")
+    with pytest.raises(ValueError, match="config.json is neither a file nor a folder"):
+        train.claim(workdir, small_config())
 
 
 def test_another_config_is_refused_with_the_difference(finished):
@@ -309,3 +350,26 @@ def test_a_killed_process_resumes(tmp_path):
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
     assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
+
+
+def test_damages_are_counted_and_none_is_silent():
+    """Three of the table of `experiments.fault_injection`, and what it makes of them."""
+    chosen = {
+        ("metrics.jsonl", "one bit flipped"),
+        ("saved", "a pipe instead"),
+        ("lock", "removed"),
+    }
+    rows = list(
+        fault_injection.damage_files(
+            fault_injection.SMALL, 0, chosen=lambda *damage: damage in chosen
+        )
+    )
+    assert sorted(rows) == [
+        ("lock: removed", "harmless"),
+        ("metrics.jsonl: one bit flipped", "told clearly"),
+        ("saved: a pipe instead", "harmless"),
+    ]
+    counted = fault_injection.table([*rows, ("lock: removed", "silent")])
+    assert counted[-1] == {
+        **{"what": "all", "tried": 4, "told clearly": 1, "harmless": 2, "traceback": 0, "silent": 1}
+    }

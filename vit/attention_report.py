@@ -112,7 +112,7 @@ def write(records: list[metrics.Record], out: Path, title: str) -> str:
                 fontsize=7,
                 color="black" if bright else "white",
             )
-    drawn.suptitle(f"{title} (*: worse than uniform attention)")
+    drawn.suptitle(f"{report.literal(title)} (*: worse than uniform attention)")
     report.save(drawn, out)
     worse = [f"{r['layer']}.{r['head']}" for r in records if r["worse than uniform"]]
     verdict = f"worse than uniform attention: {', '.join(worse) or 'none'} (layer.head)"

@@ -4,9 +4,10 @@ The position in the data needs no room of its own: the stream of batches is a fu
 Each array is saved with a checksum, for Orbax does not notice when its bytes have changed on disk.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +16,110 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
 
+from vit import files
+
 KEEP = 2
+
+PATTERN = "*?[\\"
+"""What a path must not contain: Orbax takes the first three for a pattern when it puts a checkpoint
+together, and TensorStore the last for a slash. Nor may it contain bytes that are no UTF-8."""
 
 
 class SaveError(OSError):
     """A checkpoint could not be written."""
 
 
-def open_checkpoints(workdir: Path, *, write: bool = False) -> ocp.training.Checkpointer:
-    """The checkpoints of a run. Close it, or use it in a `with`.
+class Checkpoint(NamedTuple):
+    """One of them, under its final name."""
+
+    step: int
+    folder: Path
+
+
+@dataclasses.dataclass
+class Checkpoints:
+    """The open checkpoints of a run, from `open_checkpoints`."""
+
+    workdir: Path
+    orbax: ocp.training.Checkpointer
+    saving: tuple[int, Any] | None = None
+    """Step and response of the save that goes on in the background. Its thread and descriptors end
+    only when somebody asks for its result."""
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that are there, readable or not, by step."""
+        return _found(self.workdir)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        finish(self)
+
+
+def check_path(workdir: Path) -> None:
+    """Looks whether checkpoints in that folder could be read again.
+
+    Raises:
+        ValueError: when its path contains what Orbax or TensorStore take for something else.
+    """
+    path = str(workdir.resolve())
+    found = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
+    if found:
+        raise ValueError(
+            f"{path} cannot hold checkpoints, for its path contains {' and '.join(found)}; take or"
+            " rename the folder to one without"
+        )
+
+
+def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
+    """The checkpoints of a run. Close it with `finish`, or use it in a `with`.
 
     A checkpoint appears under its final name only when it is whole. With `write` the last `KEEP`
     of them are kept, and what an interrupted process left half-written is removed; without it
     nothing is changed, so that a run that is still going on can be read.
+
+    Raises:
+        ValueError: as `check_path`.
     """
+    check_path(workdir)
     policy: Any = ocp.training.preservation_policies.LatestN(KEEP) if write else None
-    return ocp.training.Checkpointer(
+    orbax = ocp.training.Checkpointer(
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
         cleanup_tmp_directories=write,
+        lightweight_initialize=True,  # damage of one does not concern the others
     )
+    return Checkpoints(workdir, orbax)
 
 
 def exists(workdir: Path) -> bool:
     """Whether there is a checkpoint, readable or not."""
-    return any(p.name.isdecimal() for p in (workdir / "checkpoints").glob("*"))
+    return bool(_found(workdir))
 
 
-def save(checkpoints: ocp.training.Checkpointer, step: int, state: Any) -> None:
+def check_not_lost(workdir: Path, progress: int) -> None:
+    """Looks whether a run without checkpoints may begin.
+
+    Args:
+        workdir: of the run.
+        progress: last step in its log, or 0.
+
+    Raises:
+        ValueError: when it has saved checkpoints, or has come some way, and its folder of them is
+            not there: a disk that is not mounted, say.
+    """
+    folder = workdir / "checkpoints"
+    if (workdir / "saved").exists() or (progress and not folder.exists()):
+        raise ValueError(
+            f"{workdir} has been trained (its log ends at step {progress}), but {folder} holds no"
+            " checkpoint; bring it back (is its disk mounted?), or remove the folder of the run,"
+            " log and all, to train from the start"
+        )
+
+
+def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
     """Saves `state`, a pytree of arrays, in the background, after what is still being saved.
 
     Raises:
@@ -50,21 +127,39 @@ def save(checkpoints: ocp.training.Checkpointer, step: int, state: Any) -> None:
     """
     content = {"state": state, "checksums": checksums(state)}
     try:
-        checkpoints.save_checkpointables_async(step, content, force=True, overwrite=True)
+        _settle(checkpoints)
+        response = checkpoints.orbax.save_checkpointables_async(
+            step, content, force=True, overwrite=True
+        )
     except Exception as error:
         raise _save_error(checkpoints, error) from error
+    checkpoints.saving = step, response
 
 
-def finish(checkpoints: ocp.training.Checkpointer) -> None:
+def finish(checkpoints: Checkpoints) -> None:
     """Waits until everything is on disk, and closes.
 
     Raises:
         SaveError: as `save`.
     """
     try:
-        checkpoints.close()
+        try:
+            _settle(checkpoints)
+        finally:
+            checkpoints.orbax.close()
     except Exception as error:
         raise _save_error(checkpoints, error) from error
+
+
+def _settle(checkpoints: Checkpoints) -> None:
+    """Waits for the save that goes on, and notes that there is a checkpoint."""
+    saving, checkpoints.saving = checkpoints.saving, None
+    if saving is None:
+        return
+    step, response = saving
+    response.result()
+    if jax.process_index() == 0:
+        files.write(checkpoints.workdir / "saved", f"{step}\n")
 
 
 def restore(workdir: Path, state: Any) -> tuple[int, Any]:
@@ -85,31 +180,36 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     if isinstance(everywhere, NamedSharding):
         everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
-    with open_checkpoints(workdir) as checkpoints:
-        for found in reversed(checkpoints.checkpoints):
-            try:
-                loaded = checkpoints.load_checkpointables(
-                    found.step, {"state": state, "checksums": sums}
-                )
-                if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
-                    raise ValueError("its checksums are wrong: the files were changed")
-            except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
-                reason = " ".join(str(error).split())[:300]
-                failures.append(f"{found.path} cannot be read ({type(error).__name__}: {reason})")
-                continue
-            for failure in failures:
-                print(f"{failure}; going back to step {found.step}")
-            return found.step, loaded["state"]
+    content = {"state": state, "checksums": sums}
+    check_path(workdir)
+    for step, folder in reversed(_found(workdir)):
+        try:
+            files.check(folder)
+            loaded = ocp.load_checkpointables(str(folder.resolve()), content)
+            if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
+                raise ValueError("its checksums are wrong: the files were changed")
+        except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+            reason = " ".join(str(error).split())[:300]
+            failures.append(f"{folder} cannot be read ({type(error).__name__}: {reason})")
+            continue
+        for failure in failures:
+            print(f"{failure}; going back to step {step}")
+        return step, loaded["state"]
     if not failures:
         raise ValueError(f"{workdir} holds no checkpoint yet")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
 
 
+def _found(workdir: Path) -> list[Checkpoint]:
+    paths = (workdir / "checkpoints").glob("*")
+    return sorted(Checkpoint(int(path.name), path) for path in paths if path.name.isdecimal())
+
+
 def set_aside(workdir: Path, step: int) -> None:
     """Moves the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for folder in (workdir / "checkpoints").iterdir():
-            if folder.name.isdecimal() and int(folder.name) > step:
+        for number, folder in _found(workdir):
+            if number > step:
                 target = workdir / "unreadable" / folder.name
                 shutil.rmtree(target, ignore_errors=True)
                 target.parent.mkdir(exist_ok=True)
@@ -133,11 +233,11 @@ def checksums(state: Any) -> Integer[Array, " arrays"]:
     return jnp.stack([checksum(x) for x in jax.tree.leaves(state)])
 
 
-def _save_error(checkpoints: ocp.training.Checkpointer, error: Exception) -> SaveError:
-    steps = sorted(int(p.name) for p in Path(checkpoints.directory).glob("*") if p.name.isdecimal())
+def _save_error(checkpoints: Checkpoints, error: Exception) -> SaveError:
     reason = " ".join(str(error).split())[:500]
+    complete = [found.step for found in checkpoints.checkpoints]
     return SaveError(
-        f"a checkpoint could not be written to {checkpoints.directory}:"
-        f" {type(error).__name__}: {reason}. Complete are those of steps {steps}; make room, and"
-        " the same command resumes from the last of them"
+        f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
+        f" {type(error).__name__}: {reason}. Complete are those of steps {complete}; mend that (is"
+        " there room on the disk?), and the same command resumes from the last of them"
     )

@@ -10,7 +10,6 @@ Examples with mask 0, the padding of the last batch, count nowhere. Ties go agai
 diagonal of the confusion matrix is top-1.
 """
 
-import csv
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -94,11 +93,11 @@ def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Re
     """Writes `classes.csv`, `classes.md` and `confusion.csv`; returns the rows of the first."""
     records = rows(counted, names)
     report.table(records, folder / "classes")
-    with (folder / "confusion.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["true \\ predicted", *names])
-        for name, row in zip(names, counted.confusion.tolist(), strict=True):
-            writer.writerow([name, *row])
+    lines = zip(names, counted.confusion.tolist(), strict=True)
+    report.write_csv(
+        folder / "confusion.csv",
+        [["true \\ predicted", *names], *([name, *counts] for name, counts in lines)],
+    )
     return records
 
 

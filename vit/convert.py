@@ -7,7 +7,8 @@ Queries and keys of a few hundred training images calibrate the estimate (`perfo
 parameters stay as they are. The folder `--out` then holds `conversion.csv`, `.md` and `.png`:
 accuracy and attention error against m for every coupling, with and without the calibration, over
 several draws of the frequencies, between the softmax original and uniform attention, which looks
-at nothing.
+at nothing. Until all is done `--out` does not exist: it takes shape in `OUT.unfinished`, and after
+a kill the same command begins anew.
 
 With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
 of the same images: estimates are no longer unbiased, and a good deal nearer with few features.
@@ -28,7 +29,7 @@ from absl import app, flags, logging
 from flax import nnx
 from jax.typing import ArrayLike
 
-from vit import checkpoint, data, metrics, optim, report
+from vit import checkpoint, data, metrics, optim, report, safety
 from vit import config as configs
 from vit.conversion import compare, layers_of, measure, performer_of
 from vit.evaluate import restore_model
@@ -91,7 +92,7 @@ def convert(
 
     Args:
         workdir: of a run with softmax attention.
-        out: folder of the report and the converted run; must not hold another run.
+        out: folder of the report and the converted run; it appears in one piece, last.
         names: couplings that are compared; the first is that of the converted run.
         method: of calibration; "none" stands beside it.
         num_features: each m; the largest is that of the converted run.
@@ -105,7 +106,8 @@ def convert(
 
     Raises:
         ValueError: before any work, for a run that has no softmax attention, an unknown coupling or
-            method, sizes that a coupling does not admit, or an `out` that holds another run.
+            method, sizes that a coupling does not admit, or an `out` that is not empty.
+        vit.checkpoint.SaveError: when the run cannot be written.
     """
     config = configs.of_run(workdir)
     if config.attention.kind != "softmax":
@@ -122,8 +124,8 @@ def convert(
     for name, m in itertools.product(names, num_features):
         attention = configs.Attention(coupling=name, num_features=m, calibration=method)
         configs.validate(dataclasses.replace(config, attention=attention))
-    if (out / "checkpoints").exists():
-        raise ValueError(f"{out} holds a run already; take another --out")
+    checkpoint.check_path(out)
+    safety.check_vacant(out, "--out")
     _, dataset, model = restore_model(workdir)
     new_config = dataclasses.replace(
         config,
@@ -140,25 +142,26 @@ def convert(
         warmup_steps=num_steps // 10,
         constant_steps=0,
     )
-    claim(out, new_config)
+    configs.validate(new_config)
     moments, triples = measure(model, _training_images(dataset, config, images))
     frequencies, _ = layers_of(
         names[0], method, max(num_features), jax.random.key(0), moments, triples, refine_steps
     )
     new = performer_of(model, new_config, dataset, moments, frequencies)
-    save_run(new, new_config, dataset, out)
+    measured = dataset
     if eval_images:
         count = min(eval_images, len(dataset.evaluation))
-        dataset = dataset._replace(evaluation=[dataset.evaluation[i] for i in range(count)])
+        measured = dataset._replace(evaluation=[dataset.evaluation[i] for i in range(count)])
     records, table = [], ""
-    with metrics.progress_bar() as bar:
+    with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
+        save_run(new, new_config, dataset, folder)
         task = bar.add_task(
             "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
         )
         for record in compare(
             model,
             config,
-            dataset,
+            measured,
             moments,
             triples,
             names=names,
@@ -167,18 +170,23 @@ def convert(
             draws=draws,
         ):
             records.append(record)
-            table = report.table(records, out / "conversion")  # what is done is not lost
+            table = report.table(records, folder / "conversion")
             bar.update(task, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
-    plot(records, out / "conversion")
+        plot(records, folder / "conversion")
     return table
 
 
 def save_run(model: ViT, config: configs.Config, dataset: data.Dataset, out: Path) -> None:
-    """The model at step 0 of a run with that config, its optimiser fresh."""
+    """The model at step 0 of a run with that config, its optimiser fresh; the config last.
+
+    Raises:
+        vit.checkpoint.SaveError: when it cannot be written.
+    """
     rate = optim.schedule(config.optim, length(config, dataset)[1])
     optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
     with checkpoint.open_checkpoints(out, write=True) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
+    claim(out, config)
 
 
 def _training_images(
@@ -215,8 +223,8 @@ def main(_: list[str]) -> None:
             num_epochs=_NUM_EPOCHS.value,
             learning_rate=_LEARNING_RATE.value,
         )
-    except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     print(f"{table}\nThe report and the converted run are in {out}.")
 
 

@@ -22,7 +22,7 @@ from etils import epath
 from PIL import Image
 
 from performer.choices import unknown
-from vit import augment, bounded, config
+from vit import augment, bounded, config, safety
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: image, label, bad and for evaluation mask."""
@@ -154,6 +154,7 @@ def _start_worker(index: int, workers: int) -> None:
     """Leaves signals, which a terminal and a scheduler send to all, to the parent; ends with it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    safety.name_shared_memory()
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 

@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from flax import nnx
 from jax.sharding import Mesh
 
-from vit import attention_report, checkpoint, class_report, data, devices, metrics
+from vit import attention_report, checkpoint, class_report, data, devices, files, metrics
 from vit import config as configs
 from vit.model import ViT
 from vit.steps import Program, build, evaluate, evaluated_model, sizes
@@ -55,6 +55,8 @@ def restore(workdir: Path) -> Restored:
     Raises:
         ValueError: when the folder holds no run, or no checkpoint that can be read.
     """
+    if (workdir / "config.json").exists():
+        files.check(workdir / "config.json")
     config = configs.of_run(workdir)
     configs.validate(config)
     config.fsdp = math.gcd(config.fsdp, jax.device_count())

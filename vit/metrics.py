@@ -1,7 +1,7 @@
 """Metrics: masked counts, the log `metrics.jsonl`, the progress bar and the learning curve."""
 
 import contextlib
-import json
+import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+from vit import files
 
 Record = dict[str, Any]
 
@@ -40,9 +42,9 @@ def label_rank(
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one line to the log."""
+    """Adds one line to the log, with its checksum."""
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(files.dumps(record))
 
 
 def summary_writer() -> type:
@@ -81,30 +83,54 @@ def writer(log: Path, tensorboard: type | None = None) -> Iterator[Callable[[Rec
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log, lines of the same step as one; a last line that was cut off is not."""
+    """The records of a log, lines of the same step as one; damaged lines are left out."""
+    return _merged(_lines(path)[0])
+
+
+def keep_up_to(path: Path, step: int) -> list[Record]:
+    """Drops the records after `step`, which a resumed run will write again; returns the others.
+
+    A damaged line is left out, too, and named; the log as it was is kept beside, in `unreadable`.
+    """
+    lines, damaged = _lines(path)
+    if damaged:
+        aside = path.parent / "unreadable" / path.name
+        aside.parent.mkdir(exist_ok=True)
+        files.write(aside, path.read_bytes())
+        numbers = ", ".join(map(str, damaged[:20]))
+        print(f"{path} is damaged in line {numbers}: left out; the log as it was is {aside}")
+    kept = [line for line in lines if line["step"] <= step]
+    files.write(path, "".join(map(files.dumps, kept)))
+    last = kept[-1]["step"] if kept else 0
+    if last < step:
+        print(f"{path} ends at step {last}, the checkpoint is of step {step}: records are missing")
+    return _merged(kept)
+
+
+def _merged(lines: list[Record]) -> list[Record]:
     records: dict[int, Record] = {}
-    for line in _lines(path):
+    for line in lines:
         records[line["step"]] = records.get(line["step"], {}) | line
     return list(records.values())
 
 
-def keep_up_to(path: Path, step: int) -> list[Record]:
-    """Drops the records after `step`, which a resumed run will write again; returns the others."""
-    temporary = path.with_suffix(".tmp")
-    kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= step]
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-    return read(path)
-
-
-def _lines(path: Path) -> list[Record]:
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+def _lines(path: Path) -> tuple[list[Record], list[int]]:
+    """The lines that can be read, and the numbers of the others, but for a last one cut off."""
+    text = files.read(path) if path.exists() else ""
+    lines = text.splitlines()
+    checked = any(files.CHECKSUM in line for line in lines)
+    found, damaged = [], []
+    for number, line in enumerate(lines, 1):
         try:
-            lines.append(json.loads(line))
+            record = files.loads(line, checked=checked)
+            if not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+            found.append(record)
         except ValueError:
-            break
-    return lines
+            damaged.append(number)
+    if damaged[-1:] == [len(lines)] and not text.endswith("\n"):
+        damaged.pop()  # the process was killed while it wrote
+    return found, damaged
 
 
 def progress_bar(shown: bool = True) -> Progress:
@@ -132,8 +158,10 @@ def plot_learning_curve(log: Path, png: Path) -> None:
         axis.set(xlabel="step", ylabel=name)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.savefig(png, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
     plt.close(figure)
+    files.write(png, content.getvalue())
 
 
 def status(record: Record) -> str:

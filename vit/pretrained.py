@@ -36,11 +36,11 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, data, optim
+from vit import bounded, checkpoint, data, optim, safety
 from vit import config as configs
 from vit.convert import save_run
 from vit.model import ViT, random_streams
-from vit.train import claim, length
+from vit.train import length
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -81,16 +81,18 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     Args:
         weights: the .npz file; only read, nothing is unpacked to disk.
         config: of the new run. `model` and `data.image_size` must be those of the weights.
-        workdir: folder of the new run.
+        workdir: folder of the new run; it appears in one piece, and after a kill the same call
+            begins anew.
 
     Raises:
-        ValueError: for a config that cannot work, a workdir that holds a run, a file that cannot
+        ValueError: for a config that cannot work, a workdir that is not empty, a file that cannot
             be read, or arrays that do not fit the model, all of them in one message. Nothing has
             been written then.
+        vit.checkpoint.SaveError: when the run cannot be written.
     """
     configs.validate(config)
-    if (workdir / "config.json").exists() or (workdir / "checkpoints").exists():
-        raise ValueError(f"{workdir} holds a run already; take another --workdir")
+    checkpoint.check_path(workdir)
+    safety.check_vacant(workdir, "--workdir")
     dataset = data.load(config.data)
     optim.schedule(config.optim, length(config, dataset)[1])
     arrays, report = read(weights)
@@ -101,8 +103,8 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
         rngs=random_streams(config.seed),
     )
     report += load(model, arrays, str(weights))
-    save_run(model, config, dataset, workdir)
-    claim(workdir, config)  # last: a folder without config.json is no run that would train afresh
+    with safety.appearing(workdir, "--workdir") as folder:
+        save_run(model, config, dataset, folder)
     return report
 
 
@@ -270,8 +272,8 @@ def main(_: list[str]) -> None:
     try:
         config = configs.from_flag(_CONFIG)
         report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
-    except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
 
 

@@ -1,7 +1,9 @@
 """Tables as csv and markdown, figures as png: what every experiment writes."""
 
 import csv
-from collections.abc import Mapping, Sequence
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
+from vit import files
+
+NUMBERS = re.compile(r"(?:[-+\d.,%± ]|e|to|nan|inf)*")
+"""What may begin with a sign in a spreadsheet: numbers and intervals, but no formula."""
+
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
     """Writes `path`.csv and `path`.md, and returns the markdown; numbers to four digits.
@@ -19,16 +26,34 @@ def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path.with_suffix(".csv"), [names, *([row[name] for name in names] for row in rows)])
     lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in rows)]
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    markdown = "".join(f"| {' | '.join(map(plain, line))} |\n" for line in lines)
     if text:
         markdown += f"\n{text}\n"
-    path.with_suffix(".md").write_text(markdown)
+    files.write(path.with_suffix(".md"), markdown)
     return markdown
+
+
+def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+    """Writes the lines; a text that a spreadsheet would take for a formula begins with a '."""
+    content = io.StringIO(newline="")
+    csv.writer(content).writerows([_no_formula(value) for value in line] for line in lines)
+    files.write(path, content.getvalue())
+
+
+def plain(text: str) -> str:
+    """Markdown that shows the text, on one line of a table: no HTML, links or emphasis of its own.
+
+    Underscores and brackets stay readable, for alone they mean nothing.
+    """
+    text = re.sub(r"[\\|*`]", r"\\\g<0>", " ".join(text.splitlines()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", r"]\(")
+
+
+def literal(text: str) -> str:
+    """The text for a figure: a dollar is a dollar and begins no formula."""
+    return text.replace("$", r"\$")
 
 
 def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
@@ -49,9 +74,17 @@ def log_log(axis: Any, sizes: Sequence[float]) -> None:
 
 def save(drawn: Any, path: Path) -> None:
     """Writes the figure to `path`.png."""
-    drawn.savefig(path.with_suffix(".png"), dpi=120)
+    content = io.BytesIO()
+    drawn.savefig(content, format="png", dpi=120)
     plt.close(drawn)
+    files.write(path.with_suffix(".png"), content.getvalue())
 
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _no_formula(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    return value if NUMBERS.fullmatch(value) else f"'{value}"

@@ -1,15 +1,22 @@
 """Runs that nobody watches: one process to a folder, stopping on a signal, divergence named."""
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import itertools
+import multiprocessing
 import os
+import re
+import shutil
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -21,27 +28,134 @@ STOPPED = 75
 _CALLS = itertools.count()  # over all runs of a process: the numbers must never fall
 
 
+SHARED = Path("/dev/shm")
+"""Where Linux keeps what processes share."""
+
+
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
     """Makes the folder, and holds it against other runs; ends with the process, even a killed one.
 
+    Where the file system has no locks this is said, and the folder is not held.
+
     Raises:
-        ValueError: when another process has it; the message says which.
+        ValueError: when another process has it, with the message saying which; or when what stands
+            in the place of the lock is a link or no file.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / "lock").open("a+") as file:
+    with _open_lock(workdir / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
+        except BlockingIOError as error:
             raise ValueError(
                 f"{workdir} is in use by {file.read().strip() or 'another process'}; wait for it,"
                 " stop it, or take another --workdir"
             ) from error
-        file.truncate(0)
+        except OSError as error:
+            print(
+                f"{workdir} is not held against other runs, for its file system has no locks"
+                f" ({error.strerror}); see that there is but one"
+            )
+        file.seek(0)
+        _clear_after(file.read())
+        file.seek(0)
+        file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _open_lock(path: Path) -> IO[str]:
+    """Opens the file, or makes it; follows no link and waits for nobody."""
+    refusal = ValueError(f"{path} is a link or no file; remove it")
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise refusal from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refusal
+    return os.fdopen(descriptor, "r+", errors="replace")
+
+
+def check_vacant(folder: Path, flag: str) -> None:
+    """Looks whether there is nothing in the folder, or no folder.
+
+    Raises:
+        ValueError: when there is; the message names the flag.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; take another {flag}")
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if names:
+        what = "holds a run already" if names & {"config.json", "checkpoints"} else "is not empty"
+        raise ValueError(f"{folder} {what}; take another {flag}")
+    if os.path.ismount(folder):
+        raise ValueError(f"{folder} is where a disk is mounted; take a folder inside as {flag}")
+
+
+@contextlib.contextmanager
+def appearing(folder: Path, flag: str) -> Iterator[Path]:
+    """A folder to fill, which takes its final name in one piece when the block has ended well.
+
+    Until then it is `folder`.unfinished. What a killed process left there is removed by the next
+    one, which begins anew; so is everything there when the block raises.
+
+    Raises:
+        ValueError: as `check_vacant` and `exclusive`.
+    """
+    folder = folder.resolve()
+    check_vacant(folder, flag)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    with exclusive(unfinished):
+        for path in unfinished.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+        try:
+            yield unfinished
+        except Exception:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        unfinished.rename(folder)
+
+
+def _clear_after(holder: str) -> None:
+    """Removes joblib's semaphores, named after their process, of a dead holder of the lock."""
+    match = re.fullmatch(r"process (\d+) on (.*)\n", holder)
+    if match and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists():
+        _remove_shared(f"sem.loky-{match[1]}-")
+
+
+def _remove_shared(*prefixes: str) -> None:
+    for path in SHARED.iterdir() if SHARED.is_dir() else ():
+        if path.name.startswith(prefixes):
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink()
+
+
+def own_shared_memory(workdir: Path) -> None:
+    """Removes the shared memory and semaphores that a killed start of the run left behind.
+
+    When a whole group of processes is killed, nobody is left to do it. What this process and its
+    workers share from now on has names that the next start of the run knows. To be called under
+    `exclusive(workdir)`, for a process that still lives would lose what it has.
+    """
+    place = f"{workdir.resolve()} {jax.process_index()}".encode(errors="surrogateescape")
+    prefix = f"v{hashlib.sha256(place).hexdigest()[:7]}"
+    multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"  # pyright: ignore
+    name_shared_memory()
+    _remove_shared(f"{prefix}_", f"sem.{prefix}-")
+
+
+def name_shared_memory() -> None:
+    """Gives shared memory the names that semaphores have; workers inherit only the latter."""
+    prefix = multiprocessing.current_process()._config["semprefix"]  # pyright: ignore
+    shared_memory._SHM_NAME_PREFIX = f"{prefix}_"  # pyright: ignore
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ batch are printed. On several hosts each runs the same command with --distribute
 """
 
 import contextlib
+import dataclasses
+import json
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -22,7 +24,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from vit import checkpoint, costs, data, devices, metrics, safety, steps
+from vit import checkpoint, costs, data, devices, files, metrics, safety, steps
 from vit import config as configs
 
 AHEAD = 3
@@ -48,13 +50,15 @@ def train(
         The last record of the log: step, epoch, seconds, train_loss, eval_loss, eval_accuracy, ...
 
     Raises:
-        ValueError: for a config that cannot work, a workdir that holds another run or is in use,
-            or more unreadable records than `config.data.max_bad_records`.
+        ValueError: for a config that cannot work, a workdir that holds another run, is in use or
+            has lost its checkpoints, or more unreadable records than
+            `config.data.max_bad_records`.
         FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # What is asked for, checked before anything is written.
     configs.validate(config)
+    checkpoint.check_path(workdir)
     board = metrics.summary_writer() if tensorboard else None
     mesh = devices.mesh(config)
     dataset = data.load(config.data)
@@ -72,12 +76,15 @@ def train(
         stopping = stack.enter_context(safety.interruption())
 
         # Where the run stands.
-        if devices.agree(checkpoint.exists(workdir)):
+        resumed = devices.agree(checkpoint.exists(workdir))
+        safety.own_shared_memory(workdir)  # after all know that process 0 holds the folder
+        if resumed:
             step, state = checkpoint.restore(workdir, program.abstract)
             checkpoint.set_aside(workdir, step)
             if lead:
                 print(f"{workdir}: at step {step} of {num_steps}")
         else:
+            checkpoint.check_not_lost(workdir, last_step(log))
             step, state = 0, program.initial()
         checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
         past = metrics.keep_up_to(log, step) if lead else []
@@ -161,6 +168,11 @@ def train(
     return metrics.read(log)[-1]
 
 
+def last_step(log: Path) -> int:
+    """Of the log; 0 where there is none."""
+    return max((record["step"] for record in metrics.read(log)), default=0)
+
+
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
     """Steps of an epoch, and of the run.
 
@@ -198,6 +210,7 @@ def claim(workdir: Path, config: configs.Config) -> None:
     """Makes the folder of the run; refuses one that holds a run of another config."""
     path = workdir / "config.json"
     if path.exists():
+        files.check(path)
         different = configs.differences(configs.load(path), config)
         if different:
             raise ValueError(
@@ -205,7 +218,7 @@ def claim(workdir: Path, config: configs.Config) -> None:
                 " own config:\n  " + "\n  ".join(different)
             )
     workdir.mkdir(parents=True, exist_ok=True)
-    configs.save(config, path)
+    files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def profiler(workdir: Path, wanted: bool) -> contextlib.AbstractContextManager[Any]:

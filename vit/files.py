@@ -1,0 +1,89 @@
+"""Files of a run: written in one piece, never through a link, and with a checksum where they count.
+
+What a reader or the next start finds is whole, or is not there. A line of JSON with a checksum ends
+in `"checksum": n`, the CRC-32 of the line without it: any one changed byte is noticed.
+"""
+
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any
+
+CHECKSUM = ', "checksum": '
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes the file in one piece; a link in its place is replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:
+        is_text = isinstance(content, str)
+        file.write(content.encode(errors="surrogateescape") if is_text else content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read(path: Path) -> str:
+    """The text of a file; bytes that are none of UTF-8 become U+FFFD.
+
+    Raises:
+        ValueError: for what is no file; nothing waits for the other end of a pipe.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is no file; move it away")
+    return path.read_text("utf-8", errors="replace")
+
+
+def check(folder: Path) -> None:
+    """Looks whether all there is under the folder, itself included, is files and folders.
+
+    Raises:
+        ValueError: naming the first thing that is neither.
+        OSError: for a link that leads nowhere.
+    """
+    for path in (folder, *folder.rglob("*")):
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ValueError(f"{path} is neither a file nor a folder")
+
+
+def dumps(record: dict[str, Any]) -> str:
+    """A record that is not empty as one line of JSON with its checksum."""
+    text = json.dumps(record)
+    return f"{text[:-1]}{CHECKSUM}{zlib.crc32(text.encode())}}}\n"
+
+
+def loads(line: str, *, checked: bool = True) -> dict[str, Any]:
+    """What `dumps` was given.
+
+    Args:
+        line: of the file.
+        checked: whether it must have a checksum; logs of older versions have none.
+
+    Raises:
+        ValueError: when the line was changed.
+    """
+    text, mark, checksum = line.rstrip("\n").rpartition(CHECKSUM)
+    text = f"{text}}}" if mark else line
+    if (mark or checked) and checksum != f"{zlib.crc32(text.encode())}}}":
+        raise ValueError("its checksum is wrong")
+    record = json.loads(text)
+    if not isinstance(record, dict):
+        raise ValueError("it is no record")
+    return record
+
+
+def note(path: Path, record: dict[str, Any]) -> None:
+    """Writes a file of one record."""
+    write(path, dumps(record))
+
+
+def noted(path: Path) -> dict[str, Any] | None:
+    """The record of such a file, or None where it is missing or damaged."""
+    try:
+        return loads(read(path))
+    except (OSError, ValueError):
+        return None
