@@ -180,6 +180,7 @@ def compare(
         optim.schedule(setting.config.optim, num_steps)
         totals.append(num_steps)
     seeds = [config.seed + i for i in range(num_seeds)]
+    configs.validate(dataclasses.replace(config, seed=seeds[-1]))
     contents = {
         "config": dataclasses.asdict(config),
         "couplings": list(couplings),

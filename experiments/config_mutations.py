@@ -215,6 +215,14 @@ def table(found: Sequence[Outcome], path: Path | None = None) -> str:
     return report.table(rows, path) if path else "\n".join(map(str, rows))
 
 
+def show(found: Sequence[Outcome], path: Path) -> None:
+    """Prints and writes the table; exits where a value was taken, or refused without a word."""
+    print(table(found, path))
+    bad = [each for each in found if each.kind in KINDS[2:]]
+    if bad:
+        sys.exit("\n".join(f"{e.kind}: --config.{e.field}={e.text!r} {e.message}" for e in bad))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -225,11 +233,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random values")
     parser.add_argument("--out", type=Path, default=Path("results/config_mutations"))
     arguments = parser.parse_args()
-    found = outcomes(arguments.seed)
-    print(table(found, arguments.out))
-    bad = [each for each in found if each.kind in KINDS[2:]]
-    if bad:
-        sys.exit("\n".join(f"{e.kind}: --config.{e.field}={e.text!r} {e.message}" for e in bad))
+    show(outcomes(arguments.seed), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Kills a run and damages its files, and looks whether it ends as if nothing had happened.
+"""Kills a run, damages its files and changes its config, and looks what comes of it.
 
-    python -m experiments.fault_injection [--parts kills damages] [--kills=20] [--seed=0] \\
+    python -m experiments.fault_injection [--parts kills damages configs] [--kills=20] [--seed=0] \\
         [--out=results/fault_injection]
 
 Kills: two runs of the same config (scikit-learn's digits): one is left alone; the other is killed
@@ -13,6 +13,9 @@ replaced by a folder, a link or a pipe, or made unreadable, and the same call of
 with it. It may say what is wrong in one line that names the place ("told clearly"), or end with the
 same bits and losses ("harmless"); another exception, or no end ("traceback"), and another result
 without a word, or a change of the file that a link leads to ("silent"), must not be.
+
+Configs: every field is given values that cannot be meant, by the command line; see
+`experiments.config_mutations`, whose table has the same columns.
 """
 
 import argparse
@@ -31,13 +34,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
 from absl import logging
 
-from vit import checkpoint, config, evaluate, metrics, report, train
+from experiments import config_mutations
+from vit import checkpoint, config, data, devices, evaluate, metrics, report, steps, train
 
 FLAGS = [
     "--config=experiments/configs/digits.py",
@@ -199,21 +202,14 @@ def damage_files(
         seed: of the places in the files.
         chosen: whether this damage is done to the file of this name, as in "checkpoints/3/...".
     """
-    build, programs = train.steps.build, []
-
-    def build_once(*arguments: Any) -> Any:
-        if not programs:
-            programs.append(build(*arguments))
-        return programs[0]
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(train.steps, "build", build_once),
-    ):
+    dataset = data.load(settings.data)
+    num_steps = train.length(settings, dataset)[1]
+    mesh = devices.mesh(settings)
+    abstract = steps.build(settings, steps.sizes(dataset), num_steps, mesh).abstract
+    with tempfile.TemporaryDirectory() as folder:
         whole, workdir, canary = (Path(folder) / name for name in ("whole", "run", "canary"))
         with contextlib.redirect_stdout(io.StringIO()):
             train.train(settings, whole)
-        abstract = programs[0].abstract
         newest, state = checkpoint.restore(whole, abstract)
         want = jax.tree.map(_bits, jax.tree.leaves(state)), _losses(whole)
         names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*"))
@@ -325,7 +321,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parts = ("kills", "damages")
+    parts = ("kills", "damages", "configs")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and places")
@@ -340,6 +336,8 @@ def main() -> None:
     if "damages" in arguments.parts:
         logging.set_verbosity(logging.FATAL)  # as in `vit.train`
         show(damage_files(SMALL, arguments.seed), arguments.out / "damages")
+    if "configs" in arguments.parts:
+        config_mutations.show(config_mutations.outcomes(arguments.seed), arguments.out / "configs")
 
 
 if __name__ == "__main__":

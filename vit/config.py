@@ -19,7 +19,7 @@ from absl import flags
 
 import performer
 from performer.choices import unknown
-from vit import bounded
+from vit import bounded, files
 
 
 class Size(NamedTuple):
@@ -501,9 +501,7 @@ def parse(name: str, text: str, like: Any) -> Any:
 
 def save(config: Config, path: Path) -> None:
     """Writes the config as JSON, in one piece."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    temporary.replace(path)
+    files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def load(path: Path) -> Config:

@@ -9,8 +9,6 @@ batch are printed. On several hosts each runs the same command with --distribute
 """
 
 import contextlib
-import dataclasses
-import json
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -218,7 +216,7 @@ def claim(workdir: Path, config: configs.Config) -> None:
                 " own config:\n  " + "\n  ".join(different)
             )
     workdir.mkdir(parents=True, exist_ok=True)
-    files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    configs.save(config, path)
 
 
 def profiler(workdir: Path, wanted: bool) -> contextlib.AbstractContextManager[Any]:
