@@ -307,7 +307,7 @@ def for_coupling(method: str, coupling: str) -> str:
     """
     one_length = coupling.removesuffix("-antithetic").endswith(("pm", "monotone", "fixed"))
     names = ("traceless" if one_length and name == "tilt" else name for name in parts(method))
-    return "+".join(names)
+    return "+".join(names) or "none"
 
 
 def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:

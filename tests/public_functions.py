@@ -63,6 +63,15 @@ class Row(NamedTuple):
 ROWS: dict[str, Row] = {}
 UNEXPORTED = ("typing", "choices", "descent", "hadamard")
 """Modules that `import performer` merely loads."""
+CHECKS = {
+    "gp.finite_arrays",
+    "kernels.checked_arrays",
+    "kernels.positive_number",
+    "graphs.kernels.require_radius",
+    "graphs.walks.require_lengths",
+    "graphs.walks.require_steps",
+}
+"""They look at arguments, and compute nothing."""
 
 
 def row(name: str, kind: str = "computes", *, host: bool = False):
@@ -90,8 +99,8 @@ def public_functions() -> dict[str, Any]:
     """All functions, methods and properties without an underscore, by dotted name."""
     found = {}
     modules = {performer.nnx, performer.linen, performer.sklearn}
-    for package in (performer, graphs):
-        modules |= {value for value in vars(package).values() if isinstance(value, ModuleType)}
+    modules |= {getattr(performer, name) for name in performer.MODULES}
+    modules |= {value for value in vars(graphs).values() if isinstance(value, ModuleType)}
     for module in modules:
         package = hasattr(module, "__path__")
         if not module.__name__.startswith("performer.") or (package and module is not attention):
@@ -111,7 +120,7 @@ def public_functions() -> dict[str, Any]:
                 of_class = isinstance(method, (property, classmethod)) or inspect.isfunction(method)
                 if of_class and not part.startswith("_"):
                     found[f"{dotted}.{part}"] = method
-    return found
+    return {name: value for name, value in found.items() if name not in CHECKS}
 
 
 def key(seed: int = 0):

@@ -27,7 +27,7 @@ def small_config(**sections):
 def new_vit(settings, seed=0, num_classes=5):
     """By one program for each config: the many small ones of `ViT(...)` take longer to compile."""
     size, _ = config.parse_variant(settings.model.variant)
-    return nnx.merge(*_made(tuple(config.flatten(settings).items()), size, seed, num_classes))
+    return nnx.clone(_made(tuple(config.flatten(settings).items()), size, seed, num_classes))
 
 
 @cache
@@ -36,7 +36,7 @@ def _made(fields, _, seed, num_classes):
         settings = config.with_values(config.Config(), dict(fields))
         return ViT(settings, num_classes=num_classes, channels=1, rngs=random_streams(seed))
 
-    return nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))()
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))())
 
 
 CALIBRATED = config.Attention(num_features=8, calibration="full")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.graphs import couplings, kernels, modulations, walks
@@ -46,11 +47,11 @@ class Features:
     """Entries (T,)."""
     num_nodes: int = field(metadata={"static": True})
 
-    def __matmul__(self, vectors: Array) -> Array:
+    def __matmul__(self, vectors: ArrayLike) -> Array:
         """Phi v, for v (N,) or (N, k)."""
         return self._sum(self.node, self.start, vectors)
 
-    def transposed(self, vectors: Array) -> Array:
+    def transposed(self, vectors: ArrayLike) -> Array:
         """Phi^T v."""
         return self._sum(self.start, self.node, vectors)
 
@@ -67,7 +68,8 @@ class Features:
             (value[kept], (start[kept], node[kept])), shape=(self.num_nodes,) * 2
         )
 
-    def _sum(self, source: Array, target: Array, vectors: Array) -> Array:
+    def _sum(self, source: Array, target: Array, vectors: ArrayLike) -> Array:
+        vectors = jnp.asarray(vectors)
         value = self.value.reshape(-1, *[1] * (vectors.ndim - 1))
         return jax.ops.segment_sum(value * vectors[source], target, self.num_nodes)
 
@@ -85,7 +87,7 @@ class Estimate:
         """(N, N), as a matrix has it."""
         return self.left.num_nodes, self.left.num_nodes
 
-    def __matmul__(self, vectors: Array) -> Array:
+    def __matmul__(self, vectors: ArrayLike) -> Array:
         """K v, for v (N,) or (N, k), without K."""
         if self.right is None:
             return self.left @ self.left.transposed(vectors)
