@@ -1,6 +1,7 @@
 """Pairwise covering arrays: few cases in which any two levels of two factors meet."""
 
 import itertools
+from functools import cache
 
 import numpy as np
 
@@ -14,7 +15,7 @@ def covering_array(factors, excluded, seed=0, tries_per_row=10):
         seed: of the draws.
         tries_per_row: of so many rows the one is taken that has most that is missing.
     """
-    rng = np.random.default_rng(seed)
+    rng, excluded = np.random.default_rng(seed), cache(excluded)
 
     def draw(start):
         row = dict(start)
