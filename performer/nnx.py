@@ -96,7 +96,7 @@ class PerformerAttention(nnx.Module):
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
         self.statistics = nnx.Dict()
-        if self.method:
+        if calibrations.parts(self.method):
             if feature_map != "positive":
                 raise ValueError(
                     f"calibration {calibration!r} needs feature_map='positive', got {feature_map!r}"
