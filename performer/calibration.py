@@ -38,6 +38,7 @@ features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -149,21 +150,30 @@ def pair_moments(
     Returns:
         (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
     """
-    lead, h, k = query.shape[:-3], key.shape[-1], key.shape[-2]
-    factor, dtype = h**-0.25 if scale is None else scale**0.5, float32_or_wider(query, key)
+    lead = query.shape[:-3]
+    factor, dtype = (
+        key.shape[-1] ** -0.25 if scale is None else scale**0.5,
+        float32_or_wider(query, key),
+    )
     query, key = (
         jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor
         for x in (query, key)
     )
-    t, s = query.shape[1], key.shape[1]
+    keys = key_mask(mask, None, lead, key)
+    return _pair_moments(query, key, keys, is_causal, num_queries)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _pair_moments(
+    query: Array, key: Array, keys: Array | None, is_causal: bool, num_queries: int | None
+) -> Moments:
+    t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
     count = t if num_queries is None else min(num_queries, t)
     position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # past 2^31 for long t
     exists = jnp.ones((count, s), bool)
     if is_causal:
         exists = jnp.arange(s)[None] <= position[:, None]
-    if mask is not None:
-        keys = key_mask(mask, None, lead, key)
-        assert keys is not None
+    if keys is not None:
         key = jnp.where(keys[:, :, None, None], key, 0)
         exists = exists[None, None] & keys[:, None, None]  # (b, 1, t, s)
     query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
@@ -190,7 +200,11 @@ def fit(moments: Moments, method: str = "full") -> Calibration:
     Raises:
         ValueError: for an unknown method.
     """
-    names = parts(method)
+    return _fit(moments, parts(method))
+
+
+@partial(jax.jit, static_argnums=1)
+def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
     h = (moments.shape[-1] - 1) // 2
     # Where nothing was counted, as if all queries and keys were zero: the identity suits them.
     nothing = jnp.zeros((2 * h + 1, 2 * h + 1), moments.dtype).at[0, 0].set(1)

@@ -14,7 +14,7 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,19 @@ from performer.typing import Coupling, Directions, Frequencies, Key, Norms
 def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
     """ceil(m / d) independent blocks of d frequencies, of which the first m are kept.
 
-    In a block the lengths are drawn first and handed to the directions.
+    In a block the lengths are drawn first and handed to the directions. One program draws, outside
+    of `jax.jit`, too.
     """
 
     def coupling(key: Key, m: int, d: int) -> Frequencies:
-        m, d = (
+        return drawn(
+            key,
             positive_integer("m (the number of features)", m),
             positive_integer("d (the dimension)", d),
         )
 
+    @partial(jax.jit, static_argnums=(1, 2))
+    def drawn(key: Key, m: int, d: int) -> Frequencies:
         def block(block_key: Key) -> Frequencies:
             norms_key, directions_key = jax.random.split(block_key)
             lengths = draw_norms(norms_key, d, d)
@@ -89,7 +93,12 @@ def halton(key: Key, m: int, d: int) -> Frequencies:
         positive_integer("m (the number of features)", m),
         positive_integer("d (the dimension)", d),
     )
-    points = (_halton_points(m, d) + jax.random.uniform(key, (1, d), jnp.float32)) % 1
+    return _shifted_normal(key, jnp.asarray(_halton_points(m, d)))
+
+
+@jax.jit
+def _shifted_normal(key: Key, points: Frequencies) -> Frequencies:
+    points = (points + jax.random.uniform(key, (1, points.shape[1]), jnp.float32)) % 1
     return jax.scipy.special.ndtri(jnp.clip(points, 2.0**-25, 1 - 2.0**-24))
 
 
@@ -166,7 +175,12 @@ def draw(
     if num_heads is None:
         return coupling(key, num_features, head_dim)
     keys = jax.random.split(key, positive_integer("num_heads", num_heads))
-    return jax.vmap(lambda k: coupling(k, num_features, head_dim))(keys)
+    return _for_each(coupling, keys, num_features, head_dim)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _for_each(coupling: Coupling, keys: Array, m: int, d: int) -> Float[Array, "n m d"]:
+    return jax.vmap(lambda key: coupling(key, m, d))(keys)
 
 
 def redraw(

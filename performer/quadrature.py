@@ -72,6 +72,7 @@ class Rule(NamedTuple):
     """The weight of f(0), of either sign; 0 for plain random features."""
 
 
+@partial(jax.jit, static_argnames=("num_rules", "d", "orthogonal", "reflect", "reject"))
 def spherical_radial(
     key: Key,
     num_rules: int,
@@ -143,6 +144,7 @@ class StructuredRule:
         """Of f(0)."""
         return 1 - self.weights.sum()
 
+    @jax.jit
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b p"]:
         """points @ x along the last axis, (..., d) -> (..., p) in O(d log d) for each rule.
 
@@ -161,6 +163,7 @@ class StructuredRule:
         return jnp.concatenate([rows, -rows], axis=-1) if self.reflect else rows
 
 
+@partial(jax.jit, static_argnames=("num_rules", "d", "reflect", "reject"))
 def structured(
     key: Key, num_rules: int, d: int, *, reflect: bool = True, reject: bool = False
 ) -> StructuredRule:

@@ -7,6 +7,7 @@ Source: SimRF Sec. 4.2, App. B.2 (Algorithm 1, Eqs 87 to 90).
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class StructuredFrequencies:
     d: int = dataclasses.field(metadata=dict(static=True))
     simplex: bool = dataclasses.field(metadata=dict(static=True))
 
+    @jax.jit
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b m"]:
         """W x along the last axis, (..., d) -> (..., m), float64 for a float64 x, else float32.
 
@@ -51,6 +53,7 @@ class StructuredFrequencies:
         return self.apply(jnp.eye(self.d, dtype=jnp.float32)).T
 
 
+@partial(jax.jit, static_argnames=("m", "d", "simplex", "draw_norms"))
 def draw(
     key: Key, m: int, d: int, *, simplex: bool = False, draw_norms: Norms = norms.independent
 ) -> StructuredFrequencies:
