@@ -34,6 +34,7 @@ CACHE = cache_folder()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # lowering is quicker by a fifteenth
 # Together with that, machine code in an eighth of the time (a causal gradient: 1.53 s, .18 s).
 os.environ["XLA_FLAGS"] = " ".join(
     [

@@ -17,6 +17,12 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 HOST = [n for n, row in ROWS.items() if row.host and (row.kind != "numpy" or "analysis" in n)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_known():
+    """A program that is known is not traced again; what a test here traces is searched or heard."""
+    jax.clear_caches()
+
+
 def is_rounded(operands, precision):
     return any(x.dtype == np.float32 for x in operands) and precision != HIGHEST
 
@@ -49,7 +55,6 @@ def test_products_at_work(name, monkeypatch):
         return bind(*operands, **params)
 
     monkeypatch.setattr(dot_general_p, "bind", overheard)
-    jax.clear_caches()  # a program that is known is not traced again
     ROWS[name].call(inputs(jnp.float32))
     assert not any(heard)
 

@@ -1,5 +1,6 @@
 """Spherical-radial rules: exact to degree three, unbiased, fast operators, sound in attention."""
 
+import inspect
 import itertools
 
 import jax
@@ -248,7 +249,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="d must be a positive integer, got 0"):
         quadrature.vertices(0)
     with pytest.raises(ValueError, match="unknown orthogonal matrices 'har'; did you mean 'haar'"):
-        spherical_radial.__wrapped__(key, 1, 3, orthogonal="har")
+        inspect.unwrap(spherical_radial)(key, 1, 3, orthogonal="har")
     with pytest.raises(ValueError, match="unknown method 'Gor'; did you mean 'Gort'"):
         quadrature.method("Gor", key, 1, 3, reflect=False)
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
