@@ -97,7 +97,7 @@ def _few_memory_maps():
 
 @pytest.fixture(autouse=True)
 def _optimised(request):
-    """For tests marked `optimised`: programs as users get them."""
+    """For tests marked `optimised`: what XLA and LLVM optimise for users (XLA_FLAGS stay)."""
     if request.node.get_closest_marker("optimised") is None:
         yield
         return

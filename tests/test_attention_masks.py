@@ -136,6 +136,7 @@ def test_implementations_agree(is_causal):
     close(attend(implementation="direct"), blocked, 2e-5)
 
 
+@pytest.mark.optimised("asserts bits")
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_the_future_changes_nothing_bit_for_bit(feature_map, small_chunks):
     *tokens, frequencies = inputs(t=30)

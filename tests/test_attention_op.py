@@ -16,7 +16,8 @@ from hypothesis.extra.numpy import arrays
 
 import performer
 from performer import performer_attention
-from performer.attention import attention_weights, op
+from performer.attention import State, attention_weights, op
+from performer.calibration import Calibration
 from tests import oracles
 from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
 
@@ -127,6 +128,30 @@ def test_keys_may_come_in_any_order():
     want = performer_attention(query, key, value, frequencies)
     close(performer_attention(query, key[:, order], value[:, order], frequencies), want)
     close(performer_attention(query[:, order], key, value, frequencies), want[:, order])
+
+
+NEUTRAL = {
+    "mask": np.ones((2, 1, 1, 7), bool),
+    "key_value_seq_lengths": np.full(2, 7),
+    "segment_ids": np.zeros((2, 7), np.int32),
+    "shift": jnp.zeros(H),
+    "weights": jnp.ones(M),
+    "scale": H**-0.5,
+    "calibration": Calibration(
+        shift=jnp.zeros(H), scale=jnp.eye(H), inverse_scale=jnp.eye(H), mean=jnp.zeros(H),
+        root=jnp.eye(H),
+    ),
+    "initial_state": State(jnp.full((2, 2, M), -jnp.inf), jnp.zeros((2, 2, M)),
+        jnp.zeros((2, 2, M, V))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_neutral_argument_is_none(name):
+    """So that one program with neutral arguments may serve a table of cases."""
+    args = inputs()
+    got = performer_attention(*args, **{name: NEUTRAL[name]})
+    close(got, performer_attention(*args), 1e-6)
 
 
 # States
@@ -268,6 +293,7 @@ def test_transformations(is_causal, small_chunks):
     close(scanned[1], attend(2 * query, key, value, frequencies))
 
 
+@pytest.mark.optimised("asserts memory")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_features_are_never_stored(is_causal):
     """Temporary memory of forward + backward: linear in the length, below one set of features."""

@@ -83,6 +83,7 @@ def test_frequencies_are_saved_and_not_trained(finished):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.optimised("asserts bits")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
