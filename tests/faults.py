@@ -86,15 +86,15 @@ FAULTS = [
     Fault(
         "Halton points are shifted by one number in all dimensions",
         "performer/couplings.py",
-        "jax.random.uniform(key, (d,))",
-        "jax.random.uniform(key, ())",
+        "jax.random.uniform(key, (1, points.shape[1]), jnp.float32)",
+        "jax.random.uniform(key, (1, 1), jnp.float32)",
         "test_couplings.py::test_rows_are_gaussian[halton]",
     ),
     Fault(
         "the heads of a layer share their seed",
         "performer/couplings.py",
-        "lambda k: coupling(k, num_features, head_dim)",
-        "lambda _: coupling(key, num_features, head_dim)",
+        "lambda key: coupling(key, m, d)",
+        "lambda _: coupling(keys[0], m, d)",
         "test_nnx.py::test_heads_and_layers_draw_their_own",
     ),
     Fault(
@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "every new draw is the same",
         "performer/couplings.py",
-        "draw(name, jax.random.fold_in(key, step), m, h, num_heads)",
-        "draw(name, key, m, h, num_heads)",
+        "draw(name, jax.random.fold_in(key, step), m, h,",
+        "draw(name, key, m, h,",
         "test_nnx.py::test_redraw_every_so_many_steps",
     ),
     Fault(
@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "the simplex of Eq. 9 with another sign",
         "performer/directions.py",
-        "(jnp.sqrt(d) + 1) / (d - 1) * last",
-        "(jnp.sqrt(d) - 1) / (d - 1) * last",
+        "(root(d) + 1) / (d - 1) * last",
+        "(root(d) - 1) / (d - 1) * last",
         "test_directions.py::test_simplex_vertices_are_simrf_eq_9",
     ),
     Fault(
@@ -135,7 +135,7 @@ FAULTS = [
     Fault(
         "SimRF+ is not rotated",
         "performer/directions.py",
-        "return units @ haar(key, d, d)",
+        "return _product(units, haar(key, d, d))",
         "return units",
         "test_couplings.py::test_rows_are_gaussian[simrf+]",
     ),
@@ -192,8 +192,8 @@ FAULTS = [
     Fault(
         "Matern distances without 2 nu",
         "performer/kernels.py",
-        "squared = (2 * degree + 1) * _squared_distances",
-        "squared = _squared_distances",
+        "squares = (2 * degree + 1) * _summed_squares",
+        "squares = _summed_squares",
         "test_kernels.py::test_matern_matches_the_bessel_function",
     ),
     Fault(
@@ -206,8 +206,8 @@ FAULTS = [
     Fault(
         "VRC Eq. 39 as printed: no 1 / sigma_n^2",
         "performer/gp.py",
-        "phi.T @ y) / variance\n    half",
-        "phi.T @ y)\n    half",
+        "phi / noise_scale, y / noise_scale",
+        "phi / noise_scale, y",
         "test_gp.py::test_features_are_the_exact_form_of_their_gram_matrix",
     ),
     Fault(
@@ -234,8 +234,8 @@ FAULTS = [
     Fault(
         "scores by the transposed Cholesky factor",
         "performer/copula.py",
-        "jnp.matmul(factor, jax.random.normal",
-        "jnp.matmul(factor.T, jax.random.normal",
+        "jnp.matmul(factor, normal",
+        "jnp.matmul(factor.T, normal",
         "test_copula.py::test_scores_have_the_correlation",
     ),
     Fault(
@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         "the constant of a rule loses its sign",
         "performer/quadrature.py",
-        "for sign in (1.0, jnp.sign(rule.constant))",
+        "for sign in (1.0, jnp.sign(constant))",
         "for sign in (1.0, 1.0)",
         "test_quadrature.py::test_the_sign_of_the_constant_is_on_one_side",
     ),
@@ -269,15 +269,15 @@ FAULTS = [
     Fault(
         "SimRF Eq. 25 as printed: v^2k / k!, without 2^k",
         "performer/theory.py",
-        "return _kummer(t / 2, d)",
-        "return _kummer(t, d)",
+        "return _kummer(t / 2, d, log_factor)",
+        "return _kummer(t, d, log_factor)",
         "test_theory.py::test_orf_is_simrf_eq_23",
     ),
     Fault(
         "SimRF Eq. 77 as printed: (1 + e^-z^2)^2",
         "performer/theory.py",
-        "own = (1 - np.exp(t)) ** 2 / 2",
-        "own = (1 + np.exp(t)) ** 2 / 2",
+        "np.expm1(t) ** 2 / 2",
+        "(1 + np.exp(t)) ** 2 / 2",
         "test_theory.py::test_errors_agree_with_simulation[orf]",
     ),
     Fault(
@@ -311,7 +311,7 @@ FAULTS = [
     Fault(
         "frequencies of another law without their weights",
         "performer/calibration.py",
-        "jnp.sum(frequencies**2 - w**2, axis=-1) / 2",
+        "jnp.sum(jnp.broadcast_to(frequencies, w.shape) ** 2 - w**2, axis=-1) / 2",
         "jnp.zeros(w.shape[:-1])",
         "test_calibration.py::test_attention_is_that_of_the_changed_kernel[tilt]",
     ),
@@ -325,8 +325,8 @@ FAULTS = [
     Fault(
         "causal moments leave out a query's own key",
         "performer/calibration.py",
-        "exists = jnp.arange(s) <= position[:, None]",
-        "exists = jnp.arange(s) < position[:, None]",
+        "jnp.arange(s)[None] <= position[:, None]",
+        "jnp.arange(s)[None] < position[:, None]",
         "test_calibration.py::test_moments_are_means_over_pairs",
     ),
     Fault(
@@ -424,8 +424,8 @@ FAULTS = [
     Fault(
         "the shift is added to the keys",
         "performer/attention/op.py",
-        "key = (key - shift)",
-        "key = (key + shift)",
+        "key.astype(wide) - jnp.broadcast_to(shift",
+        "key.astype(wide) + jnp.broadcast_to(shift",
         "test_attention_op.py::test_shift_moves_the_keys_and_not_the_limit[positive]",
     ),
     Fault(
@@ -438,15 +438,15 @@ FAULTS = [
     Fault(
         "float16 values are summed over the keys in float16",
         "performer/attention/state.py",
-        "jnp.bfloat16 if value.dtype == jnp.bfloat16 else jnp.float32",
+        "value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)",
         "value.dtype",
         "test_attention_op.py::test_low_precision",
     ),
     Fault(
         "a device counts its own keys twice in causal attention",
         "performer/attention/parallel.py",
-        "< jax.lax.axis_index(axis_name)",
-        "<= jax.lax.axis_index(axis_name)",
+        "dtype=here.dtype) < here",
+        "dtype=here.dtype) <= here",
         "test_attention_parallel.py",
     ),
     Fault(
@@ -482,8 +482,8 @@ FAULTS = [
     Fault(
         "momentum is the weight of what is new",
         "performer/nnx.py",
-        "self.momentum * old + (1 - self.momentum) * moments",
-        "(1 - self.momentum) * old + self.momentum * moments",
+        "new = (1 - self.momentum) * moments.astype(old.dtype)",
+        "new = self.momentum * moments.astype(old.dtype)",
         "test_nnx.py::test_running_statistics_move_in_training_and_stay_in_evaluation",
     ),
     Fault(
@@ -560,8 +560,8 @@ FAULTS = [
     Fault(
         "a walk draws the same number at each step",
         "performer/graphs/walks.py",
-        "node, _uniform(seed, walker, step)",
-        "node, _uniform(seed, walker, 0 * step)",
+        "node, _bits(seed, walker, step)",
+        "node, _bits(seed, walker, 0 * step)",
         "test_graph_walks.py::test_loads_are_unbiased_for_the_powers_of_the_weights[uniform]",
     ),
     Fault(
@@ -623,7 +623,7 @@ FAULTS = [
     Fault(
         "the power iteration loses what is at nodes alone",
         "performer/graphs/pagerank.py",
-        "shared = p_halt + (1 - p_halt) * jnp.sum(jnp.where(alone, x, 0))",
+        "shared = p_halt + (1 - p_halt) * x[alone].sum()",
         "shared = p_halt",
         "test_graph_pagerank.py::test_power_iteration_is_that_of_networkx",
     ),
@@ -658,8 +658,8 @@ FAULTS = [
     Fault(
         "half the distance in k-means",
         "performer/graphs/tasks.py",
-        "own - 2 * sums",
-        "own - sums",
+        "own[None] - 2 * sums",
+        "own[None] - sums",
         "test_graph_tasks.py::test_it_is_k_means_of_points",
     ),
     Fault(
@@ -753,8 +753,8 @@ FAULTS = [
     Fault(
         "the oldest checkpoint is read",
         "vit/checkpoint.py",
-        "for found in reversed(checkpoints.checkpoints):",
-        "for found in checkpoints.checkpoints:",
+        "in reversed(_found(workdir)):",
+        "in _found(workdir):",
         "test_checkpoint.py::test_the_newest_two_are_kept_and_read",
     ),
     Fault(
@@ -858,8 +858,8 @@ FAULTS = [
     Fault(
         "the rows that pad the last evaluation batch are counted",
         "vit/data.py",
-        "label, mask, bad = 0, 0, -1",
-        "label, mask, bad = 0, 1, -1",
+        "label, mask, bad = np.int32(0), 0, -1",
+        "label, mask, bad = np.int32(0), 1, -1",
         "test_data.py::test_evaluation_counts_every_image_once",
     ),
     Fault(
@@ -894,8 +894,8 @@ FAULTS = [
     Fault(
         "validation labels are those of the next image",
         "vit/prepare.py",
-        "labels[number - 1]",
-        "labels[number % len(labels)]",
+        "labels[int(number[1]) - 1]",
+        "labels[int(number[1]) % len(labels)]",
         "test_prepare.py::test_ilsvrc2012",
     ),
     Fault(
@@ -922,8 +922,8 @@ FAULTS = [
     Fault(
         "NaN is a learning rate",
         "vit/config.py",
-        "isinstance(value, int | float) and not value >= 0",
-        "isinstance(value, int | float) and value < 0",
+        "lambda rate: 0 <= rate <= 10",
+        "lambda rate: not (rate < 0 or rate > 10)",
         "test_config.py::test_bad_values_are_named",
     ),
     Fault(
