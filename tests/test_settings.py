@@ -76,6 +76,24 @@ def test_attention_in_64_bits(options):
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
 
 
+def test_rows_that_are_formed_again_are_so_in_64_bits():
+    """`robust`, at a norm where the rows of the default are lost."""
+    rng = np.random.default_rng(0)
+    query, value = rng.standard_normal((2, 1, 70, 2, 4))
+    query *= 60 * 2**0.5 / np.linalg.norm(query, axis=-1, keepdims=True)
+    frequencies = rng.standard_normal((12, 4), np.float32)
+    allowed = np.tril(np.ones((1, 70, 70), bool))
+    want = oracles.kernel_attention(query, -query, value, frequencies, allowed=allowed)
+    with strict(x64=True):
+        args = [jnp.asarray(x) for x in (query, -query, value, frequencies)]
+        lost, got = (
+            performer_attention(*args, is_causal=True, implementation=name)
+            for name in (None, "robust")
+        )
+    assert np.abs(lost - want).max() > 1
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
 def run(row, dtype):
     """The leaves, as NumPy arrays."""
     call = partial(row.call, inputs(dtype))

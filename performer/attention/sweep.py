@@ -309,7 +309,7 @@ def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, r
     maximum = jax.lax.stop_gradient(jnp.max(kernel, axis=-1))
     dtype = operand_dtype(value)
     weights = jnp.exp(kernel - finite(maximum)[..., None]).astype(dtype)
-    denominator = jnp.sum(weights, axis=-1, dtype=jnp.float32)
+    denominator = jnp.sum(weights, axis=-1, dtype=rows.denominator.dtype)
     found = Rows(maximum, denominator, dot("...ts,...sv->...tv", weights, value, dtype))
     both = merge(rows, found)  # where the first look left LAST, which counts for nothing
     return Rows(
