@@ -104,7 +104,7 @@ def _shifted_normal(key: Key, points: Frequencies) -> Frequencies:
 
 @lru_cache(maxsize=16)
 def _halton_points(m: int, d: int) -> np.ndarray:
-    from scipy.stats import qmc  # as long to import as all the rest together
+    from scipy.stats import qmc  # slow to import
 
     return qmc.Halton(d, scramble=True, rng=np.random.default_rng(0)).random(m).astype(np.float32)
 

@@ -1,7 +1,7 @@
 """The type checker of the tests: beartype, where an int is also a float (PEP 484).
 
 It writes the checks of a function when the function is first called: most are not, in a given
-process, and writing all of them takes seven seconds.
+process.
 """
 
 import functools

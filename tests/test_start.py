@@ -18,7 +18,7 @@ print(json.dumps([len(before), sorted(set(sys.modules) - before)]))
 
 
 def test_importing_adds_a_fifth_to_jax_at_most():
-    """By the number of modules; and none of those that take as long as JAX does."""
+    """By the number of modules; and none of those that are slow to import."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
