@@ -151,10 +151,8 @@ def pair_moments(
         (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
     """
     lead = query.shape[:-3]
-    factor, dtype = (
-        key.shape[-1] ** -0.25 if scale is None else scale**0.5,
-        float32_or_wider(query, key),
-    )
+    factor = key.shape[-1] ** -0.25 if scale is None else scale**0.5
+    dtype = float32_or_wider(query, key)
     query, key = (
         jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor
         for x in (query, key)

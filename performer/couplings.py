@@ -33,13 +33,6 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
     of `jax.jit`, too.
     """
 
-    def coupling(key: Key, m: int, d: int) -> Frequencies:
-        return drawn(
-            key,
-            positive_integer("m (the number of features)", m),
-            positive_integer("d (the dimension)", d),
-        )
-
     @partial(jax.jit, static_argnums=(1, 2))
     def drawn(key: Key, m: int, d: int) -> Frequencies:
         def block(block_key: Key) -> Frequencies:
@@ -52,6 +45,13 @@ def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
         # digits of orthogonality.
         with jax.default_matmul_precision("highest"):
             return jax.vmap(block)(keys).reshape(-1, d)[:m]
+
+    def coupling(key: Key, m: int, d: int) -> Frequencies:
+        return drawn(
+            key,
+            positive_integer("m (the number of features)", m),
+            positive_integer("d (the dimension)", d),
+        )
 
     return coupling
 
