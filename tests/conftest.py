@@ -5,6 +5,7 @@ that asserts bits, memory or speed says so by the marker `optimised`), and kept 
 folder from one run, clone and worker to the next.
 """
 
+import gc
 import hashlib
 import os
 import platform
@@ -53,7 +54,14 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["performer", "vit"], "checker.check")
 
+gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and next to no cycles: an eighth
+
 ALL_DEVICES = {name: getattr(jax, name) for name in ("devices", "local_devices", "device_count")}
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look through it again."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):
