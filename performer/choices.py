@@ -1,9 +1,15 @@
-"""Checks of arguments: names that are on a list, positive integers, counts that fit in int32."""
+"""Checks of arguments: names on a list, counts, positive numbers, arrays that fit together."""
 
 import difflib
 import operator
 from collections.abc import Collection
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike
 
 LARGEST = 2**31 - 1
 """An int32."""
@@ -45,3 +51,71 @@ def require_numbered(what: str, count: int) -> None:
     """Raises ValueError when there are more than int32 can number, naming `what` they are."""
     if count > LARGEST:
         raise ValueError(f"{count} {what} are more than int32 can number: at most {LARGEST}")
+
+
+def positive_values(what: str, value: ArrayLike) -> ArrayLike:
+    """The value, after a look at it: `what` must be positive and finite.
+
+    Raises:
+        ValueError: when it is not; a traced value cannot be looked at and passes.
+    """
+    if not isinstance(value, Tracer):
+        bad = [v for v in np.ravel(np.asarray(value)).tolist() if not 0 < v < float("inf")]
+        if bad:
+            raise ValueError(f"{what} must be positive and finite, got {bad[0]}")
+    return value
+
+
+def positive_number(what: str, value: ArrayLike) -> ArrayLike:
+    """`positive_values`, for a single number.
+
+    Raises:
+        ValueError: when it is not one, or not positive and finite.
+    """
+    if np.shape(value) != ():
+        raise ValueError(f"{what} must be one number, got an array of shape {np.shape(value)}")
+    return positive_values(what, value)
+
+
+def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
+    """Arrays in one dtype, float64 if any has it and float32 if not, after a look at their shapes.
+
+    Args:
+        named: by name the array and its axes, a letter for each: `checked_arrays(x=(x, "nd"))`. An
+            axis has the same size wherever its letter stands.
+
+    Raises:
+        ValueError: naming the array, the shape that it must have, and the one that it has.
+    """
+    with jax.ensure_compile_time_eval():  # constants of a traced function can be looked at, too
+        arrays = {what: jnp.asarray(array) for what, (array, _) in named.items()}
+    wide = any(array.dtype == jnp.float64 for array in arrays.values())
+    sizes: dict[str, int] = {}
+    for what, (_, axes) in named.items():
+        shape = arrays[what].shape
+        if len(shape) != len(axes) or any(
+            sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
+        ):
+            wanted = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
+            column = (
+                f"; points on a line are {what}[:, None]" if len(shape) == 1 < len(axes) else ""
+            )
+            raise ValueError(f"{what} must have the shape ({wanted}), got {shape}{column}")
+    with jax.ensure_compile_time_eval():
+        return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays.values()]
+
+
+def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
+    """`checked_arrays`, whose entries must be finite; traced ones cannot be looked at.
+
+    Raises:
+        ValueError: naming the array and its shape, or that it has other entries.
+    """
+    arrays = checked_arrays(**named)
+    for what, array in zip(named, arrays, strict=True):
+        if not isinstance(array, Tracer):
+            with jax.ensure_compile_time_eval():
+                finite = bool(jnp.isfinite(array).all())
+            if not finite:
+                raise ValueError(f"{what} has entries that are not finite")
+    return arrays

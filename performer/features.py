@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from performer.choices import unknown
-from performer.kernels import checked
+from performer.choices import positive_values, unknown
 from performer.typing import float32_or_wider
 
 Inputs = Float[Array, "*b d"] | Int[Array, "*b d"]
@@ -204,7 +203,7 @@ def _features(
 
 def _scaled(values: Array, roots: Array, output_scale: ArrayLike) -> Array:
     """Features times the root of the weight of each and the output scale."""
-    scale = jnp.asarray(checked("output_scale", output_scale), values.dtype)
+    scale = jnp.asarray(positive_values("output_scale", output_scale), values.dtype)
     return values * jnp.broadcast_to(roots, values.shape) * scale
 
 
@@ -217,6 +216,6 @@ def _project(
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
     dtype = float32_or_wider(x)
-    lengthscale = jnp.asarray(checked("lengthscale", lengthscale), dtype)
+    lengthscale = jnp.asarray(positive_values("lengthscale", lengthscale), dtype)
     x, W = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape), W.astype(dtype)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

@@ -40,7 +40,7 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import descent, kernels
-from performer.kernels import checked, checked_arrays, positive_number
+from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
 
 _dot = partial(jnp.matmul, precision="highest")
 
@@ -61,22 +61,6 @@ class Scales(NamedTuple):
     """sigma_v, in the units of y."""
     noise_scale: ArrayLike
     """sigma_n, the standard deviation of the noise, in the units of y."""
-
-
-def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
-    """`kernels.checked_arrays`, whose entries must be finite; traced ones cannot be looked at.
-
-    Raises:
-        ValueError: naming the array and its shape, or that it has other entries.
-    """
-    arrays = checked_arrays(**named)
-    for what, array in zip(named, arrays, strict=True):
-        if not isinstance(array, Tracer):
-            with jax.ensure_compile_time_eval():
-                finite = bool(jnp.isfinite(array).all())
-            if not finite:
-                raise ValueError(f"{what} has entries that are not finite")
-    return arrays
 
 
 def log_marginal_likelihood(
@@ -213,7 +197,7 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
     mean, covariance, y = finite_arrays(
         mean=(law.mean, "n"), covariance=(law.covariance, "nn"), y=(y, "n")
     )
-    variance = checked("a variance", jnp.diagonal(covariance))
+    variance = positive_values("a variance", jnp.diagonal(covariance))
     squares = (y - mean) ** 2 / variance
     return jnp.mean(squares + jnp.log(2 * jnp.pi * variance)) / 2
 
@@ -258,7 +242,7 @@ def fit(
     positive_number("output_scale", start.output_scale)
     positive_number("noise_scale", start.noise_scale)
     logs = {
-        name: jnp.log(jnp.asarray(checked(name, value), x.dtype))
+        name: jnp.log(jnp.asarray(positive_values(name, value), x.dtype))
         for name, value in start._asdict().items()
     }
     held = {name: logs.pop(name) for name in set(fixed)}

@@ -24,8 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Num
+
+from performer.choices import checked_arrays, positive_number, positive_values
 
 Kernel = Callable[..., Float[Array, "n k"]]
 """kernel(x, y, *, lengthscale, output_scale): the matrix of all pairs."""
@@ -191,58 +192,6 @@ def _root(squares: Array) -> Array:
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
 
 
-def checked(what: str, value: ArrayLike) -> ArrayLike:
-    """The value, after a look at it: `what` must be positive and finite.
-
-    Raises:
-        ValueError: when it is not; a traced value cannot be looked at and passes.
-    """
-    if not isinstance(value, Tracer):
-        bad = [v for v in np.ravel(np.asarray(value)).tolist() if not 0 < v < float("inf")]
-        if bad:
-            raise ValueError(f"{what} must be positive and finite, got {bad[0]}")
-    return value
-
-
-def positive_number(what: str, value: ArrayLike) -> ArrayLike:
-    """`checked`, for a single number.
-
-    Raises:
-        ValueError: when it is not one, or not positive and finite.
-    """
-    if np.shape(value) != ():
-        raise ValueError(f"{what} must be one number, got an array of shape {np.shape(value)}")
-    return checked(what, value)
-
-
-def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
-    """Arrays in one dtype, float64 if any has it and float32 if not, after a look at their shapes.
-
-    Args:
-        named: by name the array and its axes, a letter for each: `checked_arrays(x=(x, "nd"))`. An
-            axis has the same size wherever its letter stands.
-
-    Raises:
-        ValueError: naming the array, the shape that it must have, and the one that it has.
-    """
-    with jax.ensure_compile_time_eval():  # constants of a traced function can be looked at, too
-        arrays = {what: jnp.asarray(array) for what, (array, _) in named.items()}
-    wide = any(array.dtype == jnp.float64 for array in arrays.values())
-    sizes: dict[str, int] = {}
-    for what, (_, axes) in named.items():
-        shape = arrays[what].shape
-        if len(shape) != len(axes) or any(
-            sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
-        ):
-            wanted = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
-            column = (
-                f"; points on a line are {what}[:, None]" if len(shape) == 1 < len(axes) else ""
-            )
-            raise ValueError(f"{what} must have the shape ({wanted}), got {shape}{column}")
-    with jax.ensure_compile_time_eval():
-        return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays.values()]
-
-
 def _squared(output_scale: Any, dtype: Any) -> Array:
     return jnp.asarray(positive_number("output_scale", output_scale), dtype) ** 2
 
@@ -250,7 +199,7 @@ def _squared(output_scale: Any, dtype: Any) -> Array:
 def _over_lengthscale(x: Any, y: Any, lengthscale: Any) -> tuple[Array, Array]:
     """Both points, in units of the lengthscale, which is one number or one for each dimension."""
     x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
-    shape, d = np.shape(checked("lengthscale", lengthscale)), x.shape[1]
+    shape, d = np.shape(positive_values("lengthscale", lengthscale)), x.shape[1]
     if shape not in ((), (d,)):
         raise ValueError(f"lengthscale must be one number or have the shape ({d},), got {shape}")
     unit = jnp.reshape(jnp.asarray(lengthscale, x.dtype), (1, -1))

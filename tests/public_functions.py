@@ -64,9 +64,6 @@ ROWS: dict[str, Row] = {}
 UNEXPORTED = ("typing", "choices", "descent", "hadamard")
 """Modules that `import performer` merely loads."""
 CHECKS = {
-    "gp.finite_arrays",
-    "kernels.checked_arrays",
-    "kernels.positive_number",
     "graphs.kernels.require_radius",
     "graphs.walks.require_lengths",
     "graphs.walks.require_steps",
@@ -460,7 +457,6 @@ rows(
         "kernels.arc_cosine": lambda x: [
             kernels.arc_cosine(order)(points(x), points(x, 3)) for order in (0, 1)
         ],
-        "kernels.checked": lambda x: kernels.checked("x", x(1) ** 2),
         "gp.log_marginal_likelihood": lambda x: gp.log_marginal_likelihood(gram(x), x(5), 0.5),
         "gp.log_marginal_likelihood_features": lambda x: gp.log_marginal_likelihood_features(
             phi(x, 5), x(5), 0.5

@@ -1,43 +1,14 @@
-"""Imports go only downwards; the floors are those of the README's map of the code."""
+"""Imports go only downwards: from folder to folder, and without a cycle among the files."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = [
-    {"performer.typing", "performer.choices"},
-    {"performer.norms", "performer.hadamard", "performer.theory"},
-    {"performer.kernels", "performer.descent", "performer.directions", "performer.butterfly"},
-    {"performer.graphs.graph", "performer.graphs.modulations", "performer.graphs.couplings"},
-    {"performer.features", "performer.couplings", "performer.structured"},
-    {"performer.graphs.kernels", "performer.graphs.matching", "performer.graphs.walks"},
-    {"performer.graphs.reinforced", "performer.graphs.features", "performer.graphs.pagerank"},
-    {"performer.graphs.tasks"},
-    {"performer.attention.state", "performer.testing", "performer.quadrature"},
-    {"performer.attention.sweep", "performer.attention.parallel", "performer.attention.checks"},
-    {"performer.calibration"},
-    {"performer.attention.op"},
-    {"performer.attention.dropin", "performer.attention"},
-    {"performer.analysis", "performer.gp", "performer.copula"},
-    {"performer.graphs.gp"},
-    {"performer.graphs"},
-    {"performer"},
-    {"performer.nnx", "performer.linen", "performer.sklearn"},
-    {"vit", "vit.files", "vit.bounded"},
-    {"vit.config", "vit.augment"},
-    {"vit.metrics", "vit.safety", "vit.checkpoint"},
-    {"vit.report", "vit.devices", "vit.costs"},
-    {"vit.model", "vit.data", "vit.optim"},
-    {"vit.steps"},
-    {"vit.train", "vit.prepare", "vit.attention_report", "vit.class_report"},
-    {"vit.evaluate"},
-    {"vit.conversion"},
-    {"vit.convert"},
-    {"vit.pretrained"},
-]
-FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+FOLDERS = ("performer", "vit", "experiments")
+"""Each imports only what stands before it."""
 LIBRARIES = {"jax", "numpy", "optax", "scipy", "jaxtyping"}
 OPTIONAL = {
     "nnx.py": {"flax"},
@@ -52,7 +23,7 @@ def module_name(path):
 
 
 def imports(path):
-    """Absolute names of everything that a file imports."""
+    """Absolute names of everything that a file imports, however deep in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,20 +32,31 @@ def imports(path):
             assert node.module
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in FLOOR else node.module
+                yield full if full in MODULES else node.module
 
 
-SOURCES = [p for top in ("performer", "vit") for p in sorted((ROOT / top).rglob("*.py"))]
+SOURCES = [p for top in FOLDERS for p in sorted((ROOT / top).rglob("*.py"))]
+MODULES = {module_name(path): path for path in SOURCES}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_go_down(path):
-    name = module_name(path)
-    assert name in FLOOR, f"{name} stands on no floor: add it to FLOORS"
+def test_folders_import_what_is_below(path):
+    above = (*FOLDERS[FOLDERS.index(module_name(path).split(".")[0]) + 1 :], "tests")
     for imported in imports(path):
-        if imported.split(".")[0] in ("performer", "vit"):
-            assert FLOOR[imported] < FLOOR[name], f"{name} imports {imported}"
-        assert imported.split(".")[0] not in ("experiments", "tests")
+        assert imported.split(".")[0] not in above, f"{module_name(path)} imports {imported}"
+
+
+def test_no_cycle():
+    lazy = {"performer"}  # its TYPE_CHECKING block names everything
+    graph = {
+        name: {other for other in imports(path) if other in MODULES}
+        for name, path in MODULES.items()
+        if name not in lazy
+    }
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"files import one another: {' <- '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import descent
-from performer.gp import Gaussian, Scales, finite_arrays
+from performer.choices import finite_arrays, positive_number
+from performer.gp import Gaussian, Scales
 from performer.graphs import features, modulations, walks
-from performer.kernels import positive_number
 from performer.typing import Key
 
 TOLERANCE = 1e-5

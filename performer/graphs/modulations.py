@@ -29,7 +29,7 @@ from jax.core import Tracer
 from jax.scipy.special import gammaln
 from jaxtyping import Array, ArrayLike, Float
 
-from performer.kernels import checked
+from performer.choices import positive_values
 
 Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1})."""
@@ -37,15 +37,15 @@ Modulation = Callable[[int], Float[Array, " length"]]
 
 def regularised_laplacian(d: float = 2, sigma: ArrayLike = 1.0) -> Modulation:
     """Of (I + sigma^2 L)^{-d} (qGRF Eqs 20, 40 and 41): the series of its power -d / 2."""
-    checked("d", d)
-    sigma = checked("sigma", sigma)
+    positive_values("d", d)
+    sigma = positive_values("sigma", sigma)
     rho = sigma**2 / (1 + sigma**2)
     return _binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2))
 
 
 def diffusion(sigma: ArrayLike = 1.0) -> Modulation:
     """Of exp(-sigma^2 L / 2): f_k = exp(-sigma^2 / 4) (sigma^2 / 4)^k / k!."""
-    sigma = checked("sigma", sigma)
+    sigma = positive_values("sigma", sigma)
 
     def modulation(length: int) -> Array:
         k = jnp.arange(length, dtype=float)  # by logarithms, as f_0 is 0 in float32 from sigma = 20
@@ -62,7 +62,7 @@ def random_walk(p: int = 2, alpha: ArrayLike = 2.0) -> Modulation:
     Raises:
         ValueError: for alpha below 2, or p that is not positive; f is NaN for a traced alpha below.
     """
-    checked("p", p)
+    positive_values("p", p)
     if isinstance(alpha, Tracer):
         alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
     elif not 2 <= float(jnp.min(jnp.asarray(alpha))) < float("inf"):
@@ -84,8 +84,8 @@ def inverse_cosine() -> Modulation:
 
 def matern(nu: float = 1.5, kappa: ArrayLike = 1.0) -> Modulation:
     """Of (2 nu / kappa^2 I + L)^{-nu} (Borovitskiy et al. 2021)."""
-    checked("nu", nu)
-    kappa = checked("kappa", kappa)
+    positive_values("nu", nu)
+    kappa = positive_values("kappa", kappa)
     factor = (kappa**2 / (2 * nu)) ** (nu / 2)
     laplacian = regularised_laplacian(nu, kappa / (2 * nu) ** 0.5)
     return lambda length: jnp.multiply(factor, laplacian(length))
@@ -93,7 +93,7 @@ def matern(nu: float = 1.5, kappa: ArrayLike = 1.0) -> Modulation:
 
 def resolvent(d: float = 2) -> Modulation:
     """Of (I - U)^{-d} (qGRF Eq. 7), for `adjacency="weights"`; f_k = 1 for d = 2."""
-    checked("d", d)
+    positive_values("d", d)
     return _binomial(-d / 2, -1.0, 1.0)
 
 
