@@ -29,10 +29,10 @@ import numpy as np
 from absl import flags
 
 from experiments import graph_data, launch, timing
-from performer.graphs import Graph, couplings, graph_random_features, modulations, pagerank, walks
+from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
 from vit import report
 
-KERNEL = modulations.regularised_laplacian(d=2, sigma=1.0)
+KERNEL = kernels.regularised_laplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
 P_HALT = 0.5
 

@@ -35,12 +35,12 @@ from absl import flags
 
 from experiments import graph_data, launch, statistics
 from experiments.graph_report import COUPLINGS, Errors, band, columns, panels, verdict
-from performer.graphs import Graph, couplings, features, kernels, matching, modulations, pagerank
+from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
 from vit import report
 
-KERNEL = modulations.regularised_laplacian(2, 1.0)
+KERNEL = kernels.regularised_laplacian(2, 1.0)
 DEFAULT = (
     *("karate", "dolphins", "polbooks", "football", "news_2cl1_0.1", "eu-core_lcc", "cora_lcc"),
     *("Larger ER", "Binary tree", "Ladder"),
@@ -134,10 +134,7 @@ def require_edges(graphs: dict[str, Graph]) -> None:
 
 def exact_kernels(graphs: dict[str, Graph]) -> dict[str, np.ndarray]:
     """What `kernel_errors` compares with."""
-    return {
-        name: np.asarray(kernels.regularised_laplacian(graph, 2, 1.0), np.float64)
-        for name, graph in graphs.items()
-    }
+    return {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
 
 def figure(

@@ -35,7 +35,7 @@ import numpy as np
 from absl import flags
 
 from experiments import graph_data, launch, statistics
-from performer.graphs import Graph, graph_random_features, kernels, modulations, tasks
+from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import Estimate
 from performer.typing import Key
 from vit import report
@@ -83,8 +83,8 @@ TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals:
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
-    exact = np.asarray(kernels.diffusion(graph, (2 * TIME) ** 0.5), np.float64)[:, 0]
-    kernel = modulations.regularised_laplacian(2, (TIME / TIME_STEPS) ** 0.5)
+    exact = np.asarray(kernels.diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
+    kernel = kernels.regularised_laplacian(2, (TIME / TIME_STEPS) ** 0.5)
     return np.concatenate([
         _diffuse(_estimate(of_batch, graph, kernel, DIFFUSION_WALKS, coupling, count), exact)
         for of_batch, count in _batches(key, trials)
@@ -104,8 +104,8 @@ def _diffuse(estimate: Estimate, exact: np.ndarray) -> np.ndarray:
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """The share of wrong pairs in each trial, qGRF Eq. 22."""
-    exact = kernels.regularised_laplacian(graph, 2, CLUSTER_SIGMA)
-    kernel = modulations.regularised_laplacian(2, CLUSTER_SIGMA)
+    kernel = kernels.regularised_laplacian(2, CLUSTER_SIGMA)
+    exact = kernel.dense(graph)
     errors = []
     for of_walks, of_start in jax.random.split(key, (trials, 2)):
         estimate = _estimate(of_walks, graph, kernel, CLUSTER_WALKS, coupling)
@@ -123,7 +123,7 @@ def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
     """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
-    kernel = modulations.regularised_laplacian(2, MESH_SIGMA)
+    kernel = kernels.regularised_laplacian(2, MESH_SIGMA)
     errors = []
     for of_batch, count in _batches(key, trials):
         of_walks, of_nodes = jax.random.split(of_batch)
@@ -148,7 +148,7 @@ def _mean_angles(found: np.ndarray, normals: np.ndarray, hidden: np.ndarray) -> 
 def _estimate(
     key: Key,
     graph: Graph,
-    kernel: modulations.Modulation,
+    kernel: kernels.Modulation,
     num_walks: int,
     coupling: str,
     count: int = 1,

@@ -213,8 +213,8 @@ FAULTS = [
     Fault(
         "the KL divergence has its determinants the wrong way round",
         "performer/gp.py",
-        "_log_det(of_q) - _log_det(of_p)",
-        "_log_det(of_p) - _log_det(of_q)",
+        "_log_det(q_factor) - _log_det(p_factor)",
+        "_log_det(p_factor) - _log_det(q_factor)",
         "test_gp.py::test_kl_against_simulation",
     ),
     Fault(
@@ -581,15 +581,15 @@ FAULTS = [
     Fault(
         "two ensembles are one",
         "performer/graphs/features.py",
-        "for of_one in jax.random.split(key))",
-        "for of_one in (key, key))",
+        "for half in jax.random.split(key))",
+        "for half in (key, key))",
         "test_graph_walks.py::test_estimates_are_unbiased[antithetic]",
     ),
     Fault(
         "a node alone has the load of every step",
         "performer/graphs/features.py",
-        "load=jnp.where(alone & (found.step > 0), 0, found.load)",
-        "load=jnp.where(alone, 1, found.load)",
+        "load=jnp.where(alone & (sampled.step > 0), 0, sampled.load)",
+        "load=jnp.where(alone, 1, sampled.load)",
         "test_graph_walks.py::test_estimates_are_unbiased[antithetic]",
     ),
     Fault(
@@ -602,16 +602,16 @@ FAULTS = [
     Fault(
         "VRC App. F.1 as printed: I - sigma^2 L",
         "performer/graphs/kernels.py",
-        "(1 + sigma**2 * eigenvalue) ** -d",
-        "(1 - sigma**2 * eigenvalue) ** -d",
+        "(1 + self.sigma**2 * laplacian) ** -self.d",
+        "(1 - self.sigma**2 * laplacian) ** -self.d",
         "test_graph_kernels.py::test_dense_kernels_are_the_functions_of_the_laplacian",
     ),
     Fault(
         "a modulation is of the kernel, not of its root",
-        "performer/graphs/modulations.py",
-        "_binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2))",
-        "_binomial(-d, -rho, (1 + sigma**2) ** (-d))",
-        "test_graph_kernels.py::test_modulations_square_to_the_kernels",
+        "performer/graphs/kernels.py",
+        "_binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2), length)",
+        "_binomial(-d, -rho, (1 + sigma**2) ** (-d), length)",
+        "test_graph_kernels.py::test_series_square_to_the_kernels",
     ),
     Fault(
         "what halts at a node alone stays there",

@@ -7,11 +7,11 @@ import networkx
 import numpy as np
 import pytest
 
-from performer.graphs import Graph, couplings, features, kernels, matching, modulations, walks
+from performer.graphs import Graph, couplings, features, kernels, matching, walks
 from tests.graph_examples import example, laplacian, weights_matrix
 
 P_HALT, ORDER = 0.35, 5
-F = modulations.regularised_laplacian(2, 1.0)
+F = kernels.regularised_laplacian(2, 1.0)
 GRAPH = Graph.from_networkx(networkx.erdos_renyi_graph(12, 0.4, seed=1))
 ADJACENCY = np.eye(9) - laplacian(weights_matrix())
 
