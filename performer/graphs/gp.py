@@ -61,23 +61,32 @@ def condition(
     """
     observed, y = _observations(kernel.shape[0], observed, y)
     nodes = _checked_nodes("nodes", kernel.shape[0], nodes)
-    one_hot = _one_hot(kernel.shape[0], nodes, y.dtype)
+    output_scale = positive_number("output_scale", output_scale)
+    noise_scale = positive_number("noise_scale", noise_scale)
+    one_hot = jax.ShapeDtypeStruct((kernel.shape[0], len(nodes)), y.dtype)
     dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
-    y, one_hot, output_scale, noise_scale = (
-        jnp.asarray(x, dtype)
-        for x in (
-            y,
-            one_hot,
-            positive_number("output_scale", output_scale),
-            positive_number("noise_scale", noise_scale),
-        )
-    )
+    numbers = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
+    arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
+    program = _condition if arrays else _condition.__wrapped__  # a kernel of one's own
+    law, residual = program(kernel, observed, nodes, *numbers, tolerance)
+    return _converged(law, residual, tolerance)
+
+
+@jax.jit
+@jax.default_matmul_precision("highest")
+def _condition(
+    kernel, observed, nodes, y, noise_scale, output_scale, tolerance
+) -> tuple[Gaussian, Array]:
+    """The law, and the residual of the equations."""
+    one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
+    one_hot = one_hot.at[nodes, jnp.arange(len(nodes))].set(1)
+    columns = output_scale**2 * (kernel @ one_hot)  # (N, k)
+    cross = columns[observed]
     system = _system(kernel, observed, output_scale, noise_scale)
-    with jax.default_matmul_precision("highest"):
-        columns = output_scale**2 * (kernel @ one_hot)  # (N, k)
-        cross = columns[observed]
-        solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
-        return Gaussian(cross.T @ solved[:, 0], columns[nodes] - cross.T @ solved[:, 1:])
+    right = jnp.concatenate([y[:, None], cross], axis=1)
+    solution, residual = _solve(system, right, tolerance)
+    covariance = columns[nodes] - cross.T @ solution[:, 1:]
+    return Gaussian(cross.T @ solution[:, 0], covariance), residual
 
 
 def solve(
@@ -88,18 +97,27 @@ def solve(
     Raises:
         ValueError: when a residual stays above ten times the tolerance; inside `jit`, NaN.
     """
+    return _converged(*_solve(system, right, tolerance), tolerance)
+
+
+def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
+    """The solutions, and the largest relative residual."""
     one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
     solution = jax.vmap(one, 1, 1)(right)
     residual = jnp.linalg.norm(system(solution) - right, axis=0)
-    relative = jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
-    if isinstance(relative, Tracer):
-        return jnp.where(relative <= 10 * tolerance, solution, jnp.nan)
-    if not float(relative) <= 10 * tolerance:
+    return solution, jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
+
+
+def _converged(result: Any, residual: Array, tolerance: float) -> Any:
+    """What came of a solution, if its residual is small."""
+    if isinstance(residual, Tracer):
+        return jax.tree.map(lambda x: jnp.where(residual <= 10 * tolerance, x, jnp.nan), result)
+    if not float(residual) <= 10 * tolerance:
         raise ValueError(
-            f"the conjugate gradients stopped at a relative residual of {float(relative):.3g}, for"
+            f"the conjugate gradients stopped at a relative residual of {float(residual):.3g}, for"
             f" a tolerance of {tolerance:.3g}: use a larger noise_scale or tolerance, or float64"
         )
-    return solution
+    return result
 
 
 def fit(
@@ -187,10 +205,6 @@ def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Ar
         return output_scale**2 * product[observed] + noise_scale**2 * v
 
     return system
-
-
-def _one_hot(num_nodes: int, nodes: Array, dtype: Any) -> Array:
-    return jnp.zeros((num_nodes, len(nodes)), dtype).at[nodes, jnp.arange(len(nodes))].set(1)
 
 
 def _observations(num_nodes: int, observed: Any, y: Any) -> tuple[Array, Array]:
