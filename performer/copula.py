@@ -192,4 +192,4 @@ def learn(
         draw = coupling(theta)
         return jnp.mean(jax.vmap(lambda k: loss(draw(k, num_features, d)))(keys))
 
-    return descent.minimize(mean_loss, start, key, num_steps=num_steps, optimizer=optimizer)
+    return descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)

@@ -199,8 +199,8 @@ FAULTS = [
     Fault(
         "arc-cosine angles from cosines lose small ones",
         "performer/kernels.py",
-        "angle = _angles(*units)",
-        "angle = jnp.arccos(jnp.clip(units[0] @ units[1].T, -1.0, 1.0))",
+        "return 1 - _angles(u, v) / jnp.pi",
+        "return 1 - jnp.arccos(jnp.clip(u @ v.T, -1.0, 1.0)) / jnp.pi",
         "test_kernels.py::test_arc_cosine_at_the_origin_and_near_by",
     ),
     Fault(
@@ -644,15 +644,15 @@ FAULTS = [
     Fault(
         "float16 projections",
         "performer/graphs/matching.py",
-        "found = assign(edges @ rng",
-        "found = assign(edges.astype(np.float16).astype(float) @ rng",
+        "candidate = assign(edges @ rng",
+        "candidate = assign(edges.astype(np.float16).astype(float) @ rng",
         "test_graph_matching.py::test_projections_and_norms_are_in_float64",
     ),
     Fault(
         "float16 norms",
         "performer/graphs/matching.py",
-        "value = objective(found, edges, edges)",
-        "value = float(np.float16(objective(found, edges, edges)))",
+        "value = objective(candidate, edges, edges)",
+        "value = float(np.float16(objective(candidate, edges, edges)))",
         "test_graph_matching.py::test_projections_and_norms_are_in_float64",
     ),
     Fault(

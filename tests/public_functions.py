@@ -168,8 +168,9 @@ rows(
         ),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
         "quadrature.method": lambda x: [
-            quadrature.method(name, key(), 1, 3, reflect=True) for name in quadrature.METHODS
+            quadrature.method(key(), name, 1, 3, reflect=True) for name in quadrature.METHODS
         ],
+        "kernels.frequencies": lambda x: kernels.frequencies(key(), kernels.matern(1.5), M, D),
         "quadrature.vertices": lambda x: quadrature.vertices(3),
         "copula.pairwise": lambda x: copula.pairwise(3),
         "copula.monotone": lambda x: copula.monotone(3),
@@ -453,7 +454,12 @@ rows(
         "kernels.gaussian[scales]": lambda x: kernels.gaussian(
             points(x), points(x, 3), lengthscale=x(2) ** 2 + 1, output_scale=x(1)[0] ** 2
         ),
+        "kernels.softmax": lambda x: kernels.softmax(points(x), points(x, 3)),
         "kernels.matern": lambda x: kernels.matern(2.5)(points(x), points(x, 3)),
+        "kernels.get": lambda x: kernels.get("rbf")(points(x), points(x, 3)),
+        "kernels.random_features": lambda x: kernels.random_features(
+            key(), kernels.matern(1.5), points(x), 4, lengthscale=0.5, output_scale=x(1)[0] ** 2
+        ),
         "kernels.arc_cosine": lambda x: [
             kernels.arc_cosine(order)(points(x), points(x, 3)) for order in (0, 1)
         ],

@@ -159,7 +159,7 @@ def test_no_p_halt_makes_it_overflow(p_halt):
 
 def test_learned_pairs_have_a_lower_error_than_independent_ones():
     """On the graph they were learned on, two walks at p = .35: many standard errors."""
-    graph, exact = GRAPH, np.asarray(kernels.regularised_laplacian(GRAPH))
+    graph, exact = GRAPH, np.asarray(kernels.regularised_laplacian().dense(GRAPH))
     sigma = couplings.sigma(matching.learn(graph, F, p_halt=P_HALT))
     errors = {}
     for name, coupling in (("independent", couplings.independent), ("sigma", sigma)):

@@ -67,12 +67,11 @@ def condition(
     dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
     numbers = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
-    program = _condition if arrays else _condition.__wrapped__  # a kernel of one's own
+    program = _compiled_condition if arrays else _condition  # a kernel of one's own
     law, residual = program(kernel, observed, nodes, *numbers, tolerance)
     return _converged(law, residual, tolerance)
 
 
-@jax.jit
 @jax.default_matmul_precision("highest")
 def _condition(
     kernel, observed, nodes, y, noise_scale, output_scale, tolerance
@@ -87,6 +86,9 @@ def _condition(
     solution, residual = _solve(system, right, tolerance)
     covariance = columns[nodes] - cross.T @ solution[:, 1:]
     return Gaussian(cross.T @ solution[:, 0], covariance), residual
+
+
+_compiled_condition = jax.jit(_condition)
 
 
 def solve(

@@ -86,16 +86,21 @@ class Kernel(ABC):
         """
         return _matrix_function(graph.normalised(), lambda a: self._eigenvalue(1 - a))
 
+    def __repr__(self) -> str:
+        parameters = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        module = type(self).__module__.removeprefix("performer.")
+        return f"{module}.{type(self).__qualname__}({parameters})"
+
     @abstractmethod
     def _series(self, length: int) -> Array:
         """f_0, ..., f_{length-1}."""
 
     @abstractmethod
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         """The eigenvalue of K where that of L is `laplacian`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class regularised_laplacian(Kernel):
     """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20): the root is its power 1 / 2 (Eqs 40 and 41)."""
 
@@ -107,11 +112,11 @@ class regularised_laplacian(Kernel):
         rho = sigma**2 / (1 + sigma**2)
         return _binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2), length)
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (1 + self.sigma**2 * laplacian) ** -self.d
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class diffusion(Kernel):
     """exp(-sigma^2 L / 2), the heat kernel (VRC Table 5); qGRF Eq. 4 has t = sigma^2 / 2.
 
@@ -125,11 +130,11 @@ class diffusion(Kernel):
         scale = 2 * k * jnp.log(jnp.divide(self.sigma, 2))
         return jnp.exp(scale - self.sigma**2 / 4 - gammaln(k + 1))
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return np.exp(-(self.sigma**2) * laplacian / 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class random_walk(Kernel):
     """(alpha I - L)^p = ((alpha - 1) I + A)^p, the p-step random walk kernel.
 
@@ -155,11 +160,11 @@ class random_walk(Kernel):
             alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
         return _binomial(p / 2, 1 / (alpha - 1), (alpha - 1) ** (p / 2), length)
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (self.alpha - laplacian) ** self.p
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class inverse_cosine(Kernel):
     """cos(pi L / 4) = (cos(pi A / 4) + sin(pi A / 4)) / sqrt(2)."""
 
@@ -169,11 +174,11 @@ class inverse_cosine(Kernel):
         powers = np.cumprod(np.concatenate([[1.0], np.pi / 4 / np.arange(1, length)]))
         return _root(signs * powers[:length] / np.sqrt(2))
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return np.cos(np.pi * laplacian / 4)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class matern(Kernel):
     """(2 nu / kappa^2 I + L)^{-nu} (Borovitskiy et al. 2021); not scaled to a unit diagonal."""
 
@@ -185,11 +190,11 @@ class matern(Kernel):
         factor = (kappa**2 / (2 * nu)) ** (nu / 2)
         return jnp.multiply(factor, regularised_laplacian(nu, kappa / (2 * nu) ** 0.5)(length))
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (2 * self.nu / self.kappa**2 + laplacian) ** -self.nu
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class resolvent(Kernel):
     """(I - U)^{-d} (qGRF Eq. 7), for `adjacency="weights"`; f_k = 1 for d = 2."""
 
@@ -198,7 +203,7 @@ class resolvent(Kernel):
     def _series(self, length: int) -> Array:
         return _binomial(-self.d / 2, -1.0, 1.0, length)
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return laplacian**-self.d
 
     def dense(self, graph: Graph) -> Gram:
@@ -211,7 +216,7 @@ class resolvent(Kernel):
         return _matrix_function(graph, lambda u: self._eigenvalue(1 - u))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class from_series(Kernel):
     """Any kernel sum_k c_k A^k; the dense one has `TERMS` of its terms.
 
@@ -233,7 +238,7 @@ class from_series(Kernel):
     def _series(self, length: int) -> Array:
         return _root(np.asarray(self.series(length), np.float64))
 
-    def _eigenvalue(self, laplacian: np.ndarray) -> np.ndarray:
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         require_radius(self, 1.0)
         return np.polynomial.polynomial.polyval(1 - laplacian, np.asarray(self.series(TERMS)))
 
@@ -334,7 +339,7 @@ def _root(c: np.ndarray) -> Array:
     return jnp.asarray(f, float)
 
 
-def _matrix_function(graph: Graph, function: Callable[[np.ndarray], np.ndarray]) -> Gram:
+def _matrix_function(graph: Graph, function: Callable[[np.ndarray], Any]) -> Gram:
     matrix = graph.to_scipy()
     eigenvalues, vectors = scipy.linalg.eigh(matrix.toarray())
     parts = scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]

@@ -96,11 +96,11 @@ def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"
 
 
 def pair_costs(
-    of_i: Float[np.ndarray, "n a"], of_j: Float[np.ndarray, "n a"]
+    first: Float[np.ndarray, "n a"], second: Float[np.ndarray, "n a"]
 ) -> Float[np.ndarray, "n n"]:
     """The same for one pair of nodes, of their `node_responses`."""
-    sums_i, sums_j = (x[:, None] + x[None] for x in (of_i, of_j))
-    return np.sum(sums_i * sums_j, axis=-1) ** 2
+    sums, others = (x[:, None] + x[None] for x in (first, second))
+    return np.sum(sums * others, axis=-1) ** 2
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
@@ -131,29 +131,29 @@ def reduced(
 
 
 def objective(
-    permutation: Permutation, of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+    permutation: Permutation, first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> float:
     """VRC Eqs 55 and 61: f(i) . f(j)."""
     q = np.arange(len(permutation))
-    return float(of_i[q, permutation].sum(axis=0) @ of_j[q, permutation].sum(axis=0))
+    return float(first[q, permutation].sum(axis=0) @ second[q, permutation].sum(axis=0))
 
 
 def enumerate_all(
-    of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+    first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> Permutation:
     """The permutation that minimises `objective`, by trying all.
 
     Raises:
         ValueError: when there are too many, n > 8.
     """
-    order = len(of_i)
+    order = len(first)
     if order > ENUMERABLE:
         raise ValueError(
             f"there are {order}! permutations of {order} quantiles: at most {ENUMERABLE} can be"
             " enumerated; use learn, or project"
         )
     every = (np.asarray(p) for p in itertools.permutations(range(order)))
-    return min(every, key=lambda permutation: objective(permutation, of_i, of_j))
+    return min(every, key=lambda permutation: objective(permutation, first, second))
 
 
 def project(
@@ -167,9 +167,9 @@ def project(
     """
     best, least = None, np.inf
     for _ in range(num_projections):
-        found = assign(edges @ rng.standard_normal(edges.shape[-1]))
-        value = objective(found, edges, edges)
+        candidate = assign(edges @ rng.standard_normal(edges.shape[-1]))
+        value = objective(candidate, edges, edges)
         if value < least:
-            best, least = found, value
+            best, least = candidate, value
     assert best is not None
     return best
