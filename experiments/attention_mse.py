@@ -26,7 +26,7 @@ from absl import app, flags, logging
 
 from performer import couplings
 from performer.analysis import attention_error
-from performer.calibration import calibrate, for_coupling, parts
+from performer.calibration import calibrate, parts
 from vit import report
 from vit.config import parse_flags
 from vit.evaluate import report_attention
@@ -147,7 +147,7 @@ def vit(
         def errors(name, method, query=query, key=key):
             found = []
             for q, k in zip(query, key, strict=True):
-                calibration = calibrate(q, k, method=for_coupling(method, name), scale=1.0)
+                calibration = calibrate(q, k, coupling=name, method=method, scale=1.0)
                 found.append(
                     attention_error(
                         q,

@@ -34,7 +34,7 @@ def coupled(scheme: uci.Scheme) -> Callable[[jax.Array], Coupling]:
     """theta -> coupling: orthogonal, and with their negatives for Laplace features."""
     if scheme.name == "Fourier":
         return copula.orthogonal
-    return lambda theta: couplings.antithetic(copula.orthogonal(theta))
+    return lambda theta: couplings.Antithetic(copula.orthogonal(theta))
 
 
 def mean_errors(loss: copula.Loss, coupling: Coupling, m: int, d: int, draws: int) -> np.ndarray:
@@ -67,9 +67,9 @@ def of_scheme(
     build = coupled(scheme)
     theta, losses = jax.jit(
         lambda start: copula.learn(
+            jax.random.key(2),
             train,
             start,
-            jax.random.key(2),
             num_features=m,
             coupling=build,
             num_draws=train_draws,

@@ -90,6 +90,17 @@ class Kernel:
         scale = jnp.asarray(positive_number("output_scale", output_scale), x.dtype)
         return scale**2 * self.exact(x, y)
 
+    def coupled(self, coupling: str | Coupling = "pnc") -> Coupling:
+        """The coupling, of frequencies of this radial law; with that of N(0, I) it is as it is.
+
+        Raises:
+            ValueError: for an unknown coupling, or one whose lengths cannot have another law
+                (`couplings.with_quantile`).
+        """
+        if self.quantile == norms.chi:
+            return couplings.get(coupling)
+        return couplings.with_quantile(coupling, self.quantile)
+
     def __repr__(self) -> str:
         named = NAMES | (
             {f"matern({self.exact.nu})": matern(self.exact.nu)}
@@ -251,11 +262,10 @@ def frequencies(
     """Frequencies (num_features, dim) of the radial law of the kernel, for its feature map.
 
     Raises:
-        ValueError: for an unknown kernel or coupling, sizes that the coupling does not admit, or a
-            coupling whose lengths cannot have another law (`couplings.with_quantile`).
+        ValueError: for an unknown kernel, sizes that the coupling does not admit, and as
+            `Kernel.coupled`.
     """
-    quantile = get(kernel).quantile
-    return couplings.with_quantile(coupling, quantile)(key, num_features, dim)
+    return get(kernel).coupled(coupling)(key, num_features, dim)
 
 
 def random_features(

@@ -1,6 +1,5 @@
 """Random features as a scikit-learn transformer: `RBFSampler` with a choice of coupling."""
 
-from collections.abc import Callable
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
@@ -12,7 +11,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from performer import couplings, features, kernels
+from performer import features, kernels
 
 
 @partial(jax.jit, static_argnames=("kernel", "odd"))
@@ -101,7 +100,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
         with jax.enable_x64(False):  # one draw, whatever the global setting
             key = jax.random.key(seed)
-            frequencies = np.array(self._coupling(kernel)(key, m, d))
+            frequencies = np.array(kernel.coupled(self._coupling())(key, m, d))
         if frequencies.shape != (m, d):
             raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
         if not np.isfinite(frequencies).all():
@@ -132,9 +131,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
-    def _coupling(self, kernel: kernels.Kernel) -> Callable[..., Any]:
+    def _coupling(self) -> Any:
         if isinstance(self.coupling, str) or callable(self.coupling):
-            return couplings.with_quantile(self.coupling, kernel.quantile)
+            return self.coupling
         raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")
 
     def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ import pytest
 from scipy import spatial, special, stats
 
 import performer
-from performer import couplings, features, kernels
+from performer import couplings, features, kernels, norms
 
 X = jax.random.normal(jax.random.key(0), (5, 3))
 Y = jax.random.normal(jax.random.key(1), (4, 3))
@@ -149,8 +149,9 @@ def test_random_features_take_the_coupling():
     phi = kernels.random_features(key, kernel, X, 6, "orf", lengthscale=0.7)
     np.testing.assert_array_equal(phi, features.trigonometric(X, w, lengthscale=0.7))
     np.testing.assert_allclose(w[:3] @ w[:3].T, np.diag(np.sum(w[:3] ** 2, axis=1)), atol=1e-4)
-    plain = kernels.frequencies(key, "gaussian", 6, 3, "halton")
-    np.testing.assert_array_equal(plain, couplings.get("halton")(key, 6, 3))
+    for coupling in ("halton", "fixed", couplings.with_quantile("pnc", norms.matern(1.5))):
+        plain = kernels.frequencies(key, "gaussian", 6, 3, coupling)
+        np.testing.assert_array_equal(plain, couplings.get(coupling)(key, 6, 3))
     with pytest.raises(ValueError, match="halton draws no lengths to be given another law"):
         kernels.frequencies(key, kernel, 6, 3, "halton")
 

@@ -93,7 +93,7 @@ def train_step(
     model, optimizer = nnx.merge(graph, state)
     model.train()
     streams, step = random_streams(seed), optimizer.step[...]
-    redraw(model, streams.frequencies.key[...], step)
+    redraw(streams.frequencies.key[...], model, step)
     images, labels = batch["image"], batch["label"]
     targets = jax.nn.one_hot(labels, model.head.out_features)
     targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
