@@ -205,8 +205,7 @@ def arc_cosine(order: int) -> Kernel:
     """
     if order not in (0, 1):
         raise ValueError(f"the order of an arc-cosine kernel must be 0 or 1, got {order}")
-    exact = (_arc_cosine_0, _arc_cosine_1)[order]
-    return Kernel(exact, features.arc_cosine(order), at_zero=(0.5, 0.0)[order])
+    return _ARC_COSINES[order]
 
 
 def _arc_cosine_0(x: Array, y: Array) -> Array:
@@ -220,6 +219,10 @@ def _arc_cosine_1(x: Array, y: Array) -> Array:
     return _first_order(x_length[:, None] * y_length[None], products, _angles(u, v))
 
 
+_ARC_COSINES = (
+    Kernel(_arc_cosine_0, features.arc_cosine(0), at_zero=0.5),
+    Kernel(_arc_cosine_1, features.arc_cosine(1), at_zero=0.0),
+)
 NAMES = {
     "gaussian": gaussian,
     "softmax": softmax,
