@@ -198,9 +198,7 @@ def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
         results[problem.name] = measured
         row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
         row["v_bar"] = sigma * mean_length(problem)
-        row |= {
-            name: _estimate(*mean_and_error(values.tolist())) for name, values in measured.items()
-        }
+        row |= {name: _estimate(*mean_and_error(x.tolist())) for name, x in measured.items()}
         row["simrf - orf"] = _difference(measured, "simrf", "orf")
         row["simrf+ - simrf"] = _difference(measured, "simrf+", "simrf")
         rows.append(row)
@@ -224,9 +222,7 @@ def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
         measured = {n: v[:, 0] for n, v in _all(wide, sigma, TABLE_3, draws).items()}
         results[problem.name] = measured
         row = {"data set": problem.name, "whose": "ours", "m": wide.train_x.shape[1]}
-        row |= {
-            name: _estimate(*mean_and_error(values.tolist())) for name, values in measured.items()
-        }
+        row |= {name: _estimate(*mean_and_error(x.tolist())) for name, x in measured.items()}
         row["orf - iid"] = _difference(measured, "orf", "iid")
         row["simrf - orf"] = _difference(measured, "simrf", "orf")
         rows.append(row)

@@ -93,7 +93,7 @@ def of_scheme(
             "training RMSE": on_train.mean(),
             "test RMSE": on_test.mean(),
             "standard error": on_test.std(ddof=1) / np.sqrt(len(on_test)),
-            "to + pnc": difference.mean() / found["+ pnc"][1].mean(),
+            "to + pnc": difference.mean() / errors["+ pnc"][1].mean(),
             "standard errors apart": difference.mean() / error if error else 0.0,
         }
         rows.append(row)

@@ -138,7 +138,7 @@ def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) ->
             rows and one test row, a column that is constant in the whole table, or regression
             targets that are constant in the training rows of a split.
     """
-    for argument, number in {"count": count, "train": train, "test": test}.items():
+    for part, number in {"count": count, "train": train, "test": test}.items():
         if number < 1:
             raise ValueError(
                 f"{argument} must be positive, got {number} for data set {table.name!r}"
