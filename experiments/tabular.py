@@ -140,9 +140,7 @@ def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) ->
     """
     for part, number in {"count": count, "train": train, "test": test}.items():
         if number < 1:
-            raise ValueError(
-                f"{argument} must be positive, got {number} for data set {table.name!r}"
-            )
+            raise ValueError(f"{part} must be positive, got {number} for data set {table.name!r}")
     rows = len(table.x)
     n = min(train, rows // 2)
     k = min(test, rows - n)
