@@ -145,10 +145,10 @@ def vit(
         query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
 
         def errors(name, method, query=query, key=key):
-            found = []
+            measured = []
             for q, k in zip(query, key, strict=True):
                 calibration = calibrate(q, k, coupling=name, method=method, scale=1.0)
-                found.append(
+                measured.append(
                     attention_error(
                         q,
                         k,
@@ -159,8 +159,8 @@ def vit(
                         calibration=calibration,
                     )
                 )
-            of_uniform = np.mean([e.uniform_attention[0] for e in found])
-            return np.array([e.attention.value[0] for e in found]), of_uniform
+            of_uniform = np.mean([e.uniform_attention[0] for e in measured])
+            return np.array([e.attention.value[0] for e in measured]), of_uniform
 
         column = f"{kind} {squared_norm:g}"
         reference, uniform[column] = errors("orf", "none")

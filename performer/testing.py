@@ -128,8 +128,8 @@ def assert_unbiased(
     points = np.array([_points(d)[name] for name in names])
     estimates = _estimates(coupling, m, d, points, kernel, draws, seed)
     for name, (x, y), estimate in zip(names, points, estimates.T, strict=True):
-        what = f"{kernel} kernel at x, y {name}: the estimate is biased"
-        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), what)
+        fault = f"{kernel} kernel at x, y {name}: the estimate is biased"
+        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), fault)
 
 
 def assert_mse(
@@ -255,22 +255,22 @@ def _assert_finite(bad: int) -> None:
     assert bad == 0, f"{bad} values of the coupling are not finite"
 
 
-def _assert_mean(sample: np.ndarray, expected: float, level: float, what: str) -> None:
+def _assert_mean(sample: np.ndarray, expected: float, level: float, fault: str) -> None:
     error = sample.std() / np.sqrt(len(sample))
     score = (sample.mean() - expected) / max(error, 1e-7 * max(abs(expected), 1e-7))
     threshold = -special.ndtri(level / 2)
     assert abs(score) < threshold, (
-        f"{what}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
+        f"{fault}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
         f" ({threshold:.1f} allowed)"
     )
 
 
 def _assert_law(
-    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, what: str
+    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, fault: str
 ) -> None:
     result = stats.kstest(sample, cdf)
     assert result.pvalue > level, (
-        f"{what}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
+        f"{fault}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
         f" {result.statistic_location:.3g}, {result.statistic * np.sqrt(len(sample)):.1f} standard"
         f" errors, p = {result.pvalue:.1e}"
     )

@@ -151,12 +151,12 @@ def _parts_of_mse(
     coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
 ) -> tuple[Array, Array]:
     """What m independent frequencies have for an error, and what their pairs add to it."""
-    for what, choice, choices in [
+    for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),
     ]:
         if choice not in choices:
-            raise ValueError(unknown(what, choice, choices))
+            raise ValueError(unknown(kind, choice, choices))
     x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
     d = x.shape[-1]
     norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
