@@ -53,12 +53,12 @@ class Kernel:
         ...     return 1 / (1 + (x - y.T) ** 2)
         >>> def exponential(score, d):  # F(l) = 1 - e^{-l}, the law of its |w|
         ...     return -jax.scipy.special.log_ndtr(-score)
-        >>> kernel = kernels.Kernel(cauchy, quantile=exponential)
+        >>> kernel = kernels.Kernel(cauchy, features.trigonometric, exponential)
         >>> phi = kernels.random_features(key, kernel, x[:, :1], 16)  # phi @ phi.T
     """
 
     exact: Callable[[Array, Array], Array]
-    feature_map: Callable[..., Array] = features.trigonometric
+    feature_map: Callable[..., Array]
     quantile: norms.Quantile = norms.chi
     at_zero: float | None = None
     even: bool = False
@@ -102,16 +102,14 @@ class Kernel:
         return couplings.with_quantile(coupling, self.quantile)
 
     def __repr__(self) -> str:
-        named = NAMES | (
-            {f"matern({self.exact.nu})": matern(self.exact.nu)}
-            if isinstance(self.exact, _Matern)
-            else {}
-        )
+        named = dict(NAMES)
+        if isinstance(self.exact, _Matern):
+            named[f"matern({self.exact.nu})"] = matern(self.exact.nu)
         for name, kernel in named.items():
             if self == kernel:
                 return f"kernels.{name}"
-        values = {field.name: expression(getattr(self, field.name)) for field in fields(self)}
-        return f"kernels.Kernel({', '.join(f'{k}={v}' for k, v in values.items())})"
+        values = (f"{field.name}={expression(getattr(self, field.name))}" for field in fields(self))
+        return f"kernels.Kernel({', '.join(values)})"
 
 
 def _gaussian(x: Array, y: Array) -> Array:
@@ -122,9 +120,9 @@ def _softmax(x: Array, y: Array) -> Array:
     return jnp.exp(jnp.matmul(x, y.T, precision="highest"))
 
 
-gaussian = Kernel(_gaussian, at_zero=1.0, even=True)
+gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
 """The Gaussian kernel, of trigonometric features. (The positive ones estimate it, too:
-`dataclasses.replace(features.positive, kernel="gaussian")` is their map.)"""
+`partial(features.positive, kernel="gaussian")` is their map.)"""
 
 softmax = Kernel(_softmax, features.positive)
 """What softmax attention is made of, of positive features."""
@@ -149,7 +147,8 @@ def matern(nu: float) -> Kernel:
     """
     if not (nu >= 0.5 and nu - 0.5 == int(nu - 0.5)):
         raise ValueError(f"nu must be 1/2, 3/2, 5/2, ... for a closed form, got {nu}")
-    return Kernel(_Matern(float(nu)), quantile=norms.matern(float(nu)), at_zero=1.0, even=True)
+    nu = float(nu)
+    return Kernel(_Matern(nu), features.trigonometric, norms.matern(nu), 1.0, even=True)
 
 
 @dataclass(frozen=True)

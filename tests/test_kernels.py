@@ -122,7 +122,7 @@ def erlang(score, d):
     return jnp.interp(score, *map(jnp.float32, tables))
 
 
-OWN = kernels.Kernel(cauchy, quantile=erlang)
+OWN = kernels.Kernel(cauchy, features.trigonometric, erlang)
 ALL = [*kernels.NAMES.values(), kernels.matern(0.5), kernels.matern(3.5), OWN]
 
 

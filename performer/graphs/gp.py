@@ -61,14 +61,17 @@ def condition(
     """
     observed, y = _observations(kernel.shape[0], observed, y)
     nodes = _checked_nodes("nodes", kernel.shape[0], nodes)
-    output_scale = positive_number("output_scale", output_scale)
-    noise_scale = positive_number("noise_scale", noise_scale)
+    numbers = (
+        y,
+        positive_number("noise_scale", noise_scale),
+        positive_number("output_scale", output_scale),
+    )
     one_hot = jax.ShapeDtypeStruct((kernel.shape[0], len(nodes)), y.dtype)
     dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
-    numbers = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
+    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in numbers)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
     program = _compiled_condition if arrays else _condition  # a kernel of one's own
-    law, residual = program(kernel, observed, nodes, *numbers, tolerance)
+    law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
     return _converged(law, residual, tolerance)
 
 
