@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: install demo test test-changed test-faults test-slow lint format clean
+.PHONY: install demo docs test test-changed test-faults test-slow lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -30,6 +30,13 @@ test-changed: install  ## the tests that what differs from the upstream branch c
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
 
+docs: .venv/docs  ## builds the documentation into docs/_build/html; all code on its pages runs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install --quiet --group docs
+	@touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +47,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache docs/_build

@@ -210,7 +210,7 @@ def _flag_error(message: str) -> str:
     """absl's message as one line, with what the field of a config may be."""
     given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
     if given and given[2] in TYPES:
-        return f"{_one_line(given[1])}: {_must(given[2])}"
+        return f"{_one_line(given[1])}: {allowed(given[2])}"
     first, *between = message.strip().splitlines()  # of a config file the whole traceback
     return _one_line(" ".join([first, *between[-1:]]))
 
@@ -448,10 +448,10 @@ def check_types(config: Config) -> None:
     for field, value in flatten(config).items():
         kinds = (int, float) if TYPES[field] is float else TYPES[field]
         if not isinstance(value, kinds) or (isinstance(value, bool) and TYPES[field] is not bool):
-            raise ValueError(f"config.{field}={value!r}: {_must(field)}")
+            raise ValueError(f"config.{field}={value!r}: {allowed(field)}")
 
 
-def _must(field: str) -> str:
+def allowed(field: str) -> str:
     """What a field may be, in words."""
     if field in CHOICES:
         return f"must be one of {', '.join(CHOICES[field])}"
@@ -491,12 +491,12 @@ def parse(name: str, text: str, like: Any) -> Any:
     """
     if isinstance(like, bool):
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"config.{name}={text}: {_must(name)}")
+            raise ValueError(f"config.{name}={text}: {allowed(name)}")
         return text.lower() == "true"
     try:
         return type(like)(text)
     except ValueError:
-        raise ValueError(f"config.{name}={text}: {_must(name)}") from None
+        raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
 
 
 def save(config: Config, path: Path) -> None:

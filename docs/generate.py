@@ -1,0 +1,92 @@
+"""Pages of the reference that are made of the code: modules, commands, fields of a config."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+from sphinx.pycode import ModuleAnalyzer
+
+import performer
+from vit import config as configs
+
+ROOT = Path(__file__).parent.parent
+DROP_INS = ("nnx", "linen", "sklearn")
+COMMANDS = ("train", "evaluate", "convert", "prepare", "pretrained")
+
+
+def write(folder: Path) -> None:
+    """Writes the pages; Sphinx reads again only those that changed."""
+    pages = {"config": config(), "commands": commands(), **modules()}
+    (folder / "api").mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        path = folder / f"{name}.md"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def modules() -> dict[str, str]:
+    """One page for each public module, and a list of them."""
+    names = (*performer.MODULES, *DROP_INS)
+    pages, rows = {}, []
+    for name in names:
+        parts = [path.stem for path in sorted((ROOT / "performer" / name).glob("*.py"))]
+        public = [name, *(f"{name}.{part}" for part in parts if not part.startswith("_"))]
+        shown = "\n".join(automodule(f"performer.{part}") for part in public)
+        pages[f"api/{name}"] = f"# performer.{name}\n\n{shown}"
+        rows.append(f"- [`performer.{name}`]({name}.md): {first_line(f'performer.{name}')}")
+    listed, hidden = "\n".join(rows), "\n".join(names)
+    toctree = f"```{{toctree}}\n:hidden:\n\n{hidden}\n```"
+    return pages | {"api/index": f"# Modules\n\n{listed}\n\n{toctree}\n"}
+
+
+def automodule(name: str) -> str:
+    """The directive that shows a module."""
+    return f"```{{eval-rst}}\n.. automodule:: {name}\n```\n"
+
+
+def first_line(module: str) -> str:
+    """Of its docstring."""
+    analyzer = ModuleAnalyzer.for_module(module)
+    return analyzer.code.strip().strip('"').split("\n")[0].strip('"')
+
+
+def config() -> str:
+    """Every field of a config: its flag, default, meaning and range."""
+    documents = ModuleAnalyzer.for_module("vit.config").find_attr_docs()
+    lines = ["# Fields of a config", ""]
+    lines += ["A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all."]
+
+    def table(kind: type, prefix: str) -> None:
+        nested = []
+        lines.extend(["", f"## {kind.__name__}", "", (kind.__doc__ or "").strip(), ""])
+        lines.extend(["| field | default | meaning |", "|---|---|---|"])
+        for field in dataclasses.fields(kind):
+            name = f"{prefix}.{field.name}"
+            if dataclasses.is_dataclass(field.type):
+                nested.append((field.type, name))
+                continue
+            text = " ".join(documents.get((kind.__name__, field.name), [])).strip()
+            allowed = configs.allowed(name.removeprefix("config."))
+            shown = f"{text} It {allowed}.".strip().replace("|", "&#124;")
+            lines.append(f"| `{name}` | `{field.default!r}` | {shown} |")
+        for part, name in nested:
+            table(part, name)
+
+    table(configs.Config, "config")
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """What the commands of `vit` print for --help."""
+    text = "# Commands\n"
+    for name in COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-m", f"vit.{name}", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        shown = done.stdout.replace(str(ROOT) + "/", "").split("Try --helpfull")[0].strip()
+        text += f"\n## vit.{name}\n\n```text\n{shown}\n```\n"
+    return text
