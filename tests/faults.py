@@ -204,6 +204,13 @@ FAULTS = [
         "test_kernels.py::test_arc_cosine_at_the_origin_and_near_by",
     ),
     Fault(
+        "the frequencies of every kernel are Gaussian",
+        "performer/kernels.py",
+        "return couplings.with_quantile(coupling, self.quantile)",
+        "return couplings.get(coupling)",
+        "test_kernels.py::test_random_features_of_every_kernel",
+    ),
+    Fault(
         "VRC Eq. 39 as printed: no 1 / sigma_n^2",
         "performer/gp.py",
         "phi / noise_scale, y / noise_scale",
@@ -515,6 +522,13 @@ FAULTS = [
         "test_sklearn.py::test_float64_is_computed_in_float64",
     ),
     Fault(
+        "the transformer has the features of the RBF kernel, whatever the kernel",
+        "performer/sklearn.py",
+        "phi = kernel.feature_map(x, frequencies",
+        "phi = features.trigonometric(x, frequencies",
+        "test_sklearn.py::test_other_kernels",
+    ),
+    Fault(
         "float64 inputs are computed in float32",
         "performer/sklearn.py",
         "with jax.enable_x64(X.dtype == np.float64):",
@@ -668,6 +682,13 @@ FAULTS = [
         "noise_scale**2 * v",
         "noise_scale * v",
         "test_graph_gp.py::test_the_posterior_is_that_of_the_gram_matrix",
+    ),
+    Fault(
+        "a scale that is fixed moves",
+        "performer/graphs/gp.py",
+        "start.logarithms(y.dtype, fixed)",
+        "start.logarithms(y.dtype)",
+        "test_graph_gp.py::test_a_scale_that_is_fixed",
     ),
     Fault(
         "the likelihood has no determinant",
