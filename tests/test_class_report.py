@@ -9,7 +9,7 @@ from flax import nnx
 from sklearn.metrics import confusion_matrix
 
 from tests.small import TINY, new_vit, small_config
-from vit import class_report, config, convert, data, evaluate, metrics
+from vit import class_report, config, data, evaluate, metrics, runs
 
 CLASSES = 10
 
@@ -135,7 +135,7 @@ def test_files(tmp_path):
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
     settings = small_config()
-    convert.save_run(model, settings, data.load(settings.data), tmp_path)
+    runs.begin(tmp_path, model, settings, data.load(settings.data))
     config.save(settings, tmp_path / "config.json")
     text = evaluate.report_classes(tmp_path)
     accuracy = np.mean(logits.argmax(axis=1) == labels)

@@ -14,7 +14,7 @@ from PIL import EpsImagePlugin, Image, ImageFile, ImageOps, UnidentifiedImageErr
 
 from experiments import benchmark_data
 from tests.small import small_config
-from vit import augment, bounded, config, data, steps
+from vit import augment, bounded, classification, config, data, steps
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
 def test_unknown_names_and_splits(tmp_path):
     with pytest.raises(ValueError, match="unknown config.data.name 'mnist'.*Choices: digits"):
         data.load(config.Data(name="mnist", dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="batch_size=1438 is larger .* 1437 images"):
+    with pytest.raises(ValueError, match="batch_size=1438 is larger .* 1437 records"):
         data.load(config.Data(batch_size=1438))
 
 
@@ -383,7 +383,7 @@ def test_an_evaluation_without_an_image_is_an_error():
     counts = {name: jnp.zeros(()) for name in ("loss", "top1", "top5", "examples")}
     counts["bad"] = jnp.array(7)
     with pytest.raises(ValueError, match="none of the 7 records of config.data.eval_split can be"):
-        steps.evaluate(lambda batch: counts, [{}])
+        steps.evaluate(classification.task(2, 1), lambda batch: counts, [{}])
 
 
 @pytest.mark.parametrize(
