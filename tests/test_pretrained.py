@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, evaluate, metrics, pretrained, train
+from vit import checkpoint, config, evaluate, metrics, pretrained, runs, train
 from vit.model import ViT, random_streams
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
