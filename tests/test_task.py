@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.sequences import DATASET, TASK
+from performer.analysis import attention_error
+from tests.sequences import DATASET, TASK, projections
 from tests.small import CALIBRATED, final_state, small_config, stop_at
-from vit import config, data, devices, evaluate, metrics, runs, steps, train
-from vit.task import no_attention
+from vit import (
+    attention_report,
+    config,
+    data,
+    devices,
+    evaluate,
+    metrics,
+    runs,
+    steps,
+    train,
+)
+from vit.task import no_attention, random_streams
 
 SETTINGS = small_config(
     attention=config.Attention(num_features=8, coupling="pm"),
@@ -90,6 +101,22 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     silent = TASK._replace(layers=no_attention)
     with pytest.raises(ValueError, match="does not say where its attention is"):
         evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
+
+
+def test_the_report_has_the_calibration_of_the_layer():
+    attention = dataclasses.replace(CALIBRATED, num_features=16)
+    model = TASK.create(small_config(attention=attention), random_streams(0))
+    batch = {name: np.stack([r[name] for r in DATASET.train]) for name in ("x", "y")}
+    model.train()
+    nnx.jit(lambda model: model(4 * batch["x"]))(model)
+    model.eval()
+    settings = dict(coupling="orf", num_features=16, draws=3)
+    rows = attention_report.rows(TASK, model, batch, **settings)
+    fitted = model.attention.attention_fn.calibration
+    assert np.any(fitted.shift)
+    error = attention_error(*projections(model, batch)[0], calibration=fitted, **settings)
+    want = np.mean(error.attention.value, axis=0)
+    np.testing.assert_allclose([row["attention error"] for row in rows], want, rtol=1e-4)
 
 
 def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
