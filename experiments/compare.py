@@ -76,7 +76,7 @@ def settings(
     repeated = sorted({name for name in couplings if couplings.count(name) > 1})
     if repeated or not couplings:
         raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
-    found = []
+    chosen = []
     for point in itertools.product(*grid.values()):
         values = tuple(zip(grid, point, strict=True))
         for name in couplings:
@@ -85,12 +85,12 @@ def settings(
                 change = {"attention.kind": "performer", "attention.coupling": name}
             new = configs.with_values(config, dict(values) | change)
             configs.validate(new)
-            found.append(Setting(name, values, new))
-    folders = [setting.folder for setting in found]
+            chosen.append(Setting(name, values, new))
+    folders = [setting.folder for setting in chosen]
     shared = sorted({folder for folder in folders if folders.count(folder) > 1})
     if shared:
         raise ValueError(f"--grid: several settings would share the folder {shared[0]!r}")
-    return found
+    return chosen
 
 
 def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:

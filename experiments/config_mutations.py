@@ -197,15 +197,15 @@ def clear(message: str, field: str) -> bool:
     return "\n" not in message and f"config.{field}" in message and bool(re.search(bounds, message))
 
 
-def table(found: Sequence[Outcome], path: Path | None = None) -> str:
+def table(tried: Sequence[Outcome], path: Path | None = None) -> str:
     """How many values of each kind of field came to what; written to `path`.csv and .md, too."""
     types = {bool: "true or false", str: "text"}
     groups: dict[str, list[str]] = {}
-    for each in found:
+    for each in tried:
         kind = configs.TYPES.get(each.field)
         name = types.get(kind, "numbers") if kind else "whole sections"
         groups.setdefault(name, []).append(each.kind)
-    groups["all"] = [each.kind for each in found]
+    groups["all"] = [each.kind for each in tried]
     rows = [
         {"fields of": name, "tried": len(kinds)} | {kind: kinds.count(kind) for kind in KINDS}
         for name, kinds in groups.items()
@@ -213,9 +213,9 @@ def table(found: Sequence[Outcome], path: Path | None = None) -> str:
     return report.table(rows, path) if path else "\n".join(map(str, rows))
 
 
-def show(found: Sequence[Outcome], path: Path) -> None:
+def show(tried: Sequence[Outcome], path: Path) -> None:
     """Prints and writes the table; exits where a value was taken, or refused without a word."""
-    print(table(found, path))
-    bad = [each for each in found if each.kind in KINDS[2:]]
+    print(table(tried, path))
+    bad = [each for each in tried if each.kind in KINDS[2:]]
     if bad:
         sys.exit("\n".join(f"{e.kind}: --config.{e.field}={e.text!r} {e.message}" for e in bad))

@@ -265,8 +265,8 @@ def _place(name: str, newest: int) -> str:
     parts = Path(name).parts
     if len(parts) < 2:
         return name
-    what = "newest checkpoint" if parts[1] == str(newest) else "older checkpoint"
-    return what if len(parts) == 2 else f"file or folder of the {what}"
+    which = "newest checkpoint" if parts[1] == str(newest) else "older checkpoint"
+    return which if len(parts) == 2 else f"file or folder of the {which}"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -303,11 +303,11 @@ def kill(kills: int, seed: int, out: Path) -> None:
 
 def show(rows: Iterable[tuple[str, str]], path: Path) -> None:
     """Prints each outcome as it comes, and writes the table; exits when one must not be."""
-    found = []
+    outcomes = []
     for kind, outcome in rows:
-        found.append((kind, outcome))
+        outcomes.append((kind, outcome))
         print(f"{kind}: {outcome}", file=sys.stderr, flush=True)
-    counted = table(found)
+    counted = table(outcomes)
     print("\n" + report.table(counted, path))
     if counted[-1]["traceback"] + counted[-1]["silent"]:
         sys.exit("tracebacks or silent changes: see the table")

@@ -994,8 +994,8 @@ FAULTS = [
     Fault(
         "the verdict takes p-values that are not corrected",
         "experiments/compare_report.py",
-        "shown = [c for c in found if c.corrected < LEVEL]",
-        "shown = [c for c in found if c.difference.p_value < LEVEL]",
+        "shown = [c for c in compared if c.corrected < LEVEL]",
+        "shown = [c for c in compared if c.difference.p_value < LEVEL]",
         "test_compare.py::test_the_verdict_takes_corrected_p_values",
     ),
     Fault(

@@ -14,7 +14,7 @@ LENGTH, WIDTH, HEADS = 12, 16, 2
 class Regressor(nnx.Module):
     """x (b, s, 2) -> (b, s), where entry t is of x_1, ..., x_t."""
 
-    def __init__(self, config, rngs):
+    def __init__(self, config, *, rngs):
         attention = config.attention
         attention_fn = PerformerAttention(
             attention.num_features,

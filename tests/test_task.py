@@ -105,7 +105,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
 
 def test_the_report_has_the_calibration_of_the_layer():
     attention = dataclasses.replace(CALIBRATED, num_features=16)
-    model = TASK.create(small_config(attention=attention), random_streams(0))
+    model = TASK.create(small_config(attention=attention), rngs=random_streams(0))
     batch = {name: np.stack([r[name] for r in DATASET.train]) for name in ("x", "y")}
     model.train()
     nnx.jit(lambda model: model(4 * batch["x"]))(model)

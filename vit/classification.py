@@ -25,7 +25,7 @@ Examples = tuple[Array, Array, Array]
 def task(num_classes: int, channels: int) -> Task:
     """Cross entropy with smoothed labels and mixup; top-1 and top-5 accuracy."""
     return Task(
-        create=partial(create, num_classes=num_classes, channels=channels),
+        create=partial(ViT, num_classes=num_classes, channels=channels),
         loss=loss,
         count=count,
         results=results,
@@ -35,11 +35,6 @@ def task(num_classes: int, channels: int) -> Task:
         projections=projections,
         noun="image",
     )
-
-
-def create(config: Config, rngs: nnx.Rngs, *, num_classes: int, channels: int) -> ViT:
-    """A new Vision Transformer."""
-    return ViT(config, num_classes=num_classes, channels=channels, rngs=rngs)
 
 
 def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:

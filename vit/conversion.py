@@ -105,7 +105,7 @@ def performer_of(
         moments: from `measure`.
         frequencies: of each layer, (n, m, h).
     """
-    new = task.create(config, random_streams(config.seed))
+    new = task.create(config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(model, nnx.Param))
     for layer, measured, w in zip(task.layers(new), moments, frequencies, strict=True):
         attention = layer.attention_fn

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,16 +22,6 @@ AHEAD = 3
 """Steps that may wait for the devices: their batches lie in the devices' memory."""
 
 
-class Stretch(NamedTuple):
-    """Some steps, one after another."""
-
-    state: Any
-    """After the last of them."""
-    values: list[dict[str, np.ndarray]]
-    """Of each step."""
-    seconds: float
-
-
 def stretch(
     train_step: Callable[[Any, data.Batch], tuple[Any, Any]],
     state: Any,
@@ -39,7 +29,7 @@ def stretch(
     number: int,
     stopping: Callable[[], bool] = lambda: False,
     advance: Callable[[], object] = lambda: None,
-) -> Stretch:
+) -> tuple[Any, list[dict[str, np.ndarray]], float]:
     """That many steps; fewer, but one at least, when somebody asks to stop.
 
     Args:
@@ -49,6 +39,9 @@ def stretch(
         number: of steps.
         stopping: asked between two steps.
         advance: called after each.
+
+    Returns:
+        The state, the values of each step, and the seconds that all of them took.
     """
     values, start = [], time.perf_counter()
     while len(values) < number and not (values and stopping()):
@@ -57,7 +50,7 @@ def stretch(
         jax.block_until_ready(values[-AHEAD:][0]["train_loss"])
         advance()
     values = jax.device_get(values)
-    return Stretch(state, values, time.perf_counter() - start)
+    return state, values, time.perf_counter() - start
 
 
 def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:

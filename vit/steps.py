@@ -80,7 +80,7 @@ def create(
     config: Config, task: Task, rate: optax.Schedule, seed: Seed
 ) -> tuple[Model, nnx.Optimizer]:
     """A new model, and its optimiser at that rate."""
-    model = task.create(config, random_streams(seed))
+    model = task.create(config, rngs=random_streams(seed))
     return model, nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
 
 

@@ -51,8 +51,8 @@ def no_attention(*_: Any) -> Any:
 class Task(NamedTuple):
     """A model, its loss, and what is measured and reported of it."""
 
-    create: Callable[[Config, nnx.Rngs], Model]
-    """(config, `random_streams`) -> a new model, in evaluation mode."""
+    create: Callable[..., Model]
+    """(config, rngs=`random_streams`) -> a new model, in evaluation mode."""
     loss: Callable[[Model, Any], tuple[Array, Sums]]
     """(model in training mode, examples) -> their mean loss and sums: "train_NAME" of the log."""
     count: Callable[[Model, Batch], Sums]
