@@ -766,14 +766,14 @@ FAULTS = [
     ),
     Fault(
         "hidden examples count as right ones",
-        "vit/metrics.py",
+        "vit/classification.py",
         "jnp.sum((rank < k) * mask)",
         "jnp.sum(rank < k)",
         "test_metrics.py::test_counts",
     ),
     Fault(
         "ties go for the label",
-        "vit/metrics.py",
+        "vit/classification.py",
         "jnp.sum(~(logits < label_logit), axis=-1) - 1",
         "jnp.sum(logits > label_logit, axis=-1)",
         "test_metrics.py::test_ties_and_nan_are_no_hits",

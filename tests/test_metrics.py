@@ -13,7 +13,9 @@ from vit import classification, metrics, steps
 
 def count(logits, labels, mask):
     logits, mask = jnp.asarray(logits, jnp.float32), jnp.asarray(mask, jnp.float32)
-    return {k: float(v) for k, v in metrics.counts(logits, jnp.asarray(labels), mask).items()}
+    return {
+        k: float(v) for k, v in classification.counts(logits, jnp.asarray(labels), mask).items()
+    }
 
 
 def test_counts():

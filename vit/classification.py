@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float, Integer
 
-from vit import augment, metrics
+from vit import augment
 from vit.config import Config, parse_variant
 from vit.data import Batch
 from vit.model import ViT
@@ -60,8 +60,29 @@ def count(model: ViT, batch: Batch) -> Sums:
     """Sums over the unmasked examples of a batch: loss, top1, top5."""
     logits, _ = model(batch["image"])
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    counts = metrics.counts(logits, batch["label"], batch["mask"])
-    return counts | {"loss": jnp.sum(losses * batch["mask"])}
+    sums = counts(logits, batch["label"], batch["mask"])
+    return sums | {"loss": jnp.sum(losses * batch["mask"])}
+
+
+def counts(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
+) -> dict[str, Array]:
+    """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
+
+    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
+    than the label when its logit is at least as large.
+    """
+    rank = label_rank(logits, labels)
+    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
+    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
+
+
+def label_rank(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
+) -> Integer[Array, " b"]:
+    """How many other classes are at least as likely as the label; all of them where it is NaN."""
+    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    return jnp.sum(~(logits < label_logit), axis=-1) - 1
 
 
 def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:

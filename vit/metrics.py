@@ -1,4 +1,4 @@
-"""Metrics: masked counts, the log `metrics.jsonl`, the progress bar and the learning curve."""
+"""Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
 import contextlib
 import io
@@ -7,39 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from jaxtyping import Array, Float, Integer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from vit import files
+from vit import files, moved
 
 Record = dict[str, Any]
 
-
-def counts(
-    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
-) -> dict[str, Array]:
-    """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
-
-    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
-    than the label when its logit is at least as large.
-    """
-    rank = label_rank(logits, labels)
-    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
-    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
-
-
-def label_rank(
-    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
-) -> Integer[Array, " b"]:
-    """How many other classes are at least as likely as the label; all of them where it is NaN."""
-    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    return jnp.sum(~(logits < label_logit), axis=-1) - 1
+__getattr__ = moved(
+    __name__, counts="vit.classification.counts", label_rank="vit.classification.label_rank"
+)
 
 
 def append(path: Path, record: Record) -> None:
