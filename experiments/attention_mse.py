@@ -26,7 +26,7 @@ from absl import app, flags, logging
 from experiments import attention_data
 from performer import couplings
 from performer.analysis import attention_error
-from performer.calibration import calibrate, for_coupling, parts
+from performer.calibration import calibrate, parts
 from vit import report
 from vit.attention_report import report_attention
 from vit.config import parse_flags
@@ -106,10 +106,10 @@ def vit(
         query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
 
         def errors(name, method, query=query, key=key):
-            found = []
+            measured = []
             for q, k in zip(query, key, strict=True):
-                calibration = calibrate(q, k, method=for_coupling(method, name), scale=1.0)
-                found.append(
+                calibration = calibrate(q, k, coupling=name, method=method, scale=1.0)
+                measured.append(
                     attention_error(
                         q,
                         k,
@@ -120,8 +120,8 @@ def vit(
                         calibration=calibration,
                     )
                 )
-            of_uniform = np.mean([e.uniform_attention[0] for e in found])
-            return np.array([e.attention.value[0] for e in found]), of_uniform
+            of_uniform = np.mean([e.uniform_attention[0] for e in measured])
+            return np.array([e.attention.value[0] for e in measured]), of_uniform
 
         column = f"{kind} {squared_norm:g}"
         reference, uniform[column] = errors("orf", "none")

@@ -93,10 +93,7 @@ def attention(quick: bool) -> None:
     scale, out = benchmark_attention.Scale(), OUT
     if quick:
         scale, out = benchmark_attention.Scale(repeats=2, divisor=16), OUT / "quick"
-        print("Quick: short sequences, few repeats. The numbers and whether they meet the targets")
-        print("mean nothing.\n")
-    if jax.default_backend() != "cpu":
-        print("The targets C1 to C8 and C11 are for a CPU.\n")
+        print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
     for name, rows in benchmark_attention.tables(scale):
         print(report.table(rows, out / name), flush=True)
     print("Nanoseconds per token and head, forward + backward\n")
@@ -105,11 +102,10 @@ def attention(quick: bool) -> None:
         rows = benchmark_lengths.package(scale)
         print(report.table(rows, out / "package") if rows else "performer_pytorch: not installed\n")
     if jax.default_backend() != "gpu":
-        print("G1 to G3: no accelerator")
         return
     rows, times = benchmark_lengths.gpu(scale)
     print(report.table(times, out / "times_gpu"))
-    print(report.table(rows, out / "targets_gpu"))
+    print(report.table(rows, out / "summary_gpu"))
 
 
 def pipeline(images: Path) -> None:

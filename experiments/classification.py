@@ -84,8 +84,8 @@ def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[d
     """One row for each sigma: the exact kernel's accuracy, and the iid features' at m = 10 d."""
     rows = []
     for sigma, exact in zip(sigmas, exact_accuracies(problem, sigmas), strict=True):
-        found = accuracies(problem, sigma, "iid", blocks=MULTIPLES, draws=draws, seed=0)
-        mean, error = mean_and_error(found[:, -1].tolist())
+        measured = accuracies(problem, sigma, "iid", blocks=MULTIPLES, draws=draws, seed=0)
+        mean, error = mean_and_error(measured[:, -1].tolist())
         rows.append({"sigma": sigma, "exact": exact, "iid": mean, "standard error": error})
     return rows
 
@@ -159,9 +159,9 @@ def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     rows, results = [], {}
     for (problem, sigma), axis in zip(tuned, axes, strict=True):
         (exact,) = exact_accuracies(problem, [sigma])
-        found = _all(problem, sigma, FIGURE_8, draws, MULTIPLES)
-        results[problem.name] = found
-        for number, (name, values) in enumerate(found.items()):
+        measured = _all(problem, sigma, FIGURE_8, draws, MULTIPLES)
+        results[problem.name] = measured
+        for number, (name, values) in enumerate(measured.items()):
             estimates = [mean_and_error(column.tolist()) for column in values.T]
             _band(axis, multiples, estimates, f"C{number}", name)
             row = {"data set": problem.name, "coupling": name}
@@ -174,8 +174,8 @@ def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     order = []
     for i in multiples:
         of_size = {
-            name: {coupling: values[:, i - 1] for coupling, values in found.items()}
-            for name, found in results.items()
+            name: {coupling: values[:, i - 1] for coupling, values in measured.items()}
+            for name, measured in results.items()
         }
         row = {"m": f"{i} d", "iid <= orf <= simrf": _ordered(of_size)}
         for better, worse in (("orf", "iid"), ("simrf", "orf")):
@@ -194,13 +194,13 @@ def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     """SimRF+ beside SimRF, and ORF, at m = d."""
     rows, results = [], {}
     for problem, sigma in tuned:
-        found = {n: v[:, 0] for n, v in _all(problem, sigma, TABLE_2, draws).items()}
-        results[problem.name] = found
+        measured = {n: v[:, 0] for n, v in _all(problem, sigma, TABLE_2, draws).items()}
+        results[problem.name] = measured
         row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
         row["v_bar"] = sigma * mean_length(problem)
-        row |= {name: _estimate(*mean_and_error(values.tolist())) for name, values in found.items()}
-        row["simrf - orf"] = _difference(found, "simrf", "orf")
-        row["simrf+ - simrf"] = _difference(found, "simrf+", "simrf")
+        row |= {name: _estimate(*mean_and_error(x.tolist())) for name, x in measured.items()}
+        row["simrf - orf"] = _difference(measured, "simrf", "orf")
+        row["simrf+ - simrf"] = _difference(measured, "simrf+", "simrf")
         rows.append(row)
         if theirs := PAPER_2.get(PAPER_NAMES.get(problem.name, problem.name)):
             v, simplex, weighted = theirs
@@ -219,12 +219,12 @@ def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     rows, results = [], {}
     for problem, sigma in tuned:
         wide = _padded(problem)
-        found = {n: v[:, 0] for n, v in _all(wide, sigma, TABLE_3, draws).items()}
-        results[problem.name] = found
+        measured = {n: v[:, 0] for n, v in _all(wide, sigma, TABLE_3, draws).items()}
+        results[problem.name] = measured
         row = {"data set": problem.name, "whose": "ours", "m": wide.train_x.shape[1]}
-        row |= {name: _estimate(*mean_and_error(values.tolist())) for name, values in found.items()}
-        row["orf - iid"] = _difference(found, "orf", "iid")
-        row["simrf - orf"] = _difference(found, "simrf", "orf")
+        row |= {name: _estimate(*mean_and_error(x.tolist())) for name, x in measured.items()}
+        row["orf - iid"] = _difference(measured, "orf", "iid")
+        row["simrf - orf"] = _difference(measured, "simrf", "orf")
         rows.append(row)
         if theirs := PAPER_3.get(PAPER_NAMES.get(problem.name, problem.name)):
             values = [value for value, _ in theirs]
@@ -263,13 +263,13 @@ def _largest(problem: Problem) -> int:
 
 def _ordered(results: Draws) -> int:
     """In how many data sets the means are in the paper's order."""
-    means = [{name: np.mean(v) for name, v in found.items()} for found in results.values()]
+    means = [{name: np.mean(v) for name, v in measured.items()} for measured in results.values()]
     return sum(bool(m["iid"] <= m["orf"] <= m["simrf"]) for m in means)
 
 
 def _surely(results: Draws, better: str, worse: str) -> tuple[int, int]:
     """How many of the differences are two standard errors above zero, and below."""
-    apart = [_paired(found, better, worse) for found in results.values()]
+    apart = [_paired(measured, better, worse) for measured in results.values()]
     above = sum(d.mean > 2 * d.standard_error for d in apart)
     return above, sum(d.mean < -2 * d.standard_error for d in apart)
 
@@ -279,12 +279,12 @@ def _count(results: Draws, better: str, worse: str) -> str:
     return f"{better} - {worse} is above 0 by two standard errors in {above} and below in {below}"
 
 
-def _paired(found: Mapping[str, np.ndarray], better: str, worse: str) -> Difference:
-    return paired(found[better].tolist(), found[worse].tolist())
+def _paired(measured: Mapping[str, np.ndarray], better: str, worse: str) -> Difference:
+    return paired(measured[better].tolist(), measured[worse].tolist())
 
 
-def _difference(found: Mapping[str, np.ndarray], better: str, worse: str) -> str:
-    apart = _paired(found, better, worse)
+def _difference(measured: Mapping[str, np.ndarray], better: str, worse: str) -> str:
+    apart = _paired(measured, better, worse)
     return f"{apart.mean:+.4f} ± {apart.standard_error:.4f}"
 
 

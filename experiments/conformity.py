@@ -84,7 +84,7 @@ def figure_5(out: Path) -> str:
     drawn, axis = report.figure(out)
     rows = []
     for name in ("iid", "orf", "simrf"):
-        W = testing.draw(couplings.get(name), 2, d, draws)
+        W = testing.samples(couplings.get(name), 2, d, draws)
         lengths = np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
         pdf = theory.pair_length_pdf(name, r, d)
         cdf = integrate.cumulative_simpson(pdf, x=r, initial=0)
@@ -125,7 +125,7 @@ def figure_6(out: Path) -> str:
     for name in names:
         ratio = theory.kernel_mse(name, points, points, m) / iid
         (line,) = axis.plot(v, ratio, label=name)
-        along = testing.draw(couplings.get(name), m, d, draws)[:, :, 0]
+        along = testing.samples(couplings.get(name), m, d, draws)[:, :, 0]
         for measured_v in (0.25, 0.5, 1.0, 1.5):
             estimates = np.exp(along * measured_v - measured_v**2 / 2).mean(axis=-1)
             squares = (estimates - 1) ** 2

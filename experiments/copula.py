@@ -34,7 +34,7 @@ def coupled(scheme: uci.Scheme) -> Callable[[jax.Array], Coupling]:
     """theta -> coupling: orthogonal, and with their negatives for Laplace features."""
     if scheme.name == "Fourier":
         return copula.orthogonal
-    return lambda theta: couplings.antithetic(copula.orthogonal(theta))
+    return lambda theta: couplings.Antithetic(copula.orthogonal(theta))
 
 
 def mean_errors(loss: copula.Loss, coupling: Coupling, m: int, d: int, draws: int) -> np.ndarray:
@@ -67,9 +67,9 @@ def of_scheme(
     build = coupled(scheme)
     theta, losses = jax.jit(
         lambda start: copula.learn(
+            jax.random.key(2),
             train,
             start,
-            jax.random.key(2),
             num_features=m,
             coupling=build,
             num_draws=train_draws,
@@ -80,20 +80,20 @@ def of_scheme(
     uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
     schemes = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     schemes |= {"copula, at the start": build(start), "copula, learned": build(theta)}
-    found = {
+    errors = {
         word: [mean_errors(loss, c, m, d, draws) for loss in (train, test)]
         for word, c in schemes.items()
     }
     rows = []
-    for word, (on_train, on_test) in found.items():
-        difference = on_test - found["+ pnc"][1]  # the draws share their keys
+    for word, (on_train, on_test) in errors.items():
+        difference = on_test - errors["+ pnc"][1]  # the draws share their keys
         error = difference.std(ddof=1) / np.sqrt(len(difference))
         row = {"data set": name, "d": d, "features": scheme.name, "coupling": word}
         row |= {
             "training RMSE": on_train.mean(),
             "test RMSE": on_test.mean(),
             "standard error": on_test.std(ddof=1) / np.sqrt(len(on_test)),
-            "to + pnc": difference.mean() / found["+ pnc"][1].mean(),
+            "to + pnc": difference.mean() / errors["+ pnc"][1].mean(),
             "standard errors apart": difference.mean() / error if error else 0.0,
         }
         rows.append(row)
@@ -127,7 +127,7 @@ def main() -> None:
     for name, splits in uci.tables(1, _POINTS.value):
         curves = {}
         for scheme in uci.SCHEMES:
-            of, losses, correlation = of_scheme(
+            lines, losses, correlation = of_scheme(
                 name,
                 scheme,
                 splits,
@@ -135,9 +135,9 @@ def main() -> None:
                 train_draws=_TRAIN_DRAWS.value,
                 draws=_DRAWS.value,
             )
-            curves[scheme.name] = of, losses
+            curves[scheme.name] = lines, losses
             correlations[f"{name}_{scheme.name}"] = correlation
-            rows += of
+            rows += lines
         plot(curves, out / name)
     print(report.table(rows, out / "copula"))
     np.savez(out / "correlations.npz", **correlations)

@@ -57,7 +57,7 @@ def errors(name: str, x: jax.Array, draws: int, out: Path) -> list[dict]:
         exact = kernels.matern(nu)(x, x)
         for coupling, (draw_directions, draw_norms) in PARTS.items():
             draw_norms = partial(draw_norms, quantile=norms.matern(nu))
-            coupled = couplings.blocks(draw_directions, draw_norms)
+            coupled = couplings.Blocks(draw_directions, draw_norms)
             row: dict = {"points": name, "d": d, "nu": nu, "coupling": coupling}
             found = gram_errors(coupled, x, exact, draws)
             for multiple, of_size in zip(MULTIPLES, found.T, strict=True):

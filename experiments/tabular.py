@@ -138,9 +138,9 @@ def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) ->
             rows and one test row, a column that is constant in the whole table, or regression
             targets that are constant in the training rows of a split.
     """
-    for what, number in {"count": count, "train": train, "test": test}.items():
+    for part, number in {"count": count, "train": train, "test": test}.items():
         if number < 1:
-            raise ValueError(f"{what} must be positive, got {number} for data set {table.name!r}")
+            raise ValueError(f"{part} must be positive, got {number} for data set {table.name!r}")
     rows = len(table.x)
     n = min(train, rows // 2)
     k = min(test, rows - n)

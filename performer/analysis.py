@@ -100,7 +100,7 @@ class Recommendation:
         tolerance: what was asked for.
         uniform: the mean relative error of uniform attention.
         median, largest: of |q + k|^2 over pairs of a query and a key, scaled and calibrated.
-        coupling: name of the coupling.
+        coupling: its name, or its repr.
     """
 
     num_features: int | None
@@ -153,11 +153,12 @@ def attention_error(
         query: (..., t, n, h), with any leading axes, such as layers and batch.
         key: (..., s, k, h), n a multiple of k.
         value: (..., s, k, v), or None to leave out the errors of the output.
-        coupling: a name for `performer.couplings.get`, or a function (key, m, h) -> (m, h).
+        coupling: a name that `performer.couplings.get` knows, or a coupling: any function
+            (key, m, h) -> (m, h).
         num_features: m.
         draws: D, independent draws of the frequencies. Each key head has its own; the leading axes
             share them. Draw i, (k, m, h), is
-            `couplings.draw(name, jax.random.fold_in(jax.random.key(seed), i), m, h, k)`.
+            `couplings.draw(jax.random.fold_in(jax.random.key(seed), i), coupling, m, h, k)`.
         calibration: as for `performer_attention`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
@@ -268,7 +269,7 @@ def recommend(
 def _draw(key, head, coupling, m, h, draws, k) -> Float[Array, "draws m h"]:
     """Frequencies of one key head."""
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), k)[head])
-    drawn = jax.vmap(lambda x: _function(coupling)(x, m, h))(keys(jnp.arange(draws)))
+    drawn = jax.vmap(lambda x: couplings.get(coupling)(x, m, h))(keys(jnp.arange(draws)))
     return drawn.astype(jnp.float32)
 
 
@@ -386,10 +387,6 @@ def _squared_lengths(query, key, exists, calibration, scale) -> np.ndarray:
     return np.concatenate(lengths)
 
 
-def _function(coupling: str | Coupling) -> Coupling:
-    return couplings.get(coupling) if isinstance(coupling, str) else coupling
-
-
 def _prepare(query, key, value, coupling, num_features, calibration, scale, mask):
     """Tokens with one batch axis, which keys exist (b, s), the calibration and the scale.
 
@@ -408,7 +405,7 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
             f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
             " axes must be the same, and no axis empty"
         )
-    function = _function(coupling)
+    function = couplings.get(coupling)
     frequencies = jax.eval_shape(lambda x: function(x, num_features, h), jax.random.key(0))
     if frequencies.shape != (num_features, h):
         raise ValueError(

@@ -23,8 +23,8 @@ and the mean of its logarithm over pairs is smallest at mu = E v and, with F = C
 
 Where the lengths of the frequencies are fixed, or one for a whole block, the normalisation of
 attention takes out of the weights what is common to all features, and with it the correction of a
-change of the mean length. There S must leave the mean square length as it is: `traceless`, which
-`for_coupling` puts in the place of `tilt`.
+change of the mean length. There S must leave the mean square length as it is: `traceless`. Which
+of the two it is follows from the coupling (`couplings.properties`); not knowing it, `traceless`.
 
 The pairs are drawn from softmax attention itself, whose large entries count most: a query like any
 other, and a key as it attends to it. All is fitted from the second moment of (1, q, k) over them.
@@ -39,7 +39,7 @@ features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from performer import couplings
 from performer.attention.checks import key_mask
 from performer.choices import unknown
-from performer.typing import float32_or_wider
+from performer.typing import Coupling, float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
 SAMPLING = ("tilt", "traceless", "proposal")
@@ -93,6 +94,7 @@ def calibrate(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     *,
+    coupling: str | Coupling | None = None,
     method: str = "full",
     scale: float | None = None,
     mask: ArrayLike | None = None,
@@ -103,26 +105,28 @@ def calibrate(
     Args:
         query: (..., t, n, h).
         key: (..., s, k, h), n a multiple of k.
+        coupling: of the frequencies it is for, by name or as a value. It decides about "tilt",
+            which is "traceless" for common or fixed lengths (pm, fixed), and for a coupling that
+            does not say, or None: right for every coupling, if not as good as it could be.
         method: "none", "shift", "shift+scale" or "full"; or any of shift, scale, and tilt,
-            traceless or proposal joined by "+". For couplings with fixed or common lengths (pm,
-            fixed) give `for_coupling("full", name)`; the drop-in for Flax does so itself.
+            traceless or proposal joined by "+".
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
 
     Raises:
-        ValueError: for an unknown method.
+        ValueError: for an unknown method or coupling.
 
     Example:
-        >>> calibration = calibrate(query, key)
-        >>> frequencies = performer.couplings.draw("orf-antithetic", random_key, 128, 64, 12)
+        >>> calibration = calibrate(query, key, coupling="orf-antithetic")
+        >>> frequencies = performer.couplings.draw(random_key, "orf-antithetic", 128, 64, 12)
         >>> output = performer.performer_attention(
         ...     query, key, value, frequencies, calibration=calibration
         ... )
     """
-    parts(method)
+    parts(method, coupling)
     moments = pair_moments(query, key, scale=scale, mask=mask, is_causal=is_causal)
-    return fit(moments, method=method)
+    return fit(moments, method=method, coupling=coupling)
 
 
 def pair_moments(
@@ -188,17 +192,20 @@ def _pair_moments(
     return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
 
 
-def fit(moments: Moments, method: str = "full") -> Calibration:
+def fit(
+    moments: Moments, method: str = "full", coupling: str | Coupling | None = None
+) -> Calibration:
     """The calibration for these moments; the identity where no pair was counted.
 
     Args:
         moments: from `pair_moments`, or a mean of several.
         method: as for `calibrate`.
+        coupling: as for `calibrate`.
 
     Raises:
-        ValueError: for an unknown method.
+        ValueError: for an unknown method or coupling.
     """
-    return _fit(moments, parts(method))
+    return _fit(moments, parts(method, coupling))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -289,8 +296,10 @@ def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Flo
     return key
 
 
-def parts(method: str) -> tuple[str, ...]:
+def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...]:
     """ "shift+scale" -> ("shift", "scale"); "full" stands for its parts, "none" for nothing.
+
+    A tilt is traceless but for couplings that say that their lengths are not common.
 
     Raises:
         ValueError: for an unknown part, or for more than one law of the frequencies.
@@ -308,18 +317,9 @@ def parts(method: str) -> tuple[str, ...]:
             )
     if len(set(names) & set(SAMPLING)) > 1:
         raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
-    return names
-
-
-def for_coupling(method: str, coupling: str) -> str:
-    """The method for frequencies of that coupling: with fixed or common lengths a traceless tilt.
-
-    Raises:
-        ValueError: for an unknown part.
-    """
-    one_length = coupling.removesuffix("-antithetic").endswith(("pm", "monotone", "fixed"))
-    names = ("traceless" if one_length and name == "tilt" else name for name in parts(method))
-    return "+".join(names) or "none"
+    if coupling is not None and couplings.properties(coupling, 2).common_lengths is False:
+        return names
+    return tuple("traceless" if name == "tilt" else name for name in names)
 
 
 def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
@@ -395,3 +395,11 @@ def _apply(matrix: Array, vector: Array) -> Array:
 
 def _dot(equation: str, *operands: Array) -> Array:
     return jnp.einsum(equation, *operands, precision="highest")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "for_coupling":
+        raise AttributeError(
+            "calibration.for_coupling is the argument coupling= of calibrate, fit and parts now"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,11 +15,11 @@ LARGEST = 2**31 - 1
 """An int32."""
 
 
-def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> str:
+def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> str:
     """ "unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
 
     Args:
-        what: the kind of thing that was asked for.
+        kind: the kind of thing that was asked for.
         name: what was asked for.
         choices: what there is; at least one.
         shown: the list as the message gives it; all choices, separated by commas, if empty.
@@ -27,34 +27,34 @@ def unknown(what: str, name: str, choices: Collection[str], shown: str = "") -> 
     by_lower_case = {choice.lower(): choice for choice in choices}
     nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0)[0]
     return (
-        f"unknown {what} {name!r}; did you mean {by_lower_case[nearest]!r}?"
+        f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
 
 
-def positive_integer(what: str, value: Any) -> int:
+def positive_integer(name: str, value: Any) -> int:
     """The value as an int.
 
     Raises:
-        ValueError: when it is none, or below 1: "what must be a positive integer, got ...".
+        ValueError: when it is none, or below 1: "name must be a positive integer, got ...".
     """
     try:
         value = operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be a positive integer, got {value!r}") from None
+        raise ValueError(f"{name} must be a positive integer, got {value!r}") from None
     if value < 1:
-        raise ValueError(f"{what} must be a positive integer, got {value}")
+        raise ValueError(f"{name} must be a positive integer, got {value}")
     return value
 
 
-def require_numbered(what: str, count: int) -> None:
-    """Raises ValueError when there are more than int32 can number, naming `what` they are."""
+def require_numbered(name: str, count: int) -> None:
+    """Raises ValueError when there are more than int32 can number, naming `name` they are."""
     if count > LARGEST:
-        raise ValueError(f"{count} {what} are more than int32 can number: at most {LARGEST}")
+        raise ValueError(f"{count} {name} are more than int32 can number: at most {LARGEST}")
 
 
-def positive_values(what: str, value: ArrayLike) -> ArrayLike:
-    """The value, after a look at it: `what` must be positive and finite.
+def positive_values(name: str, value: ArrayLike) -> ArrayLike:
+    """The value, after a look at it: `name` must be positive and finite.
 
     Raises:
         ValueError: when it is not; a traced value cannot be looked at and passes.
@@ -62,19 +62,19 @@ def positive_values(what: str, value: ArrayLike) -> ArrayLike:
     if not isinstance(value, Tracer):
         bad = [v for v in np.ravel(np.asarray(value)).tolist() if not 0 < v < float("inf")]
         if bad:
-            raise ValueError(f"{what} must be positive and finite, got {bad[0]}")
+            raise ValueError(f"{name} must be positive and finite, got {bad[0]}")
     return value
 
 
-def positive_number(what: str, value: ArrayLike) -> ArrayLike:
+def positive_number(name: str, value: ArrayLike) -> ArrayLike:
     """`positive_values`, for a single number.
 
     Raises:
         ValueError: when it is not one, or not positive and finite.
     """
     if np.shape(value) != ():
-        raise ValueError(f"{what} must be one number, got an array of shape {np.shape(value)}")
-    return positive_values(what, value)
+        raise ValueError(f"{name} must be one number, got an array of shape {np.shape(value)}")
+    return positive_values(name, value)
 
 
 def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
@@ -88,19 +88,19 @@ def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
         ValueError: naming the array, the shape that it must have, and the one that it has.
     """
     with jax.ensure_compile_time_eval():  # constants of a traced function can be looked at, too
-        arrays = {what: jnp.asarray(array) for what, (array, _) in named.items()}
+        arrays = {name: jnp.asarray(array) for name, (array, _) in named.items()}
     wide = any(array.dtype == jnp.float64 for array in arrays.values())
     sizes: dict[str, int] = {}
-    for what, (_, axes) in named.items():
-        shape = arrays[what].shape
+    for name, (_, axes) in named.items():
+        shape = arrays[name].shape
         if len(shape) != len(axes) or any(
             sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
         ):
             wanted = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
             column = (
-                f"; points on a line are {what}[:, None]" if len(shape) == 1 < len(axes) else ""
+                f"; points on a line are {name}[:, None]" if len(shape) == 1 < len(axes) else ""
             )
-            raise ValueError(f"{what} must have the shape ({wanted}), got {shape}{column}")
+            raise ValueError(f"{name} must have the shape ({wanted}), got {shape}{column}")
     with jax.ensure_compile_time_eval():
         return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays.values()]
 
@@ -112,10 +112,10 @@ def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
         ValueError: naming the array and its shape, or that it has other entries.
     """
     arrays = checked_arrays(**named)
-    for what, array in zip(named, arrays, strict=True):
+    for name, array in zip(named, arrays, strict=True):
         if not isinstance(array, Tracer):
             with jax.ensure_compile_time_eval():
                 finite = bool(jnp.isfinite(array).all())
             if not finite:
-                raise ValueError(f"{what} has entries that are not finite")
+                raise ValueError(f"{name} has entries that are not finite")
     return arrays

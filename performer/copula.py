@@ -21,16 +21,18 @@ Source: VRC Sec. 3.2 and App. A.5. Their u_i is our Phi(g_i).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isqrt
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from performer import attention, couplings, descent, directions, features, kernels
-from performer.norms import Quantile, chi
-from performer.typing import Coupling, Frequencies, Key, Norms
+from performer.norms import FromScores, Quantile, chi, independent_scores
+from performer.typing import Coupling, Frequencies, Key
 
 Theta = Float[Array, " pairs"]
 Loss = Callable[[Frequencies], Float[Array, ""]]
@@ -90,8 +92,33 @@ def monotone(m: int) -> Float[Array, "m m"]:
     return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
 
 
-def norms(theta: Theta, quantile: Quantile = chi) -> Norms:
-    """The law of m lengths with the copula of theta, for `couplings.blocks`.
+@dataclass(frozen=True)
+class Scores:
+    """m normal scores with the correlation of theta: g = L n for independent normal n.
+
+    Hashable where theta is a tuple, as of a coupling that a module keeps; an array may be traced,
+    and differentiated.
+    """
+
+    theta: tuple[float, ...] | Theta
+
+    def __call__(self, key: Key, m: int) -> Float[Array, " m"]:
+        """The scores (m,), float32.
+
+        Raises:
+            ValueError: for another m than theta has.
+        """
+        factor = cholesky(jnp.asarray(self.theta, jnp.float32))
+        if m != len(factor):
+            raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
+        return jnp.matmul(factor, independent_scores(key, m), precision="highest")
+
+    def __repr__(self) -> str:
+        return f"copula.Scores({self.theta!r})"
+
+
+def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
+    """The law of m lengths with the copula of theta, for `couplings.Blocks`.
 
     Args:
         theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
@@ -99,22 +126,20 @@ def norms(theta: Theta, quantile: Quantile = chi) -> Norms:
         quantile: the law of each length (`norms.chi`, `norms.matern(nu)`).
 
     Raises:
-        ValueError: (when drawn) for a block of another size.
+        ValueError: for a number of parameters that no m has; and, when drawn, for a block of
+            another size.
     """
-    factor = cholesky(theta).astype(jnp.float32)
-
-    def draw(key: Key, m: int, d: int) -> Float[Array, " m"]:
-        if m != len(factor):
-            raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
-        normal = jax.random.normal(key, (m,), jnp.float32)
-        return quantile(jnp.matmul(factor, normal, precision="highest"), d)
-
-    return draw
+    cholesky(theta)
+    scores = Scores(theta if isinstance(theta, Tracer) else tuple(theta.tolist()))
+    return FromScores(scores, quantile)
 
 
-def orthogonal(theta: Theta) -> Coupling:
-    """Orthogonal directions with these lengths: what `orf`, `pnc` and `pm` are special cases of."""
-    return couplings.blocks(directions.orthogonal, norms(theta))
+def orthogonal(theta: Theta) -> couplings.Blocks:
+    """Orthogonal directions with these lengths: what `orf`, `pnc` and `pm` are special cases of.
+
+    It is as good a coupling as those with names: hashable, for a layer of `performer.nnx`, say.
+    """
+    return couplings.Blocks(directions.orthogonal, norms(theta))
 
 
 def kernel_rmse(
@@ -151,9 +176,9 @@ def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
 
 
 def learn(
+    key: Key,
     loss: Loss,
     start: Theta,
-    key: Key,
     *,
     num_features: int,
     coupling: Callable[[Theta], Coupling] = orthogonal,
@@ -164,12 +189,12 @@ def learn(
     """Theta with a low mean loss over draws of the coupling, by stochastic gradient descent.
 
     Args:
+        key: random key.
         loss: frequencies (num_features, d) -> scalar, differentiable: `kernel_rmse`,
             `attention_mse`, or one of your own.
         start: theta for blocks of d; zeros are independent lengths.
-        key: random key.
         num_features: m.
-        coupling: theta -> coupling, as `lambda theta: couplings.antithetic(orthogonal(theta))`.
+        coupling: theta -> coupling, as `lambda theta: couplings.Antithetic(orthogonal(theta))`.
         num_draws: draws of the frequencies in each step.
         num_steps: how many steps.
         optimizer: of optax.
@@ -182,14 +207,14 @@ def learn(
 
     Example:
         >>> start = jnp.zeros(d * (d - 1) // 2)
-        >>> theta, losses = copula.learn(copula.kernel_rmse(x), start, key, num_features=d)
+        >>> theta, losses = copula.learn(key, copula.kernel_rmse(x), start, num_features=d)
         >>> frequencies = copula.orthogonal(theta)(key, d, d)
     """
     d = len(cholesky(start))
 
     def mean_loss(theta: Theta, step_key: Key) -> Float[Array, ""]:
         keys = jax.random.split(step_key, num_draws)
-        draw = coupling(theta)
-        return jnp.mean(jax.vmap(lambda k: loss(draw(k, num_features, d)))(keys))
+        drawn = coupling(theta)
+        return jnp.mean(jax.vmap(lambda k: loss(drawn(k, num_features, d)))(keys))
 
     return descent.minimize(mean_loss, start, key, num_steps=num_steps, optimizer=optimizer)

@@ -1,11 +1,15 @@
 """Couplings: joint laws of m random frequencies in R^d, each marginally N(0, I_d).
 
-A coupling is a plain function `coupling(key, m, d) -> (m, d)`. It draws in float32, for a key the
-same numbers with jax_enable_x64 and without it. It is made of two parts and one wrapper: a joint
-law of the lengths (`norms`), a joint law of the directions given these lengths (`directions`),
-repeated over independent blocks of d rows; and `antithetic`. The estimates built on it are unbiased
-whatever the coupling is; their errors are not the same. (The exceptions say so: `norms.fixed` and
-`directions.hadamard`.)
+A coupling is a function `coupling(key, m, d) -> (m, d)`. It draws in float32, for a key the same
+numbers with jax_enable_x64 and without it. It is made of two parts and one wrapper: a joint law of
+the lengths (`norms`), a joint law of the directions given these lengths (`directions`), repeated
+over independent blocks of d rows (`Blocks`); and `Antithetic`. The estimates built on it are
+unbiased whatever the coupling is; their errors are not the same. (The exceptions say so:
+`norms.fixed` and `directions.HADAMARD`.)
+
+The couplings here are values: frozen, hashable, equal where their parts are, with a repr that makes
+them again; `get` makes them of words, and `properties` says what one must know of them. A function
+of your own is as good a coupling, at every door that takes one.
 
 Adding one: write a function with that signature, add a row to `COUPLINGS`; the tests pick it up.
 
@@ -13,8 +17,9 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 """
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,77 +28,139 @@ from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
 from performer.choices import positive_integer, unknown
-from performer.typing import Coupling, Directions, Frequencies, Key, Norms
+from performer.typing import Coupling, Directions, Frequencies, Key, Norms, expression, jit_static
 
 
-def blocks(draw_directions: Directions, draw_norms: Norms) -> Coupling:
+class Properties(NamedTuple):
+    """What one must know of a coupling in R^d; None for what it does not say."""
+
+    gaussian: bool | None = None
+    """Whether every row is exactly N(0, I_d)."""
+    common_lengths: bool | None = None
+    """Whether lengths are fixed, or one for a whole block: then see `calibration`."""
+    block_length: int | None = None
+    """Rows further apart are independent (of one sign, if antithetic)."""
+    even: bool | None = None
+    """Whether the number of rows must be even."""
+
+
+@dataclass(frozen=True)
+class Blocks:
     """ceil(m / d) independent blocks of d frequencies, of which the first m are kept.
 
     In a block the lengths are drawn first and handed to the directions. One program draws, outside
     of `jax.jit`, too.
+
+    Example:
+        >>> coupling = couplings.Blocks(directions.simplex, norms.pairwise)
+        >>> frequencies = coupling(jax.random.key(0), 12, 5)  # (12, 5)
     """
 
-    @partial(jax.jit, static_argnums=(1, 2))
-    def drawn(key: Key, m: int, d: int) -> Frequencies:
-        def block(block_key: Key) -> Frequencies:
-            norms_key, directions_key = jax.random.split(block_key)
-            lengths = draw_norms(norms_key, d, d)
-            return lengths[:, None] * draw_directions(directions_key, lengths, d)
+    directions: Directions
+    norms: Norms
 
-        keys = jax.random.split(key, -(-m // d))
-        # For directions of your own: on GPU and TPU the default matmul precision would cost three
-        # digits of orthogonality.
-        with jax.default_matmul_precision("highest"):
-            return jax.vmap(block)(keys).reshape(-1, d)[:m]
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        m = positive_integer("m (the number of features)", m)
+        d = positive_integer("d (the dimension)", d)
+        return _draw_blocks(self, key, m, d)
 
-    def coupling(key: Key, m: int, d: int) -> Frequencies:
-        return drawn(
-            key,
-            positive_integer("m (the number of features)", m),
-            positive_integer("d (the dimension)", d),
+    def __repr__(self) -> str:
+        return f"couplings.Blocks({expression(self.directions)}, {expression(self.norms)})"
+
+    def properties(self, d: int) -> Properties:
+        """Gaussian if the directions are uniform and the lengths chi_d."""
+        quantile = getattr(self.norms, "quantile", None)
+        gaussian = None if quantile is None else quantile == norms.chi
+        return Properties(
+            gaussian=False if self.directions in directions.HADAMARD else gaussian,
+            common_lengths=getattr(self.norms, "common", None),
+            block_length=d,
+            even=False,
         )
 
-    return coupling
+
+@jit_static(0, 2, 3)
+def _draw_blocks(coupling: Blocks, key: Key, m: int, d: int) -> Frequencies:
+    def block(block_key: Key) -> Frequencies:
+        norms_key, directions_key = jax.random.split(block_key)
+        lengths = coupling.norms(norms_key, d, d)
+        return lengths[:, None] * coupling.directions(directions_key, lengths, d)
+
+    keys = jax.random.split(key, -(-m // d))
+    # For directions of your own: on GPU and TPU the default matmul precision would cost three
+    # digits of orthogonality.
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(block)(keys).reshape(-1, d)[:m]
 
 
-def padded(coupling: Coupling) -> Coupling:
+@dataclass(frozen=True)
+class Padded:
     """The coupling in the next power of two dimensions, cut to the first d coordinates.
 
     This is what padding the inputs with zeros amounts to. A cut Gaussian is Gaussian.
     """
 
-    def padded_coupling(key: Key, m: int, d: int) -> Frequencies:
-        return coupling(
-            key, m, hadamard.next_power_of_two(positive_integer("d (the dimension)", d))
-        )[:, :d]
+    coupling: Coupling
 
-    return padded_coupling
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        d = positive_integer("d (the dimension)", d)
+        return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
+
+    def __repr__(self) -> str:
+        return f"couplings.Padded({expression(self.coupling)})"
+
+    def properties(self, d: int) -> Properties:
+        """Those of the coupling before the cut."""
+        return properties(self.coupling, hadamard.next_power_of_two(d))
 
 
-def antithetic(coupling: Coupling) -> Coupling:
-    """[W, -W] with W drawn from `coupling` for m / 2 rows; m must be even."""
+@dataclass(frozen=True)
+class Antithetic:
+    """[W, -W] with W drawn from the coupling for m / 2 rows; m must be even."""
 
-    def antithetic_coupling(key: Key, m: int, d: int) -> Frequencies:
+    coupling: Coupling
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
         m = positive_integer("m (the number of features)", m)
         if m % 2:
             raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
-        half = coupling(key, m // 2, d)
+        half = self.coupling(key, m // 2, d)
         return jnp.concatenate([half, -half])
 
-    return antithetic_coupling
+    def __repr__(self) -> str:
+        return f"couplings.Antithetic({expression(self.coupling)})"
+
+    def properties(self, d: int) -> Properties:
+        """Those of the coupling, but for the even number."""
+        return properties(self.coupling, d)._replace(even=True)
 
 
-def halton(key: Key, m: int, d: int) -> Frequencies:
+@dataclass(frozen=True)
+class Halton:
     """Scrambled Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
 
     The points are SciPy's (digits scrambled, Owen 2017), the same in every draw; the shift, one per
     draw, makes each of them exactly uniform, so that every row is N(0, I_d).
     """
-    m, d = (
-        positive_integer("m (the number of features)", m),
-        positive_integer("d (the dimension)", d),
-    )
-    return _shifted_normal(key, jnp.asarray(_halton_points(m, d)))
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        m = positive_integer("m (the number of features)", m)
+        d = positive_integer("d (the dimension)", d)
+        return _shifted_normal(key, jnp.asarray(_halton_points(m, d)))
+
+    def __repr__(self) -> str:
+        return "couplings.halton"
+
+    def properties(self, d: int) -> Properties:
+        """No two rows are independent."""
+        return Properties(gaussian=True, common_lengths=False, even=False)
+
+
+halton = Halton()
 
 
 @jax.jit
@@ -124,92 +191,43 @@ NORMS: dict[str, Norms] = {
     "fixed": norms.fixed,
 }
 COUPLINGS: dict[str, Coupling] = {
-    "iid": blocks(directions.independent, norms.independent),
-    "orf": blocks(directions.orthogonal, norms.independent),
-    "simrf": blocks(directions.simplex, norms.independent),
-    "pnc": blocks(directions.orthogonal, norms.pairwise),
-    "pm": blocks(directions.orthogonal, norms.monotone),
-    "simrf+": blocks(directions.simplex_weighted, norms.independent),
-    "sorf": padded(blocks(directions.hadamard, norms.independent)),
-    "fast-simrf": padded(blocks(directions.hadamard_simplex, norms.independent)),
+    "iid": Blocks(directions.independent, norms.independent),
+    "orf": Blocks(directions.orthogonal, norms.independent),
+    "simrf": Blocks(directions.simplex, norms.independent),
+    "pnc": Blocks(directions.orthogonal, norms.pairwise),
+    "pm": Blocks(directions.orthogonal, norms.monotone),
+    "simrf+": Blocks(directions.simplex_weighted, norms.independent),
+    "sorf": Padded(Blocks(directions.hadamard, norms.independent)),
+    "fast-simrf": Padded(Blocks(directions.hadamard_simplex, norms.independent)),
     "halton": halton,
-    "fixed": blocks(directions.orthogonal, norms.fixed),
+    "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
 _ANTITHETIC = "-antithetic"
 
 
-def get(name: str) -> Coupling:
-    """The coupling of that name.
+def get(coupling: str | Coupling) -> Coupling:
+    """The coupling of that name; a coupling that is one already is given back.
 
-    A row of `COUPLINGS`; or "<directions>*<norms>" for any other pair of a row of `DIRECTIONS` and
-    a row of `NORMS`; either with "-antithetic" appended.
+    A name is a row of `COUPLINGS`; or "<directions>*<norms>" for any other pair of a row of
+    `DIRECTIONS` and a row of `NORMS`; either with "-antithetic" appended.
 
     Raises:
-        ValueError: for an unknown name; the message lists the names and the nearest match.
+        ValueError: for an unknown name; the message lists the names and the nearest match. And for
+            what is neither a name nor a function.
 
     Example:
         >>> coupling = performer.couplings.get("pm-antithetic")
         >>> frequencies = coupling(jax.random.key(0), 128, 64)  # (128, 64)
         >>> other = performer.couplings.get("simplex*monotone")
+        >>> other
+        couplings.Blocks(directions.simplex, norms.monotone)
     """
-    base = name.removesuffix(_ANTITHETIC)
-    return _base(base, name) if base == name else _once(antithetic, _base(base, name))
-
-
-def draw(
-    name: str, key: Key, num_features: int, head_dim: int, num_heads: int | None = None
-) -> Float[Array, "*n m h"]:
-    """The frequencies of an attention layer: (m, h), or one independent draw per head, (n, m, h).
-
-    Args:
-        name: of the coupling.
-        key: random key.
-        num_features: m.
-        head_dim: h.
-        num_heads: n, or None for one draw that all heads share.
-
-    Raises:
-        ValueError: for an unknown coupling, or sizes that it does not admit.
-    """
-    coupling = get(name)
-    if num_heads is None:
-        return coupling(key, num_features, head_dim)
-    keys = jax.random.split(key, positive_integer("num_heads", num_heads))
-    return _for_each(coupling, keys, num_features, head_dim)
-
-
-@partial(jax.jit, static_argnums=(0, 2, 3))
-def _for_each(coupling: Coupling, keys: Array, m: int, d: int) -> Float[Array, "n m d"]:
-    return jax.vmap(lambda key: coupling(key, m, d))(keys)
-
-
-def redraw(
-    name: str,
-    frequencies: Float[Array, "*n m h"],
-    key: Key,
-    step: int | Integer[Array, ""],
-    *,
-    every: int,
-) -> Float[Array, "*n m h"]:
-    """New frequencies of the same shape where `every` divides the step, the old ones elsewhere.
-
-    A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
-    traced, and nothing is drawn at the steps between. All leading axes are of independent draws:
-    heads, and layers that `nnx.vmap` or `nnx.scan` stacks. The dtype stays that of the old ones, to
-    which the float32 draw is rounded.
-
-    Raises:
-        ValueError: when `every` is not a positive integer, or for an unknown coupling.
-    """
-    every = positive_integer("every", every)
-    step = jnp.asarray(step)
-    *lead, m, h = frequencies.shape
-
-    def new(old):
-        drawn = draw(name, jax.random.fold_in(key, step), m, h, math.prod(lead) if lead else None)
-        return drawn.reshape(old.shape).astype(old.dtype)
-
-    return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)
+    if callable(coupling):
+        return coupling
+    if not isinstance(coupling, str):
+        raise ValueError(f"coupling must be a name or a function (key, m, d), got {coupling!r}")
+    base = coupling.removesuffix(_ANTITHETIC)
+    return _base(base, coupling) if base == coupling else Antithetic(_base(base, coupling))
 
 
 def _base(base: str, name: str) -> Coupling:
@@ -226,16 +244,130 @@ def _base(base: str, name: str) -> Coupling:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
     if second not in NORMS:
         raise ValueError(unknown(f"norms in coupling {name!r}:", second, NORMS))
-    pair = _once(blocks, DIRECTIONS[first], NORMS[second])
-    return _once(padded, pair) if first.startswith("hadamard") else pair
-
-
-@lru_cache(maxsize=256)
-def _once(wrapper: Callable[..., Coupling], *parts: Callable) -> Coupling:
-    """One function for one name, so that `jax.jit` compiles it once."""
-    return wrapper(*parts)
+    pair = Blocks(DIRECTIONS[first], NORMS[second])
+    return Padded(pair) if pair.directions in directions.HADAMARD else pair
 
 
 def names() -> tuple[str, ...]:
     """The names of all couplings: every row of `COUPLINGS`, then its antithetic version."""
     return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
+
+
+def properties(coupling: str | Coupling, d: int) -> Properties:
+    """What the coupling says of itself in R^d, by a method `properties(d)`; else nothing.
+
+    Example:
+        >>> performer.couplings.properties("pm-antithetic", 64)
+        Properties(gaussian=True, common_lengths=True, block_length=64, even=True)
+    """
+    coupling = get(coupling)
+    return coupling.properties(d) if hasattr(coupling, "properties") else Properties()
+
+
+def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Coupling:
+    """The same coupling of frequencies of another radial law, and so of another kernel.
+
+    Args:
+        coupling: of blocks with lengths of `norms`, padded or antithetic or not; any, where
+            the law is `norms.chi`, the usual one.
+        quantile: the law of each length, as `norms.matern(1.5)`.
+
+    Raises:
+        ValueError: for a coupling without lengths of its own.
+
+    Example:
+        >>> matern = couplings.with_quantile("pnc", norms.matern(1.5))
+        >>> matern.norms
+        norms.with_quantile(norms.pairwise, norms.matern(1.5))
+    """
+    coupling = get(coupling)
+    match coupling:
+        case Padded(inner) | Antithetic(inner):
+            return replace(coupling, coupling=with_quantile(inner, quantile))
+        case Blocks(_, norms.FromScores()):
+            return replace(coupling, norms=norms.with_quantile(coupling.norms, quantile))
+    if quantile != norms.chi:
+        raise ValueError(
+            f"{coupling!r} draws no lengths to be given another law; take couplings.Blocks, as"
+            " 'orf' or 'pnc'"
+        )
+    return coupling
+
+
+def draw(
+    key: Key,
+    coupling: str | Coupling,
+    num_features: int,
+    head_dim: int,
+    num_heads: int | None = None,
+) -> Float[Array, "*n m h"]:
+    """The frequencies of an attention layer: (m, h), or one independent draw per head, (n, m, h).
+
+    Args:
+        key: random key.
+        coupling: a name that `get` knows, or a coupling.
+        num_features: m.
+        head_dim: h.
+        num_heads: n, or None for one draw that all heads share.
+
+    Raises:
+        ValueError: for an unknown coupling, or sizes that it does not admit.
+        TypeError: for a name in the place of the key.
+    """
+    _key_first("draw", key)
+    coupling = get(coupling)
+    if num_heads is None:
+        return coupling(key, num_features, head_dim)
+    keys = jax.random.split(key, positive_integer("num_heads", num_heads))
+    return _for_each(coupling, keys, num_features, head_dim)
+
+
+@jit_static(0, 2, 3)
+def _for_each(coupling: Coupling, keys: Array, m: int, d: int) -> Float[Array, "n m d"]:
+    return jax.vmap(lambda key: coupling(key, m, d))(keys)
+
+
+def redraw(
+    key: Key,
+    coupling: str | Coupling,
+    frequencies: Float[Array, "*n m h"],
+    step: int | Integer[Array, ""],
+    *,
+    every: int,
+) -> Float[Array, "*n m h"]:
+    """New frequencies of the same shape where `every` divides the step, the old ones elsewhere.
+
+    A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
+    traced, and nothing is drawn at the steps between. All leading axes are of independent draws:
+    heads, and layers that `nnx.vmap` or `nnx.scan` stacks. The dtype stays that of the old ones, to
+    which the float32 draw is rounded.
+
+    Raises:
+        ValueError: when `every` is not a positive integer, or for an unknown coupling.
+        TypeError: for a name in the place of the key.
+    """
+    _key_first("redraw", key)
+    every = positive_integer("every", every)
+    step = jnp.asarray(step)
+    *lead, m, h = frequencies.shape
+
+    def new(old):
+        heads = math.prod(lead) if lead else None
+        drawn = draw(jax.random.fold_in(key, step), coupling, m, h, heads)
+        return drawn.reshape(old.shape).astype(old.dtype)
+
+    return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)
+
+
+def _key_first(function: str, key: Any) -> None:
+    if isinstance(key, str):
+        raise TypeError(f"the key comes first: couplings.{function}(key, {key!r}, ...)")
+
+
+_RENAMED = {"blocks": "Blocks", "padded": "Padded", "antithetic": "Antithetic"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"couplings.{name} is the class couplings.{_RENAMED[name]} now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -95,6 +95,10 @@ def hadamard_simplex(key: Key, lengths: Lengths, d: int) -> Frequencies:
     return multiply_simplex(rotation).T[: _rows(lengths, d)]
 
 
+HADAMARD = (hadamard, hadamard_simplex)
+"""Uniform only approximately, and for powers of two; `couplings.Padded` makes them fit others."""
+
+
 def multiply_simplex(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     """S x along the last axis in O(d) (SimRF Algorithm 1); the rows of S are the s_i of Eq. 9."""
     d = x.shape[-1]

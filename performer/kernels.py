@@ -72,9 +72,7 @@ def matern(nu: float) -> Kernel:
 
     Example:
         >>> exact = performer.kernels.matern(1.5)(x, x, lengthscale=0.5)
-        >>> frequencies = couplings.blocks(
-        ...     directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5))
-        ... )(key, m, d)
+        >>> frequencies = couplings.with_quantile("pnc", norms.matern(1.5))(key, m, d)
         >>> phi = performer.features.trigonometric(x, frequencies, lengthscale=0.5)  # phi @ phi.T
     """
     degree = nu - 0.5

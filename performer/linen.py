@@ -74,7 +74,7 @@ def performer_attention_fn(
         ...         frequencies = self.variable(
         ...             "frequencies",
         ...             "frequencies",
-        ...             lambda: couplings.draw("pm", self.make_rng("frequencies"), 128, 64, 12),
+        ...             lambda: couplings.draw(self.make_rng("frequencies"), "pm", 128, 64, 12),
         ...         )
         ...         attention_fn = partial(performer_attention_fn, frequencies=frequencies.value)
         ...         return linen.MultiHeadDotProductAttention(12, attention_fn=attention_fn)(x)

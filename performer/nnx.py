@@ -12,6 +12,7 @@ from performer import calibration as calibrations
 from performer import couplings
 from performer.attention.dropin import attention_fn
 from performer.calibration import Calibration
+from performer.typing import Coupling
 
 
 class Frequencies(nnx.Variable):
@@ -42,7 +43,8 @@ class PerformerAttention(nnx.Module):
     Args:
         num_features: m, the number of frequencies per head.
         head_dim: width of one head's queries and keys.
-        coupling: a name that `performer.couplings.get` knows.
+        coupling: a name that `performer.couplings.get` knows, or a coupling (hashable: it becomes a
+            part of the structure of the module).
         num_heads: with a number, each head has frequencies of its own, drawn independently: that of
             the layer, or its `num_kv_heads` (which is what grouped heads should be given). With
             None, one draw is shared by all heads.
@@ -75,7 +77,7 @@ class PerformerAttention(nnx.Module):
         num_features: int,
         head_dim: int,
         *,
-        coupling: str = "pm-antithetic",
+        coupling: str | Coupling = "pm-antithetic",
         num_heads: int | None = None,
         feature_map: str = "positive",
         redraw_every: int = 0,
@@ -90,9 +92,9 @@ class PerformerAttention(nnx.Module):
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
         self.coupling, self.feature_map, self.redraw_every = coupling, feature_map, redraw_every
         self.frequencies = Frequencies(
-            couplings.draw(coupling, rngs.frequencies(), num_features, head_dim, num_heads)
+            couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
-        self.method = calibrations.for_coupling(calibration, coupling)
+        self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
         self.statistics = nnx.Dict()
@@ -118,7 +120,7 @@ class PerformerAttention(nnx.Module):
                 h' = 2 head_dim + 1, as `num_heads` was None or k; kept in float32.
         """
         moments = moments.astype(jnp.float32)
-        fitted = calibrations.fit(moments, self.method)._asdict()
+        fitted = calibrations.fit(moments, self.method, self.coupling)._asdict()
         for name, value in {"moments": moments, **fitted}.items():
             if value is None:
                 continue
@@ -188,7 +190,7 @@ class PerformerAttention(nnx.Module):
         return output
 
 
-def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Integer[Array, ""]) -> None:
+def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""]) -> None:
     """New frequencies, in place, for the layers whose `redraw_every` divides the step.
 
     Call it in the training step. What is drawn depends on the key, the step and the layer alone, so
@@ -197,17 +199,22 @@ def redraw(model: nnx.Module, key: PRNGKeyArray, step: int | Integer[Array, ""])
     stacks are one with leading axes, of independent draws.
 
     Args:
-        model: any module; its `PerformerAttention`s are found wherever they are.
         key: the same at every step.
+        model: any module; its `PerformerAttention`s are found wherever they are.
         step: number of the training step.
+
+    Raises:
+        TypeError: for a model in the place of the key.
     """
+    if isinstance(key, nnx.Module):
+        raise TypeError("the key comes first: nnx.redraw(key, model, step)")
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, PerformerAttention)]
     for i, layer in enumerate(layers):
         if layer.redraw_every:
             layer.frequencies[...] = couplings.redraw(
+                jax.random.fold_in(key, i),
                 layer.coupling,
                 layer.frequencies[...],
-                jax.random.fold_in(key, i),
                 step,
                 every=layer.redraw_every,
             )

@@ -5,34 +5,39 @@ norm coupling has the signature `norms(key, m, d) -> (m,)`, in float32; its leng
 marginal law and differ only in how they depend on one another. The dependence is a joint law of
 normal scores g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The
 Gaussian kernel has the chi_d quantile; another isotropic kernel is another quantile, and nothing
-else changes:
+else changes: `couplings.with_quantile("pnc", norms.matern(1.5))`.
 
-    matern_pnc = blocks(directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5)))
+The norm couplings here are values: frozen, equal where their parts are, with a repr that makes them
+again. A plain function of that signature will do, too.
 
 Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3 and App. G.
 Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribution function.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy import special
 
-from performer.typing import Key, Lengths
+from performer.typing import Key, Lengths, expression
 
 Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
 """quantile(score, d): the length l with F(l) = Phi(score), of the shape of `score`."""
+
+Scores = Callable[[Key, int], Float[Array, " m"]]
+"""scores(key, m): m normal scores, each N(0, 1)."""
 
 _STEP = 1 / 16  # an exact binary fraction: score - node is exact in float32
 _LIMIT = 8.0  # the table covers normal scores in [-8, 8]; float32 draws stay within 5.5
 _DEGREE = 4
 
 
-def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile:
+@dataclass(frozen=True)
+class tabulated:
     """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
 
     On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
@@ -43,10 +48,14 @@ def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile
         log_quantile: (scores, d) -> log of the lengths, float64, each tail exact: the complement of
             u = Phi(score) is Phi(-score), so 1 - u need never be computed.
     """
-    table_of = lru_cache(maxsize=64)(partial(_table, log_quantile))
 
-    def quantile(score: Float[Array, "..."], d: int) -> Float[Array, "..."]:
-        at_nodes, coefficients = (jnp.asarray(table, score.dtype) for table in table_of(d))
+    log_quantile: Callable[[np.ndarray, int], np.ndarray]
+
+    def __call__(self, score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
+        """The lengths at these normal scores."""
+        at_nodes, coefficients = (
+            jnp.asarray(table, score.dtype) for table in _table(self.log_quantile, d)
+        )
         nearest = jnp.clip(jnp.round((score + _LIMIT) / _STEP), 0, len(at_nodes) - 1)
         offset, cell = score - (nearest * _STEP - _LIMIT), nearest.astype(jnp.int32)
         log_ratio = jnp.zeros_like(score)
@@ -54,9 +63,15 @@ def tabulated(log_quantile: Callable[[np.ndarray, int], np.ndarray]) -> Quantile
             log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
         return at_nodes[cell] * jnp.exp(log_ratio)
 
-    return quantile
+    def __repr__(self) -> str:
+        if self == chi:
+            return "norms.chi"
+        if isinstance(self.log_quantile, _LogMatern):
+            return f"norms.matern({self.log_quantile.nu!r})"
+        return f"norms.tabulated({expression(self.log_quantile)})"
 
 
+@lru_cache(maxsize=256)
 def _table(
     log_quantile: Callable[[np.ndarray, int], np.ndarray], d: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -69,24 +84,35 @@ def _table(
 
 
 def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
+    """log l with P(chi_d < l) = Phi(score), float64."""
+    from scipy import special  # slow to import
+
     tail = special.ndtr(-np.abs(score))
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     return np.log(2 * np.where(score < 0, *inverses)) / 2
 
 
-def _log_matern(score: np.ndarray, d: int, nu: float) -> np.ndarray:
+@dataclass(frozen=True)
+class _LogMatern:
     """l^2 / d ~ F(d, 2 nu): b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu), 1 - b ~ Beta(nu, d/2)."""
-    tail = special.ndtr(-np.abs(score))
-    lower, upper = special.betaincinv(d / 2, nu, tail), special.betaincinv(nu, d / 2, tail)
-    odds = np.where(score < 0, lower / (1 - lower), (1 - upper) / upper)
-    return np.log(2 * nu * odds) / 2
+
+    nu: float
+
+    def __call__(self, score: np.ndarray, d: int) -> np.ndarray:
+        """log l, float64."""
+        from scipy import special  # slow to import
+
+        tail = special.ndtr(-np.abs(score))
+        lower = special.betaincinv(d / 2, self.nu, tail)
+        upper = special.betaincinv(self.nu, d / 2, tail)
+        odds = np.where(score < 0, lower / (1 - lower), (1 - upper) / upper)
+        return np.log(2 * self.nu * odds) / 2
 
 
 chi = tabulated(_log_chi)
 """The chi_d quantile: frequencies N(0, I_d), the Gaussian and the softmax kernel."""
 
 
-@lru_cache(maxsize=64)
 def matern(nu: float) -> Quantile:
     """The radial law of the Matern kernel of smoothness nu and lengthscale 1 (VRC App. G).
 
@@ -99,35 +125,82 @@ def matern(nu: float) -> Quantile:
     """
     if not nu > 0:
         raise ValueError(f"nu (the smoothness of a Matern kernel) must be positive, got {nu}")
-    return tabulated(partial(_log_matern, nu=nu))
+    return tabulated(_LogMatern(nu))
 
 
-def independent(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
-    """m independent lengths: what orthogonal random features (ORF) use."""
-    return quantile(jax.random.normal(key, (m,), jnp.float32), d)
+def root_mean_square(score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
+    """sqrt(d) whatever the score is: the lengths of `fixed`."""
+    return jnp.full_like(score, d**0.5)
 
 
-def pairwise(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
-    """Pairwise norm coupling (PNC): F(l_0) + F(l_1) = 1 in rows (0, 1), (2, 3), ... exactly.
+def independent_scores(key: Key, m: int) -> Float[Array, " m"]:
+    """m independent normal scores."""
+    return jax.random.normal(key, (m,), jnp.float32)
 
-    VRC Def. 3.3 and Eq. 7. The pairs are independent of one another; with m odd the last length is
-    free. The scores of a pair are g and -g.
-    """
+
+def pairwise_scores(key: Key, m: int) -> Float[Array, " m"]:
+    """g and -g in rows (0, 1), (2, 3), ..., independent pairs; with m odd the last is free."""
     scores = jax.random.normal(key, ((m + 1) // 2,), jnp.float32)
-    return quantile(jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m], d)
+    return jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m]
 
 
-def monotone(key: Key, m: int, d: int, quantile: Quantile = chi) -> Lengths:
-    """Positive monotone coupling (PM): one length, shared by all m rows (VRC App. B.3)."""
-    return jnp.broadcast_to(independent(key, 1, d, quantile), (m,))
+@dataclass(frozen=True)
+class FromScores:
+    """The lengths quantile(g, d) of normal scores g with the joint law `scores`.
 
-
-def fixed(key: Key, m: int, d: int) -> Lengths:
-    """All lengths sqrt(d), the root mean square of chi_d; nothing is drawn.
-
-    The frequencies are then not Gaussian and the kernel estimate is biased: trigonometric features
-    estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
-    0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
-    m; in attention the loss of radial noise often outweighs it.
+    Attributes:
+        scores: (key, m) -> (m,).
+        quantile: the law of each length.
+        common: one score and one length, shared by the m rows.
     """
-    return jnp.full(m, d**0.5, jnp.float32)
+
+    scores: Scores
+    quantile: Quantile = chi
+    common: bool = False
+
+    def __call__(self, key: Key, m: int, d: int, quantile: Quantile | None = None) -> Lengths:
+        """The lengths (m,) of frequencies in R^d; of another law than `self.quantile` if given."""
+        quantile = self.quantile if quantile is None else quantile
+        lengths = quantile(self.scores(key, 1 if self.common else m), d)
+        return jnp.broadcast_to(lengths, (m,))
+
+    def __repr__(self) -> str:
+        law = expression(self.quantile)
+        names = {independent: "independent", pairwise: "pairwise", monotone: "monotone"}
+        if self == fixed:
+            return "norms.fixed"
+        if (usual := replace(self, quantile=chi)) in names:
+            name = f"norms.{names[usual]}"
+            return name if self == usual else f"norms.with_quantile({name}, {law})"
+        common = ", common=True" if self.common else ""
+        return f"norms.FromScores({expression(self.scores)}, {law}{common})"
+
+
+independent = FromScores(independent_scores)
+"""m independent lengths: what orthogonal random features (ORF) use."""
+pairwise = FromScores(pairwise_scores)
+"""Pairwise norm coupling (PNC): F(l_0) + F(l_1) = 1 in rows (0, 1), (2, 3), ... exactly.
+
+VRC Def. 3.3 and Eq. 7. The pairs are independent of one another; with m odd the last is free.
+"""
+monotone = FromScores(independent_scores, common=True)
+"""Positive monotone coupling (PM): one length, shared by all m rows (VRC App. B.3)."""
+fixed = FromScores(independent_scores, root_mean_square, common=True)
+"""All lengths sqrt(d), the root mean square of chi_d.
+
+The frequencies are then not Gaussian and the kernel estimate is biased: trigonometric features
+estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
+0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
+m; in attention the loss of radial noise often outweighs it.
+"""
+
+
+def with_quantile(norms: FromScores, quantile: Quantile) -> FromScores:
+    """The same dependence between lengths of another law.
+
+    Raises:
+        ValueError: for `fixed`, whose lengths have no law.
+    """
+    if norms == fixed:
+        raise ValueError("norms.fixed are lengths sqrt(d) without a law: take norms.monotone")
+    return replace(norms, quantile=quantile)

@@ -14,9 +14,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from performer import couplings, features
 from performer.typing import Frequencies, Key
 
-# Compiled once for each shape, for all transformers: gamma is an argument of the program.
-_draw = jax.jit(couplings.draw, static_argnames=("name", "num_features", "head_dim"))
-
 
 @partial(jax.jit, static_argnames="odd")
 def _features(x, frequencies, phase, lengthscale, *, odd):
@@ -126,7 +123,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     def _drawn(self, key: Key, m: int, d: int) -> Frequencies | np.ndarray:
         if isinstance(self.coupling, str):
-            return _draw(self.coupling, key, m, d)
+            return couplings.get(self.coupling)(key, m, d)
         if callable(self.coupling):
             return self.coupling(key, m, d)
         raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")

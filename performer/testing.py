@@ -5,7 +5,7 @@
     testing.assert_gaussian_marginals(my_coupling, m=24, d=8)
     testing.assert_unbiased(my_coupling, m=24, d=8)
     testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
-    testing.assert_lower_mse(my_coupling, performer.couplings.get("orf"), m=24, d=8)
+    testing.assert_lower_mse(my_coupling, "orf", m=24, d=8)
 
 A draw that is not (m, d), or not finite, fails every assertion. Each is a test with a stated
 false-alarm rate: a right coupling fails it with at most the probability `FALSE_ALARM_RATE`, divided
@@ -13,9 +13,9 @@ among the comparisons it makes (Bonferroni). The keys are fixed by `seed`, so th
 changes by itself. A failure says where, and by how many standard errors.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,22 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import special, stats
 
-from performer import features
-from performer.typing import Coupling
+from performer import couplings, features
+from performer.typing import Coupling, hashable, jit_static
 
 FALSE_ALARM_RATE = 1e-4
 Kernel = Literal["softmax", "gaussian"]
 _BATCH = 2000
 
 
-def draw(coupling: Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
+def samples(coupling: str | Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
     """That many draws, (draws, m, d) in float64."""
     return _draws(coupling, m, d, draws, seed).astype(np.float64)
 
 
-def _draws(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
-    remembered = _drawn if isinstance(coupling, Hashable) else _drawn.__wrapped__
+def _draws(coupling: str | Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
+    coupling = couplings.get(coupling)
+    remembered = _drawn if hashable(coupling) else _drawn.__wrapped__
     return remembered(coupling, m, d, draws, seed)
 
 
@@ -46,20 +47,19 @@ def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndar
     """In batches of one size, so that one program makes any number of draws."""
     keys = jax.random.split(jax.random.key(seed), draws)
     keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], -draws % _BATCH)])
-    batch = _batch if isinstance(coupling, Hashable) else _batch.__wrapped__
     batches = [
-        np.asarray(batch(coupling, m, d, keys[i : i + _BATCH])) for i in range(0, draws, _BATCH)
+        np.asarray(_batch(coupling, m, d, keys[i : i + _BATCH])) for i in range(0, draws, _BATCH)
     ]
     return np.concatenate(batches)[:draws]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@jit_static(0, 1, 2)
 def _batch(coupling: Coupling, m: int, d: int, keys: Array) -> Array:
     return jax.vmap(lambda key: coupling(key, m, d))(keys)
 
 
 def assert_gaussian_marginals(
-    coupling: Coupling, m: int, d: int, *, draws: int = 10_000, seed: int = 0
+    coupling: str | Coupling, m: int, d: int, *, draws: int = 10_000, seed: int = 0
 ) -> None:
     """Every row is N(0, I_d), whatever the rows are to one another.
 
@@ -68,7 +68,7 @@ def assert_gaussian_marginals(
     of each coordinate and of the mean square length.
 
     Args:
-        coupling: (key, m, d) -> (m, d).
+        coupling: a name, or (key, m, d) -> (m, d).
         m: number of frequencies; take more than d, to see blocks.
         d: dimension.
         draws: independent draws; a shift of a marginal by 0.06 standard deviations is found.
@@ -77,9 +77,9 @@ def assert_gaussian_marginals(
     Raises:
         AssertionError: naming the row, the statistic, its value and the threshold.
     """
-    samples = draw(coupling, m, d, draws, seed)
-    _assert_shape(samples.shape[1:], (m, d))
-    _assert_finite(int(np.sum(~np.isfinite(samples))))
+    drawn = samples(coupling, m, d, draws, seed)
+    _assert_shape(drawn.shape[1:], (m, d))
+    _assert_finite(int(np.sum(~np.isfinite(drawn))))
     oblique = np.random.default_rng(0).standard_normal(d)
     directions = {
         "first axis": np.eye(d)[0],
@@ -88,7 +88,7 @@ def assert_gaussian_marginals(
     }
     level = FALSE_ALARM_RATE / (m * (2 + 2 * len(directions)))
     for row in range(m):
-        x = samples[:, row]
+        x = drawn[:, row]
         length = np.linalg.norm(x, axis=-1)
         _assert_law(length, stats.chi(d).cdf, level, f"row {row}: the length is not chi_{d}")
         _assert_mean(length**2, float(d), level, f"row {row}: the mean square length is not {d}")
@@ -100,7 +100,7 @@ def assert_gaussian_marginals(
 
 
 def assert_unbiased(
-    coupling: Coupling,
+    coupling: str | Coupling,
     m: int,
     d: int,
     *,
@@ -114,7 +114,7 @@ def assert_unbiased(
     with |x + y| about 1, where a signed bias of the directions shows.
 
     Args:
-        coupling: (key, m, d) -> (m, d).
+        coupling: a name, or (key, m, d) -> (m, d).
         m: number of frequencies.
         d: dimension.
         kernel: "softmax" or "gaussian".
@@ -128,12 +128,12 @@ def assert_unbiased(
     points = np.array([_points(d)[name] for name in names])
     estimates = _estimates(coupling, m, d, points, kernel, draws, seed)
     for name, (x, y), estimate in zip(names, points, estimates.T, strict=True):
-        what = f"{kernel} kernel at x, y {name}: the estimate is biased"
-        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), what)
+        fault = f"{kernel} kernel at x, y {name}: the estimate is biased"
+        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), fault)
 
 
 def assert_mse(
-    coupling: Coupling,
+    coupling: str | Coupling,
     m: int,
     d: int,
     expected: float,
@@ -145,7 +145,7 @@ def assert_mse(
     """The mean squared error of the estimate at `general_points(d)` is `expected`, both ways.
 
     Args:
-        coupling: (key, m, d) -> (m, d).
+        coupling: a name, or (key, m, d) -> (m, d).
         m: number of frequencies.
         d: dimension.
         expected: the error, as from `performer.theory.kernel_mse`.
@@ -162,8 +162,8 @@ def assert_mse(
 
 
 def assert_lower_mse(
-    lower: Coupling,
-    higher: Coupling,
+    lower: str | Coupling,
+    higher: str | Coupling,
     m: int,
     d: int,
     *,
@@ -211,7 +211,7 @@ def _exact(x: np.ndarray, y: np.ndarray, kernel: Kernel) -> float:
 
 
 def _estimates(
-    coupling: Coupling,
+    coupling: str | Coupling,
     m: int,
     d: int,
     points: np.ndarray,
@@ -240,7 +240,7 @@ def _products(
 
 
 def _squared_errors(
-    coupling: Coupling, m: int, d: int, kernel: Kernel, draws: int, seed: int
+    coupling: str | Coupling, m: int, d: int, kernel: Kernel, draws: int, seed: int
 ) -> np.ndarray:
     x, y = general_points(d)
     estimates = _estimates(coupling, m, d, np.array([[x, y]]), kernel, draws, seed)
@@ -255,22 +255,28 @@ def _assert_finite(bad: int) -> None:
     assert bad == 0, f"{bad} values of the coupling are not finite"
 
 
-def _assert_mean(sample: np.ndarray, expected: float, level: float, what: str) -> None:
+def _assert_mean(sample: np.ndarray, expected: float, level: float, fault: str) -> None:
     error = sample.std() / np.sqrt(len(sample))
     score = (sample.mean() - expected) / max(error, 1e-7 * max(abs(expected), 1e-7))
     threshold = -special.ndtri(level / 2)
     assert abs(score) < threshold, (
-        f"{what}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
+        f"{fault}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
         f" ({threshold:.1f} allowed)"
     )
 
 
 def _assert_law(
-    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, what: str
+    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, fault: str
 ) -> None:
     result = stats.kstest(sample, cdf)
     assert result.pvalue > level, (
-        f"{what}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
+        f"{fault}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
         f" {result.statistic_location:.3g}, {result.statistic * np.sqrt(len(sample)):.1f} standard"
         f" errors, p = {result.pvalue:.1e}"
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "draw":
+        raise AttributeError("testing.draw is testing.samples now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

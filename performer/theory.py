@@ -31,18 +31,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
+from performer import couplings, directions, norms
 from performer.choices import unknown
+from performer.couplings import Antithetic, Blocks
+from performer.typing import Coupling
 
 Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes
-_ANTITHETIC = "-antithetic"
 _SCORES = np.linspace(-8.5, 8.5, 273)  # trapezoid rule in the normal score: error below 1e-14
 
 
-def conformity(name: str, v: ArrayLike, d: int, m: int) -> Array:
+def conformity(coupling: str | Coupling, v: ArrayLike, d: int, m: int) -> Array:
     """RF-conformity rho = E exp(v.(w_i + w_j)), averaged over all ordered pairs i != j.
 
     Args:
-        name: iid, orf, simrf, pnc, pm or simplex*monotone, each also with "-antithetic".
+        coupling: iid, orf, simrf, pnc, pm or simplex*monotone, each also with "-antithetic"; by
+            name or as a value.
         v: |x + y|, any shape.
         d: dimension.
         m: number of frequencies, at least 2; even if antithetic.
@@ -52,15 +55,15 @@ def conformity(name: str, v: ArrayLike, d: int, m: int) -> Array:
         is inf from v = 26.7 on.
 
     Raises:
-        ValueError: for a name without theory, or sizes that the coupling does not admit.
+        ValueError: for a coupling without theory, or sizes that the coupling does not admit.
     """
     with np.errstate(over="ignore"):
         t = np.minimum(np.asarray(v, np.float64) ** 2, np.finfo(np.float64).max)
-        return _mean_pair(name, t, d, m, (1,))
+        return _mean_pair(coupling, t, d, m, (1,))
 
 
 def kernel_mse(
-    name: str,
+    coupling: str | Coupling,
     x: ArrayLike,
     y: ArrayLike,
     m: int,
@@ -79,7 +82,7 @@ def kernel_mse(
         1/m ((1 - e^{-z^2})^2 / 2 + (m - 1)(zeta - e^{-z^2}))
 
     Args:
-        name: as for `conformity`.
+        coupling: as for `conformity`.
         x: (..., d).
         y: (..., d), broadcast against x.
         m: number of frequencies (trigonometric features are 2m wide).
@@ -89,7 +92,7 @@ def kernel_mse(
     Returns:
         The error, float64, in the common shape of x and y without the last axis.
     """
-    own, pairs = _parts_of_mse(name, x, y, m, kernel, features)
+    own, pairs = _parts_of_mse(coupling, x, y, m, kernel, features)
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(own), own, own + pairs)[()]  # a pair is far below its square
 
@@ -103,7 +106,7 @@ def orthogonality_gap(
     features: Literal["positive", "trigonometric"] = "positive",
 ) -> Array:
     """MSE(iid) - MSE(orf): SimRF Eq. 25 (corrected) and Eq. 26, for any m. Arguments as above."""
-    iid, orf = (_parts_of_mse(name, x, y, m, kernel, features)[1] for name in ("iid", "orf"))
+    iid, orf = (_parts_of_mse(word, x, y, m, kernel, features)[1] for word in ("iid", "orf"))
     return iid - orf
 
 
@@ -145,15 +148,15 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
 
 
 def _parts_of_mse(
-    name: str, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
+    coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
 ) -> tuple[Array, Array]:
     """What m independent frequencies have for an error, and what their pairs add to it."""
-    for what, choice, choices in [
+    for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),
     ]:
         if choice not in choices:
-            raise ValueError(unknown(what, choice, choices))
+            raise ValueError(unknown(kind, choice, choices))
     x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
     d = x.shape[-1]
     norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
@@ -171,23 +174,30 @@ def _parts_of_mse(
             signs = (1, -1)
         if m == 1:
             return own, np.zeros_like(own)
-        pairs = _mean_pair(name, t, d, m, signs, log_factor) - np.exp(t + log_factor)
+        pairs = _mean_pair(coupling, t, d, m, signs, log_factor) - np.exp(t + log_factor)
     return own / m, (m - 1) / m * pairs
 
 
 def _mean_pair(
-    name: str, t: Array, d: int, m: int, signs: tuple[int, ...], log_factor: ArrayLike = 0.0
+    coupling: str | Coupling,
+    t: Array,
+    d: int,
+    m: int,
+    signs: tuple[int, ...],
+    log_factor: ArrayLike = 0.0,
 ) -> Array:
     """pair_s(t), averaged over the signs and over the ordered pairs i != j of m frequencies.
 
     All times exp(log_factor).
     """
     log_factor = np.asarray(log_factor)
-    base = name.removesuffix(_ANTITHETIC)
+    coupling = couplings.get(coupling)
     if m < 2:
         raise ValueError(f"a pair needs m >= 2 frequencies, got m = {m}")
-    if base == name:
-        return np.mean([_mean_pair_of_blocks(base, t, d, m, s, log_factor) for s in signs], axis=0)
+    if not isinstance(coupling, Antithetic):
+        return np.mean(
+            [_mean_pair_of_blocks(coupling, t, d, m, s, log_factor) for s in signs], axis=0
+        )
     if m % 2:
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: w with its own negative, m ordered pairs; else two rows of W, each sign twice over.
@@ -196,27 +206,31 @@ def _mean_pair(
     if half == 1:
         return own
     others = np.mean(
-        [_mean_pair_of_blocks(base, t, d, half, s, log_factor) for s in (1, -1)], axis=0
+        [_mean_pair_of_blocks(coupling.coupling, t, d, half, s, log_factor) for s in (1, -1)],
+        axis=0,
     )
     return (m * own + 4 * half * (half - 1) * others) / (m * (m - 1))
 
 
 def _mean_pair_of_blocks(
-    base: str, t: Array, d: int, m: int, sign: int, log_factor: Array
+    coupling: Coupling, t: Array, d: int, m: int, sign: int, log_factor: Array
 ) -> Array:
     """Average over ordered pairs of m rows in blocks of d; different blocks are independent."""
-    if base not in _PAIRS:
-        raise ValueError(unknown("coupling with theory", base, tuple(_PAIRS)))
-    if base.startswith("sim"):
+    if not isinstance(coupling, Blocks) or coupling not in _PAIRS:
+        raise ValueError(
+            f"no theory of {coupling!r}; there is one of iid, orf, simrf, pnc, pm and"
+            " simplex*monotone, and of their antithetic versions"
+        )
+    if coupling.directions is directions.simplex:
         _simplex_cosine(d)
     sizes = [min(d, m - start) for start in range(0, m, d)]
     within = sum(size * (size - 1) for size in sizes)
-    coupled = sum(2 * (size // 2) for size in sizes) if base == "pnc" else 0
+    coupled = sum(2 * (size // 2) for size in sizes) if coupling.norms == norms.pairwise else 0
     total = np.zeros_like(t)
     if m * (m - 1) > within:
         total = total + (m * (m - 1) - within) * np.exp(t + log_factor)
     if within > coupled:
-        total = total + (within - coupled) * _PAIRS[base](t, d, sign, log_factor)
+        total = total + (within - coupled) * _PAIRS[coupling](t, d, sign, log_factor)
     if coupled:
         total = total + coupled * _negatively_coupled(t, d, log_factor)
     return total / (m * (m - 1))
@@ -255,13 +269,21 @@ def _simplex_cosine(d: int) -> float:
 # pair_s(t) for two frequencies of the same block (for pnc: of different pairs). With equal lengths
 # a at an angle, r^2 = 2 a^2 (1 + s cos) and E 0F1(; d/2; t r^2 / 4) = e^{t (1 + s cos)}. All times
 # e^f.
-_PAIRS: dict[str, Callable[[Array, int, int, Array], Array]] = {
-    "iid": lambda t, d, sign, f: np.exp(t + f),
-    "orf": lambda t, d, sign, f: _independent_lengths(t, d, 0.0, f),
-    "simrf": lambda t, d, sign, f: _independent_lengths(t, d, sign * _simplex_cosine(d), f),
-    "pnc": lambda t, d, sign, f: _independent_lengths(t, d, 0.0, f),
-    "pm": lambda t, d, sign, f: np.exp(t + f),
-    "simplex*monotone": lambda t, d, sign, f: np.exp(t * (1 + sign * _simplex_cosine(d)) + f),
+_PAIRS: dict[Blocks, Callable[[Array, int, int, Array], Array]] = {
+    Blocks(directions.independent, norms.independent): lambda t, d, sign, f: np.exp(t + f),
+    Blocks(directions.orthogonal, norms.independent): lambda t, d, sign, f: _independent_lengths(
+        t, d, 0.0, f
+    ),
+    Blocks(directions.simplex, norms.independent): lambda t, d, sign, f: _independent_lengths(
+        t, d, sign * _simplex_cosine(d), f
+    ),
+    Blocks(directions.orthogonal, norms.pairwise): lambda t, d, sign, f: _independent_lengths(
+        t, d, 0.0, f
+    ),
+    Blocks(directions.orthogonal, norms.monotone): lambda t, d, sign, f: np.exp(t + f),
+    Blocks(directions.simplex, norms.monotone): lambda t, d, sign, f: np.exp(
+        t * (1 + sign * _simplex_cosine(d)) + f
+    ),
 }
 
 

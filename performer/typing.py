@@ -15,6 +15,8 @@ given is computed in `float32_or_wider` of these points, and everything else is 
 """
 
 from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
 
 import jax
 import jax.numpy as jnp
@@ -41,3 +43,40 @@ def float32_or_wider(*arrays: Array) -> jnp.dtype:
     """
     dtypes = {jax.dtypes.canonicalize_dtype(x.dtype) for x in arrays}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+
+
+def expression(value: object) -> str:
+    """Python that makes the value again, given `from performer import norms, directions, ...`.
+
+    A function is named by its module and its name; everything else has a repr that evaluates.
+    """
+    if not isinstance(value, FunctionType):
+        return repr(value)
+    return f"{value.__module__.removeprefix('performer.')}.{value.__qualname__}"
+
+
+def hashable(value: object) -> bool:
+    """Whether `jax.jit` can take the value as static: not one that holds an array."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def jit_static(*static: int) -> Callable[[Callable], Callable]:
+    """`jax.jit` with the arguments at these places static.
+
+    Where one of them cannot be hashed, as a coupling of traced parameters, nothing is compiled.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        compiled = jax.jit(function, static_argnums=static)
+
+        @wraps(function)
+        def call(*args):
+            return (compiled if all(hashable(args[i]) for i in static) else function)(*args)
+
+        return call
+
+    return decorate

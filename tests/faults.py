@@ -51,15 +51,15 @@ FAULTS = [
     Fault(
         "PM has a length for each row",
         "performer/norms.py",
-        "independent(key, 1, d, quantile), (m,)",
-        "independent(key, m, d, quantile), (m,)",
+        "self.scores(key, 1 if self.common else m)",
+        "self.scores(key, m)",
         "test_norms.py::test_monotone_repeats_one_length",
     ),
     Fault(
         "the Matern density is one of cycles, without 2 pi",
         "performer/norms.py",
-        "return np.log(2 * nu * odds) / 2",
-        "return np.log(2 * nu * odds) / 2 - np.log(2 * np.pi)",
+        "return np.log(2 * self.nu * odds) / 2",
+        "return np.log(2 * self.nu * odds) / 2 - np.log(2 * np.pi)",
         "test_norms.py::test_matern_is_the_law_of_a_multivariate_t",
     ),
     Fault(
@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "one length for all blocks",
         "performer/couplings.py",
-        "lengths = draw_norms(norms_key, d, d)",
-        "lengths = draw_norms(key, d, d)",
+        "lengths = coupling.norms(norms_key, d, d)",
+        "lengths = coupling.norms(key, d, d)",
         "test_couplings.py::test_pm_shares_one_length_per_block",
     ),
     Fault(
@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "every new draw is the same",
         "performer/couplings.py",
-        "draw(name, jax.random.fold_in(key, step), m, h,",
-        "draw(name, key, m, h,",
+        "draw(jax.random.fold_in(key, step), coupling, m, h,",
+        "draw(key, coupling, m, h,",
         "test_nnx.py::test_redraw_every_so_many_steps",
     ),
     Fault(
@@ -234,8 +234,8 @@ FAULTS = [
     Fault(
         "scores by the transposed Cholesky factor",
         "performer/copula.py",
-        "jnp.matmul(factor, normal",
-        "jnp.matmul(factor.T, normal",
+        "jnp.matmul(factor, independent_scores",
+        "jnp.matmul(factor.T, independent_scores",
         "test_copula.py::test_scores_have_the_correlation",
     ),
     Fault(
@@ -318,8 +318,8 @@ FAULTS = [
     Fault(
         "a common length has no traceless tilt",
         "performer/calibration.py",
-        '.endswith(("pm", "monotone", "fixed"))',
-        '.endswith(("monotone", "fixed"))',
+        ".common_lengths is False",
+        ".gaussian",
         "test_nnx.py::test_a_common_length_has_a_traceless_tilt",
     ),
     Fault(

@@ -67,6 +67,7 @@ CHECKS = {
     "graphs.kernels.require_radius",
     "graphs.walks.require_lengths",
     "graphs.walks.require_steps",
+    *(f"couplings.{kind}.properties" for kind in ("Blocks", "Padded", "Antithetic", "Halton")),
 }
 """They look at arguments, and compute nothing."""
 
@@ -132,22 +133,30 @@ rows(
     "draws",
     {
         "couplings.get": lambda x: [couplings.get(n)(key(), M, D) for n in couplings.names()],
-        "couplings.blocks": lambda x: couplings.blocks(directions.simplex, norms.monotone)(
+        "couplings.Blocks": lambda x: couplings.Blocks(directions.simplex, norms.monotone)(
             key(), M, D
         ),
-        "couplings.padded": lambda x: couplings.padded(
-            couplings.blocks(directions.hadamard, norms.pairwise)
+        "couplings.Padded": lambda x: couplings.Padded(
+            couplings.Blocks(directions.hadamard, norms.pairwise)
         )(key(), 3, 3),
-        "couplings.antithetic": lambda x: couplings.antithetic(couplings.halton)(key(), M, D),
+        "couplings.Antithetic": lambda x: couplings.Antithetic(couplings.halton)(key(), M, D),
         "couplings.halton": lambda x: couplings.halton(key(), M, D),
-        "couplings.draw": lambda x: couplings.draw("pnc", key(), M, D, 2),
+        "couplings.draw": lambda x: couplings.draw(key(), "pnc", M, D, 2),
         "couplings.redraw": lambda x: couplings.redraw(
-            "pm", jnp.zeros((2, M, D), jnp.float32), key(), 4, every=2
+            key(), "pm", jnp.zeros((2, M, D), jnp.float32), 4, every=2
         ),
         "norms.independent": lambda x: norms.independent(key(), M, D),
         "norms.pairwise": lambda x: norms.pairwise(key(), M, D),
         "norms.monotone": lambda x: norms.monotone(key(), M, D),
         "norms.fixed": lambda x: norms.fixed(key(), M, D),
+        "norms.independent_scores": lambda x: norms.independent_scores(key(), M),
+        "norms.pairwise_scores": lambda x: norms.pairwise_scores(key(), M),
+        "norms.with_quantile": lambda x: norms.with_quantile(norms.pairwise, norms.matern(1.5))(
+            key(), M, D
+        ),
+        "couplings.with_quantile": lambda x: couplings.with_quantile("pnc", norms.matern(1.5))(
+            key(), M, D
+        ),
         "norms.matern": lambda x: norms.independent(key(), M, D, norms.matern(1.5)),
         "directions.haar": lambda x: directions.haar(key(), 3, D),
         "structured.draw": lambda x: structured.draw(key(), M, 3, simplex=True),
@@ -192,6 +201,7 @@ row("directions.hadamard_simplex", "draws")(
 rows(
     "computes",
     {
+        "norms.root_mean_square": lambda x: norms.root_mean_square(x(2, 3), 3),
         "norms.chi": lambda x: norms.chi(x(2, 3), 3),
         "norms.tabulated": lambda x: norms.tabulated(norms._log_chi)(x(3), 2),
         "directions.multiply_simplex": lambda x: directions.multiply_simplex(x(2, 3)),
@@ -357,7 +367,7 @@ def _(x):
 @row("nnx.redraw", "draws")
 def _(x):
     module = layer(redraw_every=2)
-    performer.nnx.redraw(module, key(), 4)
+    performer.nnx.redraw(key(), module, 4)
     return nnx.state(module)
 
 
@@ -388,7 +398,8 @@ rows(
     "numpy",
     {
         "calibration.parts": lambda x: len(calibration.parts("full")),
-        "calibration.for_coupling": lambda x: len(calibration.for_coupling("full", "pm")),
+        "calibration.parts[coupling]": lambda x: len(calibration.parts("full", "pm")),
+        "couplings.properties": lambda x: couplings.properties("pm", 3).block_length,
         "couplings.names": lambda x: len(couplings.names()),
     },
 )
@@ -477,9 +488,9 @@ rows(
         "copula.kernel_rmse": lambda x: copula.kernel_rmse(x(5, D))(frequencies()),
         "copula.attention_mse": lambda x: copula.attention_mse(x(3, D), x(5, D))(frequencies()),
         "copula.learn": lambda x: copula.learn(
+            key(),
             copula.kernel_rmse(x(5, 2)),
             x(1),
-            key(),
             num_features=2,
             num_draws=2,
             num_steps=2,
@@ -512,7 +523,7 @@ def _close_to_unbiased(x):
 rows(
     "numpy",
     {
-        "testing.draw": lambda x: testing.draw(couplings.get("iid"), 4, 2, 3),
+        "testing.samples": lambda x: testing.samples(couplings.get("iid"), 4, 2, 3),
         "testing.general_points": lambda x: testing.general_points(3),
         "testing.assert_gaussian_marginals": lambda x: testing.assert_gaussian_marginals(
             couplings.get("iid"), 4, 2, draws=500

@@ -36,7 +36,7 @@ def documented_draws(coupling, seed=0, draws=DRAWS, m=M, k=K):
     def draw(i):
         key = jax.random.fold_in(jax.random.key(seed), i)
         if isinstance(coupling, str):
-            return couplings.draw(coupling, key, m, H, k)
+            return couplings.draw(key, coupling, m, H, k)
         return jax.vmap(lambda x: coupling(x, m, H))(jax.random.split(key, k))
 
     return jax.jit(jax.vmap(draw))(jnp.arange(draws))

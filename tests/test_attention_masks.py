@@ -168,7 +168,7 @@ def test_early_queries_keep_their_precision():
 @pytest.mark.parametrize("scale", [1.0, 3.0, 5.0])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_relative_error_against_float64(is_causal, scale):
-    """C10 of the targets: at most 1e-5 for unit normal q, k times 1, 3 and 5 (head_dim 64)."""
+    """At most 1e-5 for unit normal q, k times 1, 3 and 5 (head_dim 64)."""
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value = (jax.random.normal(k, (1, 96, 1, 64)) for k in keys[:3])
     frequencies = orthogonal(keys[3], 128, 64)

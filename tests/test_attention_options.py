@@ -16,7 +16,7 @@ from flax import nnx
 
 from performer import performer_attention
 from performer.attention import State, op
-from performer.calibration import Calibration, calibrate, for_coupling, pair_moments, parts
+from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from tests import oracles
 from tests.covering import covering_array, random_row
@@ -397,7 +397,7 @@ def calibration_off(case, b, t, s, k, h, rng):
     def both(traced):
         arguments = {name: x for name, x in given.items() if name not in traced} | traced
         moments = pair_moments(**arguments, **options, num_queries=case["num_queries"])
-        return moments, calibrate(**arguments, **options, method=case["method"])
+        return moments, calibrate(**arguments, **options, method=case["method"], coupling="orf")
 
     moments, fitted = (jax.jit(both) if case["jit"] else both)(traced)
     count = t if case["num_queries"] is None else min(case["num_queries"], t)
@@ -416,7 +416,7 @@ def calibration_off(case, b, t, s, k, h, rng):
         squares, means = np.diag(mine)[1:].reshape(2, -1), mine[0, 1:].reshape(2, -1)
         if np.any((squares - means**2).sum(axis=1) < KNOWN * squares.sum(axis=1)):
             continue
-        expected = oracles.calibration(mine, parts(case["method"]))
+        expected = oracles.calibration(mine, parts(case["method"], "orf"))
         got = [None if x is None else np.asarray(x[head], np.float64) for x in fitted]
         for x, y in zip((got[0], got[1], got[3]), expected[:3], strict=True):
             if x is not None:
@@ -491,7 +491,7 @@ def test_options_of_the_layer(number):
     fitted = layer.calibration
     before = layer.statistics["moments"][...] if measured else None
     output = call(layer, tokens, traced)
-    method = parts(for_coupling(case["calibration"], "orf"))
+    method = parts(case["calibration"], "orf")
     got = dict(calibration=None)
     if measured:
         moments = oracles.masked_pair_moments(

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from scipy import stats
 
 from experiments.attention_data import DATA
-from performer import calibration, couplings, performer_attention
+from performer import calibration, couplings, directions, norms, performer_attention
 from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate, fit, pair_moments
 from tests import oracles
@@ -58,10 +59,10 @@ def parts_of(fitted, head):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fit_is_that_of_the_equations(method):
-    fitted = calibrate(QUERY, KEY, method=method)
+    fitted = calibrate(QUERY, KEY, coupling="orf", method=method)
     for head in range(2):
         moments = oracles.pair_moments(ROOT * QUERY[:, :, head], ROOT * KEY[:, :, head])
-        want = oracles.calibration(moments, calibration.parts(method))
+        want = oracles.calibration(moments, calibration.parts(method, "orf"))
         c, m, inverse, mu, s = parts_of(fitted, head)
         for got, expected in zip((c, m, mu, s), want, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
@@ -101,7 +102,7 @@ def test_the_law_of_the_frequencies_minimises_the_second_moment(f):
 @pytest.mark.parametrize("method", METHODS)
 def test_softmax_attention_and_its_gradients_do_not_change(method):
     """Shift and scale applied to exact attention; tilt and proposal leave q and k alone."""
-    fitted = calibrate(QUERY, KEY, method=method)
+    fitted = calibrate(QUERY, KEY, coupling="orf", method=method)
 
     def attention(query, key, value, fitted):
         query, key = ROOT * query, calibration.transform_keys(fitted, ROOT * key)
@@ -150,7 +151,7 @@ def oracle(query, key, value, frequencies, fitted, allowed=None):
 
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_attention_is_that_of_the_changed_kernel(method):
-    fitted = calibrate(QUERY, KEY, method=method)
+    fitted = calibrate(QUERY, KEY, coupling="orf", method=method)
     frequencies = frequencies_of(2)
     got = performer_attention(QUERY, KEY, VALUE, frequencies, calibration=fitted)
     np.testing.assert_allclose(got, oracle(QUERY, KEY, VALUE, frequencies, fitted), atol=2e-5)
@@ -163,7 +164,7 @@ def test_grouped_heads_and_causal(heads, is_causal):
     """Frequencies for all, for each key head, for each query head; one calibration a key head."""
     query, key = data(1, (1, 7, 2, H))
     query = jnp.repeat(query, 2, axis=2) * jnp.array([1.0, 0.5, -1.0, 1.0])[:, None]
-    fitted = calibrate(query, key, is_causal=is_causal)
+    fitted = calibrate(query, key, coupling="orf", is_causal=is_causal)
     assert fitted.scale.shape == (2, H, H)
     frequencies = frequencies_of(*heads)
     value = VALUE[:1]
@@ -176,7 +177,7 @@ def test_grouped_heads_and_causal(heads, is_causal):
 
 
 def test_one_calibration_for_all_heads_and_streaming():
-    fitted = jax.tree.map(lambda x: x[0], calibrate(QUERY, KEY))
+    fitted = jax.tree.map(lambda x: x[0], calibrate(QUERY, KEY, coupling="orf"))
     query = QUERY[:, :7]
     frequencies = frequencies_of()
     options = dict(calibration=fitted, is_causal=True)
@@ -206,7 +207,7 @@ def test_one_calibration_for_all_heads_and_streaming():
 def test_kernel_estimates_stay_unbiased(method, coupling):
     """z test of 4 pairs at once; false alarms 1e-4, by the sum of squares of 4 whitened means."""
     query, key = 0.7 * QUERY[:, :, :1], 0.7 * KEY[:, :, :1]
-    fitted = calibrate(query, key, method=method)
+    fitted = calibrate(query, key, coupling=coupling, method=method)
     draw = couplings.get(coupling)
     q, k = ROOT * query[0, :2, 0], ROOT * key[0, :2]
     log_det = np.linalg.slogdet(np.asarray(fitted.root[0], np.float64))[1]
@@ -294,7 +295,7 @@ def test_attention_errors_fall(setting):
     for seed in range(2):
         query, key = DATA[kind](squared_norm, seed)
         exact = jax.nn.softmax(query[:, 0] @ key[:, 0].T)
-        fitted = calibrate(query, key, method=calibration.for_coupling(method, name), scale=1.0)
+        fitted = calibrate(query, key, coupling=name, method=method, scale=1.0)
         keys = jax.random.split(jax.random.key(seed), 150)
         mine, orf = (
             attention_errors(keys, *law, query, key, exact)
@@ -304,15 +305,43 @@ def test_attention_errors_fall(setting):
     assert np.exp(np.mean(np.log(ratios))) <= bound
 
 
+def a_function(key, m, d):
+    return jax.random.normal(key, (m, d), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("coupling", "tilt"),
+    [
+        ("orf-antithetic", "tilt"),
+        ("halton", "tilt"),
+        ("fast-simrf", "tilt"),
+        ("simplex*fixed", "traceless"),
+        ("pm-antithetic", "traceless"),
+        (couplings.Blocks(directions.simplex, norms.fixed), "traceless"),
+        (couplings.Blocks(directions.simplex, lambda key, m, d: jnp.ones(m)), "traceless"),
+        (a_function, "traceless"),
+        (None, "traceless"),
+    ],
+)
+def test_the_coupling_chooses_the_tilt(coupling, tilt):
+    """By its lengths, not by its name; where it does not say, the one that suits them all."""
+    want = fit(pair_moments(QUERY, KEY), f"shift+scale+{tilt}", "iid")
+    chex.assert_trees_all_equal(calibrate(QUERY, KEY, coupling=coupling), want)
+    assert calibration.parts("tilt+shift", coupling) == (tilt, "shift")
+    assert calibration.parts("proposal", coupling) == ("proposal",)
+    with pytest.raises(AttributeError, match="the argument coupling= of calibrate"):
+        _ = calibration.for_coupling
+
+
 def test_bad_input():
     for method, message in [
         ("fulll", "unknown calibration 'fulll'; did you mean 'full'"),
         ("shift+tilt+proposal", "take one of tilt, traceless, proposal"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
-            calibrate(QUERY, KEY, method=method)
+            calibrate(QUERY, KEY, coupling="orf", method=method)
     frequencies = frequencies_of(2)
-    fitted = calibrate(QUERY, KEY)
+    fitted = calibrate(QUERY, KEY, coupling="orf")
     for options, message in [
         (dict(shift=jnp.zeros(H)), "brings its own shift"),
         (dict(feature_map="hyperbolic"), "needs feature_map='positive'"),
@@ -326,7 +355,7 @@ def test_bad_input():
 
 
 def test_weights_and_a_calibration_multiply():
-    fitted = calibrate(QUERY, KEY)
+    fitted = calibrate(QUERY, KEY, coupling="orf")
     frequencies = frequencies_of(2)
     weights = jnp.array([2.0, 1.0, 0.0, 0.0, 1.0, 1.0])
     chosen = jnp.array([0, 0, 1, 4, 5])
@@ -368,13 +397,13 @@ def test_long_queries_and_keys(method):
     """Norms of 1e4 and more, where all attend to one key: singular moments; finite and right."""
     rng = np.random.default_rng(0)
     query, key = (rng.normal(size=(2, 9, 2, H)) for _ in range(2))
-    fitting = jax.jit(partial(fit, method=method))
+    fitting = jax.jit(partial(fit, method=method, coupling="orf"))
     for norm in (1.0, 1e2, 1e4, 1e8):
         moments = pair_moments(*(jnp.asarray(norm * x, jnp.float32) for x in (query, key)))
         fitted = fitting(moments)
         exact = oracles.masked_pair_moments(norm * query, norm * key)
         for head in range(2):
-            want = oracles.calibration(exact[head], calibration.parts(method))
+            want = oracles.calibration(exact[head], calibration.parts(method, "orf"))
             c, m, _, mu, s = parts_of(fitted, head)
             assert np.abs(m - want[1]).max() < 1e-3 * np.abs(want[1]).max()
             assert np.abs(s - want[3]).max() < 1e-3 * np.abs(want[3]).max()

@@ -157,7 +157,7 @@ def test_refining_lowers_the_error():
     query, key = jax.random.normal(jax.random.key(0), (2, 48, 9, 2, 4))
     query, key = (x * jnp.array([2.0, 1.5, 0.1, 0.1]) for x in (query, key))
     fitted = jax.jit(calibration.calibrate)(query[:32], key[:32])
-    draw = jax.jit(lambda key: couplings.draw("orf", key, 8, 4, 2))
+    draw = jax.jit(lambda key: couplings.draw(key, "orf", 8, 4, 2))
     frequencies = draw(jax.random.key(1))
     refined = conversion.refine(query[:32], key[:32], frequencies, fitted, steps=100)
 

@@ -87,9 +87,9 @@ def test_learning_recovers_pnc_from_a_random_start():
         return float(error(jax.vmap(lambda key: coupling(key, D, D))(keys)))
 
     theta, losses = copula.learn(
+        jax.random.key(6),
         loss,
         THETA,
-        jax.random.key(6),
         num_features=D,
         num_draws=16,
         num_steps=300,
@@ -105,9 +105,9 @@ def test_learning_on_attention_goes_to_pm():
     query, key = 0.4 * jax.random.normal(jax.random.key(7), (2, 12, D))
     loss = copula.attention_mse(query, key)
     theta, losses = copula.learn(
+        jax.random.key(8),
         loss,
         jnp.zeros_like(THETA),
-        jax.random.key(8),
         num_features=D,
         num_draws=32,
         num_steps=200,
@@ -120,11 +120,11 @@ def test_learning_on_attention_goes_to_pm():
 
 def test_any_coupling_of_theta():
     theta, losses = copula.learn(
+        jax.random.key(9),
         copula.kernel_rmse(jnp.eye(D), features.positive, lengthscale=2.0),
         THETA,
-        jax.random.key(9),
         num_features=2 * D,
-        coupling=lambda theta: couplings.antithetic(copula.orthogonal(theta)),
+        coupling=lambda theta: couplings.Antithetic(copula.orthogonal(theta)),
         num_steps=2,
     )
     assert bool(jnp.isfinite(losses).all())

@@ -1,7 +1,5 @@
 """Every coupling of the table: shapes, marginals, unbiasedness, and its own defining property."""
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,26 +7,25 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from performer import couplings, directions, norms, testing
+from performer import copula, couplings, directions, norms, testing
 
 NAMES = couplings.names()
-APPROXIMATE = ("sorf", "fast-simrf", "fixed")
 # Of [W, -W] the tests of shapes, of rows and of the mean say nothing else than of W. That it is
 # [W, -W] is tested exactly below.
-GAUSSIAN = [n for n in couplings.COUPLINGS if n not in APPROXIMATE]
+GAUSSIAN = [name for name in couplings.COUPLINGS if couplings.properties(name, 5).gaussian]
 ANTITHETIC = [n for n in NAMES if n.endswith("-antithetic")]
 DRAWS = 4000
 
 
 def draw_many(name, m, d, draws=DRAWS, seed=0):
-    return testing.draw(couplings.get(name), m, d, draws, seed)
+    return testing.samples(couplings.get(name), m, d, draws, seed)
 
 
 @pytest.mark.parametrize("name", couplings.COUPLINGS)
 @pytest.mark.parametrize(("m", "d"), [(2, 3), (10, 4), (128, 64)])
 def test_shape_dtype_determinism_and_one_compilation(name, m, d):
     """Another key needs no other program."""
-    counted = chex.assert_max_traces(couplings.get(name), n=1)
+    counted = chex.assert_max_traces(lambda key, m, d: couplings.get(name)(key, m, d), n=1)
     chex.clear_trace_counter()
     coupling = jax.jit(counted, static_argnums=(1, 2))
     W = coupling(jax.random.key(0), m, d)
@@ -103,9 +100,8 @@ def test_matern_kernel_from_another_radial_law():
     x = np.array([0.3, -0.5, 0.2])
     r = np.linalg.norm(x)
     for nu, exact in [(0.5, np.exp(-r)), (1.5, (1 + 3**0.5 * r) * np.exp(-(3**0.5) * r))]:
-        law = partial(norms.pairwise, quantile=norms.matern(nu))
-        coupling = couplings.blocks(directions.orthogonal, law)
-        estimates = np.cos(testing.draw(coupling, 6, d, draws) @ x).mean(axis=-1)
+        coupling = couplings.with_quantile("pnc", norms.matern(nu))
+        estimates = np.cos(testing.samples(coupling, 6, d, draws) @ x).mean(axis=-1)
         assert abs(estimates.mean() - exact) < 5 * estimates.std() / np.sqrt(draws)
 
 
@@ -123,6 +119,93 @@ def test_pairs_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             couplings.get(name)
+
+
+def test_equal_couplings_are_one_program(caplog):
+    """A name looked up again, and its parts put together again, have what the first compiled."""
+    size = 12, 7
+    for name in ("pnc-antithetic", "simplex*pairwise", "hadamard*fixed"):
+        couplings.get(name)(jax.random.key(0), *size)
+    again = couplings.Blocks(directions.simplex, norms.FromScores(norms.pairwise_scores))
+    with jax.log_compiles():
+        for name in ("pnc-antithetic", "simplex*pairwise", "hadamard*fixed"):
+            couplings.get(name)(jax.random.key(1), *size)
+        again(jax.random.key(2), *size)
+    assert [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()] == []
+
+
+VALUES = {name: couplings.get(name) for name in NAMES} | {
+    "matern": couplings.with_quantile("pnc-antithetic", norms.matern(1.5)),
+    "a pair": couplings.get("hadamard_simplex*fixed"),
+    "scores": couplings.Blocks(
+        directions.independent, norms.FromScores(norms.pairwise_scores, norms.chi, common=True)
+    ),
+    "learned": copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2])),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_repr_makes_an_equal_value(name):
+    value = VALUES[name]
+    modules = dict(couplings=couplings, directions=directions, norms=norms, copula=copula)
+    again = eval(repr(value), modules)
+    assert again == value
+    assert hash(again) == hash(value)
+
+
+def test_no_two_are_equal():
+    assert len(set(VALUES.values())) == len(VALUES)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("iid", (True, False, 6, False)),
+        ("pm-antithetic", (True, True, 6, True)),
+        ("simplex*fixed", (False, True, 6, False)),
+        ("sorf", (False, False, 8, False)),
+        ("halton-antithetic", (True, False, None, True)),
+    ],
+)
+def test_properties(name, expected):
+    assert couplings.properties(name, 6) == expected
+
+
+def test_properties_of_what_is_no_row_of_the_table():
+    """They follow from the parts; what says nothing is unknown."""
+    mine = couplings.Blocks(directions.orthogonal, lambda key, m, d: jnp.ones(m))
+    assert couplings.properties(mine, 6) == (None, None, 6, False)
+    matern = couplings.with_quantile("pm", norms.matern(2.5))
+    assert couplings.properties(matern, 6)[:2] == (False, True)
+    assert couplings.properties(lambda key, m, d: jnp.ones((m, d)), 6) == (None,) * 4
+
+
+def test_couplings_are_taken_as_they_are():
+    for coupling in (VALUES["learned"], lambda key, m, d: jnp.ones((m, d))):
+        assert couplings.get(coupling) is coupling
+    with pytest.raises(ValueError, match="must be a name or a function .* got 3"):
+        couplings.get.__wrapped__(3)  # past the type checks
+
+
+def test_the_law_of_the_lengths_can_be_another():
+    with pytest.raises(ValueError, match="couplings.halton draws no lengths"):
+        couplings.with_quantile("halton", norms.matern(1.5))
+    with pytest.raises(ValueError, match="without a law"):
+        couplings.with_quantile("fixed-antithetic", norms.matern(1.5))
+    assert couplings.with_quantile("halton", norms.chi) == couplings.get("halton")
+    assert couplings.with_quantile("pm", norms.chi) == couplings.get("pm")
+
+
+@pytest.mark.parametrize("name", ["blocks", "padded", "antithetic"])
+def test_old_names_name_the_new_ones(name):
+    with pytest.raises(AttributeError, match=f"is the class couplings.{name.title()} now"):
+        getattr(couplings, name)
+
+
+def test_the_key_comes_first():
+    for function, options in [(couplings.draw, {}), (couplings.redraw, dict(every=2))]:
+        with pytest.raises(TypeError, match="the key comes first: .*draw.key, 'pm'"):
+            function.__wrapped__("pm", jax.random.key(0), 4, 4, **options)
 
 
 def test_draws_are_prefixes():
@@ -194,7 +277,9 @@ def test_unknown_names_are_refused_with_the_choices(name, nearest):
 def test_sizes_must_be_positive_integers(m, d):
     bad = m if m != 4 else d
     with pytest.raises(ValueError, match=f"got {bad!r}"):
-        couplings.get("orf").__wrapped__(jax.random.key(0), m, d)  # past the type checks
+        couplings.Blocks.__call__.__wrapped__(  # past the type checks
+            couplings.get("orf"), jax.random.key(0), m, d
+        )
 
 
 def test_antithetic_needs_an_even_number():
@@ -206,10 +291,10 @@ def test_antithetic_needs_an_even_number():
 def test_redraw_of_stacked_layers_and_of_other_dtypes(lead, dtype):
     """All leading axes are of independent draws; the dtype stays."""
     old, key = jnp.zeros((*lead, 4, 3), dtype), jax.random.key(0)
-    new = jax.jit(lambda step: couplings.redraw("iid", old, key, step, every=2))
+    new = jax.jit(lambda step: couplings.redraw(key, "iid", old, step, every=2))
     assert not np.any(new(1))
     heads = 6 if lead else None
-    want = couplings.draw("iid", jax.random.fold_in(key, 2), 4, 3, heads).reshape(old.shape)
+    want = couplings.draw(jax.random.fold_in(key, 2), "iid", 4, 3, heads).reshape(old.shape)
     assert new(2).dtype == dtype
     assert len(np.unique(np.asarray(new(2), np.float32))) > 0.9 * want.size
     np.testing.assert_allclose(

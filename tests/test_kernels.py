@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import spatial, special
 
-from performer import couplings, directions, features, kernels, norms
+from performer import couplings, features, kernels, norms
 
 X = jax.random.normal(jax.random.key(0), (5, 3))
 Y = jax.random.normal(jax.random.key(1), (4, 3))
@@ -109,9 +109,7 @@ def test_features_take_the_same_scales(name):
 
 
 def test_features_of_matern_frequencies():
-    coupling = couplings.blocks(
-        directions.orthogonal, partial(norms.pairwise, quantile=norms.matern(1.5))
-    )
+    coupling = couplings.with_quantile("pnc", norms.matern(1.5))
 
     @jax.vmap
     def estimate(key):

@@ -13,7 +13,7 @@ from performer import couplings, performer_attention
 from performer.linen import performer_attention_fn
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
-W = couplings.draw("orf", jax.random.key(1), 16, 4, num_heads=2)
+W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
 
 
 def layer(frequencies=W, **kwargs):
@@ -85,11 +85,11 @@ def test_frequencies_of_a_module_are_redrawn_and_not_trained():
             variable = self.variable(
                 "frequencies",
                 "frequencies",
-                lambda: couplings.draw("pm", self.make_rng("frequencies"), 16, 4, 2),
+                lambda: couplings.draw(self.make_rng("frequencies"), "pm", 16, 4, 2),
             )
             if self.is_mutable_collection("frequencies"):
                 variable.value = couplings.redraw(
-                    "pm", variable.value, jax.random.key(7), step, every=2
+                    jax.random.key(7), "pm", variable.value, step, every=2
                 )
             attention_fn = partial(performer_attention_fn, frequencies=variable.value)
             return linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)(x)

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -154,7 +155,7 @@ def test_redraw_every_so_many_steps():
     def draws(key, step, state):
         traces.append(None)
         model = nnx.merge(graph, state)
-        redraw(model, key, step)
+        redraw(key, model, step)
         return nnx.state(model)
 
     graph, state = nnx.split(two_layers(3))
@@ -177,7 +178,7 @@ def test_redraw_every_so_many_steps():
     chex.assert_trees_all_equal(resumed, history[-1])
     fold_in = jax.random.fold_in
     want = performer.couplings.draw(
-        "pm-antithetic", fold_in(fold_in(key, 0), 6), 16, 4, num_heads=2
+        fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, num_heads=2
     )
     np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
 
@@ -185,7 +186,7 @@ def test_redraw_every_so_many_steps():
 def test_without_redraw_every_nothing_is_drawn():
     model = two_layers(0)
     before = jax.tree.leaves(nnx.state(model))
-    redraw(model, jax.random.key(0), 10)
+    redraw(jax.random.key(0), model, 10)
     chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model)), before)
     with pytest.raises(ValueError, match="redraw_every must not be negative, got -1"):
         two_layers(-1)
@@ -232,7 +233,7 @@ def test_running_statistics_move_in_training_and_stay_in_evaluation():
         module.attention_fn.statistics["moments"][...], 0.25 * moments, atol=1e-5
     )
     second = module(X)  # with what the first call saw, whatever the weight of it
-    fitted = fit(moments)
+    fitted = fit(moments, coupling=module.attention_fn.coupling)
     want = module.out(performer_attention(*heads, frequencies, calibration=fitted))
     np.testing.assert_allclose(second, want, atol=1e-4)
     assert np.max(np.abs(second - first)) > 1e-3
@@ -296,6 +297,35 @@ def test_a_common_length_has_a_traceless_tilt():
     assert list(methods.values()) == [full, traceless, traceless]
 
 
+def test_a_learned_coupling_trains_a_model():
+    """A value at the door where words go: drawn, redrawn and calibrated with, in one program."""
+    learned = performer.copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2, 0.1, 0.5, -0.2]))
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(
+        16, 4, coupling=learned, num_heads=2, redraw_every=3, calibration="full", rngs=rngs
+    )
+    model = nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+    drawn = performer.couplings.draw(nnx.Rngs(frequencies=1).frequencies(), learned, 16, 4, 2)
+    np.testing.assert_array_equal(model.attention_fn.frequencies[...], drawn)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        redraw(jax.random.key(2), model, optimizer.step[...])
+        loss, gradient = nnx.value_and_grad(lambda model: jnp.mean((model(X) - X) ** 2))(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert len(traces) == 1
+    assert not np.array_equal(model.attention_fn.frequencies[...], drawn)
+
+
 def test_redraw_of_layers_that_vmap_stacks():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
@@ -304,7 +334,7 @@ def test_redraw_of_layers_that_vmap_stacks():
 
     model = stacked(nnx.Rngs(frequencies=0))
     before = np.asarray(model.frequencies[...])
-    redraw(model, jax.random.key(0), 1)
+    redraw(jax.random.key(0), model, 1)
     after = np.asarray(model.frequencies[...])
     assert after.shape == before.shape == (3, 2, 4, 2)
     assert not np.isin(after, before).any()

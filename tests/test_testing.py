@@ -2,11 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from performer import couplings, directions, norms, testing, theory
 
 M, D = 16, 8
+
+
+def test_a_name_is_a_coupling():
+    np.testing.assert_array_equal(
+        testing.samples("pm", 4, 3, 5), testing.samples(couplings.get("pm"), 4, 3, 5)
+    )
+    with pytest.raises(AssertionError, match="not lower"):
+        testing.assert_lower_mse("orf", "orf", 4, 3, draws=2000)
+    with pytest.raises(AttributeError, match=r"testing\.samples now"):
+        _ = testing.draw
 
 
 def haar_without_signs(key, lengths, d):
@@ -20,12 +31,12 @@ def unrotated_simplex(key, lengths, d):
 
 def one_length_for_all_blocks(key, m, d):
     lengths_key, directions_key = jax.random.split(key)
-    unit = couplings.blocks(directions.orthogonal, lambda k, m, d: jnp.ones(m))
+    unit = couplings.Blocks(directions.orthogonal, lambda k, m, d: jnp.ones(m))
     return norms.independent(lengths_key, 1, d) * unit(directions_key, m, d)
 
 
 def test_a_dropped_sign_is_found():
-    coupling = couplings.blocks(haar_without_signs, norms.independent)
+    coupling = couplings.Blocks(haar_without_signs, norms.independent)
     with pytest.raises(AssertionError, match="standard errors"):
         testing.assert_gaussian_marginals(coupling, M, D)
     with pytest.raises(AssertionError, match=r"softmax kernel at x, y .*biased.* standard errors"):
@@ -33,7 +44,7 @@ def test_a_dropped_sign_is_found():
 
 
 def test_lengths_of_one_degree_less_are_found():
-    coupling = couplings.blocks(
+    coupling = couplings.Blocks(
         directions.orthogonal, lambda key, m, d: norms.independent(key, m, d - 1)
     )
     with pytest.raises(AssertionError, match="row 0: the length is not chi_8: .* standard errors"):
@@ -43,7 +54,7 @@ def test_lengths_of_one_degree_less_are_found():
 
 
 def test_a_simplex_that_is_not_rotated_is_found():
-    coupling = couplings.blocks(unrotated_simplex, norms.independent)
+    coupling = couplings.Blocks(unrotated_simplex, norms.independent)
     with pytest.raises(AssertionError, match="row 0: the projection"):
         testing.assert_gaussian_marginals(coupling, M, D)
 

@@ -92,7 +92,7 @@ def test_errors_agree_with_simulation(name):
     """
     d, draws = 5, 33_000
     x, y = testing.general_points(d)
-    twelve = testing.draw(couplings.get(name), 12, d, draws, seed=11)
+    twelve = testing.samples(couplings.get(name), 12, d, draws, seed=11)
     six = [0, 1, 2, 6, 7, 8] if name.endswith("antithetic") else range(6)
     squares = x @ x + y @ y
     exact = {"gaussian": np.exp(-np.sum((x - y) ** 2) / 2), "softmax": np.exp(x @ y)}
@@ -158,7 +158,7 @@ def test_broadcasting():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory.conformity("sorf", 1.0, 4, 4), "unknown coupling with theory 'sorf'"),
+        (lambda: theory.conformity("sorf", 1.0, 4, 4), "no theory of couplings.Padded"),
         (lambda: theory.conformity("orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
         (
             lambda: theory.conformity("orf-antithetic", 1.0, 4, 5),

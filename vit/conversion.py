@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings, performer_attention
 from performer.attention import attention_weights
-from performer.calibration import Calibration, Moments, fit, for_coupling, pair_moments
+from performer.calibration import Calibration, Moments, fit, pair_moments
 from vit import config as configs
 from vit import data, metrics
 from vit.runs import Restored, evaluation_examples
@@ -175,9 +175,9 @@ def layers_of(
     """
     heads, head_dim = triples[0][1].shape[-2:]
     frequencies = [
-        couplings.draw(name, k, m, head_dim, heads) for k in jax.random.split(key, len(triples))
+        couplings.draw(k, name, m, head_dim, heads) for k in jax.random.split(key, len(triples))
     ]
-    fitted = [fit(x, for_coupling(method, name)) for x in moments]
+    fitted = [fit(x, method, name) for x in moments]
     if refine_steps:
         frequencies = [
             refine(q, k, w, c, steps=refine_steps)

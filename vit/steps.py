@@ -96,7 +96,7 @@ def train_step(
     model, optimizer = nnx.merge(graph, state)
     model.train()
     streams, step = random_streams(seed), optimizer.step[...]
-    redraw(model, streams.frequencies.key[...], step)
+    redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
     loss, sums, gradients = loss_and_gradients(task, model, examples, config.optim.accumulate)
