@@ -47,7 +47,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer.attention.checks import key_mask
+from performer.attention.masks import key_mask
 from performer.choices import unknown
 from performer.typing import float32_or_wider
 

@@ -185,8 +185,8 @@ FAULTS = [
     Fault(
         "hyperbolic weights are not shared by the two signs",
         "performer/features.py",
-        "weights = weights / 2",
-        "pass",
+        'FeatureMap(_hyperbolic, 2, kernel="softmax", weight=0.5)',
+        'FeatureMap(_hyperbolic, 2, kernel="softmax")',
         "test_features.py::test_hyperbolic_is_positive_of_both_signs",
     ),
     Fault(
@@ -347,21 +347,22 @@ FAULTS = [
     Fault(
         "masked keys stay",
         "performer/attention/state.py",
-        "return split if mask is None else (",
-        "return split if True else (",
+        "if log_weights is None:\n        return split\n",
+        "if True:\n        return split\n",
         "test_attention_masks.py::test_masks_lengths_and_removed_keys_are_the_same",
     ),
     Fault(
         "the mask is out of the maximum",
         "performer/attention/state.py",
-        "(jnp.where(mask[..., None], exponent, -jnp.inf), factor)",
-        "(exponent, jnp.where(mask[..., None], 1.0 if factor is None else factor, 0.0))",
+        "return exponent + jnp.expand_dims(log_weights, (*missing, -1)), factor",
+        "w = jnp.exp(jnp.expand_dims(log_weights, (*missing, -1)))\n"
+        "    return exponent, w if factor is None else w * factor",
         "test_attention_masks.py::test_finite_for_any_finite_input[masked-positive]",
     ),
     Fault(
         "what stands at masked keys is looked at",
         "performer/attention/op.py",
-        "(jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))",
+        "(jnp.where(absent, 0, x) for x in (key, value))",
         "(x for x in (key, value))",
         "test_attention_masks.py::test_what_stands_at_masked_keys_does_not_matter",
     ),
@@ -369,7 +370,7 @@ FAULTS = [
         "under padding, keys after the query are masked",
         "performer/attention/op.py",
         "elif options.is_causal and t > 1:",
-        "elif (options.is_causal or mask is not None) and t > 1:",
+        "elif (options.is_causal or keys.log_weights is not None) and t > 1:",
         "test_attention_masks.py::test_padding_changes_nothing",
     ),
     Fault(
@@ -418,14 +419,14 @@ FAULTS = [
         "query heads are dealt to key heads in turn",
         "performer/attention/op.py",
         "jnp.repeat(x, n // x.shape[2], axis=2)",
-        "jnp.tile(x, (1, 1, n // x.shape[2], 1))",
+        "jnp.tile(x, (1, 1, n // x.shape[2], *[1] * (x.ndim - 3)))",
         "test_attention_op.py::test_grouped_heads",
     ),
     Fault(
         "the shift is added to the keys",
         "performer/attention/op.py",
-        "key.astype(wide) - jnp.broadcast_to(shift",
-        "key.astype(wide) + jnp.broadcast_to(shift",
+        "key.astype(wide) - jnp.broadcast_to(inputs.shift",
+        "key.astype(wide) + jnp.broadcast_to(inputs.shift",
         "test_attention_op.py::test_shift_moves_the_keys_and_not_the_limit[positive]",
     ),
     Fault(
@@ -451,8 +452,8 @@ FAULTS = [
     ),
     Fault(
         "additive masks are taken for masks of ones and zeros",
-        "performer/attention/checks.py",
-        "if _smallest(mask) < 0:",
+        "performer/attention/masks.py",
+        "if smallest(mask) < 0:",
         "if False:",
         "test_attention_op.py::test_bad_input_names_the_fix",
     ),

@@ -331,7 +331,7 @@ def test_robust_attention_is_causal_bit_for_bit_and_has_its_gradients(small_chun
 # Planted faults
 
 
-def leaky_mask(split, mask):
+def leaky_mask(split, log_weights):
     """Masked keys stay in the maximum and in the normaliser."""
     return split
 
@@ -355,7 +355,7 @@ def broken_combine(left, right):
         (sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
         (
             sweep,
-            "masked",
+            "weighted",
             leaky_mask,
             partial(test_masks_lengths_and_removed_keys_are_the_same, True, None),
         ),

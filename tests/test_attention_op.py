@@ -397,7 +397,7 @@ def test_properties(shape, data):
         (dict(weights=jnp.ones(M + 1)), "weights have shape"),
         (dict(shift=jnp.ones(H + 1)), "shift has shape"),
         (dict(shift=jnp.ones(H), feature_map="relu"), "shift changes attention with feature_map"),
-        (dict(stabilizer="google", feature_map="relu"), "is for feature_map='positive'"),
+        (dict(stabilizer="google", feature_map="relu"), "is for feature_map=features.positive"),
         (dict(stabilizer="google", return_state=True), "use stabilizer='exact' for streaming"),
         (dict(segment_ids=np.zeros((2, 7), int), return_state=True), "do not go together"),
         (dict(query=jnp.ones((2, 3, 4, H)), is_causal=True, return_state=True), "3 queries and 7"),

@@ -106,10 +106,13 @@ def test_narrow_inputs_are_promoted(dtype):
 
 
 def test_bad_input():
+    call = features.FeatureMap.__call__.__wrapped__
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
-        features._project.__wrapped__(X, W, "gauss")
+        call(features.positive, X, W, kernel="gauss")
+    with pytest.raises(ValueError, match="features.relu has a kernel of its own"):
+        features.relu(X, W, kernel="gaussian")
     with pytest.raises(ValueError, match="width 6 but frequencies have 5"):
-        features._project.__wrapped__(X, W[:, :5], "softmax")
+        call(features.positive, X, W[:, :5])
 
 
 def test_elu_is_right_far_below_zero():
