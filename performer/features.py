@@ -60,8 +60,8 @@ class FeatureMap:
         >>> def squares(projections, half):  # of w.x: never negative, whatever the signs
         ...     return jnp.zeros_like(half), projections**2
         >>> feature_map = features.FeatureMap(squares)
-        >>> phi = feature_map(query, w)
-        >>> output = performer.performer_attention(query, key, value, w, feature_map=feature_map)
+        >>> phi = feature_map(q, w)
+        >>> output = performer.performer_attention(q, k, v, w, feature_map=feature_map)
     """
 
     split: Callable[[Array, Array], Split]

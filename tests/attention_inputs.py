@@ -7,9 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from performer import couplings
+from performer.features import FeatureMap
 
 H, V, M = 8, 5, 12
 MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
+
+
+def _own(projections, half):
+    exponent = jnp.concatenate([projections, -projections], axis=-1) / 2 - half
+    return exponent, jnp.concatenate([projections**2, 1 + jnp.abs(projections)], axis=-1)
+
+
+OWN = FeatureMap(_own, features_per_frequency=2)
+"""A map that no paper has: of both parts, two features for each frequency, of |x|^2 too."""
+
+
+def feature_map(name):
+    """What `performer_attention` takes for a name of the oracles."""
+    return OWN if name == "own" else name
 
 
 def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
