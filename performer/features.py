@@ -105,10 +105,14 @@ class FeatureMap:
             ValueError: for a kernel that is unknown, or that this map does not estimate; when the
                 widths of `x` and `W` differ; or for a scale that is not positive and finite.
         """
-        kernel = self._kernel(kernel)
+        if kernel not in (None, "softmax", "gaussian"):
+            raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
+        if kernel is not None and self.kernel is None:
+            raise ValueError(f"{self} has a kernel of its own, got kernel={kernel!r}: leave it out")
         projections, half = _project(x, W, lengthscale)
         exponent, factor = self.split(projections, half)
-        if kernel == "gaussian":  # exp(-|x - y|^2 / 2) = exp(x.y) exp(-|x|^2 / 2) exp(-|y|^2 / 2)
+        if (kernel or self.kernel) == "gaussian":
+            # exp(-|x - y|^2 / 2) = exp(x.y) exp(-|x|^2 / 2) exp(-|y|^2 / 2)
             exponent = exponent - half
         values = jnp.exp(exponent) if factor is None else jnp.exp(exponent) * factor
         if weights is None:
@@ -117,13 +121,6 @@ class FeatureMap:
         roots = jnp.sqrt(jnp.tile(weights, self.features_per_frequency))
         scale = jnp.asarray(positive_values("output_scale", output_scale), values.dtype)
         return values * jnp.broadcast_to(roots, values.shape) * scale
-
-    def _kernel(self, kernel: str | None) -> str | None:
-        if kernel not in (None, "softmax", "gaussian"):
-            raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
-        if kernel is not None and self.kernel is None:
-            raise ValueError(f"{self} has a kernel of its own, got kernel={kernel!r}: leave it out")
-        return kernel or self.kernel
 
     def __repr__(self) -> str:
         """What evaluates to the map, by its name where it has one."""
@@ -226,15 +223,8 @@ MAPS = {
     "elu+1": elu,
 }
 """By the word that attention takes."""
-NAMES = {
-    positive: "positive",
-    hyperbolic: "hyperbolic",
-    trigonometric: "trigonometric",
-    relu: "relu",
-    elu: "elu",
-    arc_cosine(0): "arc_cosine(0)",
-    arc_cosine(1): "arc_cosine(1)",
-}
+NAMES = {value: name for name, value in globals().items() if isinstance(value, FeatureMap)}
+NAMES |= {arc_cosine(order): f"arc_cosine({order})" for order in (0, 1)}
 
 
 def get(feature_map: str | FeatureMap) -> FeatureMap:
@@ -245,14 +235,11 @@ def get(feature_map: str | FeatureMap) -> FeatureMap:
     """
     if isinstance(feature_map, FeatureMap):
         return feature_map
-    if not isinstance(feature_map, str):
-        raise ValueError(
-            f"a feature map is one of {', '.join(MAPS)} or a features.FeatureMap, got"
-            f" {feature_map!r}"
-        )
-    if feature_map not in MAPS:
-        raise ValueError(unknown("feature map", feature_map, MAPS))
-    return MAPS[feature_map]
+    word = str(feature_map)
+    if word not in MAPS:
+        choices = ", ".join(MAPS)
+        raise ValueError(unknown("feature map", word, MAPS, f"{choices}, any features.FeatureMap"))
+    return MAPS[word]
 
 
 def _project(

@@ -401,7 +401,6 @@ def test_properties(shape, data):
         (dict(key_log_weights=np.ones(7, bool)), "dtype bool; expected floats"),
         (dict(key_log_weights=np.full(7, np.nan)), "entries that are nan or inf"),
         (dict(key_log_weights=np.full((2, 7), np.inf)), "entries that are nan or inf"),
-        (dict(feature_map=len), "or a features.FeatureMap, got <built-in function len>"),
         (dict(weights=-jnp.ones(M)), "weights must not be negative, got -1.0"),
         (dict(weights=jnp.ones(M + 1)), "weights have shape"),
         (dict(shift=jnp.ones(H + 1)), "shift has shape"),

@@ -194,6 +194,8 @@ def test_the_flax_doors_take_a_record():
     np.testing.assert_array_equal(layer(query, key, value), want)
     got = performer_attention_fn(query, key, value, frequencies=w, feature_map=OWN)
     np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="unknown feature map '<function arc.*any features.Featu"):
+        features.get.__wrapped__(features.arc_cosine)
     with pytest.raises(ValueError, match="unknown feature map 'reul'; did you mean 'relu'"):
         PerformerAttention(M, H, feature_map="reul", rngs=nnx.Rngs(0))
 

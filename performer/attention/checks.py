@@ -1,7 +1,7 @@
 """The arguments of `performer_attention`, and what it refuses."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ class Inputs(NamedTuple):
     frequencies: Float[Array, "*n m h"]
     mask: ArrayLike | None = None
     key_value_seq_lengths: ArrayLike | None = None
-    key_log_weights: ArrayLike | None = None
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike | None] | None = None
+    key_log_weights: Any = None
+    segment_ids: Any = None
     shift: Float[Array, "*c h"] | None = None
     weights: Float[Array, "*w m"] | None = None
     calibration: Calibration | None = None
