@@ -14,7 +14,7 @@ MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
 
 
 def _own(projections, half):
-    exponent = jnp.concatenate([projections, -projections], axis=-1) / 2 - half
+    exponent = jnp.concatenate([projections / 2 - half, -projections / 2], axis=-1)
     return exponent, jnp.concatenate([projections**2, 1 + jnp.abs(projections)], axis=-1)
 
 
@@ -41,6 +41,15 @@ def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
 def orthogonal(key, m, h):
     """Frequencies of "orf", drawn by one program."""
     return couplings.get("orf")(key, m, h)
+
+
+def far_apart(norm, t=14):
+    """Keys that stand in all directions, as many opposite to the queries, of that norm."""
+    query, key, value, frequencies = inputs(t=t, k=4)
+    query, key = (np.asarray(x) for x in (query, key))
+    key = np.where(np.arange(4)[:, None] < 2, key, -query)
+    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
+    return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
 
 
 def close(got, want, tolerance=1e-5):

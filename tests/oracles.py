@@ -240,10 +240,10 @@ def other_features(feature_map, p, half):
         values = np.where(p > 0, p + 1, np.exp(np.minimum(p, 0)))
         return values, np.minimum(1, values)
     assert feature_map == "own"
-    signs = np.exp(np.hstack([p, -p]) / 2 - half)
+    powers = np.exp(np.hstack([p / 2 - half, -p / 2]))
     factor = np.hstack([p**2, 1 + np.abs(p)])
     slope = np.hstack([2 * np.abs(p), np.ones_like(p)])
-    return signs * factor, signs * (slope + factor * (0.5 + half))
+    return powers * factor, powers * (slope + factor * (0.5 + half))
 
 
 def key_state(

@@ -11,7 +11,7 @@ import pytest
 from performer import performer_attention
 from performer.calibration import calibrate
 from tests import oracles
-from tests.attention_inputs import MAPS, M, close, inputs
+from tests.attention_inputs import MAPS, M, close, far_apart, inputs
 
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 ORDERS = {
@@ -60,6 +60,21 @@ def test_any_log_weights(order, implementation, small_chunks):
             )
             wide = given if given.ndim == 3 else given[..., None]
             assert off(got, tokens, wide, **oracle) < 1
+
+
+@pytest.mark.parametrize("order", ["causal", "packed"])
+def test_rows_that_are_formed_again(order, small_chunks):
+    """At norms where the default loses rows."""
+    package, oracle = ORDERS[order]
+    tokens, log_weights = far_apart(60.0), normal(2, 14, 4, scale=100.0)
+    log_weights[0, 3:6, 0] = -np.inf
+    attend = partial(performer_attention, key_log_weights=log_weights, scale=1.0, **package)
+    ratios = [
+        off(attend(*tokens, implementation=name), tokens, log_weights, scale=1.0, **oracle)
+        for name in ("robust", None)
+    ]
+    assert ratios[0] < 4
+    assert ratios[1] > 100
 
 
 @pytest.mark.parametrize("order", ORDERS)
