@@ -71,13 +71,12 @@ def log_weights(
             f"key_log_weights has dtype {weights.dtype}; expected floats, the logarithms of weights"
             " (which keys exist is what mask says)"
         )
-    weights = weights.astype(dtype)
-    if not _below_infinity(weights):
+    if not _below_infinity(given, dtype):
         raise ValueError(
             "key_log_weights has entries that are nan or inf; expected numbers, or -inf where there"
             " is no key"
         )
-    weights = jnp.broadcast_to(weights, want).reshape(b, s, k if of_heads else 1)
+    weights = jnp.broadcast_to(weights.astype(dtype), want).reshape(b, s, k if of_heads else 1)
     return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
 
 
@@ -113,6 +112,6 @@ def _broadcasts(shape: tuple[int, ...], want: tuple[int, ...]) -> bool:
     )
 
 
-def _below_infinity(x: Any) -> bool:
+def _below_infinity(x: Any, dtype: jnp.dtype) -> bool:
     """Whether all are numbers or -inf; true of values that are not known while traced."""
-    return isinstance(x, Tracer) or bool(np.all(np.asarray(x) < np.inf))
+    return isinstance(x, Tracer) or bool(np.all(np.asarray(x).astype(dtype) < np.inf))

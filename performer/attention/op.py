@@ -78,12 +78,13 @@ def performer_attention(
             later keys do. For long queries and keys see `implementation`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         key_value_seq_lengths: (b,), only the first so many keys exist.
-        key_log_weights: floats l, with gradients: a key counts e^l times, as if l were added to all
-            its q.k; -inf is no such key. Anything that broadcasts to (b, s); or, with one axis more
-            than that, to (b, s, k), for each key head. With this, decay over time is attention of
-            linear cost (below), and a bias for each key is one. They go into the exponents, which
-            float32 knows to 6e-8 times their size: count from a near position. With
-            `stabilizer="google"` it is features with their epsilon that count so.
+        key_log_weights: floats l, with gradients: a key counts e^l times, as if l were added to its
+            scale q.k (decay over time, below; a bias of keys); -inf stands for no such key. Of a
+            shape that broadcasts to (b, s); or with an axis for each of (b, s, k), where any may be
+            1, one for each key head. They go into the exponents, which float32 knows to 6e-8 of
+            their size: count positions from a near one. Features that may be 0 (relu, arc_cosine)
+            lose keys that weigh less than e^-80 of the heaviest. With `stabilizer="google"` the
+            epsilon of a key is weighted too.
         segment_ids: packed sequences: a query sees only the keys with its own number. Integers
             (b, t) in any order, or a pair (b, t), (b, s) for cross attention, which costs as much
             as t + s tokens do; causal, query i then sees the keys j <= i with its number.
