@@ -354,9 +354,8 @@ FAULTS = [
     Fault(
         "the mask is out of the maximum",
         "performer/attention/state.py",
-        "return exponent + jnp.expand_dims(log_weights, (*missing, -1)), factor",
-        "w = jnp.exp(jnp.expand_dims(log_weights, (*missing, -1)))\n"
-        "    return exponent, w if factor is None else w * factor",
+        "return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor",
+        "w = jnp.exp(log_weights)\n    return exponent, w if factor is None else w * factor",
         "test_attention_masks.py::test_finite_for_any_finite_input[masked-positive]",
     ),
     Fault(
@@ -384,8 +383,8 @@ FAULTS = [
     Fault(
         "log-weights have no gradient",
         "performer/attention/state.py",
-        "return exponent + jnp.expand_dims(log_weights,",
-        "return exponent + jnp.expand_dims(jax.lax.stop_gradient(log_weights),",
+        "-jnp.inf, exponent + log_weights)",
+        "-jnp.inf, exponent + jax.lax.stop_gradient(log_weights))",
         "test_attention_key_weights.py::test_gradients",
     ),
     Fault(

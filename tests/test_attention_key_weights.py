@@ -11,7 +11,7 @@ import pytest
 from performer import performer_attention
 from performer.calibration import calibrate
 from tests import oracles
-from tests.attention_inputs import MAPS, M, close, far_apart, inputs
+from tests.attention_inputs import MAPS, OWN, M, close, far_apart, inputs
 
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 ORDERS = {
@@ -120,6 +120,19 @@ def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunk
     # Where a mask hides a key, its log-weight may be anything that is allowed.
     both = attend(mask=mask[:, None, None], key_log_weights=np.where(mask, 0.0, 1e30))
     np.testing.assert_array_equal(both, want)
+
+
+@pytest.mark.optimised("asserts bits")
+@pytest.mark.parametrize("feature_map", ["positive", OWN], ids=["positive", "own"])
+def test_later_log_weights_change_nothing_bit_for_bit(feature_map, small_chunks):
+    tokens, log_weights = inputs(t=30), normal(2, 30, scale=30.0)
+    attend = partial(performer_attention, *tokens, is_causal=True, feature_map=feature_map)
+    before = np.asarray(attend(key_log_weights=log_weights))
+    for t in (1, 4, 13, 29):
+        for other in (1e4, -1e4, -np.inf):
+            changed = np.where(np.arange(30) < t, log_weights, np.float32(other))
+            after = np.asarray(attend(key_log_weights=changed))
+            np.testing.assert_array_equal(after[:, :t], before[:, :t])
 
 
 @pytest.mark.parametrize("feature_map", MAPS)

@@ -102,7 +102,9 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
         return split
     exponent, factor = split
     missing = range(exponent.ndim - 1 - log_weights.ndim)
-    return exponent + jnp.expand_dims(log_weights, (*missing, -1)), factor
+    log_weights = jnp.expand_dims(log_weights, (*missing, -1))
+    # Not the sum alone: no number that stands where no key is may reach a gradient.
+    return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
 
 
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
