@@ -73,17 +73,19 @@ def check(inputs: Inputs, options: Options) -> Inputs:
         )
     if not options.scale > 0:
         raise ValueError(f"scale must be positive, got {options.scale}")
-    b = math.prod(lead)
-    query, key, value = (x.reshape(b, *x.shape[-3:]) for x in tokens)
+
+    def one_axis(x):
+        return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[len(lead) :])
+
+    query, key, value = map(one_axis, tokens)
     flat = inputs._replace(query=query, key=key, value=value)
     for look in (_check_shapes, _check_weights, _check_combinations, _check_split):
         look(flat, options)
     _check_state(inputs, options)
-    state = jax.tree.map(lambda x: x.reshape(b, *x.shape[len(lead) :]), inputs.initial_state)
     exists = masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
     dtype = float32_or_wider(query, key, value)
     return flat._replace(
-        initial_state=state,
+        initial_state=jax.tree.map(one_axis, inputs.initial_state),
         mask=None,
         key_value_seq_lengths=None,
         key_log_weights=masks.log_weights(inputs.key_log_weights, exists, lead, key, dtype),

@@ -1,14 +1,14 @@
 """Which keys exist and how much they count, and packed segments, as the sums of attention want."""
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
-
-from performer.attention.state import logarithm
 
 Lead = tuple[int, ...]
 """Sizes of the batch axes."""
@@ -55,10 +55,11 @@ def log_weights(
     given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b s #k"] | None:
     """Log-weights of keys, -inf where they do not exist; None for 0 everywhere."""
+    b, s, k, _ = key.shape
     if given is None:
-        return None if exists is None else logarithm(exists, dtype)[..., None]
+        return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
     weights = jnp.asarray(given)
-    (b, s, k), of_heads = key.shape[:3], weights.ndim > len(lead) + 1
+    of_heads = weights.ndim > len(lead) + 1
     want = (*lead, s, k) if of_heads else (*lead, s)
     if not _broadcasts(weights.shape, want):
         raise ValueError(
@@ -76,7 +77,12 @@ def log_weights(
             "key_log_weights has entries that are nan or inf; expected numbers, or -inf where there"
             " is no key"
         )
-    weights = jnp.broadcast_to(weights.astype(dtype), want).reshape(b, s, k if of_heads else 1)
+    return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
+def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
+    weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
     return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
 
 

@@ -190,7 +190,8 @@ def performer_attention(
     chunk, block = _block_sizes(implementation, inputs, options)
     output, state = _attention(inputs, options._replace(chunk=chunk, block=block))
     lead = query.shape[:-3]
-    output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
+    if len(lead) != 1:
+        output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
     return (output, state) if return_state else output
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from performer.features import Split
 from performer.typing import float32_or_wider
@@ -89,11 +89,6 @@ def exponentials(split: Split, maximum: Array) -> Array:
     exponent, factor = split
     values = jnp.exp(exponent - finite(maximum))
     return values if factor is None else values * factor
-
-
-def logarithm(mask: Bool[Array, "*s"], dtype: jnp.dtype) -> Float[Array, "*s"]:
-    """The log-weights of a mask: 0 where a key exists, -inf where none does."""
-    return jnp.where(mask, jnp.zeros((), dtype), -jnp.inf)
 
 
 def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:

@@ -41,7 +41,6 @@ from performer.attention.state import (
     extended,
     finite,
     flat,
-    logarithm,
     normalised,
     of_keys,
     operand_dtype,
@@ -191,8 +190,7 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
-        same = logarithm(segments == last[..., None], key_split[0].dtype)
-        kept = weighted(key_split, same)
+        kept = weighted(key_split, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
     past, state = _prefix(state, of_keys(kept, value), continues)
     dtype = operand_dtype(value)
 
