@@ -233,6 +233,7 @@ rows(
         "features.trigonometric": lambda x: features.trigonometric(
             x(2, D), frequencies(), lengthscale=x(D) ** 2, output_scale=2.0
         ),
+        "features.get": lambda x: features.get("relu")(x(2, D), frequencies()),
         "features.relu": lambda x: features.relu(x(D), frequencies()),
         "features.elu": lambda x: features.elu(x(2, D), frequencies(), weights=weights()),
         "features.arc_cosine": lambda x: [
@@ -303,7 +304,13 @@ rows(
         ),
         "attention.performer_attention[maps]": lambda x: [
             attend(x, 2, weights=weights(2), feature_map=name, scale=0.5)
-            for name in ("hyperbolic", "trigonometric", "relu", "elu+1")
+            for name in ("hyperbolic", "trigonometric", "relu", "elu+1", features.arc_cosine(0))
+        ],
+        "attention.performer_attention[key log-weights]": lambda x: [
+            attend(
+                x, key_log_weights=x(2, 5, *heads), is_causal=is_causal, mask=MASK[:, None, None]
+            )
+            for is_causal, heads in [(False, ()), (True, ()), (True, (2,))]
         ],
         "attention.performer_attention[google]": lambda x: attend(
             x, stabilizer="google", mask=MASK[:, None, None]
@@ -399,6 +406,7 @@ rows(
 rows(
     "numpy",
     {
+        "features.FeatureMap.estimates_softmax": lambda x: features.relu.estimates_softmax,
         "calibration.parts": lambda x: len(calibration.parts("full")),
         "calibration.parts[coupling]": lambda x: len(calibration.parts("full", "pm")),
         "couplings.properties": lambda x: couplings.properties("pm", 3).block_length,
