@@ -19,21 +19,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
+from experiments import attention_data
 from performer import couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate, parts
 from vit import report
+from vit.attention_report import report_attention
 from vit.config import parse_flags
-from vit.evaluate import report_attention
 
 SIZES = (16, 32, 48, 64)
-TOKENS, HEAD_DIM = 197, 64
-DATA_SETS = 4
 NORMS = (0.5, 1.0, 2.0, 4.0, 8.0)
 SCHEMES = {
     "none": (
@@ -45,44 +43,6 @@ SCHEMES = {
     "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
 }
 """Couplings under each calibration; with --couplings all of those under each."""
-
-
-def isotropic(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys (197, 1, 64), rows independent N(0, squared_norm / d I)."""
-    rng = np.random.default_rng(seed)
-    return _pair(np.sqrt(squared_norm / HEAD_DIM) * rng.normal(size=(2, TOKENS, HEAD_DIM)))
-
-
-def anisotropic(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Half of the squared norm a mean, half a spectrum 1 / l in turned, similar bases."""
-    rng = np.random.default_rng(seed)
-    spectrum = 1 / np.arange(1, HEAD_DIM + 1)
-    spectrum /= spectrum.sum()
-    first, turn = (np.linalg.qr(x)[0] for x in rng.normal(size=(2, HEAD_DIM, HEAD_DIM)))
-    bases = first, np.linalg.qr(first + turn / 2)[0]
-    means = rng.normal(size=(2, 1, HEAD_DIM))
-    means *= np.sqrt(squared_norm / 2) / np.linalg.norm(means, axis=-1, keepdims=True)
-    noise = rng.normal(size=(2, TOKENS, HEAD_DIM)) * np.sqrt(squared_norm / 2 * spectrum)
-    return _pair([m + x @ basis.T for m, x, basis in zip(means, noise, bases, strict=True)])
-
-
-def clustered(squared_norm: float, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Ten clusters that queries and keys share, and a mean of the keys."""
-    rng = np.random.default_rng(seed)
-    centres, common = rng.normal(size=(10, HEAD_DIM)), rng.normal(size=HEAD_DIM)
-    labels = rng.integers(10, size=(2, TOKENS))
-    noise = rng.normal(size=(2, TOKENS, HEAD_DIM))
-    rows = np.sqrt(0.6) * centres[labels] + np.sqrt(0.2) * noise
-    rows[1] += np.sqrt(0.2) * common
-    return _pair(np.sqrt(squared_norm / HEAD_DIM) * rows)
-
-
-def _pair(rows) -> tuple[jax.Array, jax.Array]:
-    query, key = (jnp.asarray(x, jnp.float32)[:, None] for x in rows)
-    return query, key
-
-
-DATA = {"isotropic": isotropic, "anisotropic": anisotropic, "clustered": clustered}
 
 
 def figure7(names: Sequence[str], draws: int, out: Path) -> str:
@@ -140,8 +100,9 @@ def vit(
     ]
     rows: list[dict] = [{"coupling": name, "calibration": method} for name, method in schemes]
     uniform: dict = {"coupling": "uniform", "calibration": ""}
-    for kind, squared_norm in itertools.product(DATA, norms):
-        pairs = [DATA[kind](squared_norm, seed) for seed in range(DATA_SETS)]
+    for kind, squared_norm in itertools.product(attention_data.DATA, norms):
+        draw, seeds = attention_data.DATA[kind], range(attention_data.DATA_SETS)
+        pairs = [draw(squared_norm, seed) for seed in seeds]
         query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
 
         def errors(name, method, query=query, key=key):
@@ -179,8 +140,8 @@ def vit(
 
 
 def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
-    drawn, axes = report.figure(out, columns=len(DATA))
-    for axis, kind in zip(axes, DATA, strict=True):
+    drawn, axes = report.figure(out, columns=len(attention_data.DATA))
+    for axis, kind in zip(axes, attention_data.DATA, strict=True):
         for number, row in enumerate(rows):
             label = f"{row['coupling']}, {row['calibration']}".removesuffix(", ").removesuffix(
                 ", none"

@@ -59,8 +59,8 @@ def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
         "training": {"ours": _ours_training},
         "evaluation": {"ours": _ours_evaluation},
     }
-    found = _limit_tensorflow()
-    if found:
+    compared = _limit_tensorflow()
+    if compared:
         for name, window in [("training", _tf_distorted), ("evaluation", _tf_center)]:
             for kind, antialias in [("tf.data", False), ("tf.data, antialiased", True)]:
                 streams[name][kind] = partial(_tf_batches, window=window, antialias=antialias)
@@ -81,7 +81,7 @@ def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
             }
             for kind, seconds in best.items()
         ]
-    return rows, found
+    return rows, compared
 
 
 def _limit_tensorflow() -> bool:

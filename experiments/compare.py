@@ -27,10 +27,8 @@ from ml_collections import config_flags
 
 from experiments import compare_report, ensemble
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, optim, safety
+from vit import attention_report, checkpoint, data, files, metrics, optim, runs, safety
 from vit import config as configs
-from vit.evaluate import evaluation_images
-from vit.train import length
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
@@ -78,7 +76,7 @@ def settings(
     repeated = sorted({name for name in couplings if couplings.count(name) > 1})
     if repeated or not couplings:
         raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
-    found = []
+    chosen = []
     for point in itertools.product(*grid.values()):
         values = tuple(zip(grid, point, strict=True))
         for name in couplings:
@@ -87,12 +85,12 @@ def settings(
                 change = {"attention.kind": "performer", "attention.coupling": name}
             new = configs.with_values(config, dict(values) | change)
             configs.validate(new)
-            found.append(Setting(name, values, new))
-    folders = [setting.folder for setting in found]
+            chosen.append(Setting(name, values, new))
+    folders = [setting.folder for setting in chosen]
     shared = sorted({folder for folder in folders if folders.count(folder) > 1})
     if shared:
         raise ValueError(f"--grid: several settings would share the folder {shared[0]!r}")
-    return found
+    return chosen
 
 
 def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:
@@ -176,7 +174,7 @@ def compare(
         raise ValueError(unknown("--baseline", baseline, couplings))
     totals = []
     for setting in all_settings:
-        _, num_steps = length(setting.config, data.load(setting.config.data))
+        _, num_steps = runs.length(setting.config, data.load(setting.config.data))
         optim.schedule(setting.config.optim, num_steps)
         totals.append(num_steps)
     seeds = [config.seed + i for i in range(num_seeds)]
@@ -191,25 +189,25 @@ def compare(
     with safety.exclusive(out), metrics.progress_bar() as bar:
         claim(out, contents)
         safety.own_shared_memory(out)
-        task, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
+        progress, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
         for setting, num_steps in zip(all_settings, totals, strict=True):
 
             def advance(
                 step: int, record: metrics.Record, done: int = done, name: str = setting.name
             ) -> None:
                 rate = f"  {record['images_per_second']:,.0f} images/s" if record else ""
-                bar.update(task, completed=done + step, status=name + rate)
+                bar.update(progress, completed=done + step, status=name + rate)
 
-            runs = out / "runs" / setting.folder
-            trained = ensemble.train(setting.config, seeds, runs, advance=advance)
-            errors = _attention_errors(setting, trained, runs)
+            folder = out / "runs" / setting.folder
+            trained = ensemble.train(setting.config, seeds, folder, advance=advance)
+            errors = _attention_errors(setting, trained, folder)
             results.append(
                 compare_report.Result(
                     setting.coupling, setting.point, setting.config, trained, errors
                 )
             )
             done += num_steps
-            bar.update(task, completed=done)
+            bar.update(progress, completed=done)
         return compare_report.write(results, contents, out)
 
 
@@ -221,10 +219,12 @@ def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path
     noted = files.noted(path)
     if noted:
         return noted["errors"]
-    images = evaluation_images(data.load(setting.config.data), setting.config, IMAGES)
+    dataset, task = runs.subject(setting.config)
+    images = runs.evaluation_examples(dataset, setting.config, IMAGES)
     errors = []
     for place in _sound(trained, MEASURED):
         rows = attention_report.rows(
+            task,
             trained.model(place),
             images,
             coupling=setting.coupling,

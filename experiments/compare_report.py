@@ -70,8 +70,8 @@ def comparisons(results: Sequence[Result], baseline: str) -> list[Comparison]:
     pairs = []
     for result in results:
         if len({r.coupling for r in results}) > 1:
-            found = (r for r in results if r.coupling == baseline and r.point == result.point)
-            other = next(found)
+            same_point = (r for r in results if r.point == result.point)
+            other = next(r for r in same_point if r.coupling == baseline)
         else:
             other = results[0]
         if other is not result:
@@ -98,8 +98,8 @@ def sentence(comparison: Comparison) -> str:
     d, who = comparison.difference, name(comparison.result)
     other = name(comparison.baseline)
     if d.count < 2 or np.isnan(d.p_value):
-        what = f"{d.count} seed{'s' * (d.count != 1)} that both finished"
-        return f"{who} against {other}: {what} cannot show a difference or its absence."
+        seeds = f"{d.count} seed{'s' * (d.count != 1)} that both finished"
+        return f"{who} against {other}: {seeds} cannot show a difference or its absence."
     interval = (
         f"{d.mean:+.4f}, 95% interval {d.low:+.4f} to {d.high:+.4f},"
         f" corrected p = {comparison.corrected:.2g}"
@@ -110,21 +110,21 @@ def sentence(comparison: Comparison) -> str:
     return f"{who} against {other}: no difference that {d.count} seeds can show ({interval})."
 
 
-def verdict(found: Sequence[Comparison]) -> str:
+def verdict(compared: Sequence[Comparison]) -> str:
     """All of it in a sentence or two."""
-    if not found:
+    if not compared:
         return "One setting: nothing is compared."
-    shown = [c for c in found if c.corrected < LEVEL]
-    counts = {c.difference.count for c in found}
+    shown = [c for c in compared if c.corrected < LEVEL]
+    counts = {c.difference.count for c in compared}
     seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    total = f"{len(found)} comparison{'s' * (len(found) != 1)}"
+    total = f"{len(compared)} comparison{'s' * (len(compared) != 1)}"
     if not shown:
         return f"No difference that {seeds} seeds can show, in {total}."
     better = [name(c.result) for c in shown if c.difference.mean > 0]
     worse = [name(c.result) for c in shown if c.difference.mean < 0]
     parts = [f"better than the baseline: {'; '.join(better)}"] if better else []
     parts += [f"worse: {'; '.join(worse)}"] if worse else []
-    rest = len(found) - len(shown)
+    rest = len(compared) - len(shown)
     others = f" For the other {rest}, no difference that {seeds} seeds can show." if rest else ""
     return f"Of {total} {len(shown)} show a difference. {'. '.join(parts)}.{others}"
 
@@ -139,9 +139,9 @@ def power(comparison: Comparison) -> str:
     return f"{needed} ({d.count} find it in {now:.0%} of cases)"
 
 
-def rows(results: Sequence[Result], found: Sequence[Comparison]) -> list[dict[str, str]]:
+def rows(results: Sequence[Result], compared: Sequence[Comparison]) -> list[dict[str, str]]:
     """The main table, one row for each setting."""
-    of = {id(c.result): c for c in found}
+    by_result = {id(c.result): c for c in compared}
     table = []
     for result in results:
         mean, error = statistics.mean_and_error(list(result.accuracy.values()))
@@ -150,7 +150,7 @@ def rows(results: Sequence[Result], found: Sequence[Comparison]) -> list[dict[st
             "seeds": str(len(result.accuracy)),
             "accuracy": _plus_minus(mean, error),
         }
-        comparison = of.get(id(result))
+        comparison = by_result.get(id(result))
         row["difference to baseline"] = "baseline"
         row["95% interval"] = row["corrected p"] = ""
         if comparison:
@@ -187,18 +187,20 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
         contents: config, couplings, seeds, grid and baseline.
         out: the folder.
     """
-    found = comparisons(results, contents["baseline"])
-    table = rows(results, found)
+    compared = comparisons(results, contents["baseline"])
+    table = rows(results, compared)
     for path, lines in [("results.csv", table), ("seeds.csv", _runs(results))]:
         report.write_csv(out / path, [list(lines[0]), *(list(line.values()) for line in lines)])
-    figures = {"curves": _curves(results)} | ({"differences": _differences(found)} if found else {})
+    figures = {"curves": _curves(results)}
+    if compared:
+        figures["differences"] = _differences(compared)
     needed = [
         {
             "comparison": f"{name(c.result)} against {name(c.baseline)}",
             "standard deviation of the differences": f"{c.difference.deviation:.4f}",
             f"seeds needed for {EFFECT:+.3f}": power(c),
         }
-        for c in found
+        for c in compared
     ]
     config = configs.from_dict(contents["config"])
     grid = {k: ", ".join(map(str, contents[k])) for k in ("couplings", "seeds", "grid")}
@@ -219,11 +221,11 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
         needed,
     )
     sections = [
-        Section("Verdict", [verdict(found), *map(sentence, found)]),
+        Section("Verdict", [verdict(compared), *map(sentence, compared)]),
         Section("Results", [_notes(contents)], table),
-        *([differences] if found else []),
+        *([differences] if compared else []),
         Section("Learning curves", ["Means over the seeds, with a standard error."], (), "curves"),
-        *([seeds] if found else []),
+        *([seeds] if compared else []),
         Section("Versions and hardware", [], _machine()),
         Section("Every value of the config", [], values),
     ]
@@ -310,10 +312,10 @@ def _curves(results: Sequence[Result]) -> Any:
     return figure
 
 
-def _differences(found: Sequence[Comparison]) -> Any:
-    height = 1.2 + 0.4 * len(found)
+def _differences(compared: Sequence[Comparison]) -> Any:
+    height = 1.2 + 0.4 * len(compared)
     figure, axis = plt.subplots(figsize=(8, height), layout="constrained")
-    for row, c in enumerate(found):
+    for row, c in enumerate(compared):
         d, a, b = c.difference, c.result.accuracy, c.baseline.accuracy
         axis.plot([a[s] - b[s] for s in a if s in b], [row] * d.count, ".", color="0.6", zorder=1)
         if not np.isnan(d.p_value):
@@ -321,8 +323,8 @@ def _differences(found: Sequence[Comparison]) -> Any:
             color = "C3" if c.corrected < LEVEL else "C0"
             axis.errorbar([d.mean], [row], xerr=error, fmt="o", color=color, capsize=4)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(found)), [report.literal(name(c.result)) for c in found])
-    axis.set_ylim(len(found) - 0.5, -0.5)
+    axis.set_yticks(range(len(compared)), [report.literal(name(c.result)) for c in compared])
+    axis.set_ylim(len(compared) - 0.5, -0.5)
     axis.set(xlabel="difference in accuracy to the baseline (red: corrected p < 0.05)")
     axis.grid(alpha=0.3, axis="x")
     return figure

@@ -1,6 +1,6 @@
 """Gives every field of a config values that cannot be meant, and looks how that is told.
 
-    python -m experiments.config_mutations [--seed=0] [--out=results/config_mutations]
+    python -m experiments.fault_injection --parts configs [--seed=0] [--out=results/fault_injection]
 
 Each value is given as a user gives it, `--config.FIELD=TEXT` after the config of scikit-learn's
 digits, and goes through all that comes before the first step of `vit.train`: the flags, the checks,
@@ -12,7 +12,6 @@ devices, data and rate, and the model and its optimiser, of which only the shape
     silent         accepted, though `MEANT` says that it cannot be meant
 """
 
-import argparse
 import random
 import re
 import sys
@@ -26,8 +25,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from vit import config as configs
-from vit import data, devices, optim, report, steps
-from vit.train import length
+from vit import devices, optim, report, runs, steps
 
 CONFIG = Path(__file__).parent / "configs" / "digits.py"
 SECTIONS = ("model", "attention", "data", "optim")
@@ -167,11 +165,11 @@ def begin(config: configs.Config, quick: bool = False) -> None:
     """
     configs.validate(config)
     mesh = devices.mesh(config)
-    dataset = data.load(config.data)
-    _, num_steps = length(config, dataset)
+    dataset, task = runs.subject(config)
+    _, num_steps = runs.length(config, dataset)
     optim.schedule(config.optim, num_steps)
     if not quick:
-        steps.build(config, steps.sizes(dataset), num_steps, mesh)
+        steps.build(config, task, num_steps, mesh)
 
 
 def outcome(field: str, text: str, quick: bool = False) -> Outcome:
@@ -199,15 +197,15 @@ def clear(message: str, field: str) -> bool:
     return "\n" not in message and f"config.{field}" in message and bool(re.search(bounds, message))
 
 
-def table(found: Sequence[Outcome], path: Path | None = None) -> str:
+def table(tried: Sequence[Outcome], path: Path | None = None) -> str:
     """How many values of each kind of field came to what; written to `path`.csv and .md, too."""
     types = {bool: "true or false", str: "text"}
     groups: dict[str, list[str]] = {}
-    for each in found:
+    for each in tried:
         kind = configs.TYPES.get(each.field)
         name = types.get(kind, "numbers") if kind else "whole sections"
         groups.setdefault(name, []).append(each.kind)
-    groups["all"] = [each.kind for each in found]
+    groups["all"] = [each.kind for each in tried]
     rows = [
         {"fields of": name, "tried": len(kinds)} | {kind: kinds.count(kind) for kind in KINDS}
         for name, kinds in groups.items()
@@ -215,26 +213,9 @@ def table(found: Sequence[Outcome], path: Path | None = None) -> str:
     return report.table(rows, path) if path else "\n".join(map(str, rows))
 
 
-def show(found: Sequence[Outcome], path: Path) -> None:
+def show(tried: Sequence[Outcome], path: Path) -> None:
     """Prints and writes the table; exits where a value was taken, or refused without a word."""
-    print(table(found, path))
-    bad = [each for each in found if each.kind in KINDS[2:]]
+    print(table(tried, path))
+    bad = [each for each in tried if each.kind in KINDS[2:]]
     if bad:
         sys.exit("\n".join(f"{e.kind}: --config.{e.field}={e.text!r} {e.message}" for e in bad))
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.config_mutations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random values")
-    parser.add_argument("--out", type=Path, default=Path("results/config_mutations"))
-    arguments = parser.parse_args()
-    show(outcomes(arguments.seed), arguments.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ others go on.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +24,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit import checkpoint, costs, data, files, metrics, optim, steps
+from vit import checkpoint, costs, data, files, loop, metrics, optim, runs, steps
 from vit.config import Config
 from vit.model import ViT
-from vit.train import AHEAD, last_step, length
 
 READ_AHEAD = 4
 """Batches that each seed's reader holds."""
@@ -70,33 +70,29 @@ def train(
         ValueError: for a config that cannot work, lost checkpoints or a log that lacks records.
     """
     checkpoint.check_path(folder)
-    dataset = data.load(config.data)
-    steps_per_epoch, num_steps = length(config, dataset)
+    dataset, task = runs.subject(config)
+    steps_per_epoch, num_steps = runs.length(config, dataset)
     rate = optim.schedule(config.optim, num_steps)
     over_seeds, everywhere = _shardings(len(seeds))
     numbers = jax.device_put(np.asarray(seeds, np.int32), over_seeds)
 
-    new = partial(steps.create, config, steps.sizes(dataset), rate)
+    new = partial(steps.create, config, task, rate)
     graph = nnx.graphdef(nnx.eval_shape(lambda: new(0)))
     initial = jax.jit(jax.vmap(lambda seed: nnx.state(new(seed))), out_shardings=over_seeds)
     train_step = jax.jit(
-        jax.vmap(lambda seed, state, batch: steps.train_step(config, graph, seed, state, batch)),
+        jax.vmap(lambda *arguments: steps.train_step(config, task, graph, *arguments)),
         donate_argnums=1,
     )
-    eval_step = jax.jit(jax.vmap(partial(steps.eval_step, graph), in_axes=(0, None)))
+    eval_step = jax.jit(jax.vmap(partial(steps.eval_step, task, graph), in_axes=(0, None)))
 
-    log, step = folder / "metrics.jsonl", 0
+    log = folder / "metrics.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_seeds),
         jax.eval_shape(initial, numbers),
     )
-    if checkpoint.exists(folder):
-        step, state = checkpoint.restore(folder, abstract)
-        checkpoint.set_aside(folder, step)
-    else:
-        checkpoint.check_not_lost(folder, last_step(log))
-        state = initial(numbers)
+    step, state = runs.resume(folder, abstract)
+    state = initial(numbers) if state is None else state
     past = metrics.keep_up_to(log, step)
     if not _complete(past, step, num_steps, config):
         raise ValueError(
@@ -112,54 +108,46 @@ def train(
         iter(data.train_batches(dataset, share, seed, start=step, threads=READ_AHEAD))
         for seed in seeds
     ]
-    compiled, memory = None, files.noted(folder / "memory.json")
-
-    def next_batch() -> data.Batch:
-        batch = jax.tree.map(lambda *rows: np.stack(rows), *map(next, streams))
-        return jax.device_put(batch, over_seeds)
+    batches = (
+        jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *each), over_seeds)
+        for each in zip(*streams, strict=True)
+    )
+    memory = files.noted(folder / "memory.json")
 
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(contextlib.closing(stream))  # ends its workers
         checkpoints = stack.enter_context(checkpoint.open_checkpoints(folder, write=True))
+        if memory is None or (step < num_steps and not all(diverged)):
+            first = next(batches)
+            batches = itertools.chain([first], batches)
+            compiled = train_step.lower(numbers, state, first).compile()
+            memory = costs.memory_of(compiled)
+            files.note(folder / "memory.json", memory)
         while step < num_steps and not all(diverged):
-            end = min(step - step % config.log_every + config.log_every, num_steps)
-            stretch, stretch_start = [], time.perf_counter()
-            while step < end:
-                batch = next_batch()
-                if compiled is None:
-                    compiled = train_step.lower(numbers, state, batch).compile()
-                    memory = costs.memory_of(compiled)
-                    files.note(folder / "memory.json", memory)
-                    stretch_start = time.perf_counter()
-                state, values = compiled(numbers, state, batch)
-                stretch.append(values)
-                jax.block_until_ready(stretch[-AHEAD:][0]["train_loss"])
-                step += 1
-            stretch = jax.device_get(stretch)
-            seconds = time.perf_counter() - stretch_start
-            record = {"step": step, "epoch": step / steps_per_epoch, **_means(stretch)}
-            images = len(seeds) * len(stretch) * config.data.batch_size
-            record["images_per_second"] = images / seconds
-            finite = np.all([v["finite"].all(axis=-1) for v in stretch], axis=0)
+            remaining = loop.until_log(step, config, num_steps)
+            state, values, seconds = loop.stretch(
+                partial(compiled, numbers), state, batches, remaining
+            )
+            step += len(values)
+            record = {"step": step, "epoch": step / steps_per_epoch, **loop.means(values)}
+            record[task.rate] = len(seeds) * len(values) * config.data.batch_size / seconds
+            finite = np.all([v["finite"].all(axis=-1) for v in values], axis=0)
             finite &= np.isfinite(record["train_loss"])
             diverged = [
                 s if s or ok else step for s, ok in zip(diverged, finite.tolist(), strict=True)
             ]
-            if step % config.eval_every == 0 or step == num_steps:
-                record |= _evaluate(
-                    partial(eval_step, state), data.eval_batches(dataset, config.data), everywhere
-                )
+            if loop.due(step, config.eval_every, num_steps):
+                split = data.eval_batches(dataset, config.data)
+                on_devices = (jax.device_put(batch, everywhere) for batch in split)
+                results = task.results(steps.totals(partial(eval_step, state), on_devices))
+                record |= {f"eval_{name}": value.tolist() for name, value in results.items()}
             record |= {"diverged": diverged, "seconds": time.perf_counter() - start}
             metrics.append(log, record)
             advance(step, record)
-            if step % config.checkpoint_every == 0 or step == num_steps or all(diverged):
+            if loop.due(step, config.checkpoint_every, num_steps) or all(diverged):
                 checkpoint.save(checkpoints, step, state)
         checkpoint.finish(checkpoints)
-        if memory is None:
-            compiled = train_step.lower(numbers, state, next_batch()).compile()
-            memory = costs.memory_of(compiled)
-            files.note(folder / "memory.json", memory)
 
     records, temporary = metrics.read(log), memory["temporary"] / 2**20
     return Ensemble(tuple(seeds), records, diverged, graph, state, temporary)
@@ -169,9 +157,9 @@ def _complete(records: list[metrics.Record], step: int, num_steps: int, config: 
     """Whether the log has every record up to the step, and every evaluation."""
     due = sorted({*range(config.log_every, step + 1, config.log_every), *([step] if step else [])})
     return [record["step"] for record in records] == due and all(
-        "eval_accuracy" in record
+        "eval_loss" in record
         for record in records
-        if record["step"] % config.eval_every == 0 or record["step"] == num_steps
+        if loop.due(record["step"], config.eval_every, num_steps)
     )
 
 
@@ -180,16 +168,3 @@ def _shardings(seeds: int) -> tuple[NamedSharding, NamedSharding]:
     count = math.gcd(seeds, jax.device_count())
     mesh = jax.make_mesh((count,), ("seed",), (AxisType.Auto,), devices=jax.devices()[:count])
     return NamedSharding(mesh, PartitionSpec("seed")), NamedSharding(mesh, PartitionSpec())
-
-
-def _means(stretch: list[dict[str, np.ndarray]]) -> dict[str, list[float]]:
-    names = ("train_loss", "train_accuracy", "gradient_norm")
-    return {k: np.mean([v[k] for v in stretch], axis=0).astype(float).tolist() for k in names}
-
-
-def _evaluate(count: Callable[[Any], Any], batches: Any, sharding: NamedSharding) -> metrics.Record:
-    counts = [jax.device_get(count(jax.device_put(batch, sharding))) for batch in batches]
-    total = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64), *counts)
-    examples = total["examples"]
-    names = {"eval_loss": "loss", "eval_accuracy": "top1", "eval_top5": "top5"}
-    return {k: (total[v] / examples).tolist() for k, v in names.items()}

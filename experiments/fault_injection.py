@@ -40,7 +40,7 @@ import numpy as np
 from absl import logging
 
 from experiments import config_mutations
-from vit import checkpoint, config, data, devices, evaluate, metrics, report, steps, train
+from vit import checkpoint, config, devices, loop, metrics, report, runs, steps
 
 FLAGS = [
     "--config=experiments/configs/digits.py",
@@ -142,7 +142,7 @@ def differences(one: Path, other: Path) -> list[str]:
     """Names of arrays of the last checkpoints that differ in any bit, and steps whose losses do."""
 
     def arrays(workdir: Path) -> dict[str, np.ndarray]:
-        leaves = jax.tree.leaves_with_path(evaluate.restore(workdir).state)
+        leaves = jax.tree.leaves_with_path(runs.restore(workdir).state)
         return {jax.tree_util.keystr(path): _bits(x) for path, x in leaves}
 
     a, b = arrays(one), arrays(other)
@@ -202,14 +202,13 @@ def damage_files(
         seed: of the places in the files.
         chosen: whether this damage is done to the file of this name, as in "checkpoints/3/...".
     """
-    dataset = data.load(settings.data)
-    num_steps = train.length(settings, dataset)[1]
-    mesh = devices.mesh(settings)
-    abstract = steps.build(settings, steps.sizes(dataset), num_steps, mesh).abstract
+    dataset, task = runs.subject(settings)
+    num_steps = runs.length(settings, dataset)[1]
+    abstract = steps.build(settings, task, num_steps, devices.mesh(settings)).abstract
     with tempfile.TemporaryDirectory() as folder:
         whole, workdir, canary = (Path(folder) / name for name in ("whole", "run", "canary"))
         with contextlib.redirect_stdout(io.StringIO()):
-            train.train(settings, whole)
+            loop.train(settings, whole)
         newest, state = checkpoint.restore(whole, abstract)
         want = jax.tree.map(_bits, jax.tree.leaves(state)), _losses(whole)
         names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*"))
@@ -245,7 +244,7 @@ def _outcome(settings: config.Config, workdir: Path, abstract: Any, want: tuple[
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(said):
-            train.train(settings, workdir)
+            loop.train(settings, workdir)
     except (ValueError, OSError, FloatingPointError) as error:  # one line of `vit.train`
         return "told clearly" if str(workdir) in str(error) else "traceback"
     except (Exception, SystemExit):
@@ -266,8 +265,8 @@ def _place(name: str, newest: int) -> str:
     parts = Path(name).parts
     if len(parts) < 2:
         return name
-    what = "newest checkpoint" if parts[1] == str(newest) else "older checkpoint"
-    return what if len(parts) == 2 else f"file or folder of the {what}"
+    which = "newest checkpoint" if parts[1] == str(newest) else "older checkpoint"
+    return which if len(parts) == 2 else f"file or folder of the {which}"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -304,11 +303,11 @@ def kill(kills: int, seed: int, out: Path) -> None:
 
 def show(rows: Iterable[tuple[str, str]], path: Path) -> None:
     """Prints each outcome as it comes, and writes the table; exits when one must not be."""
-    found = []
+    outcomes = []
     for kind, outcome in rows:
-        found.append((kind, outcome))
+        outcomes.append((kind, outcome))
         print(f"{kind}: {outcome}", file=sys.stderr, flush=True)
-    counted = table(found)
+    counted = table(outcomes)
     print("\n" + report.table(counted, path))
     if counted[-1]["traceback"] + counted[-1]["silent"]:
         sys.exit("tracebacks or silent changes: see the table")

@@ -51,7 +51,7 @@ from performer import quadrature
 from performer.choices import unknown
 from performer.quadrature import Rule
 from performer.typing import Key
-from vit import prepare, report
+from vit import bounded, report
 
 RULES = 5
 """n goes up to so many."""
@@ -116,7 +116,7 @@ def _images(name: str, data_dir: Path | None) -> tuple[np.ndarray, np.ndarray]:
     assert data_dir is not None
     prefix = data_dir / name / "train"
     images, labels = (
-        prepare.read_idx(prefix.with_name(f"train-{file}-ubyte.gz"), dimensions)
+        bounded.read_idx(prefix.with_name(f"train-{file}-ubyte.gz"), dimensions)
         for file, dimensions in (("images-idx3", 3), ("labels-idx1", 1))
     )
     if len(images) != len(labels):

@@ -1,7 +1,7 @@
 """Quadrature rules as attention estimators, beside couplings: a part of `experiments.quadrature`.
 
 Relative errors |A^ - A|^2 / |A|^2 of the attention matrix on the tokens of
-`experiments.attention_mse`, all with the same number of positive features. Rules without their
+`experiments.attention_data`, all with the same number of positive features. Rules without their
 constant have positive weights and go into `performer_attention`. With it the estimate of exp(q.k),
 v = q + k, is e^{-|q|^2/2 - |k|^2/2} (a_0 + sum_j a_j e^{w_j.v}): with reflected points at least
 a_0 + sum_j a_j = 1 times the factor, positive whatever the sign of a_0, since cosh >= 1. Without
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import attention_mse, statistics
+from experiments import attention_data, statistics
 from performer import couplings, features, quadrature
 from performer.attention import attention_weights
 from performer.quadrature import Rule
@@ -99,8 +99,8 @@ def softmax(query: jax.Array, key: jax.Array) -> jax.Array:
 
 def attention(draws: int, out: Path) -> str:
     """Relative attention errors: a row for each estimator, a column for each kind of tokens."""
-    seeds = range(attention_mse.DATA_SETS)
-    pairs = [attention_mse.DATA[kind](norm, seed) for kind, norm in TOKENS for seed in seeds]
+    seeds = range(attention_data.DATA_SETS)
+    pairs = [attention_data.DATA[kind](norm, seed) for kind, norm in TOKENS for seed in seeds]
     query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
     columns = [f"{kind} {norm:g}" for kind, norm in TOKENS]
     uniform = [float(relative_error(jnp.asarray(1 / len(k)), softmax(q, k))) for q, k in pairs]

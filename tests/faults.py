@@ -686,26 +686,26 @@ FAULTS = [
     ),
     Fault(
         "training does not ask for the batch of its step",
-        "vit/train.py",
+        "vit/loop.py",
         "train_batches(dataset, config, mesh, step)",
         "train_batches(dataset, config, mesh, 0)",
         "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
     ),
     Fault(
         "the moments of Adam are not restored",
-        "vit/train.py",
-        "step, state = checkpoint.restore(workdir, program.abstract)\n",
-        "step, state = checkpoint.restore(workdir, program.abstract)\n"
-        "            state = jax.tree.map_with_path(\n"
-        '                lambda p, x: 0 * x if "mu" in jax.tree_util.keystr(p) else x, state\n'
-        "            )\n",
+        "vit/runs.py",
+        "    checkpoint.set_aside(workdir, step)\n",
+        "    checkpoint.set_aside(workdir, step)\n"
+        "    state = jax.tree.map_with_path(\n"
+        '        lambda p, x: 0 * x if "mu" in jax.tree_util.keystr(p) else x, state\n'
+        "    )\n",
         "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
     ),
     Fault(
         "a signal does not stop a stretch",
-        "vit/train.py",
-        "while step < end and not (stretch and stopping()):",
-        "while step < end:",
+        "vit/loop.py",
+        "while len(values) < number and not (values and stopping()):",
+        "while len(values) < number:",
         "test_train.py::test_a_signal_stops_within_a_stretch_and_within_an_evaluation",
     ),
     Fault(
@@ -766,21 +766,21 @@ FAULTS = [
     ),
     Fault(
         "hidden examples count as right ones",
-        "vit/metrics.py",
+        "vit/classification.py",
         "jnp.sum((rank < k) * mask)",
         "jnp.sum(rank < k)",
         "test_metrics.py::test_counts",
     ),
     Fault(
         "ties go for the label",
-        "vit/metrics.py",
+        "vit/classification.py",
         "jnp.sum(~(logits < label_logit), axis=-1) - 1",
         "jnp.sum(logits > label_logit, axis=-1)",
         "test_metrics.py::test_ties_and_nan_are_no_hits",
     ),
     Fault(
         "hidden examples count in the loss of an evaluation",
-        "vit/steps.py",
+        "vit/classification.py",
         'jnp.sum(losses * batch["mask"])',
         "jnp.sum(losses)",
         "test_metrics.py::test_hidden_examples_have_no_loss",
@@ -794,14 +794,14 @@ FAULTS = [
     ),
     Fault(
         "label smoothing is dropped",
-        "vit/steps.py",
+        "vit/classification.py",
         "smooth_labels(targets, config.optim.label_smoothing)",
         "smooth_labels(targets, 0.0)",
         "test_train.py::test_one_compilation_for_all_steps_and_label_smoothing",
     ),
     Fault(
         "mixup does not reach the training step",
-        "vit/steps.py",
+        "vit/classification.py",
         "if config.data.mixup:",
         "if False:",
         "test_train.py::test_mixup_is_in_the_step",
@@ -809,9 +809,37 @@ FAULTS = [
     Fault(
         "gradients of parts are sums of means",
         "vit/steps.py",
-        ".mean() / parts",
-        ".mean()",
+        "return loss / parts, sums",
+        "return loss, sums",
         "test_train.py::test_a_batch_in_parts_gives_the_same_step",
+    ),
+    Fault(
+        "what is counted in parts is that of the last one",
+        "vit/steps.py",
+        "jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)",
+        "jax.tree.map(lambda x: x[-1], sums)",
+        "test_train.py::test_a_batch_in_parts_gives_the_same_step",
+    ),
+    Fault(
+        "a task's own results are taken for means",
+        "vit/steps.py",
+        "task.results(total).items()",
+        'Task._field_defaults["results"](total).items()',
+        "test_task.py::test_it_is_learned_and_measured_by_its_own_names",
+    ),
+    Fault(
+        "a task that is given is forgotten when its run is restored",
+        "vit/runs.py",
+        "dataset, task = subject(config, dataset, task)",
+        "dataset, task = subject(config, dataset)",
+        "test_task.py::test_evaluation_is_that_of_the_sequences_without_padding",
+    ),
+    Fault(
+        "queries and keys are reported without the calibration of their layer",
+        "vit/attention_report.py",
+        "calibration=calibration(layer.attention_fn)",
+        "calibration=None",
+        "test_task.py::test_the_report_has_the_calibration_of_the_layer",
     ),
     Fault(
         "weights decay everywhere, biases too",
@@ -858,8 +886,8 @@ FAULTS = [
     Fault(
         "the rows that pad the last evaluation batch are counted",
         "vit/data.py",
-        "label, mask, bad = np.int32(0), 0, -1",
-        "label, mask, bad = np.int32(0), 1, -1",
+        '{"mask": np.float32(mask), "bad": np.int32(bad)}',
+        '{"mask": np.float32(1), "bad": np.int32(bad)}',
         "test_data.py::test_evaluation_counts_every_image_once",
     ),
     Fault(
@@ -935,7 +963,7 @@ FAULTS = [
     ),
     Fault(
         "half the operations of random features",
-        "vit/costs.py",
+        "vit/classification.py",
         "attention = 8 * n * m",
         "attention = 4 * n * m",
         "test_costs.py::test_operations_are_those_that_xla_counts",
@@ -966,8 +994,8 @@ FAULTS = [
     Fault(
         "the verdict takes p-values that are not corrected",
         "experiments/compare_report.py",
-        "shown = [c for c in found if c.corrected < LEVEL]",
-        "shown = [c for c in found if c.difference.p_value < LEVEL]",
+        "shown = [c for c in compared if c.corrected < LEVEL]",
+        "shown = [c for c in compared if c.difference.p_value < LEVEL]",
         "test_compare.py::test_the_verdict_takes_corrected_p_values",
     ),
     Fault(

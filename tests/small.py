@@ -1,11 +1,14 @@
 """A run that takes seconds: a tiny ViT on a few digits."""
 
+import os
+import signal
 from functools import cache
 
 import jax
+import numpy as np
 from flax import nnx
 
-from vit import config
+from vit import checkpoint, config, metrics
 from vit.model import ViT, random_streams
 
 
@@ -37,6 +40,29 @@ def _made(fields, _, seed, num_classes):
         return ViT(settings, num_classes=num_classes, channels=1, rngs=random_streams(seed))
 
     return nnx.merge(nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))())
+
+
+def final_state(run, workdir):
+    """The arrays of the last checkpoint of a program, keys of random streams as numbers."""
+
+    def number(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(number, checkpoint.restore(workdir, run.abstract)[1])
+
+
+def stop_at(monkeypatch, step, end=SystemExit):
+    """A run that has written the record of that step gets SIGTERM; or ends on the spot."""
+
+    def append_and_stop(log, record, append=metrics.append):
+        append(log, record)
+        if record["step"] == step and end is SystemExit:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif record["step"] == step:
+            raise end
+
+    monkeypatch.setattr(metrics, "append", append_and_stop)
 
 
 CALIBRATED = config.Attention(num_features=8, calibration="full")

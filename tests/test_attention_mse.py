@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from experiments import attention_mse
+from experiments import attention_data, attention_mse
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from experiments import attention_mse
 )
 def test_mean_squared_norms(kind, of_queries):
     """Means over 40 seeds; the clusters' centres make them scatter by 3 percent."""
-    pairs = [attention_mse.DATA[kind](2.0, seed) for seed in range(40)]
+    pairs = [attention_data.DATA[kind](2.0, seed) for seed in range(40)]
     for rows, expected in zip(zip(*pairs, strict=True), (2 * of_queries, 2.0), strict=True):
         assert rows[0].shape == (197, 1, 64)
         mean = np.mean([np.sum(np.square(x), axis=-1) for x in rows])

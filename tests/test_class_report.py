@@ -9,7 +9,7 @@ from flax import nnx
 from sklearn.metrics import confusion_matrix
 
 from tests.small import TINY, new_vit, small_config
-from vit import class_report, config, convert, data, evaluate, metrics
+from vit import class_report, classification, config, data, evaluate, runs
 
 CLASSES = 10
 
@@ -96,7 +96,7 @@ def test_ties_and_nan_are_counted_as_the_metrics_do():
     ones = jnp.ones(len(labels), jnp.float32)
     for row in range(len(labels)):
         at = slice(row, row + 1)
-        counts = metrics.counts(jnp.asarray(logits[at]), jnp.asarray(labels[at]), ones[at])
+        counts = classification.counts(jnp.asarray(logits[at]), jnp.asarray(labels[at]), ones[at])
         assert int(predicted[row] == labels[row]) == int(counts["top1"]), row
         assert int(rank[row] < 1) == int(counts["top1"])
         assert int(rank[row] < 5) == int(counts["top5"])
@@ -135,7 +135,7 @@ def test_files(tmp_path):
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
     settings = small_config()
-    convert.save_run(model, settings, data.load(settings.data), tmp_path)
+    runs.begin(tmp_path, model, settings, data.load(settings.data))
     config.save(settings, tmp_path / "config.json")
     text = evaluate.report_classes(tmp_path)
     accuracy = np.mean(logits.argmax(axis=1) == labels)

@@ -114,8 +114,8 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(tmp_path, monkeyp
     """Its loss is poisoned from the second step on."""
     original = ensemble.steps.train_step
 
-    def poisoned(config, graph, seed, state, batch):
-        state, values = original(config, graph, seed, state, batch)
+    def poisoned(config, task, graph, seed, state, batch):
+        state, values = original(config, task, graph, seed, state, batch)
         _, optimizer = nnx.merge(graph, state)
         bad = (seed == 1) & (optimizer.step[...] >= 2)
         return state, values | {"train_loss": jnp.where(bad, jnp.nan, values["train_loss"])}

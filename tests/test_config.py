@@ -14,7 +14,7 @@ from ml_collections import config_flags
 
 from experiments import config_mutations
 from tests.small import small_config
-from vit import config, data, train
+from vit import config, data, runs
 
 CONFIGS = sorted(Path("experiments/configs").glob("[a-z]*.py"))
 
@@ -278,12 +278,12 @@ def test_values_that_cannot_be_meant_are_told_clearly():
 
 def test_a_run_has_a_countable_number_of_steps():
     dataset = data.Dataset([{}] * 640, [{}], num_classes=2, channels=1)
-    assert train.length(small_config(num_epochs=0.03), dataset) == (20, 1)
+    assert runs.length(small_config(num_epochs=0.03), dataset) == (20, 1)
     for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
         with pytest.raises(
             ValueError, match=f"num_epochs=.* are {steps} steps, .* 1 to 2147483647"
         ):
-            train.length(small_config(num_epochs=epochs), dataset)
+            runs.length(small_config(num_epochs=epochs), dataset)
 
 
 @pytest.mark.parametrize("more", [(), ("--config.seed=1",)])

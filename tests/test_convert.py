@@ -13,7 +13,7 @@ from flax import nnx
 
 from performer import calibration, couplings
 from tests.small import small_config
-from vit import config, conversion, convert, data, evaluate, steps, train
+from vit import config, conversion, convert, data, evaluate, runs, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -110,17 +110,17 @@ def test_converted_run_evaluates_and_trains_on(converted):
 
 
 def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
-    settings, dataset, model = evaluate.restore_model(softmax_run)
-    batch = next(iter(data.eval_batches(dataset, settings.data)))["image"]
-    batch = jnp.asarray(batch)
-    moments, triples = conversion.measure(model, [batch])
+    run = runs.restore(softmax_run)
+    model, task = run.model(), run.task
+    batch = next(iter(data.eval_batches(run.dataset, run.config.data)))
+    moments, triples = conversion.measure(task, model, [batch])
     new_settings = small_config(
         attention=config.Attention(coupling="orf-antithetic", num_features=512, calibration="full")
     )
     frequencies, fitted = conversion.layers_of(
         "orf-antithetic", "full", 512, jax.random.key(0), moments, triples, 0
     )
-    new = conversion.performer_of(model, new_settings, dataset, moments, frequencies)
+    new = conversion.performer_of(task, model, new_settings, moments, frequencies)
     jax.tree.map(
         np.testing.assert_array_equal,
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
@@ -128,25 +128,25 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
     )
     for block, drawn in zip(new.blocks, frequencies, strict=True):
         np.testing.assert_array_equal(block.attention.attention_fn.frequencies[...], drawn)
-    outputs = nnx.jit(lambda model: model(batch)[1])
+    outputs = nnx.jit(lambda model: model(jnp.asarray(batch["image"]))[1])
     want, got = outputs(model), outputs(new)
     name = "block01/output"
     difference = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
     assert difference < 0.05
     # accuracy() with the same frequencies evaluates the same model
-    accuracy = conversion.accuracy(
-        model, settings, dataset, conversion._performer, frequencies, fitted
-    )
-    batches = data.eval_batches(dataset, settings.data)
-    counts = steps.evaluate(partial(nnx.jit(steps.count), new), batches)
+    accuracy = conversion.accuracy(run, model, conversion._performer, frequencies, fitted)
+    batches = data.eval_batches(run.dataset, run.config.data)
+    count = nnx.jit(partial(steps.count, task))
+    counts = steps.evaluate(task, partial(count, new), batches)
     assert accuracy == pytest.approx(counts["eval_accuracy"], abs=0.01)
 
 
 def test_moments_are_those_of_the_projections(softmax_run):
-    settings, dataset, model = evaluate.restore_model(softmax_run)
-    batch = next(iter(data.eval_batches(dataset, settings.data)))["image"]
-    whole, _ = conversion.measure(model, [batch])
-    halves, triples = conversion.measure(model, [batch[:16], batch[16:]])
+    run = runs.restore(softmax_run)
+    batch = next(iter(data.eval_batches(run.dataset, run.config.data)))
+    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(16), slice(16, None))]
+    whole, _ = conversion.measure(run.task, run.model(), [batch])
+    halves, triples = conversion.measure(run.task, run.model(), parts)
     for a, b in zip(whole, halves, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert triples[0][0].shape == (32, 4, 2, 8)

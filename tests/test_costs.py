@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests.small import small_config
-from vit import config, costs, data, steps, train
+from vit import classification, config, runs, train
 from vit.model import ViT, random_streams
 
 
@@ -30,7 +30,7 @@ def test_operations_are_those_that_xla_counts(kind, pooling):
     images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
     compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, images).compile()
     counted = compiled.cost_analysis()["flops"] / 2
-    ours = costs.forward_flops(settings, num_classes=10, channels=3)
+    ours = classification.forward_flops(settings, num_classes=10, channels=3)
     assert 0.85 * counted < ours < 1.02 * counted
 
 
@@ -41,7 +41,7 @@ def test_b16_takes_what_is_published():
         attention=config.Attention("softmax"),
         data=config.Data(image_size=224),
     )
-    flops = costs.forward_flops(settings, num_classes=1000, channels=3)
+    flops = classification.forward_flops(settings, num_classes=1000, channels=3)
     assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
 
 
@@ -55,7 +55,7 @@ def test_a_dry_run_says_what_a_run_costs_and_writes_nothing(tiny, tmp_path, monk
     model = abstract(settings, channels=1)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert f"{count:,}" in total
-    flops = costs.forward_flops(settings, **steps.sizes(data.load(settings.data)))
+    flops = runs.subject(settings)[1].operations(settings)
     assert f"{flops / 1e9:.3f} GFLOP" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
     assert "memory on each device: arguments" in text

@@ -14,7 +14,7 @@ from PIL import EpsImagePlugin, Image, ImageFile, ImageOps, UnidentifiedImageErr
 
 from experiments import benchmark_data
 from tests.small import small_config
-from vit import augment, bounded, config, data, steps
+from vit import augment, bounded, classification, config, data, steps
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
 def test_unknown_names_and_splits(tmp_path):
     with pytest.raises(ValueError, match="unknown config.data.name 'mnist'.*Choices: digits"):
         data.load(config.Data(name="mnist", dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="batch_size=1438 is larger .* 1437 images"):
+    with pytest.raises(ValueError, match="batch_size=1438 is larger .* 1437 records"):
         data.load(config.Data(batch_size=1438))
 
 
@@ -369,6 +369,32 @@ def test_damaged_records_count_as_those_that_cannot_be_decoded():
     assert list(batch["mask"]) == [0, 1, 1] * 3
 
 
+def test_records_of_another_kind_by_a_decode_of_their_own():
+    """What it cannot read is stood in for in training, and blank in evaluation."""
+
+    def halved(record, rng, section, dataset):
+        if record["x"][0] == 3:
+            raise KeyError("damaged")
+        return {"x": record["x"] / 2, "training": np.bool_(rng is not None)}
+
+    records = [{"x": np.full(2, i, np.float32)} for i in range(6)]
+    dataset = data.in_memory(records, records)
+    (plain,) = data.eval_batches(dataset, config.Data(batch_size=8))
+    assert np.array_equal(plain["x"][:, 1], [0, 1, 2, 3, 4, 5, 0, 0])
+    assert list(plain["mask"]) == [1] * 6 + [0] * 2
+    dataset = dataset._replace(
+        decode=halved, blank=lambda *_: {"x": np.zeros(2, np.float32), "training": np.bool_(False)}
+    )
+    (batch,), _ = take(dataset, config.Data(batch_size=6), 0, 1)
+    assert sorted(batch["x"][:, 0]) == [0, 0.5, 1, 2, 2, 2.5]
+    assert sorted(batch["bad"]) == [-1] * 5 + [3]
+    assert batch["training"].all()
+    (batch,) = data.eval_batches(dataset, config.Data(batch_size=6))
+    assert list(batch["mask"]) == [1, 1, 1, 0, 1, 1]
+    assert list(batch["bad"]) == [-1, -1, -1, 3, -1, -1]
+    assert not batch["training"].any()
+
+
 @pytest.mark.parametrize("label", [-1, 2, 10**6])
 def test_a_label_that_is_no_class_is_an_error(label):
     record = {"image": encoded(noise(0)), "label": label}
@@ -383,7 +409,7 @@ def test_an_evaluation_without_an_image_is_an_error():
     counts = {name: jnp.zeros(()) for name in ("loss", "top1", "top5", "examples")}
     counts["bad"] = jnp.array(7)
     with pytest.raises(ValueError, match="none of the 7 records of config.data.eval_split can be"):
-        steps.evaluate(lambda batch: counts, [{}])
+        steps.evaluate(classification.task(2, 1), lambda batch: counts, [{}])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from experiments import ensemble
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit import checkpoint, config, data, devices, metrics, safety, steps, train
+from vit import checkpoint, config, devices, metrics, runs, safety, steps, train
 
 PROGRAM = """
 import json, sys
@@ -88,9 +88,9 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
     """Before and after a step; small arrays are whole."""
     monkeypatch.setitem(config.SIZES, "XS", config.SIZES["Ti"]._replace(depth=1))
     settings = small_config(fsdp=8)
-    dataset, mesh = data.load(settings.data), devices.mesh(settings)
-    run = steps.build(settings, steps.sizes(dataset), 3, mesh)
-    state, _ = run.train(run.initial(), next(train.train_batches(dataset, settings, mesh, 0)))
+    (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
+    run = steps.build(settings, task, 3, mesh)
+    state, _ = run.train(run.initial(), next(runs.train_batches(dataset, settings, mesh, 0)))
     for when in (run.abstract, state):
         large = [x for x in jax.tree.leaves(when) if x.shape == (192, 768)]
         assert {x.sharding.shard_shape(x.shape) for x in large} == {(192, 96)}

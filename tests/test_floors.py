@@ -18,6 +18,10 @@ OPTIONAL = {
 }
 
 
+OPEN = {"experiments.graph_gp imports experiments.graph_sigma"}
+"""Commands that are still imported."""
+
+
 def module_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -57,6 +61,32 @@ def test_no_cycle():
         list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"files import one another: {' <- '.join(error.args[1])}")
+
+
+def test_commands_are_imported_by_nobody():
+    """What two of them share is a module of its own."""
+    commands = {n for n, path in MODULES.items() if '__name__ == "__main__"' in path.read_text()}
+    shared = {
+        f"{name} imports {other}"
+        for name, path in MODULES.items()
+        for other in commands & set(imports(path))
+    }
+    assert shared == OPEN
+
+
+PICTURES = {"vit.model", "vit.classification", "vit.augment", "vit.class_report"}
+BLIND = (
+    *("attention_report", "checkpoint", "conversion", "costs", "devices", "loop", "metrics"),
+    *("optim", "safety", "steps", "task"),
+)
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_only_the_task_knows_pictures(name):
+    path = MODULES[f"vit.{name}"]
+    assert not PICTURES & set(imports(path))
+    for word in ("num_classes", "model.head", ".blocks", '"image"', '"label"'):
+        assert word not in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit import metrics, steps
+from vit import classification, metrics, steps
 
 
 def count(logits, labels, mask):
     logits, mask = jnp.asarray(logits, jnp.float32), jnp.asarray(mask, jnp.float32)
-    return {k: float(v) for k, v in metrics.counts(logits, jnp.asarray(labels), mask).items()}
+    return {
+        k: float(v) for k, v in classification.counts(logits, jnp.asarray(labels), mask).items()
+    }
 
 
 def test_counts():
@@ -32,9 +34,9 @@ def test_hidden_examples_have_no_loss():
     logits = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     labels, mask = np.array([1, 5, 0, 3]), np.array([1, 0, 1, 0], np.float32)
     batch = {"image": logits, "label": labels, "mask": mask, "bad": np.array([-1, -1, -1, 7])}
-    got = steps.count.__wrapped__(
-        lambda images: (images, None), {name: jnp.asarray(x) for name, x in batch.items()}
-    )
+    batch = {name: jnp.asarray(x) for name, x in batch.items()}
+    task = classification.task(6, 1)._replace(count=classification.count.__wrapped__)
+    got = steps.count(task, lambda images: (images, None), batch)
     exact = logits.astype(float)
     losses = np.log(np.sum(np.exp(exact), axis=1)) - exact[range(4), labels]
     assert float(got["loss"]) == pytest.approx(losses[0] + losses[2], rel=1e-5)

@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, evaluate, metrics, pretrained, train
+from vit import checkpoint, config, evaluate, metrics, pretrained, runs, train
 from vit.model import ViT, random_streams
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
@@ -218,23 +218,23 @@ def test_a_fixed_position_table_needs_none_in_the_file(file):
 def test_runs_evaluate_and_train_on(file, tmp_path):
     """The softmax twin and a Performer with the same parameters, from one file."""
     path = file(weights())
-    runs = {kind: tmp_path / kind for kind in ("softmax", "performer")}
-    for kind, workdir in runs.items():
+    folders = {kind: tmp_path / kind for kind in ("softmax", "performer")}
+    for kind, workdir in folders.items():
         assert pretrained.pretrained(path, settings(kind=kind), workdir) == []
-    models = {kind: evaluate.restore_model(workdir)[2] for kind, workdir in runs.items()}
+    models = {kind: runs.restore(workdir).model() for kind, workdir in folders.items()}
     jax.tree.map(np.testing.assert_array_equal, *map(params, models.values()))
     assert len(jax.tree.leaves(nnx.state(models["performer"], Frequencies))) == DEPTH
     direct, _ = loaded(path, settings())
     np.testing.assert_array_equal(logits_of(models["softmax"]), logits_of(direct))
-    record = evaluate.evaluate_run(runs["softmax"])
+    record = evaluate.evaluate_run(folders["softmax"])
     assert (record["step"], record["eval_examples"]) == (0, 360)
 
-    assert train.train(settings(kind="performer"), runs["performer"])["step"] == 3
-    losses = [r["train_loss"] for r in metrics.read(runs["performer"] / "metrics.jsonl")]
+    assert train.train(settings(kind="performer"), folders["performer"])["step"] == 3
+    losses = [r["train_loss"] for r in metrics.read(folders["performer"] / "metrics.jsonl")]
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
     with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
-        pretrained.pretrained(path, settings(), runs["softmax"])
+        pretrained.pretrained(path, settings(), folders["softmax"])
 
 
 def test_a_full_disk_leaves_no_run_and_the_same_call_goes_on(file, tmp_path, monkeypatch):

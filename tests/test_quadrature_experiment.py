@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import attention_mse, quadrature, quadrature_attention, statistics, uci
+from experiments import attention_data, quadrature, quadrature_attention, statistics, uci
 from performer import quadrature as rules
 from performer.quadrature import Rule
 
@@ -284,9 +284,9 @@ def test_times(tmp_path, monkeypatch):
 
 def test_attention_table(tmp_path, monkeypatch):
     monkeypatch.setattr(quadrature_attention, "TOKENS", (("isotropic", 1.0), ("anisotropic", 2.0)))
-    monkeypatch.setattr(attention_mse, "TOKENS", 6)
-    monkeypatch.setattr(attention_mse, "HEAD_DIM", 3)
-    monkeypatch.setattr(attention_mse, "DATA_SETS", 2)
+    monkeypatch.setattr(attention_data, "TOKENS", 6)
+    monkeypatch.setattr(attention_data, "HEAD_DIM", 3)
+    monkeypatch.setattr(attention_data, "DATA_SETS", 2)
     kept = {"G": quadrature_attention.estimators(3)["G"]}
     monkeypatch.setattr(quadrature_attention, "estimators", lambda d: kept)
     text = quadrature_attention.attention(2, tmp_path / "attention")
@@ -306,7 +306,7 @@ def test_attention_table(tmp_path, monkeypatch):
 
 
 def _pairs(squared_norm, prefix=""):
-    pairs = [attention_mse.DATA[f"{prefix}isotropic"](squared_norm, seed) for seed in range(2)]
+    pairs = [attention_data.DATA[f"{prefix}isotropic"](squared_norm, seed) for seed in range(2)]
     return tuple(jnp.stack(part) for part in zip(*pairs, strict=True))
 
 

@@ -15,8 +15,20 @@ from flax import nnx
 
 from experiments import fault_injection
 from performer.nnx import Frequencies
-from tests.small import CALIBRATED, SHALLOW, small_config
-from vit import checkpoint, config, data, devices, evaluate, metrics, optim, safety, steps, train
+from tests.small import CALIBRATED, SHALLOW, final_state, small_config, stop_at
+from vit import (
+    checkpoint,
+    config,
+    data,
+    devices,
+    evaluate,
+    metrics,
+    optim,
+    runs,
+    safety,
+    steps,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -35,21 +47,11 @@ def finished(tmp_path_factory):
         return workdir, train.train(small_config(), workdir)
 
 
-def final_state(run, workdir):
-    """The arrays of the last checkpoint of a program, keys of random streams as numbers."""
-
-    def number(x):
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    return jax.tree.map(number, checkpoint.restore(workdir, run.abstract)[1])
-
-
 def program(settings, num_steps=3):
     """Functions and data of a run."""
-    dataset, mesh = data.load(settings.data), devices.mesh(settings)
-    batches = train.train_batches(dataset, settings, mesh, 0)
-    return steps.build(settings, steps.sizes(dataset), num_steps, mesh), batches
+    (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
+    batches = runs.train_batches(dataset, settings, mesh, 0)
+    return steps.build(settings, task, num_steps, mesh), batches
 
 
 def frequencies(state):
@@ -92,15 +94,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
     settings = small_config(attention=dataclasses.replace(CALIBRATED, redraw_every=2))
     train.train(settings, tmp_path / "whole")
 
-    append = metrics.append
-
-    def append_and_stop(log, record):
-        append(log, record)
-        if record["step"] < 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(metrics, "append", append_and_stop)
     for stop in (1, 2):
+        stop_at(monkeypatch, stop)
         with pytest.raises(SystemExit) as exit:
             train.train(settings, tmp_path / "parts")
         assert exit.value.code == safety.STOPPED == 75
@@ -156,13 +151,13 @@ def test_a_config_is_written_through_no_link(tmp_path):
     workdir.mkdir()
     for name in ("config.tmp", "config.json.tmp"):
         (workdir / name).symlink_to(thesis)
-    train.claim(workdir, small_config())
+    runs.claim(workdir, small_config())
     assert thesis.read_text() == "years of work"
     assert config.load(workdir / "config.json") == small_config()
     (workdir / "config.json").unlink()
     os.mkfifo(workdir / "config.json")
     with pytest.raises(ValueError, match="config.json is neither a file nor a folder"):
-        train.claim(workdir, small_config())
+        runs.claim(workdir, small_config())
 
 
 def test_another_config_is_refused_with_the_difference(finished):
@@ -260,18 +255,18 @@ def test_a_batch_in_parts_gives_the_same_step(programs):
 def test_mixup_is_in_the_step(monkeypatch):
     """What the loss is of: images and targets blended with their neighbours by one share."""
     settings = small_config(data=config.Data(batch_size=8, mixup=0.4))
-    dataset = data.load(settings.data)
-    graph, state = nnx.split(steps.create(settings, steps.sizes(dataset), lambda step: 0.0, 0))
+    _, task = runs.subject(settings)
+    graph, state = nnx.split(steps.create(settings, task, lambda step: 0.0, 0))
     images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
 
-    def stop(model, batch, parts):
-        seen.extend(batch)
+    def stop(task, model, examples, parts):
+        seen.extend(examples)
         raise InterruptedError
 
     monkeypatch.setattr(steps, "loss_and_gradients", stop)
     batch = {"image": jax.numpy.asarray(images), "label": jax.numpy.arange(8)}
     with pytest.raises(InterruptedError):
-        steps.train_step(settings, graph, 0, state, batch)
+        steps.train_step(settings, task, graph, 0, state, batch)
     share = float(seen[1][0, 0])
     assert 0 < share < 1
     for got, x in zip(seen, (images.astype(float), np.eye(10)[:8]), strict=False):

@@ -1,53 +1,57 @@
 """How far a model's own attention is from softmax attention, per layer and head.
 
-The queries and keys are those of the model on given images; the frequencies are drawn anew, by the
-coupling and with the calibration of each layer. See `performer.analysis` for what is measured.
+The queries and keys are those of the model on given examples; the frequencies are drawn anew, by
+the coupling and with the calibration of each layer. See `performer.analysis` for what is measured.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
 from performer.analysis import attention_error
 from performer.calibration import Calibration
 from performer.nnx import PerformerAttention
-from vit import metrics, report
-from vit.model import ViT
+from vit import data, metrics, moved, report, runs
+from vit.task import Task
 
-Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b s n h"]]
-
-
-def projections(model: ViT, images: Array) -> list[Triple]:
-    """Queries, keys and values (b, tokens, heads, head_dim) of each layer on images."""
-    _, intermediates = model(images)
-    inputs = [intermediates[f"block{i:02d}/attention_input"] for i in range(len(model.blocks))]
-    layers = [block.attention for block in model.blocks]
-    return [(a.query(x), a.key(x), a.value(x)) for a, x in zip(layers, inputs, strict=True)]
+__getattr__ = moved(__name__, projections="vit.classification.projections")
 
 
-def calibration(model: ViT, layer: int) -> Calibration | None:
-    """The calibration of that layer, if its attention has one."""
-    attention = model.blocks[layer].attention.attention_fn
-    return attention.calibration if isinstance(attention, PerformerAttention) else None
+def calibration(attention_fn: Any) -> Calibration | None:
+    """Of a layer of attention, if it has one."""
+    return attention_fn.calibration if isinstance(attention_fn, PerformerAttention) else None
 
 
 def rows(
-    model: ViT, images: Array, *, coupling: str, num_features: int, draws: int
+    task: Task,
+    model: nnx.Module,
+    batch: data.Batch,
+    *,
+    coupling: str,
+    num_features: int,
+    draws: int,
 ) -> list[metrics.Record]:
-    """One record for each layer and head: errors, means over the images.
+    """One record for each layer and head: errors, means over the examples.
+
+    Each query is compared over all keys, also those that causal attention would hide.
 
     Args:
+        task: of the model.
         model: in evaluation mode.
-        images: (b, size, size, channels).
+        batch: of examples, as `runs.evaluation_examples` gives.
         coupling: of the frequencies that are drawn.
         num_features: m.
         draws: how many draws.
+
+    Raises:
+        ValueError: when the task says nothing of attention, or for an unknown coupling.
     """
+    layers, triples = task.layers(model), nnx.jit(task.projections)(model, batch)
     records = []
-    for layer, (query, key, value) in enumerate(nnx.jit(projections)(model, images)):
+    for number, (layer, (query, key, value)) in enumerate(zip(layers, triples, strict=True)):
         error = attention_error(
             query,
             key,
@@ -55,7 +59,7 @@ def rows(
             coupling=coupling,
             num_features=num_features,
             draws=draws,
-            calibration=calibration(model, layer),
+            calibration=calibration(layer.attention_fn),
         )
         assert error.output is not None
         assert error.uniform_output is not None
@@ -66,10 +70,10 @@ def rows(
                 error.attention.value[at].mean(),
                 error.uniform_attention[at].mean(),
             )
-            # The images share the draws, so that their standard errors do not average out.
+            # The examples share the draws, so that their standard errors do not average out.
             records.append(
                 {
-                    "layer": layer,
+                    "layer": number,
                     "head": head,
                     "attention error": float(attention),
                     "standard error": float(error.attention.standard_error[at].mean()),
@@ -117,3 +121,49 @@ def write(records: list[metrics.Record], out: Path, title: str) -> str:
     worse = [f"{r['layer']}.{r['head']}" for r in records if r["worse than uniform"]]
     verdict = f"worse than uniform attention: {', '.join(worse) or 'none'} (layer.head)"
     return f"{markdown}{len(worse)} of {len(records)} heads are {verdict}\n"
+
+
+def report_attention(
+    workdir: Path,
+    out: Path,
+    *,
+    coupling: str = "",
+    num_features: int = 0,
+    images: int = 8,
+    draws: int = 16,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+) -> str:
+    """Attention errors of a run's layers and heads on its evaluation examples; returns the table.
+
+    Args:
+        workdir: of the run. A softmax run is measured without a calibration.
+        out: name of the files, without suffix.
+        coupling: of the frequencies; that in the run's config if empty.
+        num_features: m; likewise if 0.
+        images: how many examples.
+        draws: of the frequencies.
+        dataset: as `runs.restore`.
+        task: likewise.
+
+    Raises:
+        ValueError: when there is no such run, its task says nothing of attention, or for an unknown
+            coupling.
+    """
+    run = runs.restore(workdir, dataset, task)
+    config = run.config
+    coupling = coupling or config.attention.coupling
+    num_features = num_features or config.attention.num_features
+    records = rows(
+        run.task,
+        run.model(),
+        runs.evaluation_examples(run.dataset, config, images),
+        coupling=coupling,
+        num_features=num_features,
+        draws=draws,
+    )
+    calibration = config.attention.calibration
+    if config.attention.kind == "softmax":
+        calibration = "none"
+    title = f"{workdir.name}: {coupling}, m = {num_features}, calibration {calibration}"
+    return write(records, out, title)

@@ -4,11 +4,13 @@ A header can announce anything, and a few bytes can unpack to many: sizes are re
 goes beyond the limits here is refused before memory is asked for.
 """
 
+import gzip
 import io
 import math
 import os
 import stat
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,6 +116,36 @@ def check_npz(path: Path) -> None:
                     )
     except Exception as error:  # zipfile and NumPy raise many kinds for broken files
         raise ValueError(f"{name}{path} cannot be read as an .npz file: {error}") from error
+
+
+def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
+    """An IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values.
+
+    Raises:
+        ValueError: when it is none, damaged or empty, or announces more values than
+            `unpacked` allows; before there is memory for them.
+    """
+    try:
+        with regular(path) as file:
+            most = unpacked(size(file))
+            stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            header = stream.read(4 + 4 * num_dimensions)
+            sizes = np.frombuffer(header[4:], ">u4").tolist() if len(header) % 4 == 0 else []
+            if header[:4] != bytes([0, 0, 8, num_dimensions]) or len(sizes) < num_dimensions:
+                raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
+            count = math.prod(sizes)
+            if not 0 < count <= most:
+                raise ValueError(
+                    f"{path} cannot be read: its header announces {count:,} values; a file of its"
+                    f" size may have 1 to {most:,}"
+                )
+            values = stream.read(count + 1)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if len(values) != count:
+        follow = f"{len(values)} follow" if len(values) < count else "more follow"
+        raise ValueError(f"{path} is damaged: its header announces {count} values, {follow}")
+    return np.frombuffer(values, np.uint8).reshape(sizes)
 
 
 def _announced(array: Any) -> int:

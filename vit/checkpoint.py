@@ -65,10 +65,10 @@ def check_path(workdir: Path) -> None:
         ValueError: when its path contains what Orbax or TensorStore take for something else.
     """
     path = str(workdir.resolve())
-    found = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
-    if found:
+    signs = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
+    if signs:
         raise ValueError(
-            f"{path} cannot hold checkpoints, for its path contains {' and '.join(found)}; take or"
+            f"{path} cannot hold checkpoints, for its path contains {' and '.join(signs)}; take or"
             " rename the folder to one without"
         )
 
@@ -235,7 +235,7 @@ def checksums(state: Any) -> Integer[Array, " arrays"]:
 
 def _save_error(checkpoints: Checkpoints, error: Exception) -> SaveError:
     reason = " ".join(str(error).split())[:500]
-    complete = [found.step for found in checkpoints.checkpoints]
+    complete = [each.step for each in checkpoints.checkpoints]
     return SaveError(
         f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
         f" {type(error).__name__}: {reason}. Complete are those of steps {complete}; mend that (is"

@@ -6,8 +6,8 @@
     confusion.csv              images by true class (rows) and predicted class (columns)
 
 Examples with mask 0, the padding of the last batch, count nowhere. Ties go against the label, as in
-`vit.metrics.counts`: an image is right when no other logit is at least as large (or NaN), so the
-diagonal of the confusion matrix is top-1.
+`vit.classification.counts`: an image is right when no other logit is at least as large (or NaN), so
+the diagonal of the confusion matrix is top-1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from vit import config, metrics, report
+from vit.classification import label_rank
 from vit.data import Batch
 from vit.model import ViT
 
@@ -39,7 +40,7 @@ def outcomes(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
 ) -> tuple[Integer[Array, " b"], Integer[Array, " b"]]:
     """The predicted class, and the number of other classes at least as likely as the label."""
-    rank = metrics.label_rank(logits, labels)
+    rank = label_rank(logits, labels)
     is_label = jnp.arange(logits.shape[-1]) == labels[:, None]
     # NaN counts as likeliest, and -inf stays above the label, which cannot be the other class
     others = jnp.nan_to_num(logits, nan=jnp.inf, neginf=jnp.finfo(logits.dtype).min)

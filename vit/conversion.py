@@ -21,32 +21,34 @@ from performer.attention import attention_weights
 from performer.calibration import Calibration, Moments, fit, pair_moments
 from vit import config as configs
 from vit import data, metrics
-from vit.attention_report import Triple, projections
-from vit.evaluate import evaluation_images
-from vit.model import ViT, random_streams
+from vit.runs import Restored, evaluation_examples
 from vit.steps import count, evaluate
+from vit.task import Task, Triple, random_streams
 
-ERROR_IMAGES = 8
-"""Evaluation images whose attention errors are measured."""
-REFINE_IMAGES, REFINE_RATE = 16, 0.05
-"""Images in a step of `refine`, and Adam's rate at its start."""
+ERROR_EXAMPLES = 8
+"""Examples of the evaluation split whose attention errors are measured."""
+REFINE_EXAMPLES, REFINE_RATE = 16, 0.05
+"""Examples in a step of `refine`, and Adam's rate at its start."""
 
 
-def measure(model: ViT, batches: Iterable[ArrayLike]) -> tuple[list[Moments], list[Triple]]:
+def measure(
+    task: Task, model: nnx.Module, batches: Iterable[data.Batch]
+) -> tuple[list[Moments], list[Triple]]:
     """What each layer is calibrated with, and its queries, keys and values.
 
     Args:
+        task: of the model.
         model: with softmax attention, in evaluation mode.
-        batches: of images (b, size, size, channels), all of one shape.
+        batches: of examples, all of one shape.
 
     Returns:
-        Means over all images of (heads, 2 h + 1, 2 h + 1); and (images, tokens, heads, h).
+        Means over all examples of (heads, 2 h + 1, 2 h + 1); and (examples, tokens, heads, h).
     """
-    project = nnx.jit(projections)
-    moments_of, moments, triples = jax.jit(pair_moments), [], []
-    for images in batches:
-        triples.append(project(model, jnp.asarray(images)))
-        moments.append([moments_of(query, key) for query, key, _ in triples[-1]])
+    project, pairs = nnx.jit(task.projections), jax.jit(pair_moments)
+    moments, triples = [], []
+    for batch in batches:
+        triples.append(project(model, batch))
+        moments.append([pairs(query, key) for query, key, _ in triples[-1]])
     return (
         [jnp.mean(jnp.stack(layer), axis=0) for layer in zip(*moments, strict=True)],
         jax.tree.map(lambda *batches: jnp.concatenate(batches), *triples),
@@ -56,7 +58,7 @@ def measure(model: ViT, batches: Iterable[ArrayLike]) -> tuple[list[Moments], li
 def relative_error(
     query: Array, key: Array, frequencies: Array, calibration: Calibration | None
 ) -> Float[Array, " n"]:
-    """|A^ - A|^2 / |A|^2 of each head, sums over the images (b, t, n, h)."""
+    """|A^ - A|^2 / |A|^2 of each head, sums over the examples (b, t, n, h)."""
     estimate = attention_weights(query, key, frequencies, calibration=calibration)
     return _error_of(estimate, query, key)
 
@@ -71,8 +73,8 @@ def _error_of(estimate: ArrayLike, query: Array, key: Array) -> Float[Array, " n
 def refine(
     query: Array, key: Array, frequencies: Array, calibration: Calibration | None, *, steps: int
 ) -> Float[Array, "n m h"]:
-    """Frequencies (n, m, h) that Adam has moved to a lower `relative_error` on these images."""
-    size = min(REFINE_IMAGES, query.shape[0])
+    """Frequencies (n, m, h) that Adam has moved to a lower `relative_error` on these examples."""
+    size = min(REFINE_EXAMPLES, query.shape[0])
     optimizer = optax.adam(optax.cosine_decay_schedule(REFINE_RATE, steps))
 
     def step(carry, i):
@@ -88,66 +90,57 @@ def refine(
 
 
 def performer_of(
-    model: ViT,
+    task: Task,
+    model: nnx.Module,
     config: configs.Config,
-    dataset: data.Dataset,
     moments: Sequence[Moments],
     frequencies: Sequence[Array],
-) -> ViT:
+) -> nnx.Module:
     """The same parameters with random-feature attention, in evaluation mode.
 
     Args:
+        task: of the model.
         model: trained, with softmax attention.
         config: what `attention` the new model has; the rest as of the trained one.
-        dataset: of the run.
         moments: from `measure`.
         frequencies: of each layer, (n, m, h).
     """
-    new = ViT(
-        config,
-        num_classes=dataset.num_classes,
-        channels=dataset.channels,
-        rngs=random_streams(config.seed),
-    )
+    new = task.create(config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(model, nnx.Param))
-    for block, of_layer, w in zip(new.blocks, moments, frequencies, strict=True):
-        attention = block.attention.attention_fn
+    for layer, measured, w in zip(task.layers(new), moments, frequencies, strict=True):
+        attention = layer.attention_fn
         attention.frequencies[...] = w
         if attention.calibration is not None:
-            attention.calibrate(of_layer)
+            attention.calibrate(measured)
     return new
 
 
 def accuracy(
-    model: ViT,
-    config: configs.Config,
-    dataset: data.Dataset,
-    attention_fn: Callable[..., Array],
-    *of_layers: Any,
+    run: Restored, model: nnx.Module, attention_fn: Callable[..., Array], *arguments: Any
 ) -> float:
     """Accuracy on the evaluation split with another attention.
 
     Args:
+        run: of the model.
         model: in evaluation mode.
-        config: of its run.
-        dataset: of its run.
-        attention_fn: (query, key, value, *of_layer) -> output.
-        of_layers: sequences with one entry for each layer: what is passed to `attention_fn`.
+        attention_fn: (query, key, value, *arguments of the layer) -> output.
+        arguments: sequences with one entry for each layer: what is passed to `attention_fn`.
     """
     graph, state = nnx.split(model)
-    count = partial(_count, graph, attention_fn, state, of_layers)
-    return evaluate(count, data.eval_batches(dataset, config.data))["eval_accuracy"]
+    count = partial(_count, run.task, graph, attention_fn, state, arguments)
+    batches = data.eval_batches(run.dataset, run.config.data)
+    return evaluate(run.task, count, batches)["eval_accuracy"]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _count(graph, attention_fn, state, of_layers, batch):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _count(task, graph, attention_fn, state, arguments, batch):
     model = nnx.merge(graph, state)
-    for layer, block in enumerate(model.blocks):
-        arguments = [x[layer] for x in of_layers]
-        block.attention.attention_fn = lambda query, key, value, arguments=arguments, **_: (
-            attention_fn(query, key, value, *arguments)
+    for number, layer in enumerate(task.layers(model)):
+        own = [x[number] for x in arguments]
+        layer.attention_fn = lambda query, key, value, own=own, **_: attention_fn(
+            query, key, value, *own
         )
-    return count(model, batch)
+    return count(task, model, batch)
 
 
 def _uniform(query: Array, key: Array, value: Array) -> Array:
@@ -194,9 +187,8 @@ def layers_of(
 
 
 def compare(
-    model: ViT,
-    config: configs.Config,
-    dataset: data.Dataset,
+    run: Restored,
+    model: nnx.Module,
     moments: Sequence[Moments],
     triples: Sequence[Triple],
     *,
@@ -207,13 +199,12 @@ def compare(
 ) -> Iterator[metrics.Record]:
     """One record for each coupling, method and m: accuracy over draws, attention error by layer.
 
-    The first two records are of softmax and of uniform attention. Attention errors are those on
-    the inputs that the layers have with softmax attention on evaluation images; means over heads.
+    The first two records are of softmax and of uniform attention. Attention errors are those on the
+    inputs that the layers have with softmax attention on evaluation examples; means over heads.
 
     Args:
-        model: with softmax attention, in evaluation mode.
-        config: of its run.
-        dataset: of its run.
+        run: with softmax attention; its data are those of the evaluation.
+        model: of the run, in evaluation mode.
         moments: from `measure`.
         triples: from `measure`.
         names: couplings.
@@ -221,33 +212,33 @@ def compare(
         num_features: each m.
         draws: how many, of the frequencies.
     """
-    project = nnx.jit(projections)
-    held_out = project(model, evaluation_images(dataset, config, ERROR_IMAGES))
+    examples = evaluation_examples(run.dataset, run.config, ERROR_EXAMPLES)
+    held_out = nnx.jit(run.task.projections)(model, examples)
     error = jax.jit(relative_error)
 
     def record(coupling, method, m, accuracies, errors):
         spread = np.std(accuracies, ddof=1) / len(accuracies) ** 0.5 if accuracies[1:] else 0.0
-        of_layers = np.mean(errors, axis=0)
+        layers = np.mean(errors, axis=0)
         return {
             "coupling": coupling,
             "calibration": method,
             "m": m,
             "accuracy": float(np.mean(accuracies)),
             "standard error": float(spread),
-            "attention error": float(np.mean(of_layers)),
-            **{f"error layer {i}": float(e) for i, e in enumerate(of_layers)},
+            "attention error": float(np.mean(layers)),
+            **{f"error layer {i}": float(e) for i, e in enumerate(layers)},
         }
 
-    original = accuracy(model, config, dataset, nnx.dot_product_attention)
+    original = accuracy(run, model, nnx.dot_product_attention)
     yield record("softmax", "", 0, [original], [[0.0] * len(triples)])
     errors = [jnp.mean(_error_of(1 / k.shape[1], q, k)) for q, k, _ in held_out]
-    yield record("uniform", "", 0, [accuracy(model, config, dataset, _uniform)], [errors])
+    yield record("uniform", "", 0, [accuracy(run, model, _uniform)], [errors])
     for name, (method, steps), m in itertools.product(names, methods, num_features):
         accuracies, errors = [], []
         for draw in range(draws):
             random_key = jax.random.key(draw)
             frequencies, fitted = layers_of(name, method, m, random_key, moments, triples, steps)
-            accuracies.append(accuracy(model, config, dataset, _performer, frequencies, fitted))
+            accuracies.append(accuracy(run, model, _performer, frequencies, fitted))
             errors.append(
                 [
                     jnp.mean(error(q, k, w, c))

@@ -26,15 +26,12 @@ from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from flax import nnx
-from jax.typing import ArrayLike
 
-from vit import checkpoint, data, metrics, optim, report, safety
+from vit import checkpoint, data, metrics, moved, report, runs, safety
 from vit import config as configs
 from vit.conversion import compare, layers_of, measure, performer_of
-from vit.evaluate import restore_model
-from vit.model import ViT
-from vit.train import claim, length
+
+__getattr__ = moved(__name__, save_run="vit.runs.begin")
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
@@ -126,7 +123,8 @@ def convert(
         configs.validate(dataclasses.replace(config, attention=attention))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
-    _, dataset, model = restore_model(workdir)
+    run = runs.restore(workdir)
+    model = run.model()
     new_config = dataclasses.replace(
         config,
         attention=configs.Attention(
@@ -134,7 +132,7 @@ def convert(
         ),
         num_epochs=num_epochs,
     )
-    _, num_steps = length(new_config, dataset)
+    _, num_steps = runs.length(new_config, run.dataset)
     new_config.optim = dataclasses.replace(
         config.optim,
         learning_rate=learning_rate,
@@ -143,25 +141,24 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    moments, triples = measure(model, _training_images(dataset, config, images))
+    moments, triples = measure(run.task, model, _training_examples(run, images))
     frequencies, _ = layers_of(
         names[0], method, max(num_features), jax.random.key(0), moments, triples, refine_steps
     )
-    new = performer_of(model, new_config, dataset, moments, frequencies)
-    measured = dataset
+    new = performer_of(run.task, model, new_config, moments, frequencies)
     if eval_images:
-        count = min(eval_images, len(dataset.evaluation))
-        measured = dataset._replace(evaluation=[dataset.evaluation[i] for i in range(count)])
+        split = run.dataset.evaluation
+        first = [split[i] for i in range(min(eval_images, len(split)))]
+        run = run._replace(dataset=run.dataset._replace(evaluation=first))
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        save_run(new, new_config, dataset, folder)
-        task = bar.add_task(
+        runs.begin(folder, new, new_config, run.dataset)
+        progress = bar.add_task(
             "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
         )
         for record in compare(
+            run,
             model,
-            config,
-            measured,
             moments,
             triples,
             names=names,
@@ -171,35 +168,21 @@ def convert(
         ):
             records.append(record)
             table = report.table(records, folder / "conversion")
-            bar.update(task, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
+            bar.update(progress, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
         plot(records, folder / "conversion")
     return table
 
 
-def save_run(model: ViT, config: configs.Config, dataset: data.Dataset, out: Path) -> None:
-    """The model at step 0 of a run with that config, its optimiser fresh; the config last.
-
-    Raises:
-        vit.checkpoint.SaveError: when it cannot be written.
-    """
-    rate = optim.schedule(config.optim, length(config, dataset)[1])
-    optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
-    with checkpoint.open_checkpoints(out, write=True) as checkpoints:
-        checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(out, config)
-
-
-def _training_images(
-    dataset: data.Dataset, config: configs.Config, number: int
-) -> Iterator[ArrayLike]:
-    """That many training images as evaluation sees them, spread over the split, in batches."""
-    number = min(number, len(dataset.train))
-    size = min(number, config.data.batch_size)
-    step = len(dataset.train) // number
-    chosen = [dataset.train[i * step] for i in range(number // size * size)]
-    sizes = dataclasses.replace(config.data, batch_size=size)
-    for batch in data.eval_batches(dataset._replace(evaluation=chosen), sizes):
-        yield batch["image"][batch["mask"] > 0]
+def _training_examples(run: runs.Restored, number: int) -> Iterator[data.Batch]:
+    """That many training examples as evaluation sees them, spread over the split, in batches."""
+    train = run.dataset.train
+    number = min(number, len(train))
+    size = min(number, run.config.data.batch_size)
+    chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
+    sizes = dataclasses.replace(run.config.data, batch_size=size)
+    for batch in data.eval_batches(run.dataset._replace(evaluation=chosen), sizes):
+        readable = batch["mask"] > 0
+        yield {name: x[readable] for name, x in batch.items()}
 
 
 def main(_: list[str]) -> None:

@@ -6,24 +6,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from vit.config import Config, parse_variant
+from vit import moved
 
-
-def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
-    """Operations of the forward pass for one image: two for each multiplication in a product.
-
-    n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
-    the projections, 4 n w mlp_dim, and 4 n^2 w for softmax or 8 n m w for random features. A
-    training step takes three times as many; what `remat` computes again is not counted.
-    """
-    size, patch_size = parse_variant(config.model.variant)
-    patches = (config.data.image_size // patch_size) ** 2
-    n = patches + (config.model.pooling == "token")
-    m = config.attention.num_features
-    attention = 8 * n * m if config.attention.kind == "performer" else 4 * n**2
-    layer = size.width * (8 * n * size.width + 4 * n * size.mlp_dim + attention)
-    ends = 2 * patches * patch_size**2 * channels * size.width + 2 * size.width * num_classes
-    return float(size.depth * layer + ends)
+__getattr__ = moved(__name__, forward_flops="vit.classification.forward_flops")
 
 
 def parameters(state: nnx.State) -> dict[str, Any]:

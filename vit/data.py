@@ -1,8 +1,9 @@
 """Data: a source of records, and grain pipelines over it.
 
 A record is {"image", "label"}, the image an array (height, width, channels) of uint8 or the bytes
-of a JPEG or PNG file. The stream of training batches depends on the seed alone, not on the number
-of processes or workers; a stopped run goes on with the batch of its step.
+of a JPEG or PNG file; or arrays by name (`in_memory`), or what else a data set's `decode` reads.
+The stream of training batches depends on the seed alone, not on the number of processes or workers;
+a stopped run goes on with the batch of its step.
 """
 
 import math
@@ -25,18 +26,57 @@ from performer.choices import unknown
 from vit import augment, bounded, config, safety
 
 Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: image, label, bad and for evaluation mask."""
+"""Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
 
 _TRIES = 100
 
 
-class Dataset(NamedTuple):
-    """Random-access sources of records for training and evaluation."""
+class WrongLabelError(ValueError):
+    """A record that can be read, but not used: no other one may stand in for it."""
 
-    train: Sequence[dict[str, Any]]
-    evaluation: Sequence[dict[str, Any]]
-    num_classes: int
-    channels: int
+
+def labelled_image(
+    record: Any, rng: np.random.Generator | None, data: config.Data, dataset: "Dataset"
+) -> Batch:
+    """The image and label of a record; with a generator as training sees them."""
+    size, channels = data.image_size, dataset.channels
+    if rng is not None and data.crop == "inception":
+        box = partial(augment.inception_box, rng=rng)
+        image = _pixels(record["image"], size, channels, box, Image.Resampling.BILINEAR)
+    else:
+        image = _pixels(record["image"], size, channels, partial(_center_box, data=data))
+    label = _label(record, dataset)
+    return {"image": image if rng is None else _augmented(image, rng, data), "label": label}
+
+
+def blank_image(data: config.Data, dataset: "Dataset") -> Batch:
+    """A black image of the first class."""
+    shape = (data.image_size, data.image_size, dataset.channels)
+    return {"image": np.zeros(shape, np.uint8), "label": np.int32(0)}
+
+
+class Dataset(NamedTuple):
+    """Random-access sources of records for training and evaluation, and how they are read."""
+
+    train: Sequence[Any]
+    evaluation: Sequence[Any]
+    num_classes: int = 0
+    channels: int = 0
+    decode: Callable[..., Batch] = labelled_image
+    """(record, generator or None in evaluation, section of the config, data set) -> an example:
+    arrays by name, always of the same shapes."""
+    blank: Callable[..., Batch] = blank_image
+    """(section of the config, data set) -> an example that pads the last batch."""
+
+
+def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
+    """A data set of examples: arrays by name, the same names and shapes in each."""
+    return Dataset(
+        train,
+        evaluation,
+        decode=lambda record, rng, data, dataset: record,
+        blank=lambda data, dataset: {k: np.zeros_like(x) for k, x in dataset.train[0].items()},
+    )
 
 
 def load(data: config.Data) -> Dataset:
@@ -48,14 +88,19 @@ def load(data: config.Data) -> Dataset:
             is smaller than one batch, or the evaluation split empty.
     """
     dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
+    check(dataset, data, f" of {data.name!r}")
+    return dataset
+
+
+def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
+    """Raises ValueError when training has less than a batch, or evaluation nothing."""
     if not len(dataset.evaluation):
-        raise ValueError(f"config.data.eval_split={data.eval_split!r} of {data.name!r} is empty")
+        raise ValueError(f"config.data.eval_split={data.eval_split!r}{name} is empty")
     if len(dataset.train) < data.batch_size:
         raise ValueError(
             f"config.data.batch_size={data.batch_size} is larger than the training split"
-            f" {data.train_split!r} of {data.name!r} with {len(dataset.train)} images"
+            f" {data.train_split!r}{name} with {len(dataset.train)} records"
         )
-    return dataset
 
 
 def train_batches(
@@ -83,8 +128,9 @@ def train_batches(
             0 prepares each when it is asked for.
 
     Returns:
-        image (b, size, size, c) uint8, label (b,) int32 and bad (b,) int32: -1, or the index of a
-        record that cannot be decoded, where the row shows the next one that can.
+        image (b, size, size, c) uint8 and label (b,) int32, or what the data set decodes; and bad
+        (b,) int32: -1, or the index of a record that cannot be decoded, where the row shows the
+        next one that can.
 
     Raises:
         ValueError: when the processes do not divide the batch; and while reading, when 100 records
@@ -127,7 +173,7 @@ def eval_batches(
         threads: how many batches are prepared at a time, and held in memory.
 
     Returns:
-        image and label as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
+        The examples as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
         batch and on records that cannot be decoded; bad (b,) int32, the index of such a record or
         -1.
 
@@ -182,39 +228,19 @@ def _read_options(threads: int) -> grain.ReadOptions:
 def _train_example(
     index: int, rng: np.random.Generator, dataset: Dataset, data: config.Data
 ) -> Batch:
-    def decode(image: Any) -> np.ndarray:
-        size, channels = data.image_size, dataset.channels
-        if data.crop == "inception":
-            box = partial(augment.inception_box, rng=rng)
-            return _pixels(image, size, channels, box, Image.Resampling.BILINEAR)
-        return _pixels(image, size, channels, partial(_center_box, data=data))
-
-    image, label, bad = _first_readable(dataset, index, decode)
-    if data.max_shift:
-        image = augment.random_shift(image, rng, data.max_shift)
-    if data.flip:
-        image = augment.random_flip(image, rng)
-    if data.randaugment_layers:
-        image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
-    return {"image": image, "label": label, "bad": bad}
-
-
-def _first_readable(
-    dataset: Dataset, index: int, decode: Callable[[Any], np.ndarray]
-) -> tuple[np.ndarray, np.int32, np.int32]:
-    """Image and label of the record at `index`, or of the next that decodes; -1, or `index`."""
+    """The record at `index`, or the next that decodes; bad is -1, or `index`."""
     records = dataset.train
     tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
     errors: list[Exception] = []
     for i in tried:
         try:
-            record = records[i]
-            image = decode(record["image"])
+            example = dataset.decode(records[i], rng, data, dataset)
+        except WrongLabelError as error:
+            raise ValueError(f"training record {i} {error}") from None
         except Exception as error:  # PIL and array_record raise many kinds for broken files
             errors.append(error)
             continue
-        label = _label(record, f"training record {i}", dataset)
-        return image, label, np.int32(index if errors else -1)
+        return example | {"bad": np.int32(index if errors else -1)}
     raise ValueError(
         f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
         f" the last one: {errors[-1]}"
@@ -222,25 +248,35 @@ def _first_readable(
 
 
 def _eval_example(index: int, dataset: Dataset, data: config.Data) -> Batch:
-    image = np.zeros((data.image_size, data.image_size, dataset.channels), np.uint8)
-    label, mask, bad = np.int32(0), 0, -1
+    """The record at `index`; a blank one where it cannot be decoded, or there is none."""
+    mask, bad = 0, -1
     if index < len(dataset.evaluation):
         try:
-            record = dataset.evaluation[index]
-            box = partial(_center_box, data=data)
-            image = _pixels(record["image"], data.image_size, dataset.channels, box)
+            example, mask = dataset.decode(dataset.evaluation[index], None, data, dataset), 1
+        except WrongLabelError as error:
+            raise ValueError(f"evaluation record {index} {error}") from None
         except Exception:  # PIL and array_record raise many kinds for broken files
             bad = index
-        else:
-            label, mask = _label(record, f"evaluation record {index}", dataset), 1
-    return {"image": image, "label": label, "mask": np.float32(mask), "bad": np.int32(bad)}
+    if not mask:
+        example = dataset.blank(data, dataset)
+    return example | {"mask": np.float32(mask), "bad": np.int32(bad)}
 
 
-def _label(record: dict[str, Any], name: str, dataset: Dataset) -> np.int32:
+def _augmented(image: np.ndarray, rng: np.random.Generator, data: config.Data) -> np.ndarray:
+    if data.max_shift:
+        image = augment.random_shift(image, rng, data.max_shift)
+    if data.flip:
+        image = augment.random_flip(image, rng)
+    if data.randaugment_layers:
+        image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
+    return image
+
+
+def _label(record: dict[str, Any], dataset: Dataset) -> np.int32:
     label = int(record["label"])
     if not 0 <= label < dataset.num_classes:
-        raise ValueError(
-            f"{name} has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
+        raise WrongLabelError(
+            f"has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
             + " (-1 stands for a label that is kept secret)" * (label == -1)
         )
     return np.int32(label)
@@ -310,15 +346,15 @@ def _from_tfds(data: config.Data) -> Dataset:
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import read_only_builder
 
-    found = ["digits"]
+    names = ["digits"]
     if data.dir:
         root = epath.Path(data.dir)  # name/version or name/config/version
         infos = [f for depth in ("*/*", "*/*/*") for f in root.glob(f"{depth}/dataset_info.json")]
         versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
-        found += sorted({str(version.parent.relative_to(root)) for version in versions})
-    if data.name not in found:
+        names += sorted({str(version.parent.relative_to(root)) for version in versions})
+    if data.name not in names:
         raise ValueError(
-            f"{unknown('config.data.name', data.name, found)} (in config.data.dir={data.dir!r};"
+            f"{unknown('config.data.name', data.name, names)} (in config.data.dir={data.dir!r};"
             " python -m vit.prepare makes a data set of raw images)"
         )
     try:

@@ -1,44 +1,26 @@
-"""Metrics: masked counts, the log `metrics.jsonl`, the progress bar and the learning curve."""
+"""Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import matplotlib
-from jaxtyping import Array, Float, Integer
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from vit import files
+from vit import files, moved
 
 Record = dict[str, Any]
 
-
-def counts(
-    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
-) -> dict[str, Array]:
-    """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
-
-    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
-    than the label when its logit is at least as large.
-    """
-    rank = label_rank(logits, labels)
-    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
-    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
-
-
-def label_rank(
-    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
-) -> Integer[Array, " b"]:
-    """How many other classes are at least as likely as the label; all of them where it is NaN."""
-    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    return jnp.sum(~(logits < label_logit), axis=-1) - 1
+__getattr__ = moved(
+    __name__, counts="vit.classification.counts", label_rank="vit.classification.label_rank"
+)
 
 
 def append(path: Path, record: Record) -> None:
@@ -119,22 +101,22 @@ def _lines(path: Path) -> tuple[list[Record], list[int]]:
     text = files.read(path) if path.exists() else ""
     lines = text.splitlines()
     checked = any(files.CHECKSUM in line for line in lines)
-    found, damaged = [], []
+    records, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
             record = files.loads(line, checked=checked)
             if not isinstance(record.get("step"), int):
                 raise ValueError("it has no step")
-            found.append(record)
+            records.append(record)
         except ValueError:
             damaged.append(number)
     if damaged[-1:] == [len(lines)] and not text.endswith("\n"):
         damaged.pop()  # the process was killed while it wrote
-    return found, damaged
+    return records, damaged
 
 
 def progress_bar(shown: bool = True) -> Progress:
-    """A bar with steps, loss, accuracy, images/s and the time left."""
+    """A bar with steps, what `status` says and the time left."""
     return Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -147,10 +129,11 @@ def progress_bar(shown: bool = True) -> Progress:
 
 
 def plot_learning_curve(log: Path, png: Path) -> None:
-    """Loss and accuracy against the step, for training and held-out images."""
+    """Loss and what else training measures against the step, beside the held-out examples'."""
     records = read(log)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
+    names = [n.removeprefix("train_") for n in _loss_first({n for r in records for n in r})]
+    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 4), layout="constrained")
+    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
         for split, marker in [("train", ""), ("eval", "o")]:
             points = [(r["step"], r[f"{split}_{name}"]) for r in records if f"{split}_{name}" in r]
             if points:
@@ -164,11 +147,22 @@ def plot_learning_curve(log: Path, png: Path) -> None:
     files.write(png, content.getvalue())
 
 
-def status(record: Record) -> str:
-    """What the progress bar says of a record."""
+def _loss_first(names: Iterable[str], prefix: str = "train_") -> list[str]:
+    own = sorted(name for name in names if name.startswith(prefix))
+    return sorted(own, key=lambda name: name != f"{prefix}loss")
+
+
+def results(record: Record) -> str:
+    """What an evaluation says: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
+    values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
+    shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
+    return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
+
+
+def status(record: Record, rate: str) -> str:
+    """What the progress bar says of a record; `rate` is the name of its throughput."""
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
-    return (
-        f"loss {record['train_loss']:.3f}  accuracy {record['train_accuracy']:.3f}"
-        f"  {record['images_per_second']:,.0f} images/s{mfu}{bad}"
-    )
+    values = [f"{n.removeprefix('train_')} {record[n]:.3f}" for n in _loss_first(record)]
+    noun = rate.removesuffix("_per_second")
+    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{mfu}{bad}"

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Integer, Real
+from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, parse_variant
+from vit.task import random_streams as random_streams
 
 
 class ViT(nnx.Module):
@@ -123,12 +124,6 @@ class Block(nnx.Module):
         hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))
         hidden = self.dropout(hidden)
         return x + self.dropout(self.mlp_out(hidden)), attention_input
-
-
-def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:
-    """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
-    params, dropout, frequencies, mixup = jax.random.split(jax.random.key(seed), 4)
-    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies, mixup=mixup)
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:

@@ -22,7 +22,6 @@ import contextlib
 import fcntl
 import gzip
 import io
-import math
 import os
 import re
 import shutil
@@ -43,6 +42,7 @@ from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
 from vit import bounded
+from vit.bounded import read_idx
 from vit.config import parse_flags
 
 VERSION = "1.0.0"
@@ -249,36 +249,6 @@ def _png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
-    """An IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values.
-
-    Raises:
-        ValueError: when it is none, damaged or empty, or announces more values than
-            `bounded.unpacked` allows; before there is memory for them.
-    """
-    try:
-        with bounded.regular(path) as file:
-            most = bounded.unpacked(bounded.size(file))
-            unpacked = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            header = unpacked.read(4 + 4 * num_dimensions)
-            sizes = np.frombuffer(header[4:], ">u4").tolist() if len(header) % 4 == 0 else []
-            if header[:4] != bytes([0, 0, 8, num_dimensions]) or len(sizes) < num_dimensions:
-                raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
-            count = math.prod(sizes)
-            if not 0 < count <= most:
-                raise ValueError(
-                    f"{path} cannot be read: its header announces {count:,} values; a file of its"
-                    f" size may have 1 to {most:,}"
-                )
-            values = unpacked.read(count + 1)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if len(values) != count:
-        follow = f"{len(values)} follow" if len(values) < count else "more follow"
-        raise ValueError(f"{path} is damaged: its header announces {count} values, {follow}")
-    return np.frombuffer(values, np.uint8).reshape(sizes)
 
 
 # --- class folders

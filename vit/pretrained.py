@@ -36,11 +36,9 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, checkpoint, data, optim, safety
+from vit import bounded, checkpoint, data, optim, runs, safety
 from vit import config as configs
-from vit.convert import save_run
 from vit.model import ViT, random_streams
-from vit.train import length
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -94,7 +92,7 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
     dataset = data.load(config.data)
-    optim.schedule(config.optim, length(config, dataset)[1])
+    optim.schedule(config.optim, runs.length(config, dataset)[1])
     arrays, report = read(weights)
     model = ViT(
         config,
@@ -104,7 +102,7 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     )
     report += load(model, arrays, str(weights))
     with safety.appearing(workdir, "--workdir") as folder:
-        save_run(model, config, dataset, folder)
+        runs.begin(folder, model, config, dataset)
     return report
 
 
@@ -130,8 +128,8 @@ def read(path: Path) -> tuple[Arrays, list[str]]:
             for name in inside:
                 stored[name] = file[name]
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
-        what = f"{name} in {path}" if name else f"{path}"
-        raise ValueError(f"{what} cannot be read as an .npz file: {error}") from error
+        place = f"{name} in {path}" if name else f"{path}"
+        raise ValueError(f"{place} cannot be read as an .npz file: {error}") from error
     if not prefixes:
         raise ValueError(f"{path} holds no ViT: there is no embedding/kernel in it")
     arrays = {name.removeprefix(prefixes[0]): _float32(array) for name, array in stored.items()}

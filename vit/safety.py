@@ -91,8 +91,8 @@ def check_vacant(folder: Path, flag: str) -> None:
         raise ValueError(f"{folder} is no folder; take another {flag}")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names:
-        what = "holds a run already" if names & {"config.json", "checkpoints"} else "is not empty"
-        raise ValueError(f"{folder} {what}; take another {flag}")
+        reason = "holds a run already" if names & {"config.json", "checkpoints"} else "is not empty"
+        raise ValueError(f"{folder} {reason}; take another {flag}")
     if os.path.ismount(folder):
         raise ValueError(f"{folder} is where a disk is mounted; take a folder inside as {flag}")
 

@@ -1,0 +1,157 @@
+"""The seam between the loop and what is learned: a task that no file of `vit` knows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer.analysis import attention_error
+from tests.sequences import DATASET, TASK, projections
+from tests.small import CALIBRATED, final_state, small_config, stop_at
+from vit import (
+    attention_report,
+    config,
+    data,
+    devices,
+    evaluate,
+    metrics,
+    runs,
+    steps,
+    train,
+)
+from vit.task import no_attention, random_streams
+
+SETTINGS = small_config(
+    attention=config.Attention(num_features=8, coupling="pm"),
+    data=config.Data(batch_size=32),
+    optim=config.Optim(learning_rate=3e-2, final_learning_rate=3e-2, warmup_steps=1),
+    num_epochs=8.0,
+    eval_every=24,
+    checkpoint_every=2,
+)
+"""Three steps an epoch; the last of two evaluation batches has eight sequences."""
+
+
+def learn(workdir, settings=SETTINGS, **options):
+    return train.train(settings, workdir, DATASET, TASK, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("task") / "run"
+    return workdir, learn(workdir)
+
+
+def test_it_is_learned_and_measured_by_its_own_names(finished, capsys):
+    workdir, record = finished
+    log = metrics.read(workdir / "metrics.jsonl")
+    assert [r["step"] for r in log] == list(range(1, 25))
+    names = {"step", "epoch", "seconds", "memory_gib", "gradient_norm", "bad_records"}
+    assert set(log[0]) - names == {"train_loss", "train_error", "sequences_per_second"}
+    assert log[-1]["train_loss"] < 0.7 * log[0]["train_loss"]
+    assert record["eval_deviation"] == record["eval_loss"] ** 0.5
+    assert (workdir / "learning_curve.png").exists()
+    assert learn(workdir) == record
+    assert "at step 24 of 24" in capsys.readouterr().out
+
+
+def test_evaluation_is_that_of_the_sequences_without_padding(finished):
+    workdir, record = finished
+    report = evaluate.evaluate_run(workdir, DATASET, TASK)
+    assert (report["step"], report["eval_examples"]) == (24, 40)
+    assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
+    model = runs.restore(workdir, DATASET, TASK).model()
+    x, y = (np.stack([r[name] for r in DATASET.evaluation]) for name in ("x", "y"))
+    d = np.asarray(nnx.jit(lambda model: model(x))(model), np.float64) - y
+    assert report["eval_loss"] == pytest.approx(np.mean(d**2), rel=1e-5)
+    assert report["eval_error"] == pytest.approx(np.mean(np.abs(d)), rel=1e-5)
+
+
+@pytest.mark.optimised("asserts bits")
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, end):
+    """Stopped by a signal, which saves the step; or dead between two checkpoints."""
+    settings = dataclasses.replace(
+        SETTINGS,
+        attention=dataclasses.replace(CALIBRATED, redraw_every=4, num_features=16),
+        optim=dataclasses.replace(SETTINGS.optim, accumulate=2, ema=0.9),
+        num_epochs=2.0,
+    )
+    learn(tmp_path / "whole", settings)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, end)
+        with pytest.raises(end):
+            learn(tmp_path / "parts", settings)
+    learn(tmp_path / "parts", settings)
+    program = runs.restore(tmp_path / "whole", DATASET, TASK).program
+    states = [final_state(program, tmp_path / name) for name in ("whole", "parts")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    for a, b in zip(*logs, strict=True):
+        assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
+
+
+def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path):
+    workdir, _ = finished
+    task = dict(images=4, draws=3, dataset=DATASET)
+    text = evaluate.report_attention(workdir, tmp_path / "own", task=TASK, **task)
+    assert "of 2 heads are worse than uniform attention" in text
+    silent = TASK._replace(layers=no_attention)
+    with pytest.raises(ValueError, match="does not say where its attention is"):
+        evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
+
+
+def test_the_report_has_the_calibration_of_the_layer():
+    attention = dataclasses.replace(CALIBRATED, num_features=16)
+    model = TASK.create(small_config(attention=attention), rngs=random_streams(0))
+    batch = {name: np.stack([r[name] for r in DATASET.train]) for name in ("x", "y")}
+    model.train()
+    nnx.jit(lambda model: model(4 * batch["x"]))(model)
+    model.eval()
+    settings = dict(coupling="orf", num_features=16, draws=3)
+    rows = attention_report.rows(TASK, model, batch, **settings)
+    fitted = model.attention.attention_fn.calibration
+    assert np.any(fitted.shift)
+    error = attention_error(*projections(model, batch)[0], calibration=fitted, **settings)
+    want = np.mean(error.attention.value, axis=0)
+    np.testing.assert_allclose([row["attention error"] for row in rows], want, rtol=1e-4)
+
+
+def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
+    workdir, _ = finished
+    before = sorted(path.name for path in workdir.rglob("*"))
+    for call in (evaluate.evaluate_run, lambda folder: train.train(SETTINGS, folder)):
+        with pytest.raises(ValueError, match="no checkpoint can be read"):
+            call(workdir)
+    assert sorted(path.name for path in workdir.rglob("*")) == before
+
+
+def test_a_dry_run_counts_what_it_can():
+    text = train.dry_run(SETTINGS, DATASET, TASK)
+    assert "attention.query.kernel" in text
+    assert "operations: not counted" in text
+    assert "batch: x (32, 12, 2) float32" in text
+
+
+def test_programs_of_equal_tasks_are_built_once():
+    run = runs.subject(SETTINGS, DATASET, TASK)
+    assert run == (DATASET, TASK)
+    mesh = devices.mesh(SETTINGS)
+    assert steps.build(SETTINGS, TASK, 24, mesh) is steps.build(SETTINGS, TASK, 24, mesh)
+    digits = small_config()
+    assert runs.subject(digits)[1] is runs.subject(digits)[1]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (data.in_memory(DATASET.train[:31], DATASET.evaluation), "larger than .* 31 records"),
+        (data.in_memory(DATASET.train, []), "eval_split='test' is empty"),
+    ],
+)
+def test_a_data_set_that_is_too_small_is_refused(tmp_path, dataset, message):
+    with pytest.raises(ValueError, match=message):
+        train.train(SETTINGS, tmp_path / "run", dataset, TASK)
+    assert not (tmp_path / "run").exists()

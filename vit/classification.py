@@ -1,0 +1,120 @@
+"""The task of classifying images: what of a run knows pictures, labels and the `ViT`."""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from vit import augment
+from vit.config import Config, parse_variant
+from vit.data import Batch
+from vit.model import ViT
+from vit.task import Sums, Task, Triple
+
+Examples = tuple[Array, Array, Array]
+"""Images, probabilities of the classes, labels."""
+
+
+@cache
+def task(num_classes: int, channels: int) -> Task:
+    """Cross entropy with smoothed labels and mixup; top-1 and top-5 accuracy."""
+    return Task(
+        create=partial(ViT, num_classes=num_classes, channels=channels),
+        loss=loss,
+        count=count,
+        results=results,
+        examples=partial(examples, num_classes),
+        operations=partial(forward_flops, num_classes=num_classes, channels=channels),
+        layers=layers,
+        projections=projections,
+        noun="image",
+    )
+
+
+def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:
+    """A batch of training, its labels smoothed, and blended with itself where the config says."""
+    images, labels = batch["image"], batch["label"]
+    targets = jax.nn.one_hot(labels, num_classes)
+    targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
+    if config.data.mixup:
+        images = images.astype(jnp.float32)
+        images, targets = augment.mixup(key, images, targets, config.data.mixup)
+    return images, targets, labels
+
+
+def loss(model: ViT, examples: Examples) -> tuple[Array, Sums]:
+    """Mean cross entropy, and right answers ("accuracy")."""
+    images, targets, labels = examples
+    logits, _ = model(images)
+    losses = optax.losses.softmax_cross_entropy(logits, targets)
+    return losses.mean(), {"accuracy": jnp.sum(jnp.argmax(logits, axis=-1) == labels)}
+
+
+def count(model: ViT, batch: Batch) -> Sums:
+    """Sums over the unmasked examples of a batch: loss, top1, top5."""
+    logits, _ = model(batch["image"])
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    sums = counts(logits, batch["label"], batch["mask"])
+    return sums | {"loss": jnp.sum(losses * batch["mask"])}
+
+
+def counts(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
+) -> dict[str, Array]:
+    """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
+
+    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
+    than the label when its logit is at least as large.
+    """
+    rank = label_rank(logits, labels)
+    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
+    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
+
+
+def label_rank(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
+) -> Integer[Array, " b"]:
+    """How many other classes are at least as likely as the label; all of them where it is NaN."""
+    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    return jnp.sum(~(logits < label_logit), axis=-1) - 1
+
+
+def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """loss, accuracy, top5."""
+    names = {"loss": "loss", "accuracy": "top1", "top5": "top5"}
+    return {name: totals[key] / totals["examples"] for name, key in names.items()}
+
+
+def layers(model: ViT) -> list[nnx.MultiHeadAttention]:
+    """The layers of attention, in order."""
+    return [block.attention for block in model.blocks]
+
+
+def projections(model: ViT, batch: Batch) -> list[Triple]:
+    """Queries, keys and values (b, tokens, heads, head_dim) of each layer on images."""
+    _, intermediates = model(batch["image"])
+    inputs = [intermediates[f"block{i:02d}/attention_input"] for i in range(len(model.blocks))]
+    return [(a.query(x), a.key(x), a.value(x)) for a, x in zip(layers(model), inputs, strict=True)]
+
+
+def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
+    """Operations of the forward pass for one image: two for each multiplication in a product.
+
+    n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
+    the projections, 4 n w mlp_dim, and 4 n^2 w for softmax or 8 n m w for random features. A
+    training step takes three times as many; what `remat` computes again is not counted.
+    """
+    size, patch_size = parse_variant(config.model.variant)
+    patches = (config.data.image_size // patch_size) ** 2
+    n = patches + (config.model.pooling == "token")
+    m = config.attention.num_features
+    attention = 8 * n * m if config.attention.kind == "performer" else 4 * n**2
+    layer = size.width * (8 * n * size.width + 4 * n * size.mlp_dim + attention)
+    ends = 2 * patches * patch_size**2 * channels * size.width + 2 * size.width * num_classes
+    return float(size.depth * layer + ends)

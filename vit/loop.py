@@ -1,0 +1,209 @@
+"""The training loop: an evaluation if it is due, else a stretch of steps; then a checkpoint.
+
+It knows no more of what is learned than its `Task` says.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from vit import checkpoint, costs, data, devices, metrics, runs, safety, steps
+from vit import config as configs
+from vit.task import Task
+
+AHEAD = 3
+"""Steps that may wait for the devices: their batches lie in the devices' memory."""
+
+
+def stretch(
+    train_step: Callable[[Any, data.Batch], tuple[Any, Any]],
+    state: Any,
+    batches: Iterator[data.Batch],
+    number: int,
+    stopping: Callable[[], bool] = lambda: False,
+    advance: Callable[[], object] = lambda: None,
+) -> tuple[Any, list[dict[str, np.ndarray]], float]:
+    """That many steps; fewer, but one at least, when somebody asks to stop.
+
+    Args:
+        train_step: (state, batch) -> (state, values of the step), as `steps.Program.train`.
+        state: is given up.
+        batches: the next ones.
+        number: of steps.
+        stopping: asked between two steps.
+        advance: called after each.
+
+    Returns:
+        The state, the values of each step, and the seconds that all of them took.
+    """
+    values, start = [], time.perf_counter()
+    while len(values) < number and not (values and stopping()):
+        state, new = train_step(state, next(batches))
+        values.append(new)
+        jax.block_until_ready(values[-AHEAD:][0]["train_loss"])
+        advance()
+    values = jax.device_get(values)
+    return state, values, time.perf_counter() - start
+
+
+def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
+    """Of what is a number in each step, or one for each seed: the means over the steps."""
+    names = [name for name in values[0] if name not in ("finite", "bad")]
+    return {k: np.mean([v[k] for v in values], axis=0).astype(float).tolist() for k in names}
+
+
+def until_log(step: int, config: configs.Config, num_steps: int) -> int:
+    """Steps to the next line of the log."""
+    return min(config.log_every - step % config.log_every, num_steps - step)
+
+
+def due(step: int, every: int, num_steps: int) -> bool:
+    """Whether it is time for what is done at the end, and after each so many steps."""
+    return step == num_steps or (step > 0 and step % every == 0)
+
+
+def train(
+    config: configs.Config,
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    *,
+    profile: bool = False,
+    tensorboard: bool = False,
+) -> metrics.Record:
+    """Trains to the end, from the newest readable checkpoint in `workdir` if there is one.
+
+    Ctrl-C and SIGTERM finish the step, save and exit with code `safety.STOPPED`; the same call
+    resumes. A resumed run ends with the same parameters as an uninterrupted one (on CPU bit for
+    bit), wherever it was stopped or killed.
+
+    Args:
+        config: of the run.
+        workdir: its folder; on several hosts one that all of them see.
+        dataset: what is learned from; the data set that the config names if None.
+        task: what is learned; to classify the images if None. Fields of the config that mean
+            nothing to it must be valid all the same.
+        profile: traces the second stretch of steps into `workdir`/profile.
+        tensorboard: writes the metrics to `workdir`/tensorboard, too; needs tensorboardX.
+
+    Returns:
+        The last record of the log: step, epoch, seconds, train_loss, eval_loss and what else
+        the task measures.
+
+    Raises:
+        ValueError: for a config that cannot work, a workdir that holds another run, is in use or
+            has lost its checkpoints, or more unreadable records than
+            `config.data.max_bad_records`.
+        FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
+        vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
+    """
+    # What is asked for, checked before anything is written.
+    configs.validate(config)
+    checkpoint.check_path(workdir)
+    board = metrics.summary_writer() if tensorboard else None
+    mesh = devices.mesh(config)
+    dataset, task = runs.subject(config, dataset, task)
+    steps_per_epoch, num_steps = runs.length(config, dataset)
+    program = steps.build(config, task, num_steps, mesh)
+    names = list(costs.parameters(program.abstract))
+    flops = task.operations(config) if task.operations else 0.0
+    step_flops, peak_flops = 3 * config.data.batch_size * flops, devices.peak_flops()
+    lead, log = jax.process_index() == 0, workdir / "metrics.jsonl"
+
+    with contextlib.ExitStack() as stack:
+        if lead:
+            stack.enter_context(safety.exclusive(workdir))
+            runs.claim(workdir, config)
+        stopping = stack.enter_context(safety.interruption())
+
+        # Where the run stands.
+        devices.agree(lead)  # then all know that process 0 holds the folder
+        safety.own_shared_memory(workdir)
+        step, state = runs.resume(workdir, program.abstract)
+        if lead and state is not None:
+            print(f"{workdir}: at step {step} of {num_steps}")
+        state = program.initial() if state is None else state
+        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
+        past = metrics.keep_up_to(log, step) if lead else []
+        start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
+        write = stack.enter_context(metrics.writer(log, board)) if lead else lambda record: None
+        batches = stack.enter_context(
+            contextlib.closing(runs.train_batches(dataset, config, mesh, step))
+        )
+
+        evaluate_now = due(step, config.eval_every, num_steps) and not devices.agree(
+            bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
+        )
+        saved, bad_records, number = step, set(), 0
+
+        # The loop.
+        bar = stack.enter_context(metrics.progress_bar(lead))
+        progress = bar.add_task(
+            "train", total=num_steps, completed=step, status="compiling" if step < num_steps else ""
+        )
+        advance = partial(bar.advance, progress)
+        while evaluate_now or step < num_steps:
+            record = {"step": step, "epoch": step / steps_per_epoch}
+            if evaluate_now:
+                evaluation = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
+                with contextlib.suppress(safety.Stopped):
+                    record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
+                    write(record | {"seconds": time.perf_counter() - start})
+                    evaluate_now = False
+                    bar.console.print(
+                        f"step {step}: {config.data.eval_split} {metrics.results(record)}"
+                    )
+            else:
+                remaining = until_log(step, config, num_steps)
+                with profiler(workdir, profile and number == 1):
+                    state, values, seconds = stretch(
+                        program.train, state, batches, remaining, stopping, advance
+                    )
+                step += len(values)
+                number += 1
+                safety.check_finite(values, step, names, config.optim.learning_rate)
+                bad = {int(i) for each in values for i in each["bad"] if i >= 0}
+                if bad - bad_records:
+                    bar.console.print(f"cannot be decoded: records {sorted(bad - bad_records)}")
+                bad_records |= bad
+                record = {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+                record[task.rate] = len(values) * config.data.batch_size / seconds
+                if peak_flops and step_flops:
+                    record["mfu"] = len(values) * step_flops / seconds / peak_flops
+                record |= {"bad_records": len(bad_records)} | devices.memory()
+                write(record | {"seconds": time.perf_counter() - start})
+                bar.update(progress, status=metrics.status(record, task.rate))
+                evaluate_now = due(step, config.eval_every, num_steps)
+            stop, too_many = stopping(), len(bad_records) > config.data.max_bad_records
+            if step != saved and (
+                stop or too_many or due(step, config.checkpoint_every, num_steps)
+            ):
+                checkpoint.save(checkpoints, step, state)
+                saved = step
+            if too_many:
+                raise ValueError(
+                    f"{len(bad_records)} records of {config.data.train_split!r} cannot be decoded,"
+                    f" more than config.data.max_bad_records={config.data.max_bad_records}; their"
+                    f" numbers are {sorted(bad_records)[:20]}"
+                )
+            if stop and (evaluate_now or step < num_steps):
+                checkpoint.finish(checkpoints)
+                print(f"stopped at step {step} of {num_steps}; the same command resumes")
+                sys.exit(safety.STOPPED)
+        checkpoint.finish(checkpoints)
+
+    if lead:
+        metrics.plot_learning_curve(log, workdir / "learning_curve.png")
+    return metrics.read(log)[-1]
+
+
+def profiler(workdir: Path, wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Traces what runs inside, if wanted; for TensorBoard, xprof or Perfetto."""
+    return jax.profiler.trace(str(workdir / "profile")) if wanted else contextlib.nullcontext()

@@ -1,0 +1,172 @@
+"""What the commands share: a run's data and task, its folder, length, batches and state."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from vit import checkpoint, classification, data, devices, files, metrics, optim
+from vit import config as configs
+from vit.steps import Program, build, evaluated_model
+from vit.task import Task
+
+
+class Restored(NamedTuple):
+    """A run as its newest readable checkpoint has it."""
+
+    config: configs.Config
+    dataset: data.Dataset
+    task: Task
+    mesh: Mesh
+    program: Program
+    step: int
+    state: nnx.State
+
+    def batches(self) -> Iterator[data.Batch]:
+        """Its evaluation batches, on the devices."""
+        return eval_batches(self.dataset, self.config, self.mesh)
+
+    def model(self) -> Any:
+        """Its model in evaluation mode."""
+        return evaluated_model(self.program.graph, self.state)
+
+
+def subject(
+    config: configs.Config, dataset: data.Dataset | None = None, task: Task | None = None
+) -> tuple[data.Dataset, Task]:
+    """What is given; else the data set that the config names, and classifying its images.
+
+    Raises:
+        ValueError: as `data.load`.
+    """
+    if dataset is None:
+        dataset = data.load(config.data)
+    else:
+        data.check(dataset, config.data)
+    return dataset, task or classification.task(dataset.num_classes, dataset.channels)
+
+
+def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
+    """Steps of an epoch, and of the run.
+
+    Raises:
+        ValueError: when the run has none, or more than an int32 counts.
+    """
+    steps_per_epoch = len(dataset.train) // config.data.batch_size
+    num_steps = config.num_epochs * steps_per_epoch
+    if not 0.5 < num_steps <= configs.LARGEST:
+        raise ValueError(
+            f"config.num_epochs={config.num_epochs} are {num_steps:.3g} steps, of which an epoch"
+            f" has {steps_per_epoch}: a run has 1 to {configs.LARGEST}"
+        )
+    return steps_per_epoch, round(num_steps)
+
+
+def train_batches(
+    dataset: data.Dataset, config: configs.Config, mesh: Mesh, start: int
+) -> Generator[data.Batch]:
+    """The training batches from step `start` on, on the devices; this process reads its rows."""
+    index, count = jax.process_index(), jax.process_count()
+    batches = iter(data.train_batches(dataset, config.data, config.seed, index, count, start))
+    with contextlib.closing(batches):  # ends the workers
+        for batch in batches:
+            yield devices.put(mesh, batch)
+
+
+def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> Iterator[data.Batch]:
+    """The evaluation batches on the devices."""
+    batches = data.eval_batches(dataset, config.data, jax.process_index(), jax.process_count())
+    return (devices.put(mesh, batch) for batch in batches)
+
+
+def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
+    """The first examples of the evaluation split that can be decoded, as one batch."""
+    rows = (
+        {name: x[i] for name, x in batch.items()}
+        for batch in data.eval_batches(dataset, config.data)
+        for i in np.flatnonzero(batch["mask"])
+    )
+    return jax.tree.map(lambda *x: np.stack(x), *itertools.islice(rows, number))
+
+
+def claim(workdir: Path, config: configs.Config) -> None:
+    """Makes the folder of the run; refuses one that holds a run of another config."""
+    path = workdir / "config.json"
+    if path.exists():
+        files.check(path)
+        different = configs.differences(configs.load(path), config)
+        if different:
+            raise ValueError(
+                f"{workdir} holds a run with another config; take another --workdir, or the run's"
+                " own config:\n  " + "\n  ".join(different)
+            )
+    workdir.mkdir(parents=True, exist_ok=True)
+    configs.save(config, path)
+
+
+def begin(workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset) -> None:
+    """Writes a run at step 0 with that model, its optimiser fresh; the config last.
+
+    Raises:
+        vit.checkpoint.SaveError: when it cannot be written.
+    """
+    rate = optim.schedule(config.optim, length(config, dataset)[1])
+    optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
+    with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
+        checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
+    claim(workdir, config)
+
+
+def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
+    """Step and state of the newest readable checkpoint; 0 and None where the run is to begin.
+
+    Checkpoints that cannot be read are set aside.
+
+    Raises:
+        ValueError: when none can be read, or the run has lost them.
+    """
+    if not devices.agree(checkpoint.exists(workdir)):
+        checkpoint.check_not_lost(workdir, last_step(workdir / "metrics.jsonl"))
+        return 0, None
+    step, state = checkpoint.restore(workdir, abstract)
+    checkpoint.set_aside(workdir, step)
+    return step, state
+
+
+def last_step(log: Path) -> int:
+    """Of the log; 0 where there is none."""
+    return max((record["step"] for record in metrics.read(log)), default=0)
+
+
+def restore(
+    workdir: Path, dataset: data.Dataset | None = None, task: Task | None = None
+) -> Restored:
+    """Reads a run, on any number of devices; nothing in its folder changes.
+
+    Args:
+        workdir: of the run.
+        dataset: what it was trained on, if not what its config names.
+        task: what it has learned, if not to classify images.
+
+    Raises:
+        ValueError: when the folder holds no run, or no checkpoint that can be read.
+    """
+    if (workdir / "config.json").exists():
+        files.check(workdir / "config.json")
+    config = configs.of_run(workdir)
+    configs.validate(config)
+    config.fsdp = math.gcd(config.fsdp, jax.device_count())
+    if not checkpoint.exists(workdir):
+        raise ValueError(f"{workdir} holds no checkpoint yet")
+    mesh = devices.mesh(config)
+    dataset, task = subject(config, dataset, task)
+    program = build(config, task, length(config, dataset)[1], mesh)
+    step, state = checkpoint.restore(workdir, program.abstract)
+    return Restored(config, dataset, task, mesh, program, step, state)

@@ -1,0 +1,85 @@
+"""What a run learns, as one value: all that the loop, its checkpoints and the reports do not know.
+
+`vit.classification.task` is the first one, and the only module that knows pictures. Another is a
+`Task` of functions, handed with its data set to `vit.loop.train`:
+
+    train(config, workdir, data.in_memory(records, held_out), Task(create, loss, count))
+
+Its functions are those of a module, or what a cached function returned: equal tasks are then one,
+and their programs are compiled once in a process.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from vit.config import Config
+from vit.data import Batch
+
+Model = Any
+"""An `nnx.Module`: only its task knows which."""
+
+Sums = dict[str, Array]
+"""By name, sums over the examples of a batch."""
+
+Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b s n h"]]
+"""Queries, keys and values of a layer of attention."""
+
+
+def all_of_it(config: Config, key: Array, batch: Batch) -> Batch:
+    """The batch as it is, without `bad`."""
+    return {name: x for name, x in batch.items() if name != "bad"}
+
+
+def means(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Each total over the number of examples."""
+    return {name: x / totals["examples"] for name, x in totals.items() if name != "examples"}
+
+
+def no_attention(*_: Any) -> Any:
+    """Raises ValueError: reports need to know."""
+    raise ValueError(
+        "the task of this run does not say where its attention is: give its vit.task.Task the"
+        " functions `layers` and `projections`"
+    )
+
+
+class Task(NamedTuple):
+    """A model, its loss, and what is measured and reported of it."""
+
+    create: Callable[..., Model]
+    """(config, rngs=`random_streams`) -> a new model, in evaluation mode."""
+    loss: Callable[[Model, Any], tuple[Array, Sums]]
+    """(model in training mode, examples) -> their mean loss and sums: "train_NAME" of the log."""
+    count: Callable[[Model, Batch], Sums]
+    """(model in evaluation mode, batch) -> sums over the examples whose `mask` is 1."""
+    results: Callable[[Mapping[str, np.ndarray]], dict[str, Any]] = means
+    """Totals of `count` over a split, and `examples`, their number -> "eval_NAME" of the log; one
+    is "loss"."""
+    examples: Callable[[Config, Array, Batch], Any] = all_of_it
+    """(config, key of the step, batch) -> arrays of as many rows, which `loss` reads: where what
+    belongs to a whole batch is done, before `config.optim.accumulate` parts it."""
+    operations: Callable[[Config], float] | None = None
+    """Operations of the forward pass for one example; None where nobody has counted them."""
+    layers: Callable[[Model], Sequence[Any]] = no_attention
+    """The model's layers of attention in order, as `nnx.MultiHeadAttention`: their `attention_fn`
+    can be read and exchanged."""
+    projections: Callable[[Model, Batch], list[Triple]] = no_attention
+    """(model, batch) -> what goes into the `attention_fn` of each of them."""
+    noun: str = "example"
+    """What a row of a batch is called."""
+
+    @property
+    def rate(self) -> str:
+        """Name in the log of how many examples a second are trained on: "images_per_second"."""
+        return f"{self.noun}s_per_second"
+
+
+def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:
+    """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
+    params, dropout, frequencies, mixup = jax.random.split(jax.random.key(seed), 4)
+    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies, mixup=mixup)
