@@ -57,7 +57,7 @@ def of_scheme(
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
     train, test = (
         copula.kernel_rmse(
-            jnp.asarray(x[0], jnp.float32), scheme.feature_map, lengthscale=lengthscale
+            jnp.asarray(x[0], jnp.float32), scheme.kernel.feature_map, lengthscale=lengthscale
         )
         for x in (splits.train_x, splits.test_x)
     )

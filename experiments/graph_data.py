@@ -62,8 +62,8 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     if data_dir is None:
         raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
     path = data_dir / "graphs" / f"{name}.npz"
-    found = arrays(path, "edges", "n_nodes")
-    return _graph(path, found, weighted and "weights" in found)
+    parts = arrays(path, "edges", "n_nodes")
+    return _graph(path, parts, weighted and "weights" in parts)
 
 
 def chosen(default: Sequence[str]) -> dict[str, Graph]:
@@ -94,9 +94,9 @@ def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
     Raises:
         ValueError: as `arrays`.
     """
-    found = arrays(path, "edges", "vertex_normals")
-    normals = _vectors(path, "vertex_normals", found)
-    return _graph(path, found | {"n_nodes": np.asarray(len(normals))}), normals
+    parts = arrays(path, "edges", "vertex_normals")
+    normals = _vectors(path, "vertex_normals", parts)
+    return _graph(path, parts | {"n_nodes": np.asarray(len(normals))}), normals
 
 
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
@@ -107,8 +107,8 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     Raises:
         ValueError: as `arrays`; for a face without area.
     """
-    found = arrays(path, "vertices", "faces")
-    vertices, faces = _vectors(path, "vertices", found), found["faces"]
+    parts = arrays(path, "vertices", "faces")
+    vertices, faces = _vectors(path, "vertices", parts), parts["faces"]
     if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
         raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
@@ -130,9 +130,9 @@ def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray,
     Raises:
         ValueError: as `arrays`.
     """
-    found = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
-    graph = _graph(path, found, weighted=True)
-    nodes, speed = found["obs_nodes"], found["obs_speed"]
+    parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
+    graph = _graph(path, parts, weighted=True)
+    nodes, speed = parts["obs_nodes"], parts["obs_speed"]
     if nodes.ndim != 1 or not _are_nodes(nodes, graph.num_nodes):
         raise ValueError(f"obs_nodes of {path} must be (n,) nodes, 0 to {graph.num_nodes - 1}")
     if speed.shape != nodes.shape or not _are_finite(speed):
@@ -153,28 +153,28 @@ def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
     bounded.check_npz(path)
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = dict(file)
+            parts = dict(file)
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
         raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in parts]
     if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(found)}")
-    return found
+        raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(parts)}")
+    return parts
 
 
-def _graph(path: Path, found: dict[str, np.ndarray], weighted: bool = False) -> Graph:
+def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> Graph:
     """The graph of the arrays of a file; what is wrong with them names the file."""
-    count = found["n_nodes"]
+    count = parts["n_nodes"]
     if count.shape != () or not np.issubdtype(count.dtype, np.integer) or count < 1:
         raise ValueError(f"n_nodes of {path} must be one positive integer, got {count}")
     try:
-        return Graph.from_edges(found["edges"], int(count), found["weights"] if weighted else None)
+        return Graph.from_edges(parts["edges"], int(count), parts["weights"] if weighted else None)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _vectors(path: Path, name: str, found: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
-    vectors = found[name]
+def _vectors(path: Path, name: str, parts: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
+    vectors = parts[name]
     if vectors.ndim != 2 or vectors.shape[1] != 3 or not _are_finite(vectors):
         raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
     return vectors.astype(np.float64)

@@ -36,7 +36,7 @@ from absl import flags
 
 from experiments import graph_data, graph_report, graph_sigma, launch, statistics
 from performer import gp, graphs
-from performer.graphs import Graph, couplings, features, kernels, matching, modulations
+from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
 from vit import report
 
@@ -123,7 +123,7 @@ def fitted(task: Task) -> Scales:
         p_halt=P_HALT,
         coupling="independent",
     )
-    found = graphs.gp.fit(
+    scales, _ = graphs.gp.fit(
         jax.random.key(1),
         walks,
         jnp.asarray(task.train),
@@ -132,7 +132,7 @@ def fitted(task: Task) -> Scales:
         num_steps=STEPS,
         optimizer=optax.adam(LEARNING_RATE),
     )
-    return Scales(*(float(jnp.asarray(scale)) for scale in found))
+    return Scales(*(float(jnp.asarray(scale)) for scale in scales))
 
 
 def law(task: Task, gram: Any, scales: Scales) -> gp.Gaussian:
@@ -141,38 +141,39 @@ def law(task: Task, gram: Any, scales: Scales) -> gp.Gaussian:
     train, test = rows[task.train], rows[task.test]
     blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
     with jax.enable_x64(True):
-        known, cross, of_test = (jnp.asarray(block.toarray()) for block in blocks)
+        gram, cross, test_gram = (jnp.asarray(block.toarray()) for block in blocks)
         y = jnp.asarray(task.y, jnp.float64)
-        f = gp.condition(known, cross, of_test, y, scales.noise_scale)
+        f = gp.condition(gram, cross, test_gram, y, scales.noise_scale)
         return gp.observed(f, scales.noise_scale)
 
 
-def rmse(task: Task, found: gp.Gaussian) -> float:
+def rmse(task: Task, predicted: gp.Gaussian) -> float:
     """In the units of the values."""
-    return task.unit * float(np.sqrt(np.mean((np.asarray(found.mean) - task.test_y) ** 2)))
+    return task.unit * float(np.sqrt(np.mean((np.asarray(predicted.mean) - task.test_y) ** 2)))
 
 
 def scores(
     task: Task, scales: Scales, exact: np.ndarray, reference: gp.Gaussian, phi: Any
 ) -> tuple[float, float, float]:
     """Error, RMSE and KL of the features `phi`; `reference` is the law under `exact`."""
-    found = law(task, phi @ phi.T, scales)
+    predicted = law(task, phi @ phi.T, scales)
     with jax.enable_x64(True):
-        divergence = float(gp.kl(reference, found))
+        divergence = float(gp.kl(reference, predicted))
     error = float(graph_sigma.frobenius_errors(phi, exact)[0])
-    return error, rmse(task, found), divergence
+    return error, rmse(task, predicted), divergence
 
 
 def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
     """{(m, coupling): (repeats, 3)}, and the RMSE of the exact kernel."""
+    kernel = kernels.diffusion(scales.lengthscale)
     with jax.enable_x64(True):
-        exact = np.asarray(kernels.diffusion(task.graph, scales.lengthscale))
-    reference, kernel = law(task, exact, scales), modulations.diffusion(scales.lengthscale)
+        exact = np.asarray(kernel.dense(task.graph))
+    reference = law(task, exact, scales)
     permutation = matching.learn(graph_sigma.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
     chosen: dict[str, str | Coupling] = {name: name for name in ("independent", "antithetic")}
     chosen["sigma"] = couplings.sigma(permutation)
-    found = {(m, name): [] for m in task.walks for name in chosen}
-    for m, name in found:
+    results = {(m, name): [] for m in task.walks for name in chosen}
+    for m, name in results:
         for repeat in range(repeats):
             walks = features.sample(
                 jax.random.key(repeat),
@@ -182,8 +183,8 @@ def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
                 coupling=chosen[name],
             )
             phi = features.modulate(walks, kernel).to_scipy().astype(np.float64)
-            found[m, name].append(scores(task, scales, exact, reference, phi))
-    return {key: np.array(of) for key, of in found.items()}, rmse(task, reference)
+            results[m, name].append(scores(task, scales, exact, reference, phi))
+    return {key: np.array(values) for key, values in results.items()}, rmse(task, reference)
 
 
 def figure(names: list[str], data_dir: Path | None, repeats: int, out: Path) -> str:
@@ -193,17 +194,19 @@ def figure(names: list[str], data_dir: Path | None, repeats: int, out: Path) -> 
     rows, said, by_quantity = [], [], {quantity: {} for quantity in QUANTITIES}
     for column, (name, task) in zip(axes.reshape(3, -1).T, tasks.items(), strict=True):
         scales = fitted(task)
-        found, least = compared(task, scales, repeats)
-        for (m, coupling), values in found.items():
+        results, least = compared(task, scales, repeats)
+        for (m, coupling), values in results.items():
             row = {"graph": name, "N": task.graph.num_nodes, "m": m, "coupling": coupling}
-            for quantity, of in zip(QUANTITIES, values.T, strict=True):
-                row[quantity] = graph_report.text(*statistics.mean_and_error(of.tolist()))
-                by_quantity[quantity].setdefault(f"{name}, m = {m}", {})[coupling] = of
+            for quantity, column_values in zip(QUANTITIES, values.T, strict=True):
+                row[quantity] = graph_report.text(
+                    *statistics.mean_and_error(column_values.tolist())
+                )
+                by_quantity[quantity].setdefault(f"{name}, m = {m}", {})[coupling] = column_values
             rows.append(row)
         for i, (axis, quantity) in enumerate(zip(column, QUANTITIES, strict=True)):
-            for coupling in dict.fromkeys(coupling for _, coupling in found):
-                of = [found[m, coupling][:, i] for m in task.walks]
-                values = [statistics.mean_and_error(x.tolist()) for x in of]
+            for coupling in dict.fromkeys(coupling for _, coupling in results):
+                column_values = [results[m, coupling][:, i] for m in task.walks]
+                values = [statistics.mean_and_error(x.tolist()) for x in column_values]
                 graph_report.band(axis, task.walks, values, coupling)
             axis.set(xlabel="m", ylabel=quantity, xticks=task.walks)
         column[0].set_title(f"{name}, N = {task.graph.num_nodes}")
@@ -215,8 +218,8 @@ def figure(names: list[str], data_dir: Path | None, repeats: int, out: Path) -> 
         print(out.name, said[-1], flush=True)
     axes[0].legend()
     report.save(drawn, out)
-    for quantity, of in by_quantity.items():
-        said.append(f"\n{quantity}:\n\n{graph_report.verdict(of)}")
+    for quantity, column_values in by_quantity.items():
+        said.append(f"\n{quantity}:\n\n{graph_report.verdict(column_values)}")
     return report.table(rows, out, "\n".join(said))
 
 

@@ -29,7 +29,6 @@ from performer.graphs import (
     features,
     graph_random_features,
     kernels,
-    modulations,
     pagerank,
     reinforced,
 )
@@ -48,7 +47,8 @@ Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
 def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
     """|K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
     exact = [
-        np.asarray(kernels.regularised_laplacian(graph, 2, SIGMA), np.float64) for graph in graphs
+        np.asarray(kernels.regularised_laplacian(2, SIGMA).dense(graph), np.float64)
+        for graph in graphs
     ]
     once, ends = graph_data.side_by_side(graphs), np.cumsum([len(k) for k in exact])
     blocks = [slice(end - len(k), end) for end, k in zip(ends, exact, strict=True)]
@@ -76,9 +76,9 @@ def _pagerank_errors(key: Key, graph: Graph, coupling: str, repeats: int) -> np.
     many = graph_data.copies(graph, repeats)
     columns = []
     for m in WALKS:
-        found = pagerank.pagerank(key, many, num_walks=m, p_halt=P_PAGERANK, coupling=coupling)
-        of_copy = repeats * np.asarray(found, np.float64).reshape(repeats, -1)
-        columns.append(np.sum((of_copy - exact) ** 2, axis=1))
+        ranks = pagerank.pagerank(key, many, num_walks=m, p_halt=P_PAGERANK, coupling=coupling)
+        by_copy = repeats * np.asarray(ranks, np.float64).reshape(repeats, -1)
+        columns.append(np.sum((by_copy - exact) ** 2, axis=1))
     return np.array(columns).T
 
 
@@ -87,7 +87,7 @@ def _coupled(
 ) -> Iterator[scipy.sparse.csr_array]:
     """Phi (N, N) of each repetition."""
     many, n = graph_data.copies(graph, repeats), graph.num_nodes
-    kernel = modulations.regularised_laplacian(2, SIGMA)
+    kernel = kernels.regularised_laplacian(2, SIGMA)
     estimate = graph_random_features(
         key, many, kernel, num_walks=num_walks, p_halt=P_KERNEL, coupling=coupling
     )
@@ -99,29 +99,29 @@ def _reinforced(
     key: Key, graph: Graph, _: str, num_walks: int, repeats: int
 ) -> Iterator[scipy.sparse.csr_array]:
     """The same of self-avoiding walks: one by one, for each takes memory in N times the edges."""
-    kernel, normalised = modulations.regularised_laplacian(2, SIGMA), graph.normalised()
+    kernel, normalised = kernels.regularised_laplacian(2, SIGMA), graph.normalised()
     for pair in jax.random.split(key, (repeats, 2)):
         lengths = couplings.lengths(pair[0], "independent", graph.num_nodes, num_walks, P_KERNEL)
-        found = reinforced.sample(pair[1], normalised, lengths, p_halt=P_KERNEL)
-        yield scipy.sparse.csr_array(features.modulate(found, kernel).to_scipy(), dtype=np.float64)
+        walks = reinforced.sample(pair[1], normalised, lengths, p_halt=P_KERNEL)
+        yield scipy.sparse.csr_array(features.modulate(walks, kernel).to_scipy(), dtype=np.float64)
 
 
 def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
 ) -> str:
     """Writes the errors of all graphs and couplings, a panel for each graph; the table."""
-    keys, of_all = jax.random.split(jax.random.key(0), len(names)), list(graphs.values())
-    found = [
-        _summary(errors(k, of_all, name, repeats)) for k, name in zip(keys, names, strict=True)
+    keys, inputs = jax.random.split(jax.random.key(0), len(names)), list(graphs.values())
+    summaries = [
+        _summary(errors(k, inputs, name, repeats)) for k, name in zip(keys, names, strict=True)
     ]
-    means = np.stack(found, axis=1)
+    means = np.stack(summaries, axis=1)
     drawn, axes = graph_report.panels(out, len(graphs), columns=4)
     rows = []
-    for axis, graph, of_graph in zip(axes, graphs, means, strict=True):
+    for axis, graph, by_name in zip(axes, graphs, means, strict=True):
         n = graphs[graph].num_nodes
-        for name, of_name in zip(names, of_graph, strict=True):
-            axis.errorbar(WALKS, *of_name.T, marker="o", markersize=3, label=name)
-            texts = [f"{mean:.3g} ± {error:.1g}" for mean, error in of_name]
+        for name, values in zip(names, by_name, strict=True):
+            axis.errorbar(WALKS, *values.T, marker="o", markersize=3, label=name)
+            texts = [f"{mean:.3g} ± {error:.1g}" for mean, error in values]
             row = {"graph": graph, "N": n, "walks": name}
             rows.append(row | {f"m = {m}": text for m, text in zip(WALKS, texts, strict=True)})
         axis.set(title=f"{graph}, N = {n}", ylabel=QUANTITIES[out.name])

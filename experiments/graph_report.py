@@ -16,12 +16,16 @@ Errors = dict[str, np.ndarray]
 """(repeats,) of each coupling, or of each graph."""
 
 
-def columns(found: Errors) -> dict[str, str]:
+def columns(errors: Errors) -> dict[str, str]:
     """Mean errors, and their ratios to the first."""
-    names, (first, *others) = list(found), found.values()
-    row = {name: text(*statistics.mean_and_error(of.tolist())) for name, of in found.items()}
-    ratios = (text(*statistics.ratio(of, first)) for of in others)
-    return row | {f"{name} / {names[0]}": of for name, of in zip(names[1:], ratios, strict=True)}
+    names, (first, *others) = list(errors), errors.values()
+    row = {
+        name: text(*statistics.mean_and_error(values.tolist())) for name, values in errors.items()
+    }
+    ratios = (text(*statistics.ratio(values, first)) for values in others)
+    return row | {
+        f"{name} / {names[0]}": values for name, values in zip(names[1:], ratios, strict=True)
+    }
 
 
 def text(mean: float, error: float) -> str:
@@ -30,15 +34,18 @@ def text(mean: float, error: float) -> str:
     return f"{mean:.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
 
 
-def verdict(found: dict[str, Errors]) -> str:
-    """How often each coupling differs from the others; `found` has those of each case."""
+def verdict(cases: dict[str, Errors]) -> str:
+    """How often each coupling differs from the others; `cases` has those of each."""
     lines = []
     for name, other in itertools.combinations(reversed(COUPLINGS), 2):
-        tests = [statistics.paired(of[name].tolist(), of[other].tolist()) for of in found.values()]
+        tests = [
+            statistics.paired(errors[name].tolist(), errors[other].tolist())
+            for errors in cases.values()
+        ]
         p = np.asarray(statistics.holm([test.p_value for test in tests]))
         z = {
             label: test.mean / max(test.standard_error, 1e-300)
-            for label, test in zip(found, tests, strict=True)
+            for label, test in zip(cases, tests, strict=True)
         }
         highest = max(z, key=lambda label: z[label])
         below, above = (np.sum((p < 0.05) & (s * np.array([*z.values()]) > 0)) for s in (-1, 1))

@@ -29,10 +29,10 @@ import numpy as np
 from absl import flags
 
 from experiments import graph_data, launch, timing
-from performer.graphs import Graph, couplings, graph_random_features, modulations, pagerank, walks
+from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
 from vit import report
 
-KERNEL = modulations.regularised_laplacian(d=2, sigma=1.0)
+KERNEL = kernels.regularised_laplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
 P_HALT = 0.5
 
@@ -135,11 +135,11 @@ def scale(num_nodes: int) -> dict:
         "product K v, s": lambda: multiply(kernel, v),
         "PageRank, s": lambda: ranks(jax.random.key(0)),
     }
-    found = {name: best.wall for name, best in timing.race(calls, 2).items()}
+    seconds = {name: best.wall for name, best in timing.race(calls, 2).items()}
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     visits = int(jnp.count_nonzero(kernel.left.value))
     row = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": visits, "graph, s": built}
-    return row | found | {"memory, GiB": largest}
+    return row | seconds | {"memory, GiB": largest}
 
 
 def plot(rows: list[dict], out: Path) -> None:

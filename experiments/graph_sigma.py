@@ -35,12 +35,12 @@ from absl import flags
 
 from experiments import graph_data, launch, statistics
 from experiments.graph_report import COUPLINGS, Errors, band, columns, panels, verdict
-from performer.graphs import Graph, couplings, features, kernels, matching, modulations, pagerank
+from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
 from vit import report
 
-KERNEL = modulations.regularised_laplacian(2, 1.0)
+KERNEL = kernels.regularised_laplacian(2, 1.0)
 DEFAULT = (
     *("karate", "dolphins", "polbooks", "football", "news_2cl1_0.1", "eu-core_lcc", "cora_lcc"),
     *("Larger ER", "Binary tree", "Ladder"),
@@ -93,13 +93,13 @@ def kernel_errors(
     repeats: int,
 ) -> Errors:
     """|K - K_hat|_F / |K|_F of estimates with two walks; `exact` are the kernels."""
-    found = {name: [] for name in graphs}
+    errors = {name: [] for name in graphs}
     for key, whole, parts in draws(graphs, repeats):
         walks = features.sample(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
         phi = features.modulate(walks, KERNEL).to_scipy()
         for name, part in parts.items():
-            found[name].append(frobenius_errors(phi[part, part], exact[name]))
-    return {name: np.concatenate(of)[:repeats] for name, of in found.items()}
+            errors[name].append(frobenius_errors(phi[part, part], exact[name]))
+    return {name: np.concatenate(values)[:repeats] for name, values in errors.items()}
 
 
 def pagerank_errors(
@@ -115,14 +115,14 @@ def pagerank_errors(
         name: np.asarray(pagerank.power_iteration(graph, p_halt=p_halt, tolerance=1e-6))
         for name, graph in graphs.items()
     }
-    found = {name: [] for name in graphs}
+    errors = {name: [] for name in graphs}
     for key, whole, parts in draws(graphs, repeats):
         rho = pagerank.pagerank(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
         for name, part in parts.items():
             n = len(exact[name])
-            of_copy = np.asarray(rho[part], np.float64).reshape(-1, n) * (whole.num_nodes / n)
-            found[name].append(np.linalg.norm(of_copy - exact[name], axis=1))
-    return {name: np.concatenate(of)[:repeats] for name, of in found.items()}
+            by_copy = np.asarray(rho[part], np.float64).reshape(-1, n) * (whole.num_nodes / n)
+            errors[name].append(np.linalg.norm(by_copy - exact[name], axis=1))
+    return {name: np.concatenate(values)[:repeats] for name, values in errors.items()}
 
 
 def require_edges(graphs: dict[str, Graph]) -> None:
@@ -134,10 +134,7 @@ def require_edges(graphs: dict[str, Graph]) -> None:
 
 def exact_kernels(graphs: dict[str, Graph]) -> dict[str, np.ndarray]:
     """What `kernel_errors` compares with."""
-    return {
-        name: np.asarray(kernels.regularised_laplacian(graph, 2, 1.0), np.float64)
-        for name, graph in graphs.items()
-    }
+    return {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
 
 def figure(
@@ -147,39 +144,41 @@ def figure(
     out: Path,
 ) -> tuple[str, dict[tuple[str, float], Errors]]:
     """A row for each graph and p_halt, a panel for each graph; also the errors themselves."""
-    found: dict[tuple[str, float], Errors] = {(g, p): {} for g in graphs for p in permutations}
+    results: dict[tuple[str, float], Errors] = {(g, p): {} for g in graphs for p in permutations}
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
             chosen = couplings.sigma(permutation) if coupling == "sigma" else coupling
             for name, values in errors(chosen, p_halt=p).items():
-                found[name, p][coupling] = values
+                results[name, p][coupling] = values
         print(out.name, p, flush=True)
     drawn, axes = panels(out, len(graphs))
     for axis, (name, graph) in zip(axes, graphs.items(), strict=True):
         for coupling in COUPLINGS:
-            here = [found[name, p] for p in permutations]
-            ratios = [statistics.ratio(of[coupling], of["independent"]) for of in here]
+            here = [results[name, p] for p in permutations]
+            ratios = [statistics.ratio(case[coupling], case["independent"]) for case in here]
             band(axis, [*permutations], ratios, coupling)
         axis.set(title=f"{name}, N = {graph.num_nodes}", xlabel="p_halt")
     axes[0].set_ylabel("error / error of independent walks")
     axes[0].legend()
     report.save(drawn, out)
     rows = [
-        {"graph": name, "N": graphs[name].num_nodes, "p_halt": p} | columns(of)
-        for (name, p), of in found.items()
+        {"graph": name, "N": graphs[name].num_nodes, "p_halt": p} | columns(case)
+        for (name, p), case in results.items()
     ]
-    said = verdict({f"{name} at {p}": of for (name, p), of in found.items()})
-    return report.table(rows, out, said), found
+    said = verdict({f"{name} at {p}": case for (name, p), case in results.items()})
+    return report.table(rows, out, said), results
 
 
 def figure_3(
-    name: str, found: dict[float, Errors], permutations: dict[float, np.ndarray], out: Path
+    name: str, by_p_halt: dict[float, Errors], permutations: dict[float, np.ndarray], out: Path
 ) -> None:
     """The errors of one graph, and the permutations."""
     drawn, axes = panels(out, 1 + len(permutations), columns=3)
     for coupling in COUPLINGS:
-        of = [statistics.mean_and_error(errors[coupling].tolist()) for errors in found.values()]
-        band(axes[0], list(found), of, coupling)
+        lines = [
+            statistics.mean_and_error(errors[coupling].tolist()) for errors in by_p_halt.values()
+        ]
+        band(axes[0], list(by_p_halt), lines, coupling)
     axes[0].set(title=name, xlabel="p_halt", ylabel="relative Frobenius error")
     axes[0].legend()
     for axis, (p, permutation) in zip(axes[1:], permutations.items(), strict=True):
@@ -193,13 +192,16 @@ def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
     responses = matching.spectral_responses(graph, KERNEL, P_FIGURE_8, order)
     edges, rng = matching.spectral_edges(responses), np.random.default_rng(order)
     (small,) = matching.reduced(rng, edges, size=REDUCED)
-    found = {
+    permutations = {
         "linear": matching.assign(matching.linear_costs(responses)),
         "quadratic": matching.enumerate_all(edges, edges),
         "projected": matching.project(rng, edges),
         "reduced": matching.enumerate_all(small, small),
     }
-    return {name: (of, matching.objective(of, edges, edges)) for name, of in found.items()}
+    return {
+        name: (permutation, matching.objective(permutation, edges, edges))
+        for name, permutation in permutations.items()
+    }
 
 
 def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
@@ -214,7 +216,7 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
     rows: list[dict[str, Any]] = []
     drawn, axes = panels(out, 2 * len(graphs), columns=2)
     for (left, right), (name, graph) in zip(axes.reshape(-1, 2), graphs.items(), strict=True):
-        lines = of_orders({name: graph}, repeats)
+        lines = order_rows({name: graph}, repeats)
         rows += [{"graph": name} | row for row in lines]
         for how in dict.fromkeys(row["learned"] for row in lines):
             here = [row for row in lines if row["learned"] == how]
@@ -230,7 +232,7 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
     return report.table(rows, out)
 
 
-def of_orders(graph: dict[str, Graph], repeats: int) -> list[dict[str, Any]]:
+def order_rows(graph: dict[str, Graph], repeats: int) -> list[dict[str, Any]]:
     """The rows of one graph."""
     (name,), exact, rows = graph, exact_kernels(graph), []
     errors = partial(kernel_errors, p_halt=P_FIGURE_8, graphs=graph, exact=exact, repeats=repeats)
@@ -240,8 +242,8 @@ def of_orders(graph: dict[str, Graph], repeats: int) -> list[dict[str, Any]]:
         best, least = permutations["quadratic"]
         for how, (permutation, objective) in permutations.items():
             if tuple(permutation) not in known:
-                found = errors(couplings.sigma(permutation))[name]
-                known[tuple(permutation)] = statistics.ratio(found, independent)
+                values = errors(couplings.sigma(permutation))[name]
+                known[tuple(permutation)] = statistics.ratio(values, independent)
             row = {"n": order, "learned": how}
             row |= zip(("error / independent", "±"), known[tuple(permutation)], strict=True)
             row |= {"Cayley distance": cayley_distance(best, permutation)}
@@ -256,10 +258,10 @@ def main() -> None:
     learn_on = erdos_renyi()
     chosen = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, graphs=graphs, exact=exact_kernels(graphs), repeats=repeats)
-    table, found = figure(graphs, errors, chosen, out / "figure_10")
+    table, results = figure(graphs, errors, chosen, out / "figure_10")
     print(table)
     largest = max(graphs, key=lambda name: graphs[name].num_nodes)
-    figure_3(largest, {p: found[largest, p] for p in chosen}, chosen, out / "figure_3")
+    figure_3(largest, {p: results[largest, p] for p in chosen}, chosen, out / "figure_3")
     some = [name for name in FIGURE_8 if name in graphs] or [min(graphs)]
     print(figure_8({name: graphs[name] for name in some}, repeats, out / "figure_8"))
     chosen = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}

@@ -35,7 +35,7 @@ import numpy as np
 from absl import flags
 
 from experiments import graph_data, launch, statistics
-from performer.graphs import Graph, graph_random_features, kernels, modulations, tasks
+from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import Estimate
 from performer.typing import Key
 from vit import report
@@ -83,11 +83,11 @@ TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals:
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
-    exact = np.asarray(kernels.diffusion(graph, (2 * TIME) ** 0.5), np.float64)[:, 0]
-    kernel = modulations.regularised_laplacian(2, (TIME / TIME_STEPS) ** 0.5)
+    exact = np.asarray(kernels.diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
+    kernel = kernels.regularised_laplacian(2, (TIME / TIME_STEPS) ** 0.5)
     return np.concatenate([
-        _diffuse(_estimate(of_batch, graph, kernel, DIFFUSION_WALKS, coupling, count), exact)
-        for of_batch, count in _batches(key, trials)
+        _diffuse(_estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count), exact)
+        for batch_key, count in _batches(key, trials)
     ])  # fmt: skip
 
 
@@ -104,13 +104,13 @@ def _diffuse(estimate: Estimate, exact: np.ndarray) -> np.ndarray:
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """The share of wrong pairs in each trial, qGRF Eq. 22."""
-    exact = kernels.regularised_laplacian(graph, 2, CLUSTER_SIGMA)
-    kernel = modulations.regularised_laplacian(2, CLUSTER_SIGMA)
+    kernel = kernels.regularised_laplacian(2, CLUSTER_SIGMA)
+    exact = kernel.dense(graph)
     errors = []
-    for of_walks, of_start in jax.random.split(key, (trials, 2)):
-        estimate = _estimate(of_walks, graph, kernel, CLUSTER_WALKS, coupling)
-        found = [_labels(of_start, k) for k in (exact, estimate)]
-        errors.append(tasks.clustering_error(*found))
+    for walks_key, start_key in jax.random.split(key, (trials, 2)):
+        estimate = _estimate(walks_key, graph, kernel, CLUSTER_WALKS, coupling)
+        labels = [_labels(start_key, k) for k in (exact, estimate)]
+        errors.append(tasks.clustering_error(*labels))
     return np.array(errors)
 
 
@@ -123,32 +123,32 @@ def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
     """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
-    kernel = modulations.regularised_laplacian(2, MESH_SIGMA)
+    kernel = kernels.regularised_laplacian(2, MESH_SIGMA)
     errors = []
-    for of_batch, count in _batches(key, trials):
-        of_walks, of_nodes = jax.random.split(of_batch)
-        estimate = _estimate(of_walks, graph, kernel, MESH_WALKS, coupling, count)
-        ranks = jax.random.uniform(of_nodes, (count, graph.num_nodes)).argsort().argsort()
+    for batch_key, count in _batches(key, trials):
+        walks_key, nodes_key = jax.random.split(batch_key)
+        estimate = _estimate(walks_key, graph, kernel, MESH_WALKS, coupling, count)
+        ranks = jax.random.uniform(nodes_key, (count, graph.num_nodes)).argsort().argsort()
         hidden = np.asarray(ranks < int(HIDDEN * graph.num_nodes))
         values = jnp.tile(jnp.asarray(normals, jnp.float32), (count, 1))
         known = jnp.asarray(~hidden.ravel())
         seen = (estimate @ known.astype(values.dtype))[:, None] > 0
-        found = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
-        errors.append(_mean_angles(found.reshape(count, -1, 3), normals, hidden))
+        estimates = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
+        errors.append(_mean_angles(estimates.reshape(count, -1, 3), normals, hidden))
     return np.concatenate(errors)
 
 
-def _mean_angles(found: np.ndarray, normals: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     """1 - cos where hidden, mean of each row; 1 where nothing was found."""
-    lengths = np.linalg.norm(found, axis=-1)
-    cosines = np.sum(found * normals, axis=-1) / np.where(lengths > 0, lengths, 1)
+    lengths = np.linalg.norm(estimates, axis=-1)
+    cosines = np.sum(estimates * normals, axis=-1) / np.where(lengths > 0, lengths, 1)
     return np.mean(1 - np.nan_to_num(cosines), axis=1, where=hidden)
 
 
 def _estimate(
     key: Key,
     graph: Graph,
-    kernel: modulations.Modulation,
+    kernel: kernels.Modulation,
     num_walks: int,
     coupling: str,
     count: int = 1,
@@ -172,12 +172,12 @@ def rows_of(
     """The rows of a table; both couplings have the same keys, so that differences are paired."""
     rows = []
     for name, problem in problems.items():
-        found = [errors(jax.random.key(0), c, trials, *problem).tolist() for c in COUPLINGS]
+        by_coupling = [errors(jax.random.key(0), c, trials, *problem).tolist() for c in COUPLINGS]
         row = {"graph": name, "N": problem[0].num_nodes, "trials": trials}
-        for coupling, values in zip(COUPLINGS, found, strict=True):
+        for coupling, values in zip(COUPLINGS, by_coupling, strict=True):
             mean, error = statistics.mean_and_error(values)
             row |= {coupling: mean, f"± ({coupling})": error}
-        apart = statistics.paired(found[1], found[0])
+        apart = statistics.paired(by_coupling[1], by_coupling[0])
         row |= {"difference": apart.mean, "± (difference)": apart.standard_error}
         printed = PAPER[number].get(name, ("", ""))
         rows.append(row | {"paper GRFs": printed[0], "paper q-GRFs": printed[1]})
@@ -227,9 +227,9 @@ def main() -> None:
         paths = {name: folder / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: graph_data.mesh(path) for name, path in paths.items()}
     tables = {}
-    for number, of_table in problems.items():
+    for number, instances in problems.items():
         trials = _TRIALS.value // 10 if number == 2 else _TRIALS.value
-        tables[number] = rows_of(number, of_table, MEASURES[number], trials)
+        tables[number] = rows_of(number, instances, MEASURES[number], trials)
         text = report.table(tables[number], out / f"table_{number}", verdict(tables[number]))
         print(f"Table {number}\n\n{text}", flush=True)
     plot(tables, out / "tasks")

@@ -77,19 +77,19 @@ def regress(
     project = partial(jnp.matmul, precision="highest")
     train = project(train_x, W.T) - jnp.sum(train_x**2, axis=-1, keepdims=True)
     top = jnp.max(train, axis=0)
-    of_classes = project(jnp.exp(train - top).T, one_hot)
+    class_sums = project(jnp.exp(train - top).T, one_hot)
     test = (project(test_x, W.T) + top).reshape(len(test_x), blocks, -1)
     maximum = jnp.max(test, axis=-1)
-    of_blocks = jnp.einsum(
+    block_sums = jnp.einsum(
         "kbf,bfc->kbc",
         jnp.exp(test - maximum[..., None]),
-        of_classes.reshape(blocks, -1, one_hot.shape[-1]),
+        class_sums.reshape(blocks, -1, one_hot.shape[-1]),
         precision="highest",
     )
     # Sums of the first blocks, relative to the largest of their maxima.
     running = jax.lax.cummax(maximum, axis=1)
     scales = jnp.tril(jnp.exp(jnp.minimum(maximum[:, None] - running[:, :, None], 0)))
-    sums = jnp.einsum("ksb,kbc->skc", scales, of_blocks, precision="highest")
+    sums = jnp.einsum("ksb,kbc->skc", scales, block_sums, precision="highest")
     return sums / jnp.sum(sums, axis=-1, keepdims=True)
 
 
@@ -100,12 +100,12 @@ def _frequencies(keys, *, name, m, d):
 
 @partial(jax.jit, static_argnames=("blocks", "batch"))
 def _right(frequencies, train_x, one_hot, test_x, test_y, *, blocks, batch):
-    def of_draw(W):
+    def draw_counts(W):
         predicted = regress(train_x, one_hot, test_x, W, blocks)
         right = jnp.argmax(predicted, axis=-1) == test_y
         return jnp.sum(right, axis=-1), jnp.all(jnp.isfinite(predicted))
 
-    return jax.lax.map(of_draw, frequencies, batch_size=batch)
+    return jax.lax.map(draw_counts, frequencies, batch_size=batch)
 
 
 def accuracies(
@@ -122,7 +122,7 @@ def accuracies(
     numbers = blocks * ((n + k) * d + k * (c + blocks))
     # A divisor of the draws: a batch that is left over would be compiled once more.
     batch = max(i for i in range(1, draws + 1) if draws % i == 0 and (i == 1 or i * numbers < 4e6))
-    found, finite = _right(
+    counts, finite = _right(
         _frequencies(keys, name=coupling, m=blocks * d, d=d),
         np.float32(sigma) * problem.train_x,
         problem.one_hot,
@@ -136,7 +136,7 @@ def accuracies(
             f"data set {problem.name!r} with {coupling} at sigma = {sigma:g}: the estimate is not"
             " finite; take a smaller sigma, or look for extreme values in the columns"
         )
-    return np.asarray(found, np.float64) / k
+    return np.asarray(counts, np.float64) / k
 
 
 def exact_accuracies(problem: Problem, sigmas: Sequence[float]) -> list[float]:

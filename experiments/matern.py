@@ -11,7 +11,6 @@ lengths of `norms.matern` in the place of chi_d, coupled as ever.
 Writes matern.csv, matern.md and one png for each set of points to --out.
 """
 
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,32 +19,27 @@ import numpy as np
 from absl import flags
 
 from experiments import launch, statistics, uci
-from performer import couplings, directions, features, kernels, norms
-from performer.typing import Coupling
+from performer import kernels
 from vit import report
 
 ORDERS = (0.5, 1.5, 2.5)
 MULTIPLES = (1, 2, 4, 8, 16)
 POINTS = 64
-PARTS = {
-    "iid": (directions.independent, norms.independent),
-    "orf": (directions.orthogonal, norms.independent),
-    "pnc": (directions.orthogonal, norms.pairwise),
-}
+COUPLINGS = ("iid", "orf", "pnc")
 
 
-def gram_errors(coupling: Coupling, x: jax.Array, exact: jax.Array, draws: int) -> np.ndarray:
+def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int) -> np.ndarray:
     """|K_hat - K|_F over |K|_F, (draws, sizes): the first blocks of a draw are the smaller ones."""
-    d = x.shape[-1]
+    d, exact = x.shape[-1], kernel(x, x)
 
     def one(key):
-        w = coupling(key, MULTIPLES[-1] * d, d)
-        phis = [features.trigonometric(x, w[: multiple * d]) for multiple in MULTIPLES]
+        w = kernels.frequencies(key, kernel, MULTIPLES[-1] * d, d, coupling)
+        phis = [kernel.feature_map(x, w[: multiple * d]) for multiple in MULTIPLES]
         return jnp.stack([jnp.linalg.norm(phi @ phi.T - exact) for phi in phis])
 
     keys = jax.random.split(jax.random.key(0), draws)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10))(keys)
-    return np.asarray(found / jnp.linalg.norm(exact), np.float64)
+    norms = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10))(keys)
+    return np.asarray(norms / jnp.linalg.norm(exact), np.float64)
 
 
 def errors(name: str, x: jax.Array, draws: int, out: Path) -> list[dict]:
@@ -54,16 +48,13 @@ def errors(name: str, x: jax.Array, draws: int, out: Path) -> list[dict]:
     sizes = [d * multiple for multiple in MULTIPLES]
     drawn, axes = report.figure(out, columns=len(ORDERS))
     for axis, nu in zip(axes, ORDERS, strict=True):
-        exact = kernels.matern(nu)(x, x)
-        for coupling, (draw_directions, draw_norms) in PARTS.items():
-            draw_norms = partial(draw_norms, quantile=norms.matern(nu))
-            coupled = couplings.Blocks(draw_directions, draw_norms)
+        for coupling in COUPLINGS:
             row: dict = {"points": name, "d": d, "nu": nu, "coupling": coupling}
-            found = gram_errors(coupled, x, exact, draws)
-            for multiple, of_size in zip(MULTIPLES, found.T, strict=True):
-                mean, error = statistics.mean_and_error(of_size.tolist())
+            values = gram_errors(kernels.matern(nu), coupling, x, draws)
+            for multiple, column in zip(MULTIPLES, values.T, strict=True):
+                mean, error = statistics.mean_and_error(column.tolist())
                 row[f"m = {multiple}d"] = f"{mean:.4f} ± {error:.4f}"
-            axis.plot(sizes, found.mean(axis=0), marker="o", markersize=3, label=coupling)
+            axis.plot(sizes, values.mean(axis=0), marker="o", markersize=3, label=coupling)
             rows.append(row)
         axis.set(ylabel="relative Frobenius error", title=f"{name}, nu = {nu}")
         report.log_log(axis, sizes)

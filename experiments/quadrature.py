@@ -47,7 +47,7 @@ from matplotlib import pyplot as plt
 from sklearn import datasets, svm
 
 from experiments import launch, quadrature_attention, statistics, tabular, timing, uci
-from performer import quadrature
+from performer import kernels, quadrature
 from performer.choices import unknown
 from performer.quadrature import Rule
 from performer.typing import Key
@@ -57,6 +57,7 @@ RULES = 5
 """n goes up to so many."""
 PARTS = ("figure_1", "figure_2", "figure_3", "attention")
 METHODS = tuple(quadrature.METHODS)
+KERNELS = ("gaussian", "arc-cosine-0", "arc-cosine-1")
 SPHERICAL_RADIAL = ("H", "B")
 TRAIN, TEST = 1000, 2000
 """Rows at most, in Fig. 2."""
@@ -144,8 +145,8 @@ def lengthscale(kernel: str, d: int) -> float:
 @partial(jax.jit, static_argnames="kernel")
 def exact(x: jax.Array, y: jax.Array, kernel: str) -> jax.Array:
     """The kernel that the features estimate; a few rows at a time, for the memory."""
-    kernel_of, length = quadrature.KERNELS[kernel].exact, lengthscale(kernel, x.shape[-1])
-    return jax.lax.map(lambda row: kernel_of(row[None], y, lengthscale=length)[0], x, batch_size=32)
+    k, length = kernels.get(kernel), lengthscale(kernel, x.shape[-1])
+    return jax.lax.map(lambda row: k(row[None], y, lengthscale=length)[0], x, batch_size=32)
 
 
 @partial(jax.jit, static_argnames=("name", "kernel_names"))
@@ -153,23 +154,24 @@ def frobenius_errors(
     x: jax.Array, keys: Key, name: str, kernel_names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """|K - K^|_F / |K|_F of kernels that are all even or all not, {kernel: (runs, n)}."""
-    d, reflect = x.shape[-1], not quadrature.KERNELS[kernel_names[0]].even
-    kernels = {kernel: exact(x, x, kernel) for kernel in kernel_names}
+    d, reflect = x.shape[-1], not kernels.get(kernel_names[0]).even
+    grams = {kernel: exact(x, x, kernel) for kernel in kernel_names}
 
     def one(key: Key) -> dict[str, jax.Array]:
-        rule = quadrature.method(name, key, RULES, d, reflect=reflect)
+        rule = quadrature.method(key, name, RULES, d, reflect=reflect)
         parts = [first(rule, name, n, reflect) for n in range(1, RULES + 1)]
         return {
             kernel: jnp.stack(
                 [
                     jnp.linalg.norm(
-                        quadrature.gram(x, x, part, kernel, lengthscale=lengthscale(kernel, d)) - k
+                        quadrature.gram(x, x, part, kernel, lengthscale=lengthscale(kernel, d))
+                        - gram
                     )
-                    / jnp.linalg.norm(k)
+                    / jnp.linalg.norm(gram)
                     for part in parts
                 ]
             )
-            for kernel, k in kernels.items()
+            for kernel, gram in grams.items()
         }
 
     return jax.lax.map(one, keys)
@@ -182,11 +184,11 @@ def figure_1(data: Sequence[Data], runs: int, out: Path) -> str:
         keys = jax.random.split(jax.random.key(0), runs or RUNS.get(name, 50))
         x = jnp.asarray(x[: SAMPLES.get(name, 550)])
         for method in ("G", "ROM", "B") if name in SAMPLES else METHODS:
-            found = {}
+            errors = {}
             for even in (True, False):
-                of = tuple(k for k, value in quadrature.KERNELS.items() if value.even == even)
-                found |= frobenius_errors(x, keys, method, of)
-            for kernel, values in found.items():
+                alike = tuple(word for word in KERNELS if kernels.get(word).even == even)
+                errors |= frobenius_errors(x, keys, method, alike)
+            for kernel, values in errors.items():
                 for n, column in enumerate(np.asarray(values, np.float64).T, 1):
                     row = {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
                     mean, half = statistics.interval(column.tolist())
@@ -225,8 +227,8 @@ def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.nd
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
     """The features of n rules. The constant's sign does not matter beside an intercept."""
-    d, reflect = x.shape[-1], not quadrature.KERNELS[kernel].even
-    rule = first(quadrature.method(name, key, RULES, d, reflect=reflect), name, n, reflect)
+    d, reflect = x.shape[-1], not kernels.get(kernel).even
+    rule = first(quadrature.method(key, name, RULES, d, reflect=reflect), name, n, reflect)
     return quadrature.feature_maps(x, rule, kernel, lengthscale=lengthscale(kernel, d))[0]
 
 
@@ -243,7 +245,7 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
         def score_of(train: np.ndarray, test: np.ndarray, targets=targets) -> float:
             return score(train, targets[0], test, targets[1])
 
-        for kernel in quadrature.KERNELS:
+        for kernel in KERNELS:
             row = {"data set": name, "d": x.shape[-1], "kernel": kernel}
             reference = score_of(*exact_features(points[:m], points[m:], kernel))
             for n in range(1, RULES + 1):
@@ -307,7 +309,7 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     return report.table(rows, out, f"For d >= {LARGE} the time grows as {text}; {faster}. {where}.")
 
 
-def _grid(rows: list[dict[str, Any]], what: str, out: Path) -> None:
+def _grid(rows: list[dict[str, Any]], quantity: str, out: Path) -> None:
     """A panel for each kernel (rows) and data set (columns), a line for each method."""
     kernels, sets = (list(dict.fromkeys(row[by] for row in rows)) for by in ("kernel", "data set"))
     size = (1 + 3.2 * len(sets), 2.8 * len(kernels))
@@ -322,7 +324,7 @@ def _grid(rows: list[dict[str, Any]], what: str, out: Path) -> None:
             for method in dict.fromkeys(row["method"] for row in here):
                 n, values, half = (
                     np.asarray([row[c] for row in here if row["method"] == method])
-                    for c in ("n", what, "95%")
+                    for c in ("n", quantity, "95%")
                 )
                 exact_one = method not in METHODS
                 color = "black" if exact_one else f"C{METHODS.index(method)}"
@@ -330,12 +332,12 @@ def _grid(rows: list[dict[str, Any]], what: str, out: Path) -> None:
                 axis.fill_between(n, values - half, values + half, color=color, alpha=0.2)
             axis.set(title=f"{name}, {kernel}", xlabel="n", xticks=sorted({r["n"] for r in here}))
             # Few runs have wide intervals: the panel shows the means whole, and what fits of those.
-            low, high = (end(row[what] for row in here) for end in (min, max))
-            if what == "error":
+            low, high = (end(row[quantity] for row in here) for end in (min, max))
+            if quantity == "error":
                 axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
             else:
                 axis.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
-        axes[i, 0].set_ylabel(what)
+        axes[i, 0].set_ylabel(quantity)
     axes[0, 0].legend(fontsize=7)
     report.save(drawn, out)
 
@@ -351,7 +353,7 @@ def main() -> None:
     data = [load(name, data_dir) for name in dict.fromkeys(names)]
     if quick:
         data = [d._replace(x=d.x[:60, :64], y=None if d.y is None else d.y[:60]) for d in data]
-    if "figure_2" in parts and all(of.y is None for of in data):
+    if "figure_2" in parts and all(d.y is None for d in data):
         raise ValueError("figure_2 needs a data set with targets, not random points alone")
     runs = 2 if quick else _RUNS.value
     if "figure_1" in parts:

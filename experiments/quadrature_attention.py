@@ -47,21 +47,21 @@ def relative_error(estimate: jax.Array, attention: jax.Array) -> jax.Array:
 def estimators(d: int) -> dict[str, tuple[Callable[[Key], Rule], bool]]:
     """Rules of 2 (d + 1) points, and whether their constant is used."""
 
-    def of_method(name: str) -> Callable[[Key], Rule]:
-        return lambda key: quadrature.method(name, key, 1, d, reflect=True)
+    def method(name: str) -> Callable[[Key], Rule]:
+        return lambda key: quadrature.method(key, name, 1, d, reflect=True)
 
-    def of_coupling(name: str) -> Callable[[Key], Rule]:
+    def coupling(name: str) -> Callable[[Key], Rule]:
         rule = quadrature.random_features(couplings.get(name))
         return lambda key: rule(key, 2 * (d + 1), d)
 
     not_reflected = partial(quadrature.spherical_radial, num_rules=2, d=d, reflect=False)
     return {
-        "G": (of_method("G"), False),
-        "Gort": (of_method("Gort"), False),
-        "orf-antithetic": (of_coupling("orf-antithetic"), False),
-        "pm-antithetic": (of_coupling("pm-antithetic"), False),
-        "H": (of_method("H"), False),
-        "H with constant": (of_method("H"), True),
+        "G": (method("G"), False),
+        "Gort": (method("Gort"), False),
+        "orf-antithetic": (coupling("orf-antithetic"), False),
+        "pm-antithetic": (coupling("pm-antithetic"), False),
+        "H": (method("H"), False),
+        "H with constant": (method("H"), True),
         "H with constant, not reflected": (not_reflected, True),
     }
 
@@ -73,10 +73,10 @@ def attention_errors(
     """Of p pairs (p, t, 1, h): relative errors and shares of bad rows, (draws, p) each."""
     draw_rule, with_constant = estimators(query.shape[-1])[name]
 
-    def of_draw(draw: Key) -> tuple[jax.Array, jax.Array]:
+    def draw_errors(draw: Key) -> tuple[jax.Array, jax.Array]:
         rule = draw_rule(draw)
 
-        def of_pair(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def pair_errors(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             q, k = pair
             if with_constant:
                 kernel = signed_estimates(q[:, 0], k[:, 0], rule)
@@ -86,9 +86,9 @@ def attention_errors(
                 kernel = rows
             return relative_error(rows, softmax(q, k)), not_positive(kernel)
 
-        return jax.lax.map(of_pair, (query, key))
+        return jax.lax.map(pair_errors, (query, key))
 
-    return jax.lax.map(of_draw, draws)
+    return jax.lax.map(draw_errors, draws)
 
 
 def softmax(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -104,14 +104,14 @@ def attention(draws: int, out: Path) -> str:
     query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
     columns = [f"{kind} {norm:g}" for kind, norm in TOKENS]
     uniform = [float(relative_error(jnp.asarray(1 / len(k)), softmax(q, k))) for q, k in pairs]
-    found = {"uniform": (np.asarray([uniform]), np.zeros(1))}
+    results = {"uniform": (np.asarray([uniform]), np.zeros(1))}
     keys = jax.random.split(jax.random.key(2), draws)
     for name in estimators(query.shape[-1]):
         errors, bad = attention_errors(query, key, keys, name)
-        found[name] = np.asarray(errors), np.asarray(bad)
+        results[name] = np.asarray(errors), np.asarray(bad)
         print(f"attention {name}", flush=True)
     rows = []
-    for name, (errors, bad) in found.items():
+    for name, (errors, bad) in results.items():
         row: dict[str, Any] = {"estimator": name}
         by_kind = errors.reshape(len(errors), len(columns), -1).mean(axis=-1).T
         for column, values in zip(columns, by_kind, strict=True):

@@ -8,7 +8,9 @@ steps, from lengthscale sqrt(d), output scale 1 and noise 0.5: the same scales t
 the paper's 1e-2 for 3,000 steps, in a tenth of the time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import optax
 from absl import flags
 
 from experiments import tabular
-from performer import features, gp
+from performer import features, gp, kernels
 from performer.typing import Key
 
 DATA_SETS = flags.DEFINE_list("data_sets", [], "names; all there are if none is given")
@@ -32,7 +34,7 @@ class Scheme(NamedTuple):
     """A kind of features and the couplings to compare."""
 
     name: str
-    feature_map: Callable[..., jax.Array]
+    kernel: kernels.Kernel
     per_dimension: int
     """Frequencies for each dimension: m = k d with k = 1 (Fourier) and 2 (Laplace)."""
     couplings: dict[str, str]
@@ -42,7 +44,7 @@ class Scheme(NamedTuple):
 SCHEMES = (
     Scheme(
         "Fourier",
-        features.trigonometric,
+        kernels.gaussian,
         1,
         {
             "iid": "iid",
@@ -53,7 +55,7 @@ SCHEMES = (
     ),
     Scheme(
         "Laplace",
-        features.positive,
+        replace(kernels.gaussian, feature_map=partial(features.positive, kernel="gaussian")),
         2,
         {
             "iid": "iid",
@@ -132,13 +134,15 @@ def _fit(x: jax.Array, y: jax.Array, lengthscale: jax.Array, fixed: tuple[str, .
     return all_splits(x, y, lengthscale)
 
 
-def check_finite(name: str, scheme: Scheme, what: str, found: dict[str, np.ndarray]) -> None:
+def check_finite(
+    name: str, scheme: Scheme, quantity: str, by_coupling: dict[str, np.ndarray]
+) -> None:
     """Raises ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
-    for coupling, values in found.items():
+    for coupling, values in by_coupling.items():
         bad = np.argwhere(~np.isfinite(values))
         if len(bad):
             raise ValueError(
-                f"the {what} of data set {name!r} ({scheme.name} features, {coupling}) are not"
+                f"the {quantity} of data set {name!r} ({scheme.name} features, {coupling}) are not"
                 f" finite in split {bad[0][0]}: drop columns with few, extreme values"
             )
 

@@ -21,7 +21,6 @@ Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m fr
 the KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from absl import flags
 from sklearn.linear_model import RidgeCV
 
 from experiments import launch, statistics, tabular, uci, uci_published
-from performer import couplings, gp, kernels
+from performer import gp, kernels
 from vit import report
 
 MULTIPLES = (1, 8)
@@ -82,19 +81,20 @@ def exact(split: Split) -> gp.Gaussian:
     return gp.observed(f, noise)
 
 
-def of_law(law: gp.Gaussian, split: Split) -> tuple[jax.Array, jax.Array]:
+def law_scores(law: gp.Gaussian, split: Split) -> tuple[jax.Array, jax.Array]:
     """RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
     return rmse, gp.negative_log_density(law, split.test_y)
 
 
 def scores(
-    split: Split, frequencies: jax.Array, reference: gp.Gaussian, feature_map: Callable
+    split: Split, frequencies: jax.Array, reference: gp.Gaussian, kernel: kernels.Kernel
 ) -> Scores:
     """The scores of the random-feature Gaussian process; `reference` is `exact(split)`."""
     lengthscale, output_scale, noise = split.scales
-    options = dict(kernel="gaussian", lengthscale=lengthscale, output_scale=output_scale)
-    phi, test_phi = (feature_map(x, frequencies, **options) for x in (split.x, split.test_x))
+    options = dict(lengthscale=lengthscale, output_scale=output_scale)
+    points = (split.x, split.test_x)
+    phi, test_phi = (kernel.feature_map(x, frequencies, **options) for x in points)
     law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
     test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
     count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
@@ -102,14 +102,14 @@ def scores(
     return Scores(
         jnp.mean((estimate - test_gram) ** 2),
         gp.kl(reference, law) / count,
-        *of_law(law, split),
+        *law_scores(law, split),
         gp.kl(prior, approximate) / count,
     )
 
 
-@partial(jax.jit, static_argnames=("coupling", "m", "feature_map"))
+@partial(jax.jit, static_argnames=("coupling", "m", "kernel"))
 def all_scores(
-    splits: Split, keys: jax.Array, *, coupling: str, m: int, feature_map: Callable
+    splits: Split, keys: jax.Array, *, coupling: str, m: int, kernel: kernels.Kernel
 ) -> Scores:
     """Scores by split and draw, (s, draws) each."""
 
@@ -118,8 +118,8 @@ def all_scores(
         reference = exact(split)
 
         def draw(key):
-            w = couplings.get(coupling)(key, m, split.x.shape[-1]).astype(split.x.dtype)
-            return scores(split, w, reference, feature_map)
+            w = kernels.frequencies(key, kernel, m, split.x.shape[-1], coupling)
+            return scores(split, w, reference, kernel)
 
         return jax.lax.map(draw, keys)
 
@@ -135,38 +135,38 @@ def scores_of(
         keys,
         coupling=scheme.couplings[coupling],
         m=multiple * scheme.per_dimension * splits.x.shape[-1],
-        feature_map=scheme.feature_map,
+        kernel=scheme.kernel,
     )
 
 
-def in_units(found: Scores, scale: np.ndarray) -> Scores:
+def in_units(raw: Scores, scale: np.ndarray) -> Scores:
     """RMSE and NLL in the units of the targets."""
-    scale = scale.reshape(-1, *[1] * (np.ndim(found.rmse) - 1))
-    rmse, nll = np.asarray(found.rmse) * scale, np.asarray(found.nll) + np.log(scale)
-    return Scores(*map(np.asarray, (found.kernel_mse, found.kl, rmse, nll, found.prior_kl)))
+    scale = scale.reshape(-1, *[1] * (np.ndim(raw.rmse) - 1))
+    rmse, nll = np.asarray(raw.rmse) * scale, np.asarray(raw.nll) + np.log(scale)
+    return Scores(*map(np.asarray, (raw.kernel_mse, raw.kl, rmse, nll, raw.prior_kl)))
 
 
-def over_draws(found: Scores) -> Scores:
+def over_draws(by_draw: Scores) -> Scores:
     """Means over the draws, (s, draws) -> (s,); of the kernel's error the root mean square."""
-    means = Scores(*(np.mean(values, axis=1) for values in found))
+    means = Scores(*(np.mean(values, axis=1) for values in by_draw))
     return means._replace(kernel_mse=np.sqrt(means.kernel_mse))
 
 
 def baselines(name: str, splits: tabular.Splits, stacked: Split) -> dict[str, Scores]:
     """The exact Gaussian process and ridge regression, by split."""
     rmse, nll = jax.jit(
-        lambda stacked: jax.lax.map(lambda split: of_law(exact(split), split), stacked)
+        lambda stacked: jax.lax.map(lambda split: law_scores(exact(split), split), stacked)
     )(stacked)
     zero, none = np.zeros(len(rmse)), np.full(len(rmse), np.nan)
     linear = [
         RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
         for x, y, test_x, test_y in zip(*splits[:4], strict=True)
     ]
-    found = {
+    raw = {
         "exact": Scores(zero, zero, rmse, nll, zero),
         "linear": Scores(none, none, np.sqrt(np.mean(np.square(linear), axis=1)), none, none),
     }
-    return {key: in_units(value, splits.scale) for key, value in found.items()}
+    return {key: in_units(value, splits.scale) for key, value in raw.items()}
 
 
 def rows_of(name: str, splits: tabular.Splits, draws: int) -> tuple[list[dict], list[dict]]:
@@ -176,25 +176,25 @@ def rows_of(name: str, splits: tabular.Splits, draws: int) -> tuple[list[dict], 
     for scheme in uci.SCHEMES:
         stacked = split_of(splits, uci.hyperparameters(name, scheme, splits))
         for multiple in MULTIPLES:
-            found = {
+            by_coupling = {
                 coupling: in_units(
                     scores_of(scheme, coupling, multiple, stacked, keys), splits.scale
                 )
                 for coupling in scheme.couplings
             }
             for number, quantity in enumerate(QUANTITIES):
-                what = {coupling: of[number] for coupling, of in found.items()}
-                uci.check_finite(name, scheme, quantity, what)
-            means = {coupling: over_draws(of) for coupling, of in found.items()}
+                values = {coupling: row[number] for coupling, row in by_coupling.items()}
+                uci.check_finite(name, scheme, quantity, values)
+            means = {coupling: over_draws(values) for coupling, values in by_coupling.items()}
             common = {
                 "data set": name,
                 "d": splits.test_x.shape[-1],
                 "features": scheme.name,
                 "m": "d" if multiple == 1 else f"{multiple}d",
             }
-            for coupling, of in (means | baselines(name, splits, stacked)).items():
-                rows.append(common | {"coupling": coupling} | _columns(common, coupling, of))
-                short = [f"{q} {v.mean():.4g}" for q, v in zip(QUANTITIES, of, strict=False)]
+            for coupling, values in (means | baselines(name, splits, stacked)).items():
+                rows.append(common | {"coupling": coupling} | _columns(common, coupling, values))
+                short = [f"{q} {v.mean():.4g}" for q, v in zip(QUANTITIES, values, strict=False)]
                 print(*common.values(), coupling, *short, flush=True)
             for quantity, a, b in zip(
                 QUANTITIES, means["+ pnc"], means["orthogonal"], strict=False
@@ -207,9 +207,9 @@ def rows_of(name: str, splits: tabular.Splits, draws: int) -> tuple[list[dict], 
     return rows, differences
 
 
-def _columns(common: dict, coupling: str, of: Scores) -> dict:
+def _columns(common: dict, coupling: str, scores: Scores) -> dict:
     columns: dict = {}
-    for quantity, values in zip(QUANTITIES, of, strict=False):
+    for quantity, values in zip(QUANTITIES, scores, strict=False):
         mean, error = statistics.mean_and_error(values.tolist())
         theirs = uci_published.value(
             f"{quantity}, m = {common['m']}", common["features"], coupling, common["data set"]
@@ -228,12 +228,12 @@ def verdict(differences: list[dict]) -> str:
         row["corrected p"] = p
     lines = []
     for quantity in QUANTITIES:
-        of = [row for row in differences if row["quantity"] == quantity]
-        better = sum(row["corrected p"] < 0.05 and row["mean"] < 0 for row in of)
-        worse = sum(row["corrected p"] < 0.05 and row["mean"] > 0 for row in of)
+        cases = [row for row in differences if row["quantity"] == quantity]
+        better = sum(row["corrected p"] < 0.05 and row["mean"] < 0 for row in cases)
+        worse = sum(row["corrected p"] < 0.05 and row["mean"] > 0 for row in cases)
         lines.append(
             f"- {quantity}: + pnc is better than orthogonal in {better} and worse in {worse} of"
-            f" {len(of)} cases, no difference shown in {len(of) - better - worse}."
+            f" {len(cases)} cases, no difference shown in {len(cases) - better - worse}."
         )
     return "\n".join(lines) + "\n"
 
@@ -247,10 +247,10 @@ def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
     rows = []
     for coupling in scheme.couplings:
         for size in SIZES:
-            found = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
+            by_draw = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
             row: dict = {"coupling": coupling, "m": size * d}
             labels = (*QUANTITIES, "prior KL")
-            for label, values, mean in zip(labels, found, over_draws(found), strict=True):
+            for label, values, mean in zip(labels, by_draw, over_draws(by_draw), strict=True):
                 _, error = statistics.mean_and_error(values[0].tolist())
                 if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
                     error /= 2 * mean[0]
@@ -259,8 +259,8 @@ def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
     drawn, axes = report.figure(out, columns=5)
     for axis, label in zip(axes, (*QUANTITIES, "prior KL"), strict=True):
         for coupling in scheme.couplings:
-            of = [row for row in rows if row["coupling"] == coupling]
-            sizes, values, errors = ([row[c] for row in of] for c in ("m", label, f"{label} ±"))
+            curve = [row for row in rows if row["coupling"] == coupling]
+            sizes, values, errors = ([row[c] for row in curve] for c in ("m", label, f"{label} ±"))
             axis.errorbar(sizes, values, errors, marker="o", markersize=3, label=coupling)
         axis.set(ylabel=label)
     references = baselines(name, first, stacked)
@@ -284,9 +284,9 @@ def main() -> None:
         raise ValueError(f"--figure={figure} is none of the data sets {', '.join(data)}")
     rows, differences = [], []
     for name, splits in data.items():
-        of_set = rows_of(name, splits, _DRAWS.value)
-        rows += of_set[0]
-        differences += of_set[1]
+        new_rows, new_differences = rows_of(name, splits, _DRAWS.value)
+        rows += new_rows
+        differences += new_differences
     print(report.table(rows, out / "gp"))
     said = verdict(differences)
     print(report.table(differences, out / "differences"))

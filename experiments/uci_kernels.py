@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 
 from experiments import launch, statistics, tabular, uci, uci_published
-from performer import couplings, gp, kernels, theory
+from performer import gp, kernels, theory
 from vit import report
 
 
@@ -37,15 +37,15 @@ def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draw
 
     @jax.jit(static_argnames="name")
     def errors(x, lengthscale, keys, name):
-        coupling = couplings.get(scheme.couplings[name])
+        coupling, kernel = scheme.couplings[name], scheme.kernel
+        m = scheme.per_dimension * d
 
         def one(split):
             x, lengthscale, keys = split
-            exact = kernels.gaussian(x, x, lengthscale=lengthscale)
+            exact = kernel(x, x, lengthscale=lengthscale)
 
             def squared_error(key):
-                w = coupling(key, scheme.per_dimension * d, d)
-                phi = scheme.feature_map(x, w, kernel="gaussian", lengthscale=lengthscale)
+                phi = kernels.random_features(key, kernel, x, m, coupling, lengthscale=lengthscale)
                 error = jnp.matmul(phi, phi.T, precision="highest") - exact
                 return jnp.mean(error**2)
 
@@ -81,20 +81,20 @@ def predicted(scheme: uci.Scheme, coupling: str, x: np.ndarray, m: int) -> float
 def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -> list[dict]:
     """The rows of one data set and one kind of features."""
     scales = uci.hyperparameters(name, scheme, splits)
-    found = measured(scheme, splits, scales, draws)
-    uci.check_finite(name, scheme, "kernel estimates", found)
+    errors = measured(scheme, splits, scales, draws)
+    uci.check_finite(name, scheme, "kernel estimates", errors)
     d = splits.test_x.shape[-1]
     scaled = splits.test_x / np.asarray(scales.lengthscale, np.float64)[:, None, None]
     in_theory = {
         coupling: float(
             np.mean([predicted(scheme, coupling, x, scheme.per_dimension * d) for x in scaled])
         )
-        for coupling in found
+        for coupling in errors
         if coupling != "halton"
     }
     rows = []
-    for coupling, values in found.items():
-        ours, error = statistics.ratio(values, found["iid"])
+    for coupling, values in errors.items():
+        ours, error = statistics.ratio(values, errors["iid"])
         theirs = uci_published.value("kernel ratio, m = d", scheme.name, coupling, name)
         row = {
             "data set": name,
@@ -123,11 +123,11 @@ def plot(rows: list[dict], out: Path) -> None:
     """Ratios by data set: ours as bars, the paper's as diamonds."""
     drawn, axes = report.figure(out, columns=2)
     for axis, scheme in zip(axes, uci.SCHEMES, strict=True):
-        of_scheme = [row for row in rows if row["features"] == scheme.name]
-        sets = list(dict.fromkeys(row["data set"] for row in of_scheme))
+        shown = [row for row in rows if row["features"] == scheme.name]
+        sets = list(dict.fromkeys(row["data set"] for row in shown))
         width = 0.8 / len(scheme.couplings)
         for number, coupling in enumerate(scheme.couplings):
-            mine = [row for row in of_scheme if row["coupling"] == coupling]
+            mine = [row for row in shown if row["coupling"] == coupling]
             at = np.arange(len(sets)) + (number - (len(scheme.couplings) - 1) / 2) * width
             values, errors = ([row[name] for row in mine] for name in ("ratio", "standard error"))
             axis.bar(at, values, width, yerr=errors, label=coupling)

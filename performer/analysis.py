@@ -36,8 +36,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import couplings
+from performer import couplings, features
 from performer.attention import checks
+from performer.attention.masks import key_mask
 from performer.calibration import RANKS, Calibration, fold, transform_keys
 from performer.typing import Coupling
 
@@ -399,7 +400,6 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     value = jnp.zeros((*key.shape[:-1], 0), key.dtype) if value is None else value
-    checks.check_dtypes(query=query, key=key, value=value)
     if key.shape[:-3] != lead or value.shape[:-3] != lead or not query.size:
         raise ValueError(
             f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
@@ -412,13 +412,12 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
             f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
             f" each feature, {(num_features, h)}"
         )
-    query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
-    checks.check_shapes(query, key, value, frequencies, None, None)
     calibration = Calibration() if calibration is None else calibration
-    checks.check_calibration(calibration, key, None, "positive", "exact")
-    exists = checks.key_mask(mask, None, lead, key)
-    exists = np.ones(key.shape[:2], bool) if exists is None else np.asarray(exists)
+    inputs = checks.Inputs(query, key, value, frequencies, calibration=calibration)
+    inputs = checks.check(inputs, checks.Options(features.positive, scale))
+    exists = key_mask(mask, None, lead, inputs.key)
+    exists = np.ones(inputs.key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))
     if empty:
         raise ValueError(f"{empty} batch entries have no key that exists: leave them out")
-    return (query, key, value), exists, calibration, scale
+    return inputs[:3], exists, calibration, scale

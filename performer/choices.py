@@ -112,10 +112,15 @@ def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
         ValueError: naming the array and its shape, or that it has other entries.
     """
     arrays = checked_arrays(**named)
-    for name, array in zip(named, arrays, strict=True):
-        if not isinstance(array, Tracer):
-            with jax.ensure_compile_time_eval():
-                finite = bool(jnp.isfinite(array).all())
-            if not finite:
-                raise ValueError(f"{name} has entries that are not finite")
+    known = {k: x for k, x in zip(named, arrays, strict=True) if not isinstance(x, Tracer)}
+    with jax.ensure_compile_time_eval():
+        finite = _all_finite(known)
+    for name in known:
+        if not finite[name]:
+            raise ValueError(f"{name} has entries that are not finite")
     return arrays
+
+
+@jax.jit
+def _all_finite(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}

@@ -217,4 +217,4 @@ def learn(
         drawn = coupling(theta)
         return jnp.mean(jax.vmap(lambda k: loss(drawn(k, num_features, d)))(keys))
 
-    return descent.minimize(mean_loss, start, key, num_steps=num_steps, optimizer=optimizer)
+    return descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)

@@ -16,9 +16,9 @@ Parameters = Any
 
 
 def minimize(
+    key: Key,
     loss: Callable[[Parameters, Key], Float[Array, ""]],
     start: Parameters,
-    key: Key,
     *,
     num_steps: int,
     optimizer: optax.GradientTransformation,
@@ -26,9 +26,9 @@ def minimize(
     """Parameters after `num_steps` steps of an optax optimizer, and the losses before each.
 
     Args:
+        key: of the losses' keys.
         loss: (parameters, key) -> scalar; the key is another one in each step.
         start: any pytree of floating-point arrays.
-        key: of the losses' keys.
         num_steps: how many steps.
         optimizer: as `optax.adam(1e-2)`.
 
@@ -47,10 +47,15 @@ def minimize(
 
     keys = jax.random.split(key, num_steps)
     (parameters, _), losses = jax.lax.scan(step, (start, optimizer.init(start)), keys)
+    require_finite(losses)
+    return parameters, losses
+
+
+def require_finite(losses: Float[Array, " steps"]) -> None:
+    """Raises ValueError when a loss is not finite; traced ones cannot be looked at."""
     if not isinstance(losses, Tracer) and not bool(jnp.isfinite(losses).all()):
         first = int(jnp.argmin(jnp.isfinite(losses)))
         raise ValueError(
-            f"the loss left the finite numbers in step {first} of {num_steps}: look for NaN in the"
-            " data, start elsewhere, or take a smaller learning rate"
+            f"the loss left the finite numbers in step {first} of {len(losses)}: look for NaN in"
+            " the data, start elsewhere, or take a smaller learning rate"
         )
-    return parameters, losses

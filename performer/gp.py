@@ -29,6 +29,7 @@ Arrays are of any real dtype: all become float64 where one is, and float32 where
 Sources: VRC App. B.1, B.2 (Eqs 37 to 43); Rasmussen and Williams 2006, Algorithm 2.1.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from performer import descent, kernels
 from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
 
 _dot = partial(jnp.matmul, precision="highest")
+_NOISY = "the Gram matrix plus noise"
 
 
 class Gaussian(NamedTuple):
@@ -62,6 +64,26 @@ class Scales(NamedTuple):
     noise_scale: ArrayLike
     """sigma_n, the standard deviation of the noise, in the units of y."""
 
+    def logarithms(
+        self, dtype: Any, fixed: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """By name, of the scales that a fit moves and of those that it holds `fixed`.
+
+        Raises:
+            ValueError: for an unknown name in `fixed`, or a scale that is not positive and finite,
+                or not one number; the lengthscale may be several.
+        """
+        for name in fixed:
+            if name not in self._fields:
+                raise ValueError(f"fixed={name!r} is none of {', '.join(self._fields)}")
+        positive_number("output_scale", self.output_scale)
+        positive_number("noise_scale", self.noise_scale)
+        logs = {
+            name: jnp.log(jnp.asarray(positive_values(name, value), dtype))
+            for name, value in self._asdict().items()
+        }
+        return logs, {name: logs.pop(name) for name in fixed}
+
 
 def log_marginal_likelihood(
     gram: Num[ArrayLike, "n n"], y: Num[ArrayLike, " n"], noise_scale: ArrayLike
@@ -78,9 +100,17 @@ def log_marginal_likelihood(
             when K + sigma_n^2 I is not positive definite.
     """
     gram, y = finite_arrays(gram=(gram, "nn"), y=(y, "n"))
-    factor = _cholesky("the Gram matrix plus noise", _noisy(gram, noise_scale))
+    noise_scale = _noise_scale(noise_scale, gram.dtype)
+    result = _log_marginal_likelihood(gram, y, noise_scale)
+    return _sound(result, lambda: _indefinite(_NOISY, _noisy(gram, noise_scale)))
+
+
+@jax.jit
+def _log_marginal_likelihood(gram: Array, y: Array, noise_scale: Array) -> tuple[Array, Array]:
+    factor = _factor(_noisy(gram, noise_scale))
     whitened = solve_triangular(factor, y, lower=True)
-    return -(jnp.sum(whitened**2) + _log_det(factor) + len(y) * jnp.log(2 * jnp.pi)) / 2
+    total = jnp.sum(whitened**2) + _log_det(factor) + len(y) * jnp.log(2 * jnp.pi)
+    return -total / 2, jnp.isfinite(factor).all()
 
 
 def log_marginal_likelihood_features(
@@ -92,11 +122,19 @@ def log_marginal_likelihood_features(
     |y - phi w|^2 / sigma_n^2 + |w|^2. Arguments and errors as for `condition_features`.
     """
     phi, y = finite_arrays(phi=(phi, "np"), y=(y, "n"))
-    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
+    noise_scale = _noise_scale(noise_scale, phi.dtype)
+    return _sound(_log_marginal_likelihood_features(phi, y, noise_scale), lambda: _too_large(phi))
+
+
+@jax.jit
+def _log_marginal_likelihood_features(
+    phi: Array, y: Array, noise_scale: Array
+) -> tuple[Array, Array]:
     factor, weights = _weights(phi, y, noise_scale)
     least = jnp.sum(((y - _dot(phi, weights)) / noise_scale) ** 2) + jnp.sum(weights**2)
     log_det = _log_det(factor) + len(y) * 2 * jnp.log(noise_scale)
-    return -(least + log_det + len(y) * jnp.log(2 * jnp.pi)) / 2
+    total = least + log_det + len(y) * jnp.log(2 * jnp.pi)
+    return -total / 2, jnp.isfinite(factor).all()
 
 
 def condition(
@@ -127,10 +165,19 @@ def condition(
     gram, cross, test_gram, y = finite_arrays(
         gram=(gram, "nn"), cross=(cross, "kn"), test_gram=(test_gram, "kk"), y=(y, "n")
     )
-    factor = _cholesky("the Gram matrix plus noise", _noisy(gram, noise_scale))
+    noise_scale = _noise_scale(noise_scale, gram.dtype)
+    result = _condition(gram, cross, test_gram, y, noise_scale)
+    return _sound(result, lambda: _indefinite(_NOISY, _noisy(gram, noise_scale)))
+
+
+@jax.jit
+def _condition(
+    gram: Array, cross: Array, test_gram: Array, y: Array, noise_scale: Array
+) -> tuple[Gaussian, Array]:
+    factor = _factor(_noisy(gram, noise_scale))
     half = solve_triangular(factor, cross.T, lower=True)
     mean = _dot(cross, cho_solve((factor, True), y))
-    return Gaussian(mean, test_gram - _dot(half.T, half))
+    return Gaussian(mean, test_gram - _dot(half.T, half)), jnp.isfinite(factor).all()
 
 
 def condition_features(
@@ -151,16 +198,23 @@ def condition_features(
         ValueError: for other shapes, entries that are not finite, or sigma_n that is not positive.
     """
     phi, test_phi, y = finite_arrays(phi=(phi, "np"), test_phi=(test_phi, "kp"), y=(y, "n"))
-    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
+    noise_scale = _noise_scale(noise_scale, phi.dtype)
+    return _sound(_condition_features(phi, test_phi, y, noise_scale), lambda: _too_large(phi))
+
+
+@jax.jit
+def _condition_features(
+    phi: Array, test_phi: Array, y: Array, noise_scale: Array
+) -> tuple[Gaussian, Array]:
     factor, weights = _weights(phi, y, noise_scale)
     half = solve_triangular(factor, test_phi.T, lower=True)
-    return Gaussian(_dot(test_phi, weights), _dot(half.T, half))
+    return Gaussian(_dot(test_phi, weights), _dot(half.T, half)), jnp.isfinite(factor).all()
 
 
 def observed(law: Gaussian, noise_scale: ArrayLike) -> Gaussian:
     """The law of y = f + noise, given that of f."""
     mean, covariance = checked_arrays(mean=(law.mean, "n"), covariance=(law.covariance, "nn"))
-    return Gaussian(mean, _noisy(covariance, noise_scale))
+    return Gaussian(mean, _noisy(covariance, _noise_scale(noise_scale, covariance.dtype)))
 
 
 def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
@@ -173,18 +227,29 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
         ValueError: for laws of different numbers of values, entries that are not finite, or a
             covariance that is not positive definite.
     """
-    of_p, p_mean, of_q, q_mean = finite_arrays(
+    p_covariance, p_mean, q_covariance, q_mean = finite_arrays(
         covariance_of_p=(p.covariance, "nn"),
         mean_of_p=(p.mean, "n"),
         covariance_of_q=(q.covariance, "nn"),
         mean_of_q=(q.mean, "n"),
     )
-    of_p = _cholesky("the covariance of p", of_p)
-    of_q = _cholesky("the covariance of q", of_q)
-    ratio = solve_triangular(of_q, of_p, lower=True)
-    shift = solve_triangular(of_q, q_mean - p_mean, lower=True)
-    log_dets = _log_det(of_q) - _log_det(of_p)
-    return (jnp.sum(ratio**2) + jnp.sum(shift**2) - len(p_mean) + log_dets) / 2
+    p, q = Gaussian(p_mean, p_covariance), Gaussian(q_mean, q_covariance)
+    value, definite = _kl(p, q)
+    for name, covariance in (("p", p.covariance), ("q", q.covariance)):
+        _sound(
+            (value, definite[name]), partial(_indefinite, f"the covariance of {name}", covariance)
+        )
+    return value
+
+
+@jax.jit
+def _kl(p: Gaussian, q: Gaussian) -> tuple[Array, dict[str, Array]]:
+    p_factor, q_factor = _factor(p.covariance), _factor(q.covariance)
+    ratio = solve_triangular(q_factor, p_factor, lower=True)
+    shift = solve_triangular(q_factor, q.mean - p.mean, lower=True)
+    log_dets = _log_det(q_factor) - _log_det(p_factor)
+    value = (jnp.sum(ratio**2) + jnp.sum(shift**2) - len(p.mean) + log_dets) / 2
+    return value, {"p": jnp.isfinite(p_factor).all(), "q": jnp.isfinite(q_factor).all()}
 
 
 def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array, ""]:
@@ -197,7 +262,11 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
     mean, covariance, y = finite_arrays(
         mean=(law.mean, "n"), covariance=(law.covariance, "nn"), y=(y, "n")
     )
-    variance = positive_values("a variance", jnp.diagonal(covariance))
+    return _negative_log_density(mean, positive_values("a variance", jnp.diagonal(covariance)), y)
+
+
+@jax.jit
+def _negative_log_density(mean: Array, variance: Array, y: Array) -> Array:
     squares = (y - mean) ** 2 / variance
     return jnp.mean(squares + jnp.log(2 * jnp.pi * variance)) / 2
 
@@ -233,43 +302,53 @@ def fit(
             not positive, an unknown name in `fixed`, or a fit that left the finite numbers. (Inside
             `jit` that makes the result NaN.)
     """
-    for name in fixed:
-        if name not in Scales._fields:
-            raise ValueError(f"fixed={name!r} is none of {', '.join(Scales._fields)}")
     x, y = finite_arrays(x=(x, "nd"), y=(y, "n"))
     if not len(y):
         raise ValueError("there are no training points to fit: x has the shape " + str(x.shape))
-    positive_number("output_scale", start.output_scale)
-    positive_number("noise_scale", start.noise_scale)
-    logs = {
-        name: jnp.log(jnp.asarray(positive_values(name, value), x.dtype))
-        for name, value in start._asdict().items()
-    }
-    held = {name: logs.pop(name) for name in set(fixed)}
+    logs, held = start.logarithms(x.dtype, fixed)
+    scales, losses = _fit(x, y, logs, held, kernel=kernel, num_steps=num_steps, optimizer=optimizer)
+    descent.require_finite(losses)
+    return scales, losses
 
+
+@partial(jax.jit, static_argnames=("kernel", "num_steps", "optimizer"))
+def _fit(x, y, logs, held, *, kernel, num_steps, optimizer) -> tuple[Scales, Array]:
     def loss(logs, _):
-        scales = Scales(**jax.tree.map(jnp.exp, logs | held))
-        lengthscale, output_scale, noise_scale = scales
+        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs | held))
         gram = kernel(x, x, lengthscale=lengthscale, output_scale=output_scale)
         return -log_marginal_likelihood(gram, y, noise_scale) / len(y)
 
     logs, losses = descent.minimize(
-        loss, logs, jax.random.key(0), num_steps=num_steps, optimizer=optimizer
+        jax.random.key(0), loss, logs, num_steps=num_steps, optimizer=optimizer
     )
     return Scales(**jax.tree.map(jnp.exp, logs | held)), losses
 
 
-def _noisy(matrix: Array, noise_scale: ArrayLike) -> Array:
-    variance = jnp.asarray(positive_number("noise_scale", noise_scale), matrix.dtype) ** 2
-    return matrix + variance * jnp.eye(len(matrix), dtype=matrix.dtype)
+def _noise_scale(value: ArrayLike, dtype: Any) -> Array:
+    return jnp.asarray(positive_number("noise_scale", value), dtype)
+
+
+@jax.jit
+def _noisy(matrix: Array, noise_scale: Array) -> Array:
+    return matrix + noise_scale**2 * jnp.eye(len(matrix), dtype=matrix.dtype)
+
+
+def _sound(result: tuple[Any, Array], error: Callable[[], ValueError]) -> Any:
+    """What a program computed, unless it says that its factor is not finite; traced, it passes."""
+    value, finite = result
+    if not isinstance(finite, Tracer) and not bool(finite):
+        raise error()
+    return value
+
+
+def _too_large(phi: Array) -> ValueError:
+    return ValueError(f"phi / noise_scale is too large for {phi.dtype}")
 
 
 def _weights(phi: Array, y: Array, noise_scale: Array) -> tuple[Array, Array]:
     """The factor of B, and the w with the least |y - phi w|^2 / sigma_n^2 + |w|^2."""
     phi, y = phi / noise_scale, y / noise_scale
     factor = _triangle(phi)
-    if not isinstance(factor, Tracer) and not bool(jnp.isfinite(factor).all()):
-        raise ValueError(f"phi / noise_scale is too large for {phi.dtype}")
     weights = jnp.zeros(phi.shape[1], phi.dtype)
     for _ in range(2):  # the second time what rounding left of the first
         residual = _dot(phi.T, y - _dot(phi, weights)) - weights
@@ -292,22 +371,20 @@ def _triangle_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return factor, _factor_derivative(factor, half + half.T)
 
 
-def _cholesky(what: str, matrix: Array) -> Array:
-    factor = _jittered_factor(matrix)
-    if not isinstance(factor, Tracer) and not bool(jnp.isfinite(factor).all()):
-        if not bool(jnp.isfinite(matrix).all()):
-            raise ValueError(f"{what} has entries that are not finite")
-        least = float(jnp.linalg.eigvalsh(matrix)[0])
-        raise ValueError(
-            f"{what}, {len(matrix)} x {len(matrix)}, is not positive definite in {matrix.dtype}:"
-            f" its least eigenvalue is {least:.3g}; use a larger noise_scale, or float64"
-        )
-    return factor
+def _indefinite(name: str, matrix: Array) -> ValueError:
+    """What is wrong with a matrix that has no Cholesky factor."""
+    if not bool(jnp.isfinite(matrix).all()):
+        return ValueError(f"{name} has entries that are not finite")
+    least = float(jnp.linalg.eigvalsh(matrix)[0])
+    return ValueError(
+        f"{name}, {len(matrix)} x {len(matrix)}, is not positive definite in {matrix.dtype}:"
+        f" its least eigenvalue is {least:.3g}; use a larger noise_scale, or float64"
+    )
 
 
 @jax.custom_jvp
 @jax.jit
-def _jittered_factor(matrix: Array) -> Array:
+def _factor(matrix: Array) -> Array:
     """Cholesky's factor with as little jitter as the rounding errors allow."""
     n = len(matrix)
     rounding = jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
@@ -320,15 +397,14 @@ def _jittered_factor(matrix: Array) -> Array:
     # n^2 independent errors of that size are a matrix of norm sqrt(n), and a pivot below it is one.
     # A loop, not a condition: of a stack, under vmap, it ends at once where all are well.
     well = least >= 4 * n**0.5 * rounding
-    _, found = jax.lax.while_loop(
+    return jax.lax.while_loop(
         lambda state: ~state[0], lambda _: (jnp.array(True), factor(n * rounding)), (well, first)
-    )
-    return found
+    )[1]
 
 
-@_jittered_factor.defjvp
-def _jittered_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    factor, change = _jittered_factor(*primals), tangents[0]
+@_factor.defjvp
+def _cholesky_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    factor, change = _factor(*primals), tangents[0]
     return factor, _factor_derivative(factor, (change + change.T) / 2)
 
 

@@ -1,15 +1,16 @@
-"""Exact kernels of pairs of points: what random features estimate.
+"""Kernels of pairs of points: exact values, and what random features of them take.
 
-    gaussian(x, y) = s^2 exp(-r^2 / 2)                                            r = |x - y| / l
-    matern(x, y)   = s^2 2^{1 - nu} / Gamma(nu) (sqrt(2 nu) r)^nu K_nu(sqrt(2 nu) r)
-    arc-cosine 0   = s^2 (1 - t / pi)                                 t the angle between x and y
-    arc-cosine 1   = s^2 |x| |y| / (l^2 pi) (sin t + (pi - t) cos t)
+    gaussian(x, y)       s^2 exp(-r^2 / 2)                                        r = |x - y| / l
+    matern(nu)(x, y)     s^2 2^{1 - nu} / Gamma(nu) (sqrt(2 nu) r)^nu K_nu(sqrt(2 nu) r)
+    softmax(x, y)        s^2 exp(x.y / l^2)
+    arc_cosine(0)(x, y)  s^2 (1 - t / pi)                             t the angle between x and y
+    arc_cosine(1)(x, y)  s^2 |x| |y| / (l^2 pi) (sin t + (pi - t) cos t)
 
-with the output scale s and the lengthscale l, one for all dimensions or one for each. Every kernel
-has the signature `kernel(x, y, *, lengthscale, output_scale) -> (n, k)` for n points x and k
-points y; its random features are those of `features` with the same two scales. Derivatives of every
-order that the kernel itself has are right at equal points, too, in forward and in reverse; where
-it has a kink (Matern 1/2 and arc-cosine 0 at equal points) that of the distance is taken to be 0.
+with the output scale s and the lengthscale l, one for all dimensions or one for each. Each is a
+`Kernel`, and so is one of your own; a word ("gaussian", "matern-3/2", ...) stands for it at every
+door that takes one. Derivatives of every order that the kernel itself has are right at equal
+points, too, in forward and in reverse; where it has a kink (Matern 1/2 and arc-cosine 0 at equal
+points) that of the distance is taken to be 0.
 
 Sources: VRC App. B.1 (σ_v is s, the script l is l) and Eq. 83, which misses the power nu on its
 first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); Munkhoeva et al.
@@ -17,6 +18,7 @@ first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from math import factorial
 from typing import Any
@@ -26,72 +28,140 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer.choices import checked_arrays, positive_number, positive_values
+from performer import couplings, features, norms
+from performer.choices import checked_arrays, positive_number, positive_values, unknown
+from performer.typing import Coupling, Frequencies, Key, expression
 
-Kernel = Callable[..., Float[Array, "n k"]]
-"""kernel(x, y, *, lengthscale, output_scale): the matrix of all pairs."""
 
+@dataclass(frozen=True, repr=False)
+class Kernel:
+    """A kernel k(x, y) = E phi(x; w) phi(y; w): what it is, and the features that estimate it.
 
-def gaussian(
-    x: Num[ArrayLike, "n d"],
-    y: Num[ArrayLike, "k d"],
-    *,
-    lengthscale: ArrayLike = 1.0,
-    output_scale: ArrayLike = 1.0,
-) -> Float[Array, "n k"]:
-    """The Gaussian kernel, the mean of both feature maps over frequencies N(0, I).
+    A record is equal to another whose functions and numbers are, and hashable: `jax.jit` takes it
+    for static. Its repr evaluates.
 
     Args:
-        x: points (n, d). Integers, float16 and bfloat16 are promoted to float32.
-        y: points (k, d).
-        lengthscale: l, in the units of the points; a number, or (d,) with one for each dimension.
-        output_scale: s, so that k(x, x) = s^2.
+        exact: (x (n, d), y (k, d)) -> (n, k), of points in units of the lengthscale.
+        feature_map: phi, of `features`, or a function that is called as those are.
+        quantile: the radial law of the frequencies w, as `norms.matern(1.5)`.
+        at_zero: phi(x; 0) phi(y; 0), where it is one number for all points; `quadrature` needs it.
+        even: whether phi(x; w) phi(y; w) is the same for -w; `quadrature` then needs no reflected
+            points.
 
-    Returns:
-        The kernel of all pairs (n, k), float32 (float64 for float64 points).
-
-    Raises:
-        ValueError: for points or a scale of another shape, or a scale that is not positive and
-            finite (where its value is known: not in jit).
+    Example:
+        >>> def cauchy(x, y):  # on a line
+        ...     return 1 / (1 + (x - y.T) ** 2)
+        >>> def exponential(score, d):  # F(l) = 1 - e^{-l}, the law of its |w|
+        ...     return -jax.scipy.special.log_ndtr(-score)
+        >>> kernel = kernels.Kernel(cauchy, features.trigonometric, exponential)
+        >>> phi = kernels.random_features(key, kernel, x[:, :1], 16)  # phi @ phi.T
     """
-    x, y = _over_lengthscale(x, y, lengthscale)
-    return _squared(output_scale, x.dtype) * jnp.exp(-_summed_squares(x, y) / 2)
+
+    exact: Callable[[Array, Array], Array]
+    feature_map: Callable[..., Array]
+    quantile: norms.Quantile = norms.chi
+    at_zero: float | None = None
+    even: bool = False
+
+    def __call__(
+        self,
+        x: Num[ArrayLike, "n d"],
+        y: Num[ArrayLike, "k d"],
+        *,
+        lengthscale: ArrayLike = 1.0,
+        output_scale: ArrayLike = 1.0,
+    ) -> Float[Array, "n k"]:
+        """The exact kernel of all pairs.
+
+        Args:
+            x: points (n, d). Integers, float16 and bfloat16 are promoted to float32.
+            y: points (k, d).
+            lengthscale: l, in the units of the points; a number, or (d,), one for each dimension.
+            output_scale: s.
+
+        Returns:
+            The kernel (n, k), float32 (float64 for float64 points).
+
+        Raises:
+            ValueError: for points or a scale of another shape, or a scale that is not positive and
+                finite (where its value is known: not in jit).
+        """
+        x, y = _over_lengthscale(x, y, lengthscale)
+        scale = jnp.asarray(positive_number("output_scale", output_scale), x.dtype)
+        return scale**2 * self.exact(x, y)
+
+    def coupled(self, coupling: str | Coupling = "pnc") -> Coupling:
+        """The coupling, of frequencies of this radial law; with that of N(0, I) it is as it is.
+
+        Raises:
+            ValueError: for an unknown coupling, or one whose lengths cannot have another law
+                (`couplings.with_quantile`).
+        """
+        if self.quantile == norms.chi:
+            return couplings.get(coupling)
+        return couplings.with_quantile(coupling, self.quantile)
+
+    def __repr__(self) -> str:
+        named = dict(NAMES)
+        if isinstance(self.exact, _Matern):
+            named[f"matern({self.exact.nu})"] = matern(self.exact.nu)
+        for name, kernel in named.items():
+            if self == kernel:
+                return f"kernels.{name}"
+        values = (f"{field.name}={expression(getattr(self, field.name))}" for field in fields(self))
+        return f"kernels.Kernel({', '.join(values)})"
+
+
+def _gaussian(x: Array, y: Array) -> Array:
+    return jnp.exp(-_summed_squares(x, y) / 2)
+
+
+def _softmax(x: Array, y: Array) -> Array:
+    return jnp.exp(jnp.matmul(x, y.T, precision="highest"))
+
+
+gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
+"""The Gaussian kernel, of trigonometric features. (The positive ones estimate it, too:
+`partial(features.positive, kernel="gaussian")` is their map.)"""
+
+softmax = Kernel(_softmax, features.positive)
+"""What softmax attention is made of, of positive features."""
 
 
 def matern(nu: float) -> Kernel:
-    """The Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., to be called as `gaussian` is.
+    """The Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
 
     At these nu the Bessel function is elementary: with p = nu - 1/2 and s = sqrt(2 nu) r,
 
         e^{-s} p! / (2p)! sum_{i <= p} (p + i)! / (i! (p - i)!) (2s)^{p - i}
 
-    Its frequencies have the lengths `norms.matern(nu)`, of any nu.
+    Its frequencies have the lengths `norms.matern(nu)`.
 
     Raises:
         ValueError: for another nu.
 
     Example:
-        >>> exact = performer.kernels.matern(1.5)(x, x, lengthscale=0.5)
-        >>> frequencies = couplings.with_quantile("pnc", norms.matern(1.5))(key, m, d)
-        >>> phi = performer.features.trigonometric(x, frequencies, lengthscale=0.5)  # phi @ phi.T
+        >>> kernel = kernels.matern(1.5)
+        >>> exact = kernel(x, x, lengthscale=0.5)
+        >>> phi = kernels.random_features(key, kernel, x, m, lengthscale=0.5)  # phi @ phi.T
     """
-    degree = nu - 0.5
-    if not (degree >= 0 and degree == int(degree)):
+    if not (nu >= 0.5 and nu - 0.5 == int(nu - 0.5)):
         raise ValueError(f"nu must be 1/2, 3/2, 5/2, ... for a closed form, got {nu}")
-    return partial(_matern, degree=int(degree))
+    nu = float(nu)
+    return Kernel(_Matern(nu), features.trigonometric, norms.matern(nu), 1.0, even=True)
 
 
-def _matern(
-    x: Num[ArrayLike, "n d"],
-    y: Num[ArrayLike, "k d"],
-    *,
-    lengthscale: ArrayLike = 1.0,
-    output_scale: ArrayLike = 1.0,
-    degree: int,
-) -> Float[Array, "n k"]:
-    x, y = _over_lengthscale(x, y, lengthscale)
-    squares = (2 * degree + 1) * _summed_squares(x, y)
-    return _squared(output_scale, x.dtype) * _matern_correlation(squares, degree)
+@dataclass(frozen=True)
+class _Matern:
+    nu: float
+
+    def __call__(self, x: Array, y: Array) -> Array:
+        degree = int(self.nu)
+        squares = (2 * degree + 1) * _summed_squares(x, y)
+        return _matern_correlation(squares, degree)
+
+    def __repr__(self) -> str:
+        return f"kernels.matern({self.nu}).exact"
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -123,7 +193,7 @@ def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array,
 
 
 def arc_cosine(order: int) -> Kernel:
-    """The arc-cosine kernel of order 0 or 1, to be called as `gaussian` is.
+    """The arc-cosine kernel of order 0 or 1.
 
     2 E phi(w.x) phi(w.y) for w ~ N(0, I), phi the step function (1/2 at 0) or the positive part:
     the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. A
@@ -134,26 +204,108 @@ def arc_cosine(order: int) -> Kernel:
     """
     if order not in (0, 1):
         raise ValueError(f"the order of an arc-cosine kernel must be 0 or 1, got {order}")
-    return partial(_arc_cosine, order=order)
+    return _ARC_COSINES[order]
 
 
-def _arc_cosine(
+def _arc_cosine_0(x: Array, y: Array) -> Array:
+    (_, u), (_, v) = map(_length_and_direction, (x, y))
+    return 1 - _angles(u, v) / jnp.pi
+
+
+def _arc_cosine_1(x: Array, y: Array) -> Array:
+    (x_length, u), (y_length, v) = map(_length_and_direction, (x, y))
+    products = jnp.matmul(x, y.T, precision="highest")
+    return _first_order(x_length[:, None] * y_length[None], products, _angles(u, v))
+
+
+_ARC_COSINES = (
+    Kernel(_arc_cosine_0, features.arc_cosine(0), at_zero=0.5),
+    Kernel(_arc_cosine_1, features.arc_cosine(1), at_zero=0.0),
+)
+NAMES = {
+    "gaussian": gaussian,
+    "softmax": softmax,
+    "arc_cosine(0)": arc_cosine(0),
+    "arc_cosine(1)": arc_cosine(1),
+}
+KERNELS = {
+    "gaussian": gaussian,
+    "rbf": gaussian,
+    "softmax": softmax,
+    "matern-1/2": matern(0.5),
+    "matern-3/2": matern(1.5),
+    "matern-5/2": matern(2.5),
+    "arc-cosine-0": arc_cosine(0),
+    "arc-cosine-1": arc_cosine(1),
+}
+"""By the words that stand for them."""
+
+
+def get(kernel: str | Kernel) -> Kernel:
+    """The kernel of a word of `KERNELS`; a `Kernel` as it is.
+
+    Raises:
+        ValueError: for an unknown word, with the nearest one, and for anything else.
+    """
+    if isinstance(kernel, Kernel):
+        return kernel
+    if not isinstance(kernel, str):
+        raise ValueError(
+            f"kernel must be one of {', '.join(KERNELS)} or a kernels.Kernel, got {kernel!r}"
+        )
+    if kernel not in KERNELS:
+        raise ValueError(unknown("kernel", kernel, KERNELS))
+    return KERNELS[kernel]
+
+
+def frequencies(
+    key: Key, kernel: str | Kernel, num_features: int, dim: int, coupling: str | Coupling = "pnc"
+) -> Frequencies:
+    """Frequencies (num_features, dim) of the radial law of the kernel, for its feature map.
+
+    Raises:
+        ValueError: for an unknown kernel, sizes that the coupling does not admit, and as
+            `Kernel.coupled`.
+    """
+    return get(kernel).coupled(coupling)(key, num_features, dim)
+
+
+def random_features(
+    key: Key,
+    kernel: str | Kernel,
     x: Num[ArrayLike, "n d"],
-    y: Num[ArrayLike, "k d"],
+    num_features: int,
+    coupling: str | Coupling = "pnc",
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
-    order: int,
-) -> Float[Array, "n k"]:
-    x, y = _over_lengthscale(x, y, lengthscale)
-    lengths, units = zip(*map(_length_and_direction, (x, y)), strict=True)
-    angle = _angles(*units)
-    if order == 0:
-        correlation = 1 - angle / jnp.pi
-    else:
-        products = jnp.matmul(x, y.T, precision="highest")
-        correlation = _first_order(lengths[0][:, None] * lengths[1][None], products, angle)
-    return _squared(output_scale, x.dtype) * correlation
+) -> Float[Array, "n p"]:
+    """Random features of points: phi(x) . phi(y) is an unbiased estimate of the kernel.
+
+    The same key draws the same frequencies: call it again with the key for other points.
+
+    Args:
+        key: random key.
+        kernel: a word or a `Kernel`, as "gaussian" or `matern(1.5)`.
+        x: points (n, d).
+        num_features: m, the number of frequencies. Trigonometric features are 2 m.
+        coupling: joint law of the frequencies: a word, or a coupling.
+        lengthscale: in the units of the points; a number, or (d,), one for each dimension.
+        output_scale: s.
+
+    Returns:
+        phi (n, m) or (n, 2 m), float32 (float64 for float64 points).
+
+    Raises:
+        ValueError: as `frequencies`, and for points or scales that the feature map refuses.
+
+    Example:
+        >>> phi, psi = (kernels.random_features(key, "gaussian", x, m) for x in (x, x[:3] / 2))
+        >>> psi @ phi.T  # (3, n)
+    """
+    (x,) = checked_arrays(x=(x, "nd"))
+    w = frequencies(key, kernel, num_features, x.shape[1], coupling)
+    return get(kernel).feature_map(x, w, lengthscale=lengthscale, output_scale=output_scale)
 
 
 @jax.custom_jvp
@@ -167,8 +319,8 @@ def _first_order(lengths: Array, products: Array, angle: Array) -> Array:
 def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
     """Without that of the angle, |x| |y| cos t - x.y = 0: the angle has a kink at equal points."""
     lengths, products, angle = primals
-    of_lengths, of_products, _ = tangents
-    change = (jnp.sin(angle) * of_lengths + (jnp.pi - angle) * of_products) / jnp.pi
+    lengths_change, products_change, _ = tangents
+    change = (jnp.sin(angle) * lengths_change + (jnp.pi - angle) * products_change) / jnp.pi
     return _first_order(lengths, products, angle), change
 
 
@@ -188,10 +340,6 @@ def _length_and_direction(x: Array) -> tuple[Array, Array]:
 def _root(squares: Array) -> Array:
     """The square root, with the derivative 0 at 0."""
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
-
-
-def _squared(output_scale: Any, dtype: Any) -> Array:
-    return jnp.asarray(positive_number("output_scale", output_scale), dtype) ** 2
 
 
 def _over_lengthscale(x: Any, y: Any, lengthscale: Any) -> tuple[Array, Array]:

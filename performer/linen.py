@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.dropin import attention_fn
 from performer.calibration import Calibration
+from performer.features import FeatureMap
 
 
 def performer_attention_fn(
@@ -30,7 +31,7 @@ def performer_attention_fn(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     is_causal: bool = False,
-    feature_map: str = "positive",
+    feature_map: str | FeatureMap = "positive",
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 

@@ -9,9 +9,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import calibration as calibrations
-from performer import couplings
+from performer import couplings, features
 from performer.attention.dropin import attention_fn
 from performer.calibration import Calibration
+from performer.features import FeatureMap
 from performer.typing import Coupling
 
 
@@ -61,7 +62,7 @@ class PerformerAttention(nnx.Module):
         rngs: random streams; `frequencies` is used, or the default one.
 
     Raises:
-        ValueError: for an unknown coupling, or sizes that it does not admit.
+        ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
 
     Example:
         >>> rngs = nnx.Rngs(params=0, frequencies=1)
@@ -79,7 +80,7 @@ class PerformerAttention(nnx.Module):
         *,
         coupling: str | Coupling = "pm-antithetic",
         num_heads: int | None = None,
-        feature_map: str = "positive",
+        feature_map: str | FeatureMap = "positive",
         redraw_every: int = 0,
         calibration: str = "none",
         momentum: float = 0.9,
@@ -90,7 +91,8 @@ class PerformerAttention(nnx.Module):
     ):
         if redraw_every < 0:
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
-        self.coupling, self.feature_map, self.redraw_every = coupling, feature_map, redraw_every
+        self.feature_map = features.get(feature_map)
+        self.coupling, self.redraw_every = coupling, redraw_every
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
@@ -99,9 +101,10 @@ class PerformerAttention(nnx.Module):
         self.use_running_average, self.axis_name = use_running_average, axis_name
         self.statistics = nnx.Dict()
         if calibrations.parts(self.method):
-            if feature_map != "positive":
+            if not self.feature_map.exponential:
                 raise ValueError(
-                    f"calibration {calibration!r} needs feature_map='positive', got {feature_map!r}"
+                    f"calibration {calibration!r} needs feature_map={features.positive}, got"
+                    f" {self.feature_map}"
                 )
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))

@@ -46,7 +46,7 @@ of features, n our num_rules, V the matrix of `vertices`.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from scipy.special import roots_hermitenorm
 
-from performer import butterfly, couplings, directions, features, kernels, norms
+from performer import butterfly, couplings, directions, kernels, norms
 from performer.choices import positive_integer, unknown
+from performer.kernels import Kernel
 from performer.typing import Coupling, Key
 
 Matrices = Literal["haar", "butterfly"]
@@ -177,11 +178,11 @@ def structured(
     return StructuredRule(*jax.vmap(one)(jax.random.split(key, num_rules)), reflect)
 
 
-def random_features(coupling: Coupling) -> Callable[[Key, int, int], Rule]:
+def random_features(coupling: str | Coupling) -> Callable[[Key, int, int], Rule]:
     """rule(key, m, d): the frequencies of a coupling with weights 1 / m, a rule of degree one."""
 
     def rule(key: Key, m: int, d: int) -> Rule:
-        return _plain(coupling(key, m, d))
+        return _plain(couplings.get(coupling)(key, m, d))
 
     return rule
 
@@ -224,48 +225,33 @@ METHODS: dict[str, Callable[..., Rule]] = {
 """Quad Sec. 5.1: (key, num_rules, d, reflect=) -> Rule."""
 
 
-def method(name: str, key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
+def method(key: Key, name: str, num_rules: int, d: int, *, reflect: bool) -> Rule:
     """A rule of Quad Sec. 5.1 with as many points as `num_rules` spherical-radial ones have.
 
     Args:
+        key: random key.
         name: in `METHODS`: "H" or "B" for spherical-radial rules with Haar or butterfly matrices,
             "G" independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length
             sqrt(d): biased), "QMC" Halton, "GQ" Gauss-Hermite.
-        key: random key.
         num_rules: n; the rule has n (d + 1) points, twice as many if reflected.
         d: dimension.
         reflect: as for `spherical_radial`; the others have no reflected points, but as many.
 
     Raises:
         ValueError: for an unknown name.
+        TypeError: for a name in the place of the key.
     """
+    if isinstance(key, str):
+        raise TypeError(f"the key comes first: quadrature.method(key, {key!r}, ...)")
     if name not in METHODS:
         raise ValueError(unknown("method", name, METHODS))
     return METHODS[name](key, num_rules, d, reflect=reflect)
 
 
-class Integrand(NamedTuple):
-    """A kernel as E phi(w.x) phi(w.y)."""
-
-    exact: kernels.Kernel
-    feature_map: Callable[..., Array]
-    at_zero: float
-    """f(0), where phi is at 0."""
-    even: bool
-    """Whether f(w) = f(-w): no reflected points are needed."""
-
-
-KERNELS: dict[str, Integrand] = {
-    "gaussian": Integrand(kernels.gaussian, features.trigonometric, 1.0, True),
-    "arc-cosine-0": Integrand(kernels.arc_cosine(0), features.arc_cosine(0), 0.5, False),
-    "arc-cosine-1": Integrand(kernels.arc_cosine(1), features.arc_cosine(1), 0.0, False),
-}
-
-
 def feature_maps(
     x: Float[Array, "*b d"],
     rule: Rule,
-    kernel: str = "gaussian",
+    kernel: str | Kernel = "gaussian",
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
@@ -278,19 +264,23 @@ def feature_maps(
     Args:
         x: points (..., d).
         rule: of `spherical_radial` or `method`, not reflected only if the kernel's f is even.
-        kernel: a name in `KERNELS`.
+        kernel: a word of `kernels.KERNELS` or a `Kernel`, of frequencies N(0, I) and with f(0).
         lengthscale: as in `features`.
         output_scale: as in `features`.
 
     Raises:
-        ValueError: for an unknown kernel, or what the feature map refuses.
+        ValueError: for an unknown kernel or one of another kind, or what the feature map refuses.
     """
-    if kernel not in KERNELS:
-        raise ValueError(unknown("kernel", kernel, KERNELS))
+    kernel = kernels.get(kernel)
+    if kernel.at_zero is None or kernel.quantile != norms.chi:
+        raise ValueError(
+            f"rules are for kernels with `at_zero`, of frequencies N(0, I), not {kernel}: take"
+            " kernels.random_features, or rule.points and rule.weights in a feature map"
+        )
     scales = dict(lengthscale=lengthscale, output_scale=output_scale)
-    phi = KERNELS[kernel].feature_map(x, rule.points, weights=rule.weights, **scales)
+    phi = kernel.feature_map(x, rule.points, weights=rule.weights, **scales)
     constant = rule.constant.astype(phi.dtype)
-    first = jnp.sqrt(jnp.abs(constant) * KERNELS[kernel].at_zero)
+    first = jnp.sqrt(jnp.abs(constant) * kernel.at_zero)
     first = jnp.broadcast_to(first * jnp.asarray(output_scale, phi.dtype), (*phi.shape[:-1], 1))
     left, right = (
         jnp.concatenate([sign * first, phi], axis=-1) for sign in (1.0, jnp.sign(constant))
@@ -302,7 +292,7 @@ def gram(
     x: Float[Array, "n d"],
     y: Float[Array, "k d"],
     rule: Rule,
-    kernel: str = "gaussian",
+    kernel: str | Kernel = "gaussian",
     *,
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
@@ -357,3 +347,9 @@ def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:
     n, v = lengths.shape
     weights = ((v - 1) / (v * n) / lengths**2).reshape(-1)
     return jnp.tile(weights / 2, 2) if reflect else weights
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("KERNELS", "Integrand"):
+        raise AttributeError(f"quadrature.{name} is now in kernels: KERNELS, Kernel")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

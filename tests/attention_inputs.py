@@ -7,9 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from performer import couplings
+from performer.features import FeatureMap
 
 H, V, M = 8, 5, 12
 MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
+
+
+def _own(projections, half):
+    exponent = jnp.concatenate([projections / 2 - half, -projections / 2], axis=-1)
+    return exponent, jnp.concatenate([projections**2, 1 + jnp.abs(projections)], axis=-1)
+
+
+OWN = FeatureMap(_own, features_per_frequency=2)
+"""A map that no paper has: of both parts, two features for each frequency, of |x|^2 too."""
+
+
+def feature_map(name):
+    """What `performer_attention` takes for a name of the oracles."""
+    return OWN if name == "own" else name
 
 
 def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
@@ -26,6 +41,15 @@ def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
 def orthogonal(key, m, h):
     """Frequencies of "orf", drawn by one program."""
     return couplings.get("orf")(key, m, h)
+
+
+def far_apart(norm, t=14):
+    """Keys that stand in all directions, as many opposite to the queries, of that norm."""
+    query, key, value, frequencies = inputs(t=t, k=4)
+    query, key = (np.asarray(x) for x in (query, key))
+    key = np.where(np.arange(4)[:, None] < 2, key, -query)
+    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
+    return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
 
 
 def close(got, want, tolerance=1e-5):

@@ -229,41 +229,83 @@ def _one_head(query, key, frequencies, head, n, root, shift, weights, calibratio
     return query, keys, w, log_weights
 
 
+def other_features(feature_map, p, half):
+    """phi(x) of the maps that are none of softmax, (t, m) -> (t, f m), and its slope in p at most.
+
+    "own" is that of `attention_inputs.OWN`.
+    """
+    if feature_map == "relu":
+        return np.maximum(p, 0), np.ones_like(p)
+    if feature_map == "elu+1":
+        values = np.where(p > 0, p + 1, np.exp(np.minimum(p, 0)))
+        return values, np.minimum(1, values)
+    assert feature_map == "own"
+    powers = np.exp(np.hstack([p / 2 - half, -p / 2]))
+    factor = np.hstack([p**2, 1 + np.abs(p)])
+    slope = np.hstack([2 * np.abs(p), np.ones_like(p)])
+    return powers * factor, powers * (slope + factor * (0.5 + half))
+
+
 def key_state(
-    key, value, frequencies, heads, exists, *, scale, shift, weights, calibration, feature_map
+    key,
+    value,
+    frequencies,
+    heads,
+    log_weights,
+    *,
+    scale,
+    shift,
+    weights,
+    calibration,
+    feature_map,
 ):
     """The state of `performer_attention`, (b, heads, m) and (b, heads, m, v), relative to c.
 
-    c is the largest logarithm of the size of a feature over the keys that exist, -inf without one.
+    c is the largest logarithm of the size of a feature over the keys, which count e^{log_weights}
+    times, (b, s, k); -inf without one.
     """
     key, value = np.asarray(key, np.float64), np.asarray(value, np.float64)
     (b, _, k, h), root = key.shape, (key.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     features = []
     for i, head in np.ndindex(b, heads):
-        _, keys, w, log_weights = _one_head(
-            np.zeros((1, h)), key[i], frequencies, head, heads, root, shift, weights, calibration
+        exists = log_weights[i, :, head * k // heads, None] > -np.inf
+        _, keys, w, of_features = _one_head(
+            np.zeros((1, h)),
+            np.where(exists[..., None], key[i], 0),
+            frequencies,
+            head,
+            heads,
+            root,
+            shift,
+            weights,
+            calibration,
         )
         p, half = keys @ w.T, np.sum(keys**2, axis=-1, keepdims=True) / 2
-        a = np.exp(np.broadcast_to(log_weights, p.shape[-1:]))
-        phi = {
+        a = np.exp(np.broadcast_to(of_features, p.shape[-1:]))
+        exponential = {
             "positive": lambda p, half: np.exp(p - half),
             "hyperbolic": lambda p, half: np.exp(np.hstack([p, -p]) - half),
             "trigonometric": lambda p, half: np.exp(half) * np.hstack([np.sin(p), np.cos(p)]),
-            "relu": lambda p, half: np.maximum(p, 0),
-            "elu+1": lambda p, half: np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))),
-        }[feature_map](p, half)
-        features.append(phi * np.tile(a, phi.shape[-1] // len(a)) * exists[i][:, None])
+        }
+        if feature_map in exponential:
+            phi = exponential[feature_map](p, half)
+        else:
+            phi, _ = other_features(feature_map, p, half)
+        features.append(phi * np.tile(a, phi.shape[-1] // len(a)))
     phi = np.reshape(features, (b, heads, *features[0].shape))
+    of_keys = np.repeat(log_weights, heads // k, axis=2).swapaxes(1, 2)[..., None]
     with np.errstate(divide="ignore"):
-        c = np.log(np.abs(phi).max(axis=2))
-    phi = phi * np.exp(-np.where(np.isinf(c), 0, c))[:, :, None]
+        c = np.max(np.log(np.abs(phi)) + of_keys, axis=2)
+    phi = phi * np.exp(of_keys - np.where(np.isinf(c), 0, c)[:, :, None])
     values = np.repeat(value, heads // k, axis=2).swapaxes(1, 2)
-    values = np.where(exists[:, None, :, None], values, 0)
+    values = np.where(of_keys > -np.inf, values, 0)
     return c, phi.sum(axis=2), np.einsum("bhsm,bhsv->bhmv", phi, values)
 
 
-def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer, exists):
+def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer, of_keys):
     """The terms T[t, s, j] = phi_j(q_t) phi_j(k_s) of one head as sign e^{exponent}, in float64.
+
+    log_weights are of the frequencies, of_keys (s,) of the keys.
 
     Returns:
         The exponents (t, s, m); the signs or None; and the logarithms of what the terms are off by,
@@ -275,7 +317,8 @@ def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer,
     half_q = np.sum(query**2, axis=-1, keepdims=True) / 2
     log_weights = np.broadcast_to(log_weights, p.shape[-1:])
     known = np.where(np.isinf(log_weights), 0, np.abs(log_weights))
-    signs = None
+    of_keys, exists = of_keys[:, None], of_keys > -np.inf
+    signs, known_of_keys = None, np.where(exists[:, None], np.abs(of_keys), 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         if stabilizer == "google":
             top = r[exists].max(initial=-np.inf)
@@ -290,18 +333,20 @@ def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer,
             of_q, of_k = 0 * p, half + 0 * r
             signs, (off_q, off_k) = np.cos(p[:, None] - r), (size[0], size[1] + half)
         else:
-            function = {
-                "relu": lambda x: np.maximum(x, 0),
-                "elu+1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-            }[feature_map]
-            f, g = function(p)[:, None], function(r)
-            slopes = [1.0 if feature_map == "relu" else np.minimum(1, x) for x in (f, g)]
-            off = f * g + slopes[0] * size[0][:, None] * g + f * slopes[1] * size[1]
+            f, slope = (x[:, None] for x in other_features(feature_map, p, half_q))
+            g, slope_of_key = other_features(feature_map, r, half)
+            each = g.shape[-1] // len(log_weights)
+            log_weights, of_query, of_key = (
+                np.tile(x, each) for x in (log_weights, size[0][:, None], size[1])
+            )
+            off = f * g * (1 + known_of_keys) + slope * of_query * g + f * slope_of_key * of_key
+            log_weights = log_weights + of_keys
             return np.log(f * g) + log_weights, None, np.log(off) + log_weights
         if feature_map == "hyperbolic":
             log_weights, known = np.tile(log_weights, 2), np.tile(known, 2)
             off_q, off_k = np.tile(off_q, 2), np.tile(off_k, 2)
-        exponents = of_q[:, None] + of_k + log_weights
+        exponents = of_q[:, None] + of_k + log_weights + of_keys
+        known = known + known_of_keys
         return exponents, signs, exponents + np.log(1 + off_q[:, None] + off_k + known)
 
 
@@ -313,6 +358,7 @@ def full_attention(
     *,
     mask=None,
     lengths=None,
+    log_weights=None,
     segments=None,
     is_causal=False,
     scale=None,
@@ -331,6 +377,7 @@ def full_attention(
         key, value, frequencies, scale, weights, feature_map, stabilizer, is_causal: as there.
         mask: (b, s).
         lengths: (b,).
+        log_weights: of the keys, what broadcasts to (b, s, k).
         segments: (b, t) and (b, s).
         shift: (h,) or (k, h).
         calibration: c, M, M^-1, mu, L, each for all heads or for each key head.
@@ -349,27 +396,30 @@ def full_attention(
         exists &= np.asarray(mask) != 0
     if lengths is not None:
         exists &= np.arange(s) < np.asarray(lengths)[:, None]
-    key = np.where(exists[..., None, None], key, 0)
-    value = np.where(exists[..., None, None], value, 0)
+    of_keys = np.broadcast_to(0.0 if log_weights is None else log_weights, (b, s, k))
+    of_keys = np.where(exists[..., None], of_keys, -np.inf).astype(np.float64)
+    key, value = (np.where(of_keys[..., None] > -np.inf, x, 0) for x in (key, value))
     if earlier is not None:
-        key, value = (
+        key, value, of_keys = (
             np.concatenate([np.asarray(x, np.float64), y], axis=1)
-            for x, y in zip(earlier, (key, value), strict=True)
+            for x, y in zip(
+                (*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True
+            )
         )
-        exists = np.concatenate([np.ones((b, before), bool), exists], axis=1)
     out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
     for i, head in np.ndindex(b, n):
         q, values = query[i, :, head] * root, value[i, :, head * k // n]
-        q, keys, w, log_weights = _one_head(
+        q, keys, w, of_features = _one_head(
             q, key[i], frequencies, head, n, root, shift, weights, calibration
         )
-        allowed = np.broadcast_to(exists[i], (t, before + s)).copy()
+        of_head = of_keys[i, :, head * k // n]
+        allowed = np.broadcast_to(of_head > -np.inf, (t, before + s)).copy()
         later = allowed[:, before:]
         if is_causal:
             later &= np.arange(s) <= np.arange(t)[:, None]
         if segments is not None:
             later &= np.asarray(segments[0])[i][:, None] == np.asarray(segments[1])[i]
-        terms = feature_terms(q, keys, w, log_weights, feature_map, stabilizer, exists[i])
+        terms = feature_terms(q, keys, w, of_features, feature_map, stabilizer, of_head)
         exponents, signs, off = terms
         exponents, off = (np.where(allowed[..., None], x, -np.inf) for x in (exponents, off))
         top = exponents.max(axis=(-1, -2), initial=-np.inf, keepdims=True)

@@ -44,7 +44,7 @@ from performer import (
     theory,
 )
 from performer.calibration import Calibration
-from performer.graphs import Graph, modulations
+from performer.graphs import Graph
 
 Inputs = Callable[..., jax.Array]
 
@@ -172,13 +172,13 @@ rows(
         "quadrature.structured": lambda x: quadrature.structured(key(), 2, 3),
         "quadrature.StructuredRule.weights": lambda x: quadrature.structured(key(), 2, 3).weights,
         "quadrature.StructuredRule.constant": lambda x: quadrature.structured(key(), 2, 3).constant,
-        "quadrature.random_features": lambda x: quadrature.random_features(couplings.get("iid"))(
-            key(), M, D
-        ),
+        "quadrature.random_features": lambda x: quadrature.random_features("iid")(key(), M, D),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
         "quadrature.method": lambda x: [
-            quadrature.method(name, key(), 1, 3, reflect=True) for name in quadrature.METHODS
+            quadrature.method(key(), name, 1, 3, reflect=True) for name in quadrature.METHODS
         ],
+        "kernels.Kernel.coupled": lambda x: kernels.softmax.coupled("orf")(key(), M, D),
+        "kernels.frequencies": lambda x: kernels.frequencies(key(), kernels.matern(1.5), M, D),
         "quadrature.vertices": lambda x: quadrature.vertices(3),
         "copula.pairwise": lambda x: copula.pairwise(3),
         "copula.monotone": lambda x: copula.monotone(3),
@@ -231,6 +231,7 @@ rows(
         "features.trigonometric": lambda x: features.trigonometric(
             x(2, D), frequencies(), lengthscale=x(D) ** 2, output_scale=2.0
         ),
+        "features.get": lambda x: features.get("relu")(x(2, D), frequencies()),
         "features.relu": lambda x: features.relu(x(D), frequencies()),
         "features.elu": lambda x: features.elu(x(2, D), frequencies(), weights=weights()),
         "features.arc_cosine": lambda x: [
@@ -301,7 +302,13 @@ rows(
         ),
         "attention.performer_attention[maps]": lambda x: [
             attend(x, 2, weights=weights(2), feature_map=name, scale=0.5)
-            for name in ("hyperbolic", "trigonometric", "relu", "elu+1")
+            for name in ("hyperbolic", "trigonometric", "relu", "elu+1", features.arc_cosine(0))
+        ],
+        "attention.performer_attention[key log-weights]": lambda x: [
+            attend(
+                x, key_log_weights=x(2, 5, *heads), is_causal=is_causal, mask=MASK[:, None, None]
+            )
+            for is_causal, heads in [(False, ()), (True, ()), (True, (2,))]
         ],
         "attention.performer_attention[google]": lambda x: attend(
             x, stabilizer="google", mask=MASK[:, None, None]
@@ -397,6 +404,7 @@ rows(
 rows(
     "numpy",
     {
+        "features.FeatureMap.estimates_softmax": lambda x: features.relu.estimates_softmax,
         "calibration.parts": lambda x: len(calibration.parts("full")),
         "calibration.parts[coupling]": lambda x: len(calibration.parts("full", "pm")),
         "couplings.properties": lambda x: couplings.properties("pm", 3).block_length,
@@ -464,7 +472,12 @@ rows(
         "kernels.gaussian[scales]": lambda x: kernels.gaussian(
             points(x), points(x, 3), lengthscale=x(2) ** 2 + 1, output_scale=x(1)[0] ** 2
         ),
+        "kernels.softmax": lambda x: kernels.softmax(points(x), points(x, 3)),
         "kernels.matern": lambda x: kernels.matern(2.5)(points(x), points(x, 3)),
+        "kernels.get": lambda x: kernels.get("rbf")(points(x), points(x, 3)),
+        "kernels.random_features": lambda x: kernels.random_features(
+            key(), kernels.matern(1.5), points(x), 4, lengthscale=0.5, output_scale=x(1)[0] ** 2
+        ),
         "kernels.arc_cosine": lambda x: [
             kernels.arc_cosine(order)(points(x), points(x, 3)) for order in (0, 1)
         ],
@@ -483,6 +496,7 @@ rows(
         "gp.observed": lambda x: gp.observed(law(x, 0), 0.5),
         "gp.kl": lambda x: gp.kl(law(x, 0), law(x, 1)),
         "gp.negative_log_density": lambda x: gp.negative_log_density(law(x, 0), x(5)),
+        "gp.Scales.logarithms": lambda x: START.logarithms(x(1).dtype, ("noise_scale",)),
         "gp.fit": lambda x: gp.fit(points(x), x(5), START, num_steps=2, optimizer=SGD),
         "copula.cholesky": lambda x: copula.cholesky(x(3)),
         "copula.kernel_rmse": lambda x: copula.kernel_rmse(x(5, D))(frequencies()),
@@ -584,7 +598,7 @@ def walked() -> Any:
 def estimate(unbiased: bool = True) -> Any:
     with drawn():
         return graphs.graph_random_features(
-            key(), graph(), modulations.diffusion(), unbiased_diagonal=unbiased, **WALKS
+            key(), graph(), graphs.kernels.diffusion(), unbiased_diagonal=unbiased, **WALKS
         )
 
 
@@ -593,11 +607,15 @@ def vectors(*shape: int) -> jax.Array:
 
 
 def series(name: str) -> Callable[[Inputs], Any]:
-    return lambda x: getattr(modulations, name)()(6)
+    return lambda x: getattr(graphs.kernels, name)()(6)
 
 
 def dense(name: str, scale: float = 1.0) -> Callable[[Inputs], Any]:
-    return lambda x: getattr(graphs.kernels, name)(graph(scale))
+    return lambda x: getattr(graphs.kernels, name)().dense(graph(scale))
+
+
+def halves() -> graphs.kernels.Kernel:
+    return graphs.kernels.from_series(lambda length: 0.5 ** np.arange(length))
 
 
 def coupled(coupling: Callable, **options: Any) -> Callable[[Inputs], Any]:
@@ -628,14 +646,12 @@ rows(
     "wide",
     {
         **{
-            f"graphs.modulations.{name}": series(name)
+            f"graphs.kernels.{name}": series(name)
             for name in ("regularised_laplacian", "diffusion", "random_walk", "inverse_cosine")
         },
-        "graphs.modulations.matern": series("matern"),
-        "graphs.modulations.resolvent": series("resolvent"),
-        "graphs.modulations.from_series": lambda x: modulations.from_series(
-            lambda length: 0.5 ** np.arange(length)
-        )(6),
+        "graphs.kernels.matern": series("matern"),
+        "graphs.kernels.resolvent": series("resolvent"),
+        "graphs.kernels.from_series": lambda x: halves()(6),
     },
     host=True,
 )
@@ -643,14 +659,15 @@ rows(
     "wide",
     {
         **{
-            f"graphs.kernels.{name}": dense(name)
+            f"graphs.kernels.Kernel.dense[{name}]": dense(name)
             for name in ("regularised_laplacian", "diffusion", "random_walk", "inverse_cosine")
         },
-        "graphs.kernels.matern": dense("matern"),
-        "graphs.kernels.resolvent": dense("resolvent", 0.1),
+        "graphs.kernels.Kernel.dense[matern]": dense("matern"),
+        "graphs.kernels.Kernel.dense[from_series]": lambda x: halves().dense(graph()),
+        "graphs.kernels.resolvent.dense": dense("resolvent", 0.1),
         "graphs.kernels.spectral_radius": lambda x: graphs.kernels.spectral_radius(graph()),
         "graphs.kernels.require_convergence": lambda x: graphs.kernels.require_convergence(
-            graph(0.1), modulations.resolvent()
+            graph(0.1), graphs.kernels.resolvent()
         ),
         "graphs.graph.Graph.from_edges": lambda x: graph(),
         "graphs.graph.Graph.from_scipy": lambda x: Graph.from_scipy(scipy.sparse.eye_array(3)),
@@ -672,7 +689,7 @@ rows(
         ),
         "graphs.features.sample": lambda x: walked(),
         "graphs.features.modulate": lambda x: graphs.features.modulate(
-            walked(), modulations.diffusion()
+            walked(), graphs.kernels.diffusion()
         ),
         "graphs.features.graph_random_features": lambda x: estimate(),
         "graphs.features.Features.to_scipy": lambda x: estimate().left.to_scipy().todense(),
@@ -693,11 +710,11 @@ rows(
         "graphs.features.Features.to_dense": lambda x: estimate().left.to_dense(),
         "graphs.features.Estimate[@]": lambda x: estimate() @ vectors(5, 2),
         "graphs.features.Estimate.gram": lambda x: estimate().gram(),
-        "graphs.gp.posterior": lambda x: graphs.gp.posterior(
-            estimate(False), observed(), vectors(3), jnp.array([1, 4]), noise_scale=0.5
+        "graphs.gp.condition": lambda x: graphs.gp.condition(
+            estimate(False), observed(), jnp.array([1, 4]), vectors(3), 0.5
         ),
-        "graphs.gp.posterior[dense]": lambda x: graphs.gp.posterior(
-            estimate(False).gram(), observed(), vectors(3), jnp.array([1, 4]), noise_scale=0.5
+        "graphs.gp.condition[dense]": lambda x: graphs.gp.condition(
+            estimate(False).gram(), observed(), jnp.array([1, 4]), vectors(3), 0.5
         ),
         "graphs.gp.solve": lambda x: graphs.gp.solve(lambda v: 2 * v, vectors(3, 2)),
         "graphs.gp.fit": lambda x: graphs.gp.fit(
@@ -717,7 +734,7 @@ rows(
 
 
 def responses(order: int = 3) -> np.ndarray:
-    return graphs.matching.spectral_responses(graph(), modulations.diffusion(), 0.5, order)
+    return graphs.matching.spectral_responses(graph(), graphs.kernels.diffusion(), 0.5, order)
 
 
 def edges() -> np.ndarray:
@@ -728,12 +745,14 @@ rows(
     "numpy",
     {
         "graphs.matching.learn": lambda x: graphs.matching.learn(
-            graph(), modulations.diffusion(), p_halt=0.5, order=3
+            graph(), graphs.kernels.diffusion(), p_halt=0.5, order=3
         ),
-        "graphs.matching.series": lambda x: graphs.matching.series(modulations.diffusion(), 0.5, 3),
+        "graphs.matching.series": lambda x: graphs.matching.series(
+            graphs.kernels.diffusion(), 0.5, 3
+        ),
         "graphs.matching.spectral_responses": lambda x: responses(),
         "graphs.matching.node_responses": lambda x: graphs.matching.node_responses(
-            graph(), modulations.diffusion(), 0.5, 3, 1
+            graph(), graphs.kernels.diffusion(), 0.5, 3, 1
         ),
         "graphs.matching.linear_costs": lambda x: graphs.matching.linear_costs(responses()),
         "graphs.matching.pair_costs": lambda x: graphs.matching.pair_costs(

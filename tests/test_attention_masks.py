@@ -15,7 +15,7 @@ import pytest
 from performer import performer_attention
 from performer.attention import op, sweep
 from tests import oracles
-from tests.attention_inputs import MAPS, V, causal, close, inputs, orthogonal
+from tests.attention_inputs import MAPS, V, causal, close, far_apart, inputs, orthogonal
 
 # As users run it: for the test of precision.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -259,15 +259,6 @@ def test_one_key_is_returned_whatever_its_norm(norm, small_chunks):
     close(one, jnp.broadcast_to(value[:, :1], value.shape))
 
 
-def far_apart(norm, t=14):
-    """Keys that stand in all directions, as many opposite to the queries, of that norm."""
-    query, key, value, frequencies = inputs(t=t, k=4)
-    query, key = (np.asarray(x) for x in (query, key))
-    key = np.where(np.arange(4)[:, None] < 2, key, -query)
-    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
-    return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
-
-
 @pytest.mark.parametrize(
     ("feature_map", "is_causal"), [("positive", True), ("positive", False), ("elu+1", True)]
 )
@@ -331,7 +322,7 @@ def test_robust_attention_is_causal_bit_for_bit_and_has_its_gradients(small_chun
 # Planted faults
 
 
-def leaky_mask(split, mask):
+def leaky_mask(split, log_weights):
     """Masked keys stay in the maximum and in the normaliser."""
     return split
 
@@ -355,7 +346,7 @@ def broken_combine(left, right):
         (sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
         (
             sweep,
-            "masked",
+            "weighted",
             leaky_mask,
             partial(test_masks_lengths_and_removed_keys_are_the_same, True, None),
         ),

@@ -19,6 +19,7 @@ from performer.attention import State, op
 from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from tests import oracles
+from tests.attention_inputs import feature_map
 from tests.covering import covering_array, random_row
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
@@ -33,12 +34,13 @@ FACTORS = {
     "mask": ARRAY,
     "kind of mask": ("(b, 1, 1, s) bool", "(b, 1, 1, s) float", "(s,) bool"),
     "lengths": ARRAY,
+    "key_log_weights": ("none", "keys traced", "heads closed over", "one for all closed over"),
     "segments": ("none", "same traced", "pair closed over", "pair traced"),
     "weights": ("none", "one traced", "heads closed over"),
     "calibration": ("none", "one closed over", "heads traced"),
     "shift": ("none", "one traced", "heads closed over"),
     "scale": (None, 0.3),
-    "feature_map": ("positive", "hyperbolic", "trigonometric", "relu", "elu+1"),
+    "feature_map": ("positive", "hyperbolic", "trigonometric", "relu", "elu+1", "own"),
     "stabilizer": ("exact", "google"),
     "implementation": (None, "blocked", "robust"),
     "initial_state": ARRAY,
@@ -49,6 +51,7 @@ FACTORS = {
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
     "order": (*FACTORS["order"], "t > s", "causal t > s"),
+    "key_log_weights": (*FACTORS["key_log_weights"], "heads traced"),
     "segments": (*FACTORS["segments"], "same closed over"),
     **{
         name: ("none", "one closed over", "one traced", "heads closed over", "heads traced")
@@ -155,6 +158,12 @@ def arrays_of(case, size, rng):
         arrays["mask"] = rng.random(of_mask) < 0.7
     if "lengths" in given:
         arrays["lengths"] = rng.integers(0, s + 1, size.b)
+    if "key_log_weights" in given:
+        level = case["key_log_weights"].split()[0]
+        of_keys = {"keys": (size.b, s, 1), "heads": (size.b, s, k), "one": (1, s, 1)}[level]
+        spread = rng.choice([1.0, 200.0])
+        log_weights = np.where(rng.random(of_keys) < 0.2, -np.inf, normal(*of_keys, scale=spread))
+        arrays["log_weights"] = log_weights.astype(np.float32)
     if "segments" in given:
         pair = [rng.integers(0, 3, (size.b, x)) for x in (size.t, s)]
         arrays["segments"] = pair[:1] * 2 if "same" in case["segments"] else pair
@@ -185,10 +194,9 @@ def arrays_of(case, size, rng):
 def in_package(case, size, arrays):
     """The arrays as `performer_attention` takes them: values that masked keys have, batch axes."""
     given = {name: arrays[name] for name in ("query", "key", "value", "frequencies")}
-    exists = oracle_mask(arrays, size)
+    exists = oracle_log_weights(arrays, size)[..., None] > -np.inf
     for name in ("key", "value"):
-        junk = np.asarray(np.nan, given[name].dtype)
-        given[name] = np.where(exists[..., None, None], given[name], junk)
+        given[name] = np.where(exists, given[name], np.asarray(np.nan, given[name].dtype))
     for name in ("query", "key", "value"):
         given[name] = given[name].reshape(*size.lead, *given[name].shape[1:])
     if "mask" in arrays:
@@ -204,6 +212,14 @@ def in_package(case, size, arrays):
         given["mask"] = mask.astype(np.float32) if "float" in kind else mask
     if "lengths" in arrays:
         given["key_value_seq_lengths"] = arrays["lengths"].reshape(size.lead).astype(np.int32)
+    if "log_weights" in arrays:
+        log_weights = arrays["log_weights"]
+        if "one for all" in case["key_log_weights"]:
+            given["key_log_weights"] = log_weights[0, :, 0]
+        else:
+            log_weights = log_weights.reshape(*size.lead, *log_weights.shape[1:])
+            heads = "heads" in case["key_log_weights"]
+            given["key_log_weights"] = log_weights if heads else log_weights[..., 0]
     if "segments" in arrays:
         ids = [x.reshape(*size.lead, x.shape[-1]).astype(np.int32) for x in arrays["segments"]]
         given["segment_ids"] = ids[0] if "same" in case["segments"] else tuple(ids)
@@ -218,13 +234,15 @@ def in_package(case, size, arrays):
     return given
 
 
-def oracle_mask(arrays, size):
+def oracle_log_weights(arrays, size):
+    """Mask, lengths and log-weights of keys in one, (b, s, k)."""
     exists = np.ones((size.b, size.s), bool)
     if "mask" in arrays:
         exists &= arrays["mask"]
     if "lengths" in arrays:
         exists &= np.arange(size.s) < arrays["lengths"][:, None]
-    return exists
+    of_keys = np.broadcast_to(arrays.get("log_weights", 0.0), (size.b, size.s, size.k))
+    return np.where(exists[..., None], of_keys, -np.inf)
 
 
 def state_heads(case, size):
@@ -241,13 +259,12 @@ def options_of(case, arrays):
 
 
 def state_of(case, size, arrays, key, value):
-    exists = np.ones(key.shape[:2], bool)
     state = oracles.key_state(
         key,
         value,
         arrays["frequencies"],
         state_heads(case, size),
-        exists,
+        np.zeros(key.shape[:3]),
         **options_of(case, arrays),
     )
     return [x.reshape(*size.lead, *x.shape[1:]).astype(np.float32) for x in state]
@@ -261,7 +278,8 @@ def off(case, size, rng):
     }
     static = dict(
         is_causal="causal" in case["order"],
-        **{name: case[name] for name in ("scale", "feature_map", "stabilizer", "return_state")},
+        **{name: case[name] for name in ("scale", "stabilizer", "return_state")},
+        feature_map=feature_map(case["feature_map"]),
         implementation=case["implementation"],
     )
     levels = {
@@ -290,7 +308,10 @@ def off(case, size, rng):
     unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
     want, bound = oracles.full_attention(
         *(arrays[name] for name in ("query", "key", "value", "frequencies")),
-        **{name: arrays.get(name) for name in ("mask", "lengths", "segments", "earlier")},
+        **{
+            name: arrays.get(name)
+            for name in ("mask", "lengths", "log_weights", "segments", "earlier")
+        },
         is_causal=static["is_causal"],
         stabilizer=case["stabilizer"],
         **options_of(case, arrays),
@@ -310,28 +331,35 @@ def state_off(case, size, arrays, state, unit):
         np.asarray(x, np.float64).reshape(size.b, *x.shape[len(size.lead) :]) for x in state
     )
     key, value = (np.asarray(arrays[name], np.float64) for name in ("key", "value"))
-    exists = oracle_mask(arrays, size)
+    of_keys = oracle_log_weights(arrays, size)
     if "causal" in case["order"]:
-        exists = exists & (np.arange(size.s) < size.t)
+        of_keys[:, size.t :] = -np.inf
     if "earlier" in arrays:
         key, value = (
             np.concatenate([x, y], axis=1)
             for x, y in zip(arrays["earlier"], (key, value), strict=True)
         )
-        exists = np.concatenate([np.ones((size.b, 4), bool), exists], axis=1)
+        of_keys = np.concatenate([np.zeros((size.b, 4, size.k)), of_keys], axis=1)
     c, s, z = oracles.key_state(
         key,
         value,
         arrays["frequencies"],
         state_heads(case, size),
-        exists,
+        of_keys,
         **options_of(case, arrays),
     )
+    # The maximum is that of the exponents: far above the features where their factors are 0.
+    top = c if "log_weights" not in arrays else np.maximum(c, maximum)
     with np.errstate(invalid="ignore"):
-        factor = np.where(np.isinf(c), 0, np.exp(maximum - c))
-    spread = np.abs(key).max() ** 2 * key.shape[-1] * 4 + 30  # of the exponents, generously
+        factor, theirs = (np.where(np.isinf(c), 0, np.exp(x - top)) for x in (maximum, c))
+    known = np.abs(of_keys, where=np.isfinite(of_keys), out=np.zeros_like(of_keys)).max()
+    # Of the exponents, generously.
+    spread = np.abs(key).max() ** 2 * key.shape[-1] * 4 + 30 + known
     terms = key.shape[1] * (1 + np.abs(value).max(initial=0))
-    errors = [normaliser * factor - s, numerator * factor[..., None] - z]
+    errors = [
+        normaliser * factor - s * theirs,
+        numerator * factor[..., None] - z * theirs[..., None],
+    ]
     return max(np.abs(x).max() for x in errors) / (unit * spread * terms)
 
 

@@ -24,6 +24,8 @@ def test_eight_devices_give_the_numbers_of_one(eight_devices, capsys):
         "sequence, causal: equal; all_gather 3",
         "batch and heads, causal: equal",
         "sequence, relu: equal; all_reduce 2",
+        "sequence, log-weights, bidirectional: equal; all_reduce 2",
+        "sequence, log-weights, causal: equal; all_gather 3",
         "sequence, one token on each device, causal: equal; all_gather 3",
         "jit, batch split, bidirectional: split like the inputs; 0 exchanges",
         "jit, batch and heads split, bidirectional: split like the inputs; 0 exchanges",
@@ -44,13 +46,17 @@ def compare_all():
     mask = jax.random.bernoulli(keys[4], 0.8, (2, 1, 1, 48))
     of_one_device = {}
 
-    def compare(name, axes, specs, tokens=48, **options):
+    log_weights = jnp.where(mask, 3 * jax.random.normal(keys[4], mask.shape), -jnp.inf)
+
+    def compare(name, axes, specs, tokens=48, of_keys=mask, **options):
         mesh = jax.make_mesh(axes[1], axes[0], (AxisType.Auto,) * len(axes[0]))
-        inputs = [x[:, :tokens] for x in (query, key, value)] + [frequencies, mask[..., :tokens]]
+        inputs = [*(x[:, :tokens] for x in (query, key, value)), frequencies, of_keys[..., :tokens]]
         axis_name = "sequence" if "sequence" in axes[0] else None
 
-        def attend(q, k, v, w, mask, axis_name=None):
-            return performer_attention(q, k, v, w, mask=mask, axis_name=axis_name, **options)
+        def attend(q, k, v, w, of_keys, axis_name=None):
+            which = dict(mask=of_keys) if of_keys.dtype == bool else {}
+            which = which or dict(key_log_weights=of_keys[:, 0, 0])
+            return performer_attention(q, k, v, w, axis_name=axis_name, **which, **options)
 
         split = jax.jit(
             jax.shard_map(
@@ -69,7 +75,7 @@ def compare_all():
             gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
             return gradient(*inputs[:4])
 
-        case = (tokens, *options.items())
+        case = (tokens, of_keys.dtype, *options.items())
         if case not in of_one_device:
             of_one_device[case] = run(attend)
         (mine, out), (want, one) = run(split), of_one_device[case]
@@ -89,6 +95,9 @@ def compare_all():
         compare(f"sequence, {name}", sequence, by_token, is_causal=is_causal)
         compare(f"batch and heads, {name}", both, by_head, is_causal=is_causal)
     compare("sequence, relu", sequence, by_token, feature_map="relu")
+    for is_causal, name in [(False, "bidirectional"), (True, "causal")]:
+        name = f"sequence, log-weights, {name}"
+        compare(name, sequence, by_token, of_keys=log_weights, is_causal=is_causal)
     compare(
         "sequence, one token on each device, causal", sequence, by_token, tokens=8, is_causal=True
     )

@@ -344,7 +344,7 @@ def test_bad_input():
     fitted = calibrate(QUERY, KEY, coupling="orf")
     for options, message in [
         (dict(shift=jnp.zeros(H)), "brings its own shift"),
-        (dict(feature_map="hyperbolic"), "needs feature_map='positive'"),
+        (dict(feature_map="hyperbolic"), "needs feature_map=features.positive"),
         (dict(stabilizer="google"), "stabilizer='exact'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -87,10 +87,10 @@ NEEDED = {
     "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
     "performer.gp": lambda normal: {"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)},
     "performer.graphs.matching": lambda normal: (
-        {"graph": _ring(), "couplings": graphs.couplings} | {"modulations": graphs.modulations}
+        {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),
     "performer.graphs.features": lambda normal: (
-        {"graph": _ring(), "v": jnp.arange(8.0)} | {"modulations": graphs.modulations}
+        {"graph": _ring(), "v": jnp.arange(8.0)} | {"kernels": graphs.kernels}
     ),
     "performer.analysis": small_heads,
     "performer.nnx": lambda normal: {"x": normal(2, 6, 768)},

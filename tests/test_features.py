@@ -1,12 +1,21 @@
 """Positive features against the float64 oracle."""
 
+import dataclasses
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from performer import features
+from performer import features, performer_attention
+from performer.features import FeatureMap
+from performer.linen import performer_attention_fn
+from performer.nnx import PerformerAttention
 from tests import oracles
+from tests.attention_inputs import OWN, H, M, close, inputs
 
 X = jax.random.normal(jax.random.key(0), (5, 6))
 W = jax.random.normal(jax.random.key(1), (7, 6))
@@ -106,10 +115,94 @@ def test_narrow_inputs_are_promoted(dtype):
 
 
 def test_bad_input():
+    call = features.FeatureMap.__call__.__wrapped__
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
-        features._project.__wrapped__(X, W, "gauss")
+        call(features.positive, X, W, kernel="gauss")
+    with pytest.raises(ValueError, match="features.relu has a kernel of its own"):
+        features.relu(X, W, kernel="gaussian")
     with pytest.raises(ValueError, match="width 6 but frequencies have 5"):
-        features._project.__wrapped__(X, W[:, :5], "softmax")
+        call(features.positive, X, W[:, :5])
+
+
+# Records
+
+
+def squares(projections, half):
+    return jnp.zeros_like(half), projections**2
+
+
+BUNDLED = [*features.MAPS.values(), features.arc_cosine(0), features.arc_cosine(1)]
+
+
+@pytest.mark.parametrize("feature_map", [*BUNDLED, FeatureMap(squares, weight=3.0)], ids=repr)
+def test_records_are_values(feature_map):
+    """Equal and hashed by what they hold; the representation evaluates."""
+    same = eval(repr(feature_map), dict(features=features, squares=squares))
+    assert same == feature_map
+    assert hash(same) == hash(feature_map)
+    assert dataclasses.replace(feature_map, weight=7.0) != feature_map
+    assert features.get(feature_map) is feature_map
+
+
+def test_equal_records_are_compiled_once():
+    traced = []
+
+    def counting(projections, half):
+        traced.append(None)
+        return squares(projections, half)
+
+    tokens = X[None, :, None]
+    performer_attention(tokens, tokens, tokens, W, feature_map=FeatureMap(counting))
+    first = len(traced)
+    performer_attention(tokens, tokens, tokens, W, feature_map=FeatureMap(counting))
+    assert len(traced) == first > 0
+    call = jax.jit(lambda x, feature_map: feature_map(x, W), static_argnames="feature_map")
+    for _ in range(2):
+        assert call(X, feature_map=FeatureMap(counting)).shape == (5, 7)
+    assert len(traced) == first + 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_maps_that_are_on_no_list_work_in_attention(is_causal, small_chunks):
+    """Against quadratic attention with these features; no feature in common gives 0."""
+    query, key, value, w = inputs(t=22)
+    w = jnp.abs(w)
+    query = query.at[:, 3].set(-jnp.abs(query[:, 3]))
+    for feature_map in (features.arc_cosine(0), features.arc_cosine(1), FeatureMap(squares)):
+        phi, psi = (
+            np.asarray(feature_map(np.repeat(x, 4 // x.shape[2], axis=2), w), np.float64)
+            for x in (query, key)
+        )
+        kernel = np.einsum("btnm,bsnm->bnts", phi, psi)
+        kernel = np.where(np.tri(22), kernel, 0) if is_causal else kernel
+        total = kernel.sum(axis=-1, keepdims=True)
+        values = np.repeat(np.asarray(value, np.float64), 2, axis=2)
+        want = np.einsum("bnts,bsnv->btnv", kernel / np.where(total == 0, 1, total), values)
+        attend = partial(performer_attention, is_causal=is_causal, feature_map=feature_map)
+        got = attend(query, key, value, w)
+        close(got, want, 2e-5)
+        assert feature_map == FeatureMap(squares) or not got[:, 3].any()
+        gradient = jax.grad(lambda *tokens: attend(*tokens, w).sum(), argnums=(0, 1, 2))  # noqa: B023
+        chex.assert_tree_all_finite(gradient(query, key, value))
+
+
+def test_the_flax_doors_take_a_record():
+    query, key, value, w = inputs(n=2)
+    want = performer_attention(query, key, value, w, feature_map=OWN)
+    layer = PerformerAttention(M, H, feature_map=OWN, rngs=nnx.Rngs(0))
+    layer.frequencies[...] = w
+    np.testing.assert_array_equal(layer(query, key, value), want)
+    got = performer_attention_fn(query, key, value, frequencies=w, feature_map=OWN)
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="unknown feature map '<function arc.*any features.Featu"):
+        features.get.__wrapped__(features.arc_cosine)
+    with pytest.raises(ValueError, match="unknown feature map 'reul'; did you mean 'relu'"):
+        PerformerAttention(M, H, feature_map="reul", rngs=nnx.Rngs(0))
+
+
+def test_old_names_say_where_they_went():
+    with pytest.raises(AttributeError, match="property of the maps"):
+        features.SPLITS  # noqa: B018
 
 
 def test_elu_is_right_far_below_zero():

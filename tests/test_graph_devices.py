@@ -5,7 +5,7 @@ import networkx
 import numpy as np
 from jax.sharding import AxisType
 
-from performer.graphs import Graph, features, graph_random_features, modulations
+from performer.graphs import Graph, features, graph_random_features, kernels
 
 
 def test_eight_devices_walk_as_one(eight_devices):
@@ -29,7 +29,7 @@ def test_eight_devices_walk_as_one(eight_devices):
 
     v = np.arange(34.0, dtype=np.float32)
     a, b = (
-        graph_random_features(jax.random.key(0), graph, modulations.diffusion(), mesh=m, **options)
+        graph_random_features(jax.random.key(0), graph, kernels.diffusion(), mesh=m, **options)
         for m in (None, mesh)
     )
     np.testing.assert_allclose(a @ v, jax.jit(lambda k, v: k @ v)(b, v), rtol=1e-5)

@@ -1,5 +1,6 @@
-"""Dense kernels against expressions of matrices, and modulations against the dense kernels."""
+"""Dense kernels against expressions of matrices, and their series against the dense kernels."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -9,8 +10,10 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
+import scipy.special
 
-from performer.graphs import Graph, features, gp, kernels, modulations
+from performer import graphs
+from performer.graphs import Graph, features, gp, kernels
 from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
 
 L = laplacian(weights_matrix())
@@ -35,20 +38,69 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_dense_kernels_are_the_functions_of_the_laplacian(case):
     parameters, expected = CASES[case]
-    found = getattr(kernels, case.split(",")[0])(example(), **parameters)
+    found = getattr(kernels, case.split(",")[0])(**parameters).dense(example())
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_modulations_square_to_the_kernels(case):
+def test_series_square_to_the_kernels(case):
     """(sum_k f_k A^k)^2, by powers in float64."""
     parameters, expected = CASES[case]
-    f = np.asarray(getattr(modulations, case.split(",")[0])(**parameters)(600), np.float64)
+    f = np.asarray(getattr(kernels, case.split(",")[0])(**parameters)(600), np.float64)
     root, power = np.zeros_like(ONE), ONE.copy()
     for coefficient in f:
         root, power = root + coefficient * power, power @ (ONE - L)
     slow = 2e-3 if case == "inverse_cosine" else 3e-6  # its f falls off like k^{-3/2}
     np.testing.assert_allclose(root @ root, expected, atol=slow)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_values(case):
+    """Equal and hashed by their parameters, and their repr evaluates."""
+    parameters, _ = CASES[case]
+    make = getattr(kernels, case.split(",")[0])
+    kernel = make(**parameters)
+    assert kernel == make(*parameters.values()) == eval(repr(kernel), {"graphs": graphs})
+    assert hash(kernel) == hash(make(**parameters))
+    assert all(kernel != make(**(parameters | {name: 7})) for name in parameters)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kernel.sigma = 2.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: kernels.diffusion(example(), 2.0),
+        lambda: kernels.matern(example(), 1.5, 1.0),
+        lambda: kernels.inverse_cosine(example()),
+        lambda: kernels.resolvent(graph=example(), d=2),
+    ],
+)
+def test_old_calls_name_the_new_ones(call):
+    with pytest.raises(TypeError, match=r"now a value: kernels\.[a-z_]*\(\.\.\.\)\.dense\(graph\)"):
+        call()
+    with pytest.raises(ImportError, match=r"graphs\.kernels now: kernels\.diffusion"):
+        from performer.graphs import modulations  # noqa: F401
+
+
+def test_a_kernel_of_ones_own():
+    @dataclasses.dataclass(frozen=True)
+    class cosine(kernels.Kernel):  # of twice the angle: cos(t L)^2 is the square of cos(t (1 - A))
+        t: float
+
+        def _series(self, length):
+            k = np.arange(length)
+            signs = np.where(k % 4 < 2, 1, -1) * np.where(k % 2, np.sin(self.t), np.cos(self.t))
+            return jnp.asarray(signs * self.t**k / scipy.special.factorial(k), float)
+
+        def _eigenvalue(self, laplacian):
+            return np.cos(self.t * laplacian) ** 2
+
+    kernel, graph = cosine(0.7), example()
+    root = sum(f * power(ONE - L, k) for k, f in enumerate(np.asarray(kernel(30), np.float64)))
+    np.testing.assert_allclose(root @ root, kernel.dense(graph), atol=1e-6)
+    with pytest.raises(ValueError, match="t must be positive"):
+        cosine(-1.0)
 
 
 def test_the_recurrence_finds_the_closed_forms():
@@ -58,34 +110,40 @@ def test_the_recurrence_finds_the_closed_forms():
         k = np.arange(length)
         return (k + 1) * (k + 2) / 2 * 0.5**k  # of (1 - a / 2)^{-3}
 
-    expected = np.asarray(modulations.resolvent(3)(12)) * 0.5 ** np.arange(12)
-    np.testing.assert_allclose(modulations.from_series(series)(12), expected, rtol=1e-5)
+    expected = np.asarray(kernels.resolvent(3)(12)) * 0.5 ** np.arange(12)
+    kernel = kernels.from_series(series)
+    np.testing.assert_allclose(kernel(12), expected, rtol=1e-5)
+    dense = power(np.linalg.inv(ONE - (ONE - L) / 2), 3)
+    np.testing.assert_allclose(kernel.dense(example()), dense, atol=2e-6)
+    assert kernel == kernels.from_series(series)
+    with pytest.raises(ValueError, match="diverges: the spectral radius of the weights is 1,"):
+        kernels.from_series(np.ones).dense(example())
 
 
 def test_resolvent_of_the_weights():
     graph = example()
     small = graph._replace(weights=graph.weights * 0.2)
     expected = np.linalg.inv(ONE - 0.2 * weights_matrix())
-    np.testing.assert_allclose(kernels.resolvent(small, 1), expected, atol=1e-5)
-    np.testing.assert_allclose(kernels.resolvent(small, 2), expected @ expected, atol=1e-5)
+    np.testing.assert_allclose(kernels.resolvent(1).dense(small), expected, atol=1e-5)
+    np.testing.assert_allclose(kernels.resolvent(2).dense(small), expected @ expected, atol=1e-5)
 
 
 def test_a_node_alone_is_exactly_one():
     for name in ("regularised_laplacian", "diffusion"):
-        assert abs(float(getattr(kernels, name)(example())[5, 5]) - 1) < 1e-7
+        assert abs(float(getattr(kernels, name)().dense(example())[5, 5]) - 1) < 1e-7
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: kernels.resolvent(example()), r"the spectral radius of the weights is 3\."),
-        (partial(kernels.diffusion, example(), sigma=-1.0), "sigma must be positive and finite"),
-        (lambda: kernels.regularised_laplacian(example(), d=0), "d must be positive"),
-        (lambda: kernels.random_walk(example(), alpha=1.5), "alpha must be at least 2"),
-        (lambda: modulations.random_walk(alpha=np.nan), "alpha must be at least 2"),
-        (lambda: kernels.matern(example(), nu=0.0), "nu must be positive"),
-        (lambda: modulations.from_series(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
-        (lambda: kernels.diffusion(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
+        (lambda: kernels.resolvent().dense(example()), r"spectral radius of the weights is 3\."),
+        (partial(kernels.diffusion, sigma=-1.0), "sigma must be positive and finite"),
+        (lambda: kernels.regularised_laplacian(d=0), "d must be positive"),
+        (lambda: kernels.random_walk(alpha=1.5), "alpha must be at least 2"),
+        (lambda: kernels.random_walk(alpha=np.nan), "alpha must be at least 2"),
+        (lambda: kernels.matern(nu=0.0), "nu must be positive"),
+        (lambda: kernels.from_series(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
+        (lambda: kernels.diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
     ],
 )  # fmt: skip
 def test_bad_input(make, words):
@@ -131,36 +189,36 @@ def loop(radius):
 @pytest.mark.parametrize("parameter", [1, 2, 3, 4, 8])
 def test_convergence_on_both_sides_of_the_radius(name, parameter):
     """Binomial series: R = 1, (1 + sigma^2) / sigma^2 and alpha - 1; for an even p a polynomial."""
-    modulation, limit = {
-        "resolvent": (modulations.resolvent(parameter), 1.0),
-        "regularised_laplacian": (modulations.regularised_laplacian(parameter, 0.7), 1.49 / 0.49),
-        "random_walk": (modulations.random_walk(parameter, 3.5), 2.5),
+    kernel, limit = {
+        "resolvent": (kernels.resolvent(parameter), 1.0),
+        "regularised_laplacian": (kernels.regularised_laplacian(parameter, 0.7), 1.49 / 0.49),
+        "random_walk": (kernels.random_walk(parameter, 3.5), 2.5),
     }[name]
     for factor in (0.5, 0.9995, 0.9999):
-        kernels.require_convergence(loop(limit * factor), modulation)
+        kernels.require_convergence(loop(limit * factor), kernel)
     for factor in (1.0001, 1.0003, 2.0):
         if name == "random_walk" and parameter % 2 == 0:
-            kernels.require_convergence(loop(limit * factor), modulation)
+            kernels.require_convergence(loop(limit * factor), kernel)
         else:
             with pytest.raises(ValueError, match="diverges: the spectral radius of the weights"):
-                kernels.require_convergence(loop(limit * factor), modulation)
+                kernels.require_convergence(loop(limit * factor), kernel)
 
 
 def test_convergence_on_the_radius_itself():
     """sum_k f_k is finite for sqrt(1 + a) and (1 + a)^{3/2}, whose f fall off like k^{-3/2}."""
-    for modulation in (modulations.random_walk(1), modulations.inverse_cosine()):
-        kernels.require_radius(modulation, 1.0)
+    for kernel in (kernels.random_walk(1), kernels.inverse_cosine()):
+        kernels.require_radius(kernel, 1.0)
         with pytest.raises(ValueError, match="is 1.0003, and it converges up to 1;"):
-            kernels.require_radius(modulation, 1.0003)
+            kernels.require_radius(kernel, 1.0003)
     for d in (0.5, 1, 2):
         with pytest.raises(ValueError, match="diverges"):
-            kernels.require_radius(modulations.resolvent(d), 1.0)
+            kernels.require_radius(kernels.resolvent(d), 1.0)
 
 
 def test_a_polynomial_and_an_entire_series_converge_everywhere():
-    for modulation in (modulations.random_walk(4), modulations.diffusion(), lambda n: np.eye(n)[0]):
-        kernels.require_radius(modulation, 100.0)
-    even = modulations.from_series(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
+    for kernel in (kernels.random_walk(4), kernels.diffusion(), lambda n: np.eye(n)[0]):
+        kernels.require_radius(kernel, 100.0)
+    even = kernels.from_series(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
     kernels.require_radius(even, 1.999)
     with pytest.raises(ValueError, match="up to 2;"):
         kernels.require_radius(even, 2.001)
@@ -170,14 +228,14 @@ def test_negative_weights_count_by_their_size():
     """A square with one negative edge has radius sqrt(2) w, its absolute values 2 w."""
     graph = Graph.from_edges([(0, 1), (1, 2), (2, 3), (3, 0)], 4, [-0.6, 0.6, 0.6, 0.6])
     np.testing.assert_allclose(kernels.spectral_radius(graph), 0.6 * 2**0.5, rtol=1e-6)
-    kernels.resolvent(graph)
+    kernels.resolvent().dense(graph)
     with pytest.raises(ValueError, match="diverges"):
-        kernels.require_convergence(graph, modulations.resolvent())
+        kernels.require_convergence(graph, kernels.resolvent())
 
 
 def test_no_rounding_error_connects_two_components():
     parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
-    found = np.asarray(kernels.diffusion(Graph.from_edges(parts, 9)))
+    found = np.asarray(kernels.diffusion().dense(Graph.from_edges(parts, 9)))
     connected = np.kron(np.eye(3), np.ones((3, 3)))
     np.testing.assert_array_equal(found != 0, connected != 0)
 
@@ -185,18 +243,18 @@ def test_no_rounding_error_connects_two_components():
 def test_diffusion_with_a_large_sigma_does_not_vanish():
     """f_0 = exp(-sigma^2 / 4) does, in float32; f_k at a = 1 add up to exactly 1."""
     for sigma in (1e-15, 0.1, 10.0, 30.0):
-        np.testing.assert_allclose(float(modulations.diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
+        np.testing.assert_allclose(float(kernels.diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
 
 
 def test_alpha_is_fitted_with_the_scales():
     """The lengthscale of `gp.fit` is alpha - 2; the likelihood in float64, of the same walks."""
     sampled = features.sample(jax.random.key(0), karate(), num_walks=4, p_halt=0.3)
-    phi = features.modulate(sampled, modulations.random_walk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
+    phi = features.modulate(sampled, kernels.random_walk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
     first = features.modulate(sampled, lambda length: jnp.eye(length)[0]).to_dense()
     powers = np.asarray(first, np.float64), np.asarray(phi.to_dense() - 3 * first, np.float64)
     observed = np.arange(28)
     truth = np.random.default_rng(0).multivariate_normal(
-        np.zeros(34), kernels.random_walk(karate(), 2, 2.5)
+        np.zeros(34), kernels.random_walk(2, 2.5).dense(karate())
     )
     y = np.float32(truth[:28] + 0.3 * np.random.default_rng(1).standard_normal(28))
 
@@ -207,20 +265,20 @@ def test_alpha_is_fitted_with_the_scales():
         return (y @ np.linalg.solve(gram, y) + np.linalg.slogdet(gram)[1]) / 2
 
     start = (2.0, 1.5, 1.5)
-    found = gp.fit(
+    scales, _ = gp.fit(
         jax.random.key(1), sampled, jnp.asarray(observed), jnp.asarray(y), gp.Scales(*start),
-        kernel=lambda excess: modulations.random_walk(2, 2 + excess), num_steps=60,
+        kernel=lambda excess: kernels.random_walk(2, 2 + excess), num_steps=60,
         num_probes=8, optimizer=gp.optax.adam(1e-1),
     )  # fmt: skip
     best = scipy.optimize.minimize(loss, np.log(start), method="Nelder-Mead").fun
-    begun, reached = loss(np.log(start)), loss(np.log(np.array(found, float)))
+    begun, reached = loss(np.log(start)), loss(np.log(np.array(scales, float)))
     assert begun - best > 0.5
     assert reached - best < 0.1 * (begun - best)
 
 
 def test_a_traced_alpha_below_two_is_no_number():
-    values = jax.jit(lambda alpha: modulations.random_walk(3, alpha)(4))
-    np.testing.assert_allclose(values(2.5), modulations.random_walk(3, 2.5)(4), rtol=1e-6)
+    values = jax.jit(lambda alpha: kernels.random_walk(3, alpha)(4))
+    np.testing.assert_allclose(values(2.5), kernels.random_walk(3, 2.5)(4), rtol=1e-6)
     assert np.isnan(values(1.99)).all()
-    slope = jax.grad(lambda alpha: modulations.random_walk(2, alpha)(4)[0])(3.0)
+    slope = jax.grad(lambda alpha: kernels.random_walk(2, alpha)(4)[0])(3.0)
     assert float(slope) == 1, "f_0 = alpha - 1"

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from scipy import stats
 
-from performer.graphs import Graph, couplings, graph_random_features, modulations
+from performer.graphs import Graph, couplings, graph_random_features, kernels
 from tests.graph_examples import blocks, laplacian
 
 ALARM = 1e-6
@@ -32,10 +32,10 @@ GRAPHS = {
     "one node": ([], [], 1),
 }
 KERNELS = {
-    # the modulation, and the root of the kernel as a function of an eigenvalue of A
-    "diffusion": (modulations.diffusion(0.9), lambda a: np.exp(-0.81 / 4 * (1 - a))),
-    "random walk": (modulations.random_walk(2, 2.5), lambda a: 1.5 + a),
-    "matern": (modulations.matern(1.5, 1.0), lambda a: (4 - a) ** -0.75),
+    # the kernel, and the root of the kernel as a function of an eigenvalue of A
+    "diffusion": (kernels.diffusion(0.9), lambda a: np.exp(-0.81 / 4 * (1 - a))),
+    "random walk": (kernels.random_walk(2, 2.5), lambda a: 1.5 + a),
+    "matern": (kernels.matern(1.5, 1.0), lambda a: (4 - a) ** -0.75),
 }
 FACTORS = {
     "kernel": [*KERNELS],

@@ -13,7 +13,7 @@ from graph_examples import laplacian
 
 from experiments import graph_gp, graph_report, graph_sigma
 from performer import graphs
-from performer.graphs import Graph, couplings, features, modulations
+from performer.graphs import Graph, couplings, features, kernels
 from vit import report
 
 
@@ -53,7 +53,7 @@ def test_kernel_errors(monkeypatch):
         (error,) = graph_sigma.kernel_errors(
             "antithetic", 0.4, {name: graph}, {name: exact[name]}, 1
         )[name]
-        kernel = modulations.regularised_laplacian(2, 1.0)
+        kernel = kernels.regularised_laplacian(2, 1.0)
         gram = features.graph_random_features(
             jax.random.key(0), graph, kernel, num_walks=2, p_halt=0.4, coupling="antithetic"
         ).gram()

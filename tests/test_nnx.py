@@ -282,7 +282,7 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
     query, key = jnp.ones((1, 5, 4, 4)), jnp.ones((1, 5, 2, 4))
     with pytest.raises(ValueError, match="one for each of the 2 key heads"):
         attention_fn(query, key, key)
-    with pytest.raises(ValueError, match="needs feature_map='positive', got 'hyperbolic'"):
+    with pytest.raises(ValueError, match="needs feature_map=features.positive, got features.hyper"):
         calibrated(feature_map="hyperbolic")
     with pytest.raises(ValueError, match="unknown calibration 'ful'"):
         calibrated(method="ful")

@@ -1,5 +1,6 @@
 """RandomFeatures against scikit-learn's own checks and kernels, and inside its tools."""
 
+import dataclasses
 import pickle
 
 import jax
@@ -20,10 +21,12 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import performer.sklearn
 from performer import couplings, kernels
+from performer.features import hyperbolic
 from performer.sklearn import RandomFeatures
 
 # The columns have different means: the variance of all entries is not the mean of the variances.
 X = np.random.default_rng(0).normal([0, 2, 4], size=(8, 3))
+HYPERBOLIC = dataclasses.replace(kernels.softmax, feature_map=hyperbolic)
 
 
 def test_scikit_learns_checks():
@@ -78,6 +81,29 @@ def test_any_function_is_a_coupling():
     exact = kernels.matern(1.5)(jnp.asarray(X), jnp.asarray(X), lengthscale=0.7)
     bound = np.sqrt(2 * np.log(2 * 36 / 1e-6) / 50_000)
     np.testing.assert_allclose(phi @ phi.T, exact, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kernel", [kernels.matern(1.5), "arc-cosine-1"])
+def test_other_kernels(kernel):
+    """Means over 1,000 draws within 5 standard errors of the exact kernel, in every pair."""
+    x, exact = np.float32(X[:4] - [0, 2, 4]), kernels.get(kernel)
+    features = RandomFeatures(kernel=kernel, n_components=6, gamma=0.5 / 1.5**2)
+    draws = [features.set_params(random_state=seed).fit_transform(x) for seed in range(1000)]
+    assert features.frequencies_.shape == (3 if kernel == exact else 6, 3)
+    estimates = np.stack([phi @ phi.T for phi in draws]).astype(np.float64)
+    errors = estimates.std(axis=0) / np.sqrt(1000)
+    want = np.asarray(exact(x, x, lengthscale=1.5))
+    assert (abs(estimates.mean(axis=0) - want) < 5 * errors + 1e-6).all()
+    assert pickle.loads(pickle.dumps(features)).transform(x).shape == (4, 6)
+
+
+def test_kernels_in_a_grid_and_in_the_repr():
+    grid = {"kernel": ["rbf", kernels.matern(1.5)], "n_components": [3, 4]}
+    search = GridSearchCV(make_pipeline(RandomFeatures(random_state=0), Ridge()), {
+        f"randomfeatures__{name}": values for name, values in grid.items()
+    }, cv=2)  # fmt: skip
+    search.fit(X, X[:, 0])
+    assert "kernel=kernels.matern(1.5)" in repr(RandomFeatures(kernel=kernels.matern(1.5)))
 
 
 def test_a_name_and_its_function_are_the_same():
@@ -208,6 +234,9 @@ def test_a_shape_is_compiled_once():
         ({"gamma": "foo"}, "gamma must be a positive, finite number or 'scale', got 'foo'"),
         ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
         ({"coupling": 3}, "coupling must be a name or a function.*got 3"),
+        ({"kernel": "rgb"}, "unknown kernel 'rgb'; did you mean 'rbf'"),
+        ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
+        ({"kernel": HYPERBOLIC, "n_components": 3}, "n_components must be a multiple of 2 for ker"),
         ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
         ({"coupling": "pnc-antithetic", "n_components": 102}, "even number .* m = 51"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from experiments import copula, matern, statistics, tabular, uci, uci_gp, uci_kernels, uci_published
-from performer import features, gp, theory
+from performer import gp, kernels, theory
 
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -118,7 +118,7 @@ def test_scores_match_the_equations(splits):
         )
         w = jax.random.normal(jax.random.key(0), (4, 4))
         got = jax.jit(
-            lambda split, w: uci_gp.scores(split, w, uci_gp.exact(split), features.trigonometric)
+            lambda split, w: uci_gp.scores(split, w, uci_gp.exact(split), kernels.gaussian)
         )(split, w)
     x, y, new, new_y = (part[0] for part in splits[:4])
 
@@ -213,7 +213,7 @@ def test_matern(tmp_path, monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))
     monkeypatch.setattr(matern, "ORDERS", (0.5, 1.5))
-    monkeypatch.setattr(matern, "PARTS", {name: matern.PARTS[name] for name in ("iid", "pnc")})
+    monkeypatch.setattr(matern, "COUPLINGS", ("iid", "pnc"))
     x = jax.random.normal(jax.random.key(0), (16, 4)) / 2
     rows = matern.errors("toy", x, 300, tmp_path / "toy")
     few, many = ([float(row[f"m = {m}d"].split()[0]) for row in rows] for m in (1, 16))

@@ -1,7 +1,7 @@
 """Random-feature attention (FAVOR+) in linear time and memory, exactly normalised.
 
 With positive features the estimate of softmax attention is itself two softmax attentions through
-m landmarks. With logits l_j(k) = w_j.k - |k|^2 / 2:
+m landmarks. With logits l_j(k) = w_j.k - |k|^2 / 2 + the log-weight of the key, 0 without one:
 
     each feature attends over the keys   c_j = max_k l_j(k),  s_j = sum_k e^{l_j(k) - c_j},
                                          z_j = sum_k e^{l_j(k) - c_j} v(k)

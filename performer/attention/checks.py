@@ -1,80 +1,100 @@
-"""What `performer_attention` refuses, and masks and segments as its sums want them."""
+"""The arguments of `performer_attention`, and what it refuses."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Float
 
 from performer import features
-
-Lead = tuple[int, ...]
-
-
-def key_mask(
-    mask: ArrayLike | None, lengths: ArrayLike | None, lead: Lead, key: Array
-) -> Bool[Array, "b s"] | None:
-    """Mask and lengths together as one mask (b, s), or None."""
-    b, s = key.shape[:2]
-    lead = lead or (1,)
-    keys = None
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        want = (*lead, 1, 1, s)
-        if mask.ndim > len(want) or any(
-            have not in (1, size) for have, size in zip(mask.shape[::-1], want[::-1], strict=False)
-        ):
-            raise ValueError(
-                f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
-                f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For a causal mask pass"
-                " is_causal=True, for packed sequences segment_ids; for any other mask that differs"
-                " between queries or heads use exact attention (jax.nn.dot_product_attention)"
-            )
-        if _smallest(mask) < 0:
-            raise ValueError(
-                f"mask has the negative value {_smallest(mask)}, as a mask that is added to the"
-                " logits has; pass 1 (or True) where a key exists and 0 where it does not"
-            )
-        keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
-    if lengths is not None:
-        lengths = jnp.asarray(lengths).astype(jnp.int32)
-        if lengths.shape not in (lead, ()):
-            raise ValueError(
-                f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each"
-                f" batch entry, {lead}"
-            )
-        index = jnp.arange(s, dtype=jnp.int32)[None]
-        exists = index < jnp.broadcast_to(lengths, lead).reshape(b, 1)
-        keys = exists if keys is None else keys & exists
-    return keys
+from performer.attention import masks
+from performer.attention.state import State
+from performer.calibration import Calibration
+from performer.features import FeatureMap
+from performer.typing import float32_or_wider
 
 
-def segments(segment_ids, lead: Lead, query: Array, key: Array):
-    """(query ids, key ids); no key ids for self attention."""
-    if segment_ids is None:
-        return None
-    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    ids = [jnp.asarray(x) for x in pair]
-    want = [(*lead, x.shape[1]) for x in (query, key)]
-    if [x.shape for x in ids] != want:
+class Inputs(NamedTuple):
+    """The arrays of a call, by their names in `performer_attention`."""
+
+    query: Float[Array, "*b t n h"]
+    key: Float[Array, "*b s k h"]
+    value: Float[Array, "*b s k v"]
+    frequencies: Float[Array, "*n m h"]
+    mask: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    key_log_weights: Any = None
+    segment_ids: Any = None
+    shift: Float[Array, "*c h"] | None = None
+    weights: Float[Array, "*w m"] | None = None
+    calibration: Calibration | None = None
+    initial_state: State | None = None
+
+
+class Options(NamedTuple):
+    """What is static in a call."""
+
+    feature_map: FeatureMap
+    scale: float
+    google: bool = False
+    is_causal: bool = False
+    axis_name: str | None = None
+    return_state: bool = False
+    chunk: int = 0
+    """Tokens of a causal chunk."""
+    block: int = 0
+    """Tokens whose features exist at a time."""
+    robust: bool = False
+
+    def num_features(self, frequencies: Array) -> int:
+        """How many features these frequencies make."""
+        return frequencies.shape[-2] * self.feature_map.features_per_frequency
+
+
+def check(inputs: Inputs, options: Options) -> Inputs:
+    """The inputs as the sums want them, after a look at what fits together.
+
+    Returns:
+        The inputs with one batch axis, mask and lengths as `key_log_weights` (b, s, 1 or k), and
+        segments as a pair of which the second is None for self attention.
+
+    Raises:
+        ValueError: for shapes and dtypes that do not fit, and options that exclude each other.
+    """
+    _check_dtypes(inputs)
+    lead, tokens = inputs.query.shape[:-3], inputs[:3]
+    if any(x.shape[:-3] != lead for x in tokens):
+        query, key, value = (x.shape for x in tokens)
         raise ValueError(
-            f"segment_ids have the shapes {[x.shape for x in ids]} for queries and keys; expected"
-            f" {want}, one number for each token, as a pair if the two differ"
+            f"query has shape {query}, key {key} and value {value}: their batch axes must be the"
+            " same"
         )
-    query_ids, key_ids = (x.reshape(y.shape[:2]) for x, y in zip(ids, (query, key), strict=True))
-    return query_ids, None if pair[0] is pair[1] else key_ids
+    if not options.scale > 0:
+        raise ValueError(f"scale must be positive, got {options.scale}")
+
+    def one_axis(x):
+        return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[len(lead) :])
+
+    query, key, value = map(one_axis, tokens)
+    flat = inputs._replace(query=query, key=key, value=value)
+    for look in (_check_shapes, _check_weights, _check_combinations, _check_split):
+        look(flat, options)
+    _check_state(inputs, options)
+    exists = masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
+    dtype = float32_or_wider(query, key, value)
+    return flat._replace(
+        initial_state=jax.tree.map(one_axis, inputs.initial_state),
+        mask=None,
+        key_value_seq_lengths=None,
+        key_log_weights=masks.log_weights(inputs.key_log_weights, exists, lead, key, dtype),
+        segment_ids=masks.segments(inputs.segment_ids, lead, query, key),
+    )
 
 
-def _smallest(x: Any) -> float:
-    """The smallest number, or 0 for values that are not known while a function is traced."""
-    return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
-
-
-def check_dtypes(**arrays: Array) -> None:
-    """Raises ValueError for arrays that are not of a dtype attention computes with."""
-    for name, x in arrays.items():
+def _check_dtypes(inputs: Inputs) -> None:
+    for name, x in zip(Inputs._fields, inputs[:4], strict=False):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
             raise ValueError(
                 f"{name} has dtype {x.dtype}; attention takes float32, bfloat16, float16 and"
@@ -82,8 +102,8 @@ def check_dtypes(**arrays: Array) -> None:
             )
 
 
-def check_shapes(query, key, value, frequencies, shift, weights) -> None:
-    """Raises ValueError unless all shapes fit together."""
+def _check_shapes(inputs: Inputs, options: Options) -> None:
+    query, key, value, frequencies = inputs[:4]
     (b, _, n, h), k = query.shape, key.shape[2]
     if key.shape[0] != b or key.shape[3] != h or k == 0 or n % k:
         raise ValueError(
@@ -108,57 +128,9 @@ def check_shapes(query, key, value, frequencies, shift, weights) -> None:
             f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
         )
-    m = frequencies.shape[-2]
-    if shift is not None and shift.shape not in ((h,), (k, h)):
-        raise ValueError(f"shift has shape {shift.shape}; expected ({h},) or ({k}, {h})")
-    if weights is not None:
-        if weights.shape not in ((m,), frequencies.shape[:-1]):
-            raise ValueError(
-                f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
-                f" the frequencies, which have shape {frequencies.shape}"
-            )
-        if _smallest(weights) < 0:
-            raise ValueError(f"weights must not be negative, got {_smallest(weights)}")
-
-
-def check_combinations(
-    query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
-) -> None:
-    """Raises ValueError for options that exclude each other."""
-    if shift is not None and feature_map not in features.SOFTMAX:
-        raise ValueError(
-            f"shift changes attention with feature_map={feature_map!r}; only that of"
-            f" {', '.join(features.SOFTMAX)} does not depend on it"
-        )
-    if stabilizer == "google" and feature_map != "positive":
-        raise ValueError(f"stabilizer='google' is for feature_map='positive', not {feature_map!r}")
-    if stabilizer == "google" and streaming:
-        raise ValueError(
-            "stabilizer='google' needs the maximum over all keys at once, so it has no state; use"
-            " stabilizer='exact' for streaming"
-        )
-    if segment_ids is not None and streaming:
-        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
-    if is_causal and query.shape[1] != key.shape[1]:
-        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
-        if streaming:
-            raise ValueError(f"a causal state needs one key for each query, got {lengths}")
-        if segment_ids is not None:
-            raise ValueError(f"causal segments need one key for each query, got {lengths}")
-
-
-def check_calibration(calibration, key, shift, feature_map, stabilizer) -> None:
-    """Raises ValueError where a calibration does not fit."""
-    if shift is not None:
-        raise ValueError("a calibration brings its own shift: pass shift or calibration")
-    if feature_map != "positive" or stabilizer != "exact":
-        raise ValueError(
-            "a calibration needs feature_map='positive' and stabilizer='exact', got"
-            f" {feature_map!r} and {stabilizer!r} (the pairs of 'hyperbolic' are the frequencies of"
-            " an '-antithetic' coupling)"
-        )
-    k, h = key.shape[-2:]
-    for name, leaf in calibration._asdict().items():
+    if inputs.shift is not None and inputs.shift.shape not in ((h,), (k, h)):
+        raise ValueError(f"shift has shape {inputs.shift.shape}; expected ({h},) or ({k}, {h})")
+    for name, leaf in (inputs.calibration or Calibration())._asdict().items():
         want = (h,) if name in ("shift", "mean") else (h, h)
         if leaf is not None and leaf.shape not in (want, (k, *want)):
             raise ValueError(
@@ -167,25 +139,82 @@ def check_calibration(calibration, key, shift, feature_map, stabilizer) -> None:
             )
 
 
-def check_split(lengths, segment_ids, stabilizer, is_causal, streaming) -> None:
-    """Raises ValueError for what a sequence split over devices cannot have."""
-    if lengths is not None:
+def _check_weights(inputs: Inputs, options: Options) -> None:
+    weights, frequencies = inputs.weights, inputs.frequencies
+    if weights is None:
+        return
+    m = frequencies.shape[-2]
+    if weights.shape not in ((m,), frequencies.shape[:-1]):
+        raise ValueError(
+            f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
+            f" the frequencies, which have shape {frequencies.shape}"
+        )
+    if masks.smallest(weights) < 0:
+        raise ValueError(f"weights must not be negative, got {masks.smallest(weights)}")
+
+
+def _check_combinations(inputs: Inputs, options: Options) -> None:
+    feature_map, shift = options.feature_map, inputs.shift
+    if shift is not None and not feature_map.estimates_softmax:
+        raise ValueError(
+            f"shift changes attention with feature_map={feature_map}; only that of maps that"
+            f" estimate softmax, as {features.positive}, does not depend on it"
+        )
+    if options.google and not feature_map.exponential:
+        raise ValueError(
+            f"stabilizer='google' is for feature_map={features.positive}, not {feature_map}"
+        )
+    if inputs.calibration is not None and shift is not None:
+        raise ValueError("a calibration brings its own shift: pass shift or calibration")
+    if inputs.calibration is not None and (options.google or not feature_map.exponential):
+        raise ValueError(
+            f"a calibration needs feature_map={features.positive} and stabilizer='exact', got"
+            f" {feature_map} and {'google' if options.google else 'exact'!r} (the pairs of"
+            f" {features.hyperbolic} are the frequencies of an '-antithetic' coupling)"
+        )
+    streaming = inputs.initial_state is not None or options.return_state
+    if options.google and streaming:
+        raise ValueError(
+            "stabilizer='google' needs the maximum over all keys at once, so it has no state; use"
+            " stabilizer='exact' for streaming"
+        )
+    if inputs.segment_ids is not None and streaming:
+        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
+    t, s = inputs.query.shape[1], inputs.key.shape[1]
+    if options.is_causal and t != s and streaming:
+        raise ValueError(
+            f"a causal state needs one key for each query, got {t} queries and {s} keys"
+        )
+    if options.is_causal and t != s and inputs.segment_ids is not None:
+        raise ValueError(
+            f"causal segments need one key for each query, got {t} queries and {s} keys"
+        )
+
+
+def _check_split(inputs: Inputs, options: Options) -> None:
+    """A sequence that is split over devices."""
+    if options.axis_name is None:
+        return
+    if inputs.key_value_seq_lengths is not None:
         raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
-    if segment_ids is not None:
+    if inputs.segment_ids is not None:
         raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")
-    if stabilizer == "google":
+    if options.google:
         raise ValueError("stabilizer='google' has no state to exchange, so it has no axis_name")
-    if is_causal and streaming:
+    if options.is_causal and (inputs.initial_state is not None or options.return_state):
         raise ValueError("a causal state is that of one device; leave it out with axis_name")
 
 
-def check_state(initial, lead, query, key, value, frequencies, num_features: int) -> None:
-    """Raises ValueError unless the state is of the shapes that these inputs make."""
-    heads = query.shape[2] if frequencies.shape[:-2] == (query.shape[2],) else key.shape[2]
-    want = (*lead, heads, num_features, value.shape[3])
-    if initial.numerator.shape != want or initial.maximum.shape != want[:-1]:
+def _check_state(inputs: Inputs, options: Options) -> None:
+    (query, key, value, frequencies), state = inputs[:4], inputs.initial_state
+    if state is None:
+        return
+    heads = query.shape[-2] if frequencies.shape[:-2] == query.shape[-2:-1] else key.shape[-2]
+    m = options.num_features(frequencies)
+    want = (*query.shape[:-3], heads, m, value.shape[-1])
+    if state.numerator.shape != want or state.maximum.shape != want[:-1]:
         raise ValueError(
-            f"initial_state holds arrays of shape {initial.maximum.shape} and"
-            f" {initial.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
+            f"initial_state holds arrays of shape {state.maximum.shape} and"
+            f" {state.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
             " calls with the same frequencies, batch and heads"
         )

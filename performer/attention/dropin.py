@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.op import attention_weights, performer_attention
 from performer.calibration import Calibration
+from performer.features import FeatureMap
 
 
 def attention_fn(
@@ -23,7 +24,7 @@ def attention_fn(
     deterministic: bool,
     dtype: Any,
     is_causal: bool,
-    feature_map: str,
+    feature_map: str | FeatureMap,
     weights: bool,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and the attention weights if they are wanted.

@@ -1,8 +1,7 @@
-"""`performer_attention`: shapes, masks and layout around the sums of `state` and `sweep`."""
+"""`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
 
-import math
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import checks
 from performer.attention import state as states
+from performer.attention.checks import Inputs, Options, check
 from performer.attention.parallel import earlier_devices, over_devices
-from performer.attention.state import State, pad
+from performer.attention.state import Keys, State, extended, pad
 from performer.attention.sweep import Rows, Tokens, merge, ratio, sweep
 from performer.calibration import Calibration, fold, for_heads, transform_keys
 from performer.choices import unknown
+from performer.features import FeatureMap
 from performer.typing import float32_or_wider
 
 CHUNK = {"cpu": 64}
@@ -31,19 +31,6 @@ Half as many in a sweep, which holds twice the features. Measured on two cores.
 IMPLEMENTATIONS = ("direct", "blocked", "robust")
 
 
-class Options(NamedTuple):
-    """What is static in a call."""
-
-    feature_map: str
-    google: bool
-    scale: float
-    is_causal: bool
-    axis_name: str | None
-    chunk: int
-    block: int
-    robust: bool
-
-
 def performer_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -54,12 +41,13 @@ def performer_attention(
     is_causal: bool = False,
     scale: float | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_log_weights: ArrayLike | None = None,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     bias: ArrayLike | None = None,
     shift: Float[Array, "*c h"] | None = None,
     weights: Float[Array, "*w m"] | None = None,
     calibration: Calibration | None = None,
-    feature_map: Literal["positive", "hyperbolic", "trigonometric", "relu", "elu+1"] = "positive",
+    feature_map: str | FeatureMap = "positive",
     stabilizer: Literal["exact", "google"] = "exact",
     implementation: Literal["direct", "blocked", "robust"] | None = None,
     initial_state: State | None = None,
@@ -69,7 +57,7 @@ def performer_attention(
     """FAVOR+ attention: an estimate of softmax(scale q k^T) v in O((t + s) m) time.
 
     The shapes are those of `jax.nn.dot_product_attention`. As m grows the result converges to it
-    (for the first three feature maps); with non-negative features the rows of the estimated
+    (for feature maps that estimate softmax); with non-negative features the rows of the estimated
     attention matrix are non-negative and sum to 1 for any m. The memory grows with t + s, never
     with (t + s) m, in the backward pass too: features are computed again there. Gradients of any
     order, forward mode, `vmap`, `jax.checkpoint` and `scan` work.
@@ -90,10 +78,18 @@ def performer_attention(
             later keys do. For long queries and keys see `implementation`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         key_value_seq_lengths: (b,), only the first so many keys exist.
+        key_log_weights: floats l, with gradients: a key counts e^l times, as if l were added to its
+            scale q.k (decay over time, below; a bias of keys); -inf stands for no such key. Of a
+            shape that broadcasts to (b, s); or with an axis for each of (b, s, k), where any may be
+            1, one for each key head. They go into the exponents, which float32 knows to 6e-8 of
+            their size: count positions from a near one. Features that may be 0 (relu, arc_cosine)
+            lose keys that weigh less than e^-80 of the heaviest. With `stabilizer="google"` the
+            epsilon of a key is weighted too.
         segment_ids: packed sequences: a query sees only the keys with its own number. Integers
             (b, t) in any order, or a pair (b, t), (b, s) for cross attention, which costs as much
             as t + s tokens do; causal, query i then sees the keys j <= i with its number.
-        bias: linear attention has no place for one; anything but None is an error that says so.
+        bias: linear attention has no place for one that depends on the query; anything but None is
+            an error that says so.
         shift: (h,) or (k, h), subtracted from every key of the head before the scale. Softmax
             attention does not change; the variance of its estimate does.
         weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
@@ -104,10 +100,12 @@ def performer_attention(
             it has a shift of its own and needs `feature_map="positive"`. Softmax attention does not
             change; the variance of its estimate does. It goes into the frequencies, one bias for
             each feature and, for a scale, one (h, h) map of the keys.
-        feature_map: see `performer.features`. `hyperbolic` is the antithetic pair [W, -W] for half
-            the projections; `trigonometric` rows may be negative and their sums vanish; `relu` and
-            `elu+1` are kernels of their own, applied to W q and W k (frequencies `jnp.eye(h)` and
-            scale 1 give linear attention, Katharopoulos et al. 2020).
+        feature_map: a word, "positive", "hyperbolic", "trigonometric", "relu" or "elu+1", or any
+            `features.FeatureMap`, as `features.arc_cosine(1)` or one of your own. `hyperbolic` is
+            the antithetic pair [W, -W] for half the projections; `trigonometric` rows may be
+            negative and their sums vanish; `relu` and `elu+1` are kernels of their own, applied to
+            W q and W k (frequencies `jnp.eye(h)` and scale 1 give linear attention, Katharopoulos
+            et al. 2020). A query that shares no feature with any key returns 0, as without keys.
         stabilizer: "exact" adds nothing. "google" is for replication: positive features with the
             maximum over all keys and features of a batch entry and head, and an epsilon of 1e-6
             added to every feature, as in the public code of Choromanski et al. 2021; it is biased,
@@ -146,66 +144,54 @@ def performer_attention(
         >>> out, state = performer_attention(
         ...     next_q, next_k, next_v, w, is_causal=True, initial_state=state, return_state=True
         ... )
+
+        Decay: older keys count less, e^(-rate age), at a rate for each head; and a feature map
+        that is on no list:
+
+        >>> position, rate = jnp.arange(6.0), jnp.linspace(0.0, 0.5, 12)
+        >>> output = performer_attention(
+        ...     q, k, v, w, is_causal=True, key_log_weights=(rate * position[:, None])[None]
+        ... )
+        >>> output = performer_attention(q, k, v, w, feature_map=performer.features.arc_cosine(1))
     """
     if bias is not None:
         raise ValueError(
             "linear attention cannot add a bias to q.k; use exact attention"
-            " (jax.nn.dot_product_attention)"
+            " (jax.nn.dot_product_attention), or key_log_weights if it is that of a key alone"
         )
-    if feature_map not in features.SPLITS:
-        raise ValueError(unknown("feature map", feature_map, features.SPLITS))
     if stabilizer not in ("exact", "google"):
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(unknown("implementation", implementation, IMPLEMENTATIONS))
-    checks.check_dtypes(query=query, key=key, value=value, frequencies=frequencies)
-    lead = query.shape[:-3]
-    if key.shape[:-3] != lead or value.shape[:-3] != lead:
-        raise ValueError(
-            f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
-            " axes must be the same"
-        )
-    b = math.prod(lead)
-    query, key, value = (x.reshape(b, *x.shape[-3:]) for x in (query, key, value))
-    checks.check_shapes(query, key, value, frequencies, shift, weights)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    num_features = frequencies.shape[-2] * (2 if feature_map in features.TWO_FOR_EACH else 1)
-    streaming = initial_state is not None or return_state
-    checks.check_combinations(
-        query, key, feature_map, stabilizer, is_causal, segment_ids, shift, streaming
-    )
-    if calibration is not None:
-        checks.check_calibration(calibration, key, shift, feature_map, stabilizer)
-    if axis_name is not None:
-        checks.check_split(key_value_seq_lengths, segment_ids, stabilizer, is_causal, streaming)
-    if initial_state is not None:
-        checks.check_state(initial_state, lead, query, key, value, frequencies, num_features)
-        initial_state = jax.tree.map(lambda x: x.reshape(b, *x.shape[len(lead) :]), initial_state)
-    sweeping = is_causal or segment_ids is not None
-    output, state = _attention(
+    given = Inputs(
         query,
         key,
         value,
         frequencies,
-        checks.key_mask(mask, key_value_seq_lengths, lead, key),
-        checks.segments(segment_ids, lead, query, key),
+        mask,
+        key_value_seq_lengths,
+        key_log_weights,
+        segment_ids,
         shift,
         weights,
         calibration,
         initial_state,
-        Options(
-            feature_map,
-            stabilizer == "google",
-            scale,
-            is_causal,
-            axis_name,
-            *_block_sizes(implementation, query, key, num_features, sweeping),
-            implementation == "robust",
-        ),
     )
-    output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
+    options = Options(
+        features.get(feature_map),
+        float(query.shape[-1] ** -0.5 if scale is None else scale),
+        stabilizer == "google",
+        is_causal,
+        axis_name,
+        return_state,
+        robust=implementation == "robust",
+    )
+    inputs = check(given, options)
+    chunk, block = _block_sizes(implementation, inputs, options)
+    output, state = _attention(inputs, options._replace(chunk=chunk, block=block))
+    lead = query.shape[:-3]
+    if len(lead) != 1:
+        output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
     return (output, state) if return_state else output
 
 
@@ -237,79 +223,76 @@ def attention_weights(
 
 
 @partial(jax.jit, static_argnames="options")
-def _attention(
-    query,
-    key,
-    value,
-    frequencies,
-    mask,
-    segments,
-    shift,
-    weights,
-    calibration,
-    initial,
-    options: Options,
-):
+def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
+    query, key, value, frequencies = inputs[:4]
     (b, t, n, h), dtype, wide = query.shape, value.dtype, float32_or_wider(query, key, value)
     if wide == jnp.float64:
         query, key, value = (x.astype(wide) for x in (query, key, value))
-    if shift is not None:
-        shifted = key.astype(wide) - jnp.broadcast_to(shift.astype(wide), key.shape)
-        key = shifted.astype(key.dtype)
-    of_query = of_key = frequencies.astype(wide)
-    log_weights = None if weights is None else _logarithm(weights.astype(wide))
-    if calibration is not None:
-        root = options.scale**0.5
-        calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
-        moved = transform_keys(calibration, key.astype(wide) * root)
-        key = (moved / root).astype(key.dtype)
-        if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
-            calibration = for_heads(calibration, frequencies.shape[0])
-        of_query, of_key, tilt = fold(calibration, of_key)
-        given = [x for x in (log_weights, tilt) if x is not None]
-        log_weights = sum(jnp.broadcast_arrays(*given)) if given else None
+    if inputs.key_log_weights is not None:
+        # Whatever stands where no key is, NaN too, and no gradient of it.
+        absent = jnp.isneginf(inputs.key_log_weights)[..., None]
+        key, value = (jnp.where(absent, 0, x) for x in (key, value))
+    key, of_query, of_key, of_features = _transformed(key, inputs, options)
+    keys = Keys(key, value, inputs.key_log_weights)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
-        key, value = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (key, value))
-    k = key.shape[2]
-    if t == 0 or key.shape[1] == 0:
-        segments = None  # nobody sees anything anyway
+        keys = jax.tree.map(lambda x: jnp.repeat(x, n // x.shape[2], axis=2), keys)
+    segments = inputs.segment_ids if t and key.shape[1] else None  # nobody sees anything anyway
     if key.shape[1] == 0:
-        key, value, mask = _cut_keys(key, value, mask, 1)  # one that is masked
+        keys = extended(keys, 0, 1)
+    k = keys.key.shape[2]
     query = query.reshape(b, t, k, n // k, h)
-    maps = _feature_maps(query, key, of_query, of_key, mask, log_weights, options)
-    m = frequencies.shape[-2] * (2 if options.feature_map in features.TWO_FOR_EACH else 1)
-    nothing = states.empty(key, m, value.shape[-1], query, key, value, frequencies, mask)
+    maps = _feature_maps(query, keys, of_query, of_key, of_features, options)
+    m = options.num_features(frequencies)
+    nothing = states.empty(keys.key, m, value.shape[-1], query, *keys, frequencies)
     state = nothing
-    if initial is not None:
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), initial)
+    if inputs.initial_state is not None:
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), inputs.initial_state)
     if options.is_causal:
-        key, value, mask = _cut_keys(key, value, mask, max(t, 1))
-    if mask is not None:  # whatever stands where no key is, NaN too, and no gradient of it
-        key, value = (jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))
-    keys = (maps[1], key, value, mask)
+        keys = _cut_keys(keys, max(t, 1))
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
-        own = states.summarise(*keys, nothing, options.block)
+        own = states.summarise(maps[1], keys, nothing, options.block)
         state = states.combine(state, exchange(own, options.axis_name))
     if segments is not None:
-        output = _packed(maps, query, key, value, mask, segments, nothing, options)
+        output = _packed(maps, query, keys, segments, nothing, options)
     elif options.is_causal and t > 1:
-        tokens = Tokens(query, key, value, mask, None)
-        output, state = _sweep(maps, options)(tokens, state, finish=ratio)
+        output, state = _sweep(maps, options)(Tokens(query, keys, None), state, finish=ratio)
     else:
         if options.axis_name is None or options.is_causal:
-            state = states.summarise(*keys, state, options.block)
+            state = states.summarise(maps[1], keys, state, options.block)
         operands = states.operand_dtype(value)
         output = states.attend(maps[0], query, state, operands, options.block)
     output = output.reshape(b, t, n, value.shape[-1]).astype(dtype)
-    return output, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+    state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+    return output, state if options.return_state else None
 
 
-def _feature_maps(query, key, of_query, of_key, mask, log_weights, options: Options):
+def _transformed(key, inputs: Inputs, options: Options):
+    """After shift and calibration: keys, frequencies of queries and of keys, their log-weights."""
+    frequencies, calibration, wide = inputs.frequencies, inputs.calibration, float32_or_wider(key)
+    if inputs.shift is not None:
+        shifted = key.astype(wide) - jnp.broadcast_to(inputs.shift.astype(wide), key.shape)
+        key = shifted.astype(key.dtype)
+    of_key = frequencies.astype(wide)
+    of_features = None if inputs.weights is None else _logarithm(inputs.weights.astype(wide))
+    if calibration is None:
+        return key, of_key, of_key, of_features
+    root = options.scale**0.5
+    calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
+    moved = transform_keys(calibration, key.astype(wide) * root)
+    if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
+        calibration = for_heads(calibration, frequencies.shape[0])
+    of_query, of_key, tilt = fold(calibration, of_key)
+    both = [x for x in (of_features, tilt) if x is not None]
+    of_features = sum(jnp.broadcast_arrays(*both)) if both else None
+    return (moved / root).astype(key.dtype), of_query, of_key, of_features
+
+
+def _feature_maps(query, keys: Keys, of_query, of_key, of_features, options: Options):
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
     of_query, of_key = ((x * options.scale**0.5).astype(query.dtype) for x in (of_query, of_key))
-    split = features.SPLITS[options.feature_map]
+    feature_map = options.feature_map
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
@@ -323,24 +306,29 @@ def _feature_maps(query, key, of_query, of_key, mask, log_weights, options: Opti
         projections = project(x, of_query)
         if options.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
-        # The queries' |q|^2 / 2 cancels.
-        return split(projections, jnp.zeros((*x.shape[:-1], 1), projections.dtype))
+        half = half_norm(x)
+        if feature_map.estimates_softmax:  # the queries' |q|^2 / 2 cancels
+            half = jnp.zeros_like(half)
+        return feature_map.split(projections, half)
 
     offset = None
     if options.google:
-        projections = project(key.transpose(2, 0, 1, 3), of_key)
-        if mask is not None:
-            projections = jnp.where(mask[..., None], projections, -jnp.inf)
+        projections = project(keys.key.transpose(2, 0, 1, 3), of_key)
+        if keys.log_weights is not None:
+            absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
+            projections = jnp.where(absent, -jnp.inf, projections)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
 
     def key_map(x):
         projections = project(x, of_key)
         if offset is None:
-            out = split(projections, half_norm(x))
+            out = feature_map.split(projections, half_norm(x))
         else:
             maximum = offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
             out = _google(projections, half_norm(x), maximum)
-        return out if log_weights is None else _weighted(out, log_weights, options.feature_map)
+        if of_features is None:
+            return out
+        return _importance(out, of_features, feature_map.features_per_frequency)
 
     return query_map, key_map
 
@@ -356,10 +344,9 @@ def _logarithm(weights: Array) -> Array:
     return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)
 
 
-def _weighted(split: features.Split, log_weights: Array, feature_map: str) -> features.Split:
-    """The features of keys times the weights, (m,) or (k, m)."""
-    if feature_map in features.TWO_FOR_EACH:
-        log_weights = jnp.concatenate([log_weights, log_weights], axis=-1)
+def _importance(split: features.Split, log_weights: Array, per_frequency: int) -> features.Split:
+    """The features of keys times the weights of their frequencies, (m,) or (k, m)."""
+    log_weights = jnp.concatenate([log_weights] * per_frequency, axis=-1)
     exponent, factor = split
     *heads, m = log_weights.shape
     ones = [1] * (max(x.ndim for x in split if x is not None) - log_weights.ndim)
@@ -369,24 +356,20 @@ def _weighted(split: features.Split, log_weights: Array, feature_map: str) -> fe
     return exponent, factor * jnp.exp(log_weights)
 
 
-def _cut_keys(key, value, mask, t: int):
-    """As many keys as queries: later ones are in the future of all, missing ones masked."""
-    missing = t - key.shape[1]
-    if missing > 0:
-        mask = jnp.ones(key.shape[:2], bool) if mask is None else mask
-        key, value, mask = (pad(x, 0, missing) for x in (key, value, mask))
-    return key[:, :t], value[:, :t], None if mask is None else mask[:, :t]
+def _cut_keys(keys: Keys, t: int) -> Keys:
+    """As many keys as queries: later ones are in the future of all."""
+    keys = extended(keys, 0, max(t - keys.key.shape[1], 0))
+    return jax.tree.map(lambda x: x[:, :t], keys)
 
 
-def _packed(maps, query, key, value, mask, segments, initial, options: Options):
+def _packed(maps, query, keys: Keys, segments, initial, options: Options):
     """Attention within segments: tokens are sorted by segment, then swept forth (and back)."""
     ids, key_ids = segments
-    t, s = query.shape[1], key.shape[1]
-    mask = jnp.ones(key.shape[:2], bool) if mask is None else mask
+    t, s = query.shape[1], keys.key.shape[1]
     if key_ids is not None:
-        # Keys and queries in one sequence: the key of a query is masked, the query of a key cut.
-        query = pad(query, s, 0)
-        key, value, mask = (pad(x, 0, t) for x in (key, value, mask))
+        # Keys and queries in one sequence: the key of a query does not exist, the query of a key
+        # is cut.
+        query, keys = pad(query, s, 0), extended(keys, 0, t)
         ids = jnp.concatenate([key_ids, ids], axis=1)
         time = jnp.concatenate([jnp.arange(s), jnp.arange(t)])
         # By number, then time, then the key before its query: causal order stays.
@@ -395,10 +378,9 @@ def _packed(maps, query, key, value, mask, segments, initial, options: Options):
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
     # Whole chunks, for both sweeps to have the same ones.
     padding = -order.shape[1] % min(options.chunk, order.shape[1])
-    query, key, value, mask, ids = (
-        pad(_take(x, order), 0, padding) for x in (query, key, value, mask, ids)
-    )
-    tokens = Tokens(query, key, value, mask, ids)
+    query, keys, ids = jax.tree.map(partial(_take, order=order), (query, keys, ids))
+    query, ids = (pad(x, 0, padding) for x in (query, ids))
+    tokens = Tokens(query, extended(keys, 0, padding), ids)
     passing = _sweep(maps, options)
     if options.is_causal:
         output, _ = passing(tokens, initial, finish=ratio)
@@ -422,15 +404,16 @@ def _take(x: Array, order: Array) -> Array:
     return jnp.take_along_axis(x, index, axis=1)
 
 
-def _block_sizes(
-    implementation: str | None, query: Array, key: Array, num_features: int, sweeping: bool
-) -> tuple[int, int]:
+def _block_sizes(implementation: str | None, inputs: Inputs, options: Options) -> tuple[int, int]:
     """Tokens of a chunk and of a block."""
+    t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
     if implementation == "direct":
-        return 2 * (query.shape[1] + key.shape[1]), 2 * (query.shape[1] + key.shape[1])
+        return 2 * (t + s), 2 * (t + s)
     platform = jax.default_backend()
+    sweeping = options.is_causal or inputs.segment_ids is not None
     rows = BLOCK_ROWS.get(platform, 2**17) // (2 if sweeping else 1)
     chunk = CHUNK.get(platform, 128)
     # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
     # themselves if a block has at least m tokens.
-    return chunk, max(chunk, num_features, rows // max(key.shape[0] * key.shape[2], 1))
+    m = options.num_features(inputs.frequencies)
+    return chunk, max(chunk, m, rows // max(b * k, 1))

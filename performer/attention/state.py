@@ -1,9 +1,10 @@
 """The state (c, s, z): what queries see of the keys, and the monoid it forms.
 
 Features are computed heads first, (k, b, ..., t, h), so that a projection with one draw per head is
-one batched product. They come split as phi = factor * exp(exponent), see `features.SPLITS`; the
-exponent is (..., t, m), or (..., t, 1) where all features of a token share it, and the factor is
-None where it is 1.
+one batched product. They come split as phi = factor * exp(exponent), see `features.FeatureMap`;
+the exponent is (..., t, m), or (..., t, 1) where all features of a token share it, and the factor
+is None where it is 1. The log-weight of a key is added to its exponents: a key counts e^{log
+weight} times, and with -inf it leaves the numerator, the normaliser and the maximum.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from performer.features import Split
 from performer.typing import float32_or_wider
 
-FeatureMap = Callable[[Array], Split]
+Features = Callable[[Array], Split]
+"""Of queries or of keys (k, b, ..., t, h)."""
+
+
+class Keys(NamedTuple):
+    """The keys and what they carry."""
+
+    key: Float[Array, "b s k h"]
+    value: Float[Array, "b s k v"]
+    log_weights: Float[Array, "b s #k"] | None
+    """Of the keys, or of those of each head; -inf where there is no key, None for 0 everywhere."""
 
 
 class State(NamedTuple):
@@ -80,10 +91,15 @@ def exponentials(split: Split, maximum: Array) -> Array:
     return values if factor is None else values * factor
 
 
-def masked(split: Split, mask: Bool[Array, "..."] | None) -> Split:
-    """Features of the keys without those where the mask (..., s) is False."""
+def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
+    """Features of keys (..., s, m) that count e^{log_weights} times, (..., s)."""
+    if log_weights is None:
+        return split
     exponent, factor = split
-    return split if mask is None else (jnp.where(mask[..., None], exponent, -jnp.inf), factor)
+    missing = range(exponent.ndim - 1 - log_weights.ndim)
+    log_weights = jnp.expand_dims(log_weights, (*missing, -1))
+    # Not the sum alone, which is nan where no key is and the exponent has overflowed.
+    return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
 
 
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
@@ -121,27 +137,19 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
 
 
-def summarise(
-    key_map: FeatureMap,
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k v"],
-    mask: Bool[Array, "b s"] | None,
-    initial: State,
-    block: int,
-) -> State:
+def summarise(key_map: Features, keys: Keys, initial: State, block: int) -> State:
     """The initial state (k, b, m) and all keys, `block` at a time; features are never stored."""
-    count, length = blocks(key.shape[1], block)
-    if mask is None and count * length > key.shape[1]:
-        mask = jnp.ones(key.shape[:2], bool)
+    s = keys.key.shape[1]
+    count, length = blocks(s, block)
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
     def add(state, xs):
-        key, value, mask = xs
-        split = jax.tree.map(flat, key_map(key))
-        return combine(state, of_keys(masked(split, mask), flat(value)))
+        key, value, log_weights = xs
+        split, value, log_weights = jax.tree.map(flat, (key_map(key), value, log_weights))
+        return combine(state, of_keys(weighted(split, log_weights), value))
 
-    masks = None if mask is None else split_time(mask, count, length)
-    xs = (*(heads_first(x, count, length) for x in (key, value)), masks)
+    keys = extended(keys, 0, count * length - s)
+    xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys))
     state = jax.tree.map(flat, initial)
     if count == 1:
         state = add(state, jax.tree.map(lambda x: x[0], xs))
@@ -151,7 +159,7 @@ def summarise(
 
 
 def attend(
-    query_map: FeatureMap,
+    query_map: Features,
     query: Float[Array, "b t k g h"],
     state: State,
     dtype: jnp.dtype,
@@ -198,21 +206,28 @@ def blocks(length: int, block: int, multiple: int = 1) -> tuple[int, int]:
     return count, -(-length // (count * multiple)) * multiple
 
 
-def pad(x: Array, before: int, after: int) -> Array:
-    """Zeros (False) before and after the tokens of (b, t, ...)."""
-    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
+def pad(x: Array, before: int, after: int, fill: float = 0) -> Array:
+    """Zeros, or `fill`, before and after the tokens of (b, t, ...)."""
+    widths = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
-def split_time(x: Array, count: int, length: int) -> Array:
-    """(b, t, ...) -> (count, b, length, ...), padded with zeros (False)."""
-    x = pad(x, 0, count * length - x.shape[1])
-    return jnp.moveaxis(x.reshape(x.shape[0], count, length, *x.shape[2:]), 1, 0)
+def extended(keys: Keys, before: int, after: int) -> Keys:
+    """With keys that do not exist before and after."""
+    if before == after == 0:
+        return keys
+    key, value, log_weights = keys
+    if log_weights is None:
+        log_weights = jnp.zeros_like(key[..., :1, 0], dtype=float32_or_wider(key))
+    key, value = (pad(x, before, after) for x in (key, value))
+    return Keys(key, value, pad(log_weights, before, after, -jnp.inf))
 
 
 def heads_first(x: Array, count: int, length: int) -> Array:
-    """(b, t, k, h) -> (count, k, b, length, h), in one copy."""
+    """(b, t, k, ...) -> (count, k, b, length, ...), padded with zeros, in one copy."""
     x = pad(x, 0, count * length - x.shape[1])
-    return x.reshape(x.shape[0], count, length, *x.shape[2:]).transpose(1, 3, 0, 2, 4)
+    x = x.reshape(x.shape[0], count, length, *x.shape[2:])
+    return x.transpose(1, 3, 0, 2, *range(4, x.ndim))
 
 
 def flat(x: Array) -> Array:

@@ -31,19 +31,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention.state import (
-    FeatureMap,
+    Features,
+    Keys,
     State,
     blocks,
     combine,
     dot,
     exponentials,
+    extended,
     finite,
     flat,
-    masked,
     normalised,
     of_keys,
     operand_dtype,
     pad,
+    weighted,
 )
 from performer.features import Split
 
@@ -66,10 +68,7 @@ class Tokens(NamedTuple):
     """A sequence, with g query heads for each key head."""
 
     query: Float[Array, "b t k g h"]
-    key: Float[Array, "b t k h"]
-    value: Float[Array, "b t k v"]
-    mask: Bool[Array, "b t"] | None
-    """Which keys exist."""
+    keys: Keys
     segments: Int[Array, "b t"] | None
     """A query sees only keys of its own segment, which is a run of equal numbers."""
 
@@ -83,8 +82,8 @@ class Rows(NamedTuple):
 
 
 def sweep(
-    query_map: FeatureMap,
-    key_map: FeatureMap,
+    query_map: Features,
+    key_map: Features,
     tokens: Tokens,
     initial: State,
     *,
@@ -111,25 +110,24 @@ def sweep(
     Returns:
         finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
     """
-    query, key, value, mask, segments = tokens
-    (b, t, k, _), groups = key.shape, query.shape[3]
+    query, keys, segments = tokens
+    b, t, k, groups, _ = query.shape
     chunk = min(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
-    if mask is None and count * length > t:
-        mask = jnp.ones((b, t), bool)
+    keys = extended(keys, 0, count * length - t)
 
     def chunks(x):  # (b, t, ...) -> (b, count, c, s, ...)
-        x = pad(x, 0, count * length - t)
+        x = pad(x, 0, count * length - x.shape[1])
         return x.reshape(b, count, length // chunk, chunk, *x.shape[2:])
 
-    # Heads first, (count, k, b, c, s, h); the g query heads of a key head are rows of one chunk.
-    keys_values = (chunks(x).transpose(1, 4, 0, 2, 3, 5) for x in (key, value))
+    def keys_of_chunks(x):  # heads first, (count, k, b, c, s, ...)
+        x = chunks(x)
+        return x.transpose(1, 4, 0, 2, 3, *range(5, x.ndim))
+
+    # The g query heads of a key head are rows of one chunk.
     query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
     query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
-
-    mask, segments = (
-        None if x is None else jnp.moveaxis(chunks(x), 1, 0) for x in (mask, segments)
-    )
+    segments = None if segments is None else jnp.moveaxis(chunks(segments), 1, 0)
     first = None if segments is None else segments[0, :, 0, 0]
     carry = (jax.tree.map(flat, initial), first)
 
@@ -138,7 +136,8 @@ def sweep(
         carry, rows = _block(query_map, key_map, window, groups, robust, carry, xs)
         return carry, finish(rows)
 
-    (state, _), out = jax.lax.scan(body, carry, (query, *keys_values, mask, segments))
+    xs = (query, jax.tree.map(keys_of_chunks, tuple(keys)), segments)
+    (state, _), out = jax.lax.scan(body, carry, xs)
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
         tail = x.shape[carry[0].maximum.ndim + 2 :]
@@ -179,10 +178,11 @@ def _(size, batched, lost):
 
 def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry, xs):
     """The chunks of one block, side by side."""
-    query, key, value, mask, segments = xs  # (k, b, c, g s, h), (k, b, c, s, h), (b, c, s)
+    query, (key, *carried), segments = xs  # (k, b, c, g s, h), (k, b, c, s, ...), (b, c, s)
     state, previous = carry
-    query_split, key_split, value = jax.tree.map(flat, (query_map(query), key_map(key), value))
-    key_split = masked(key_split, mask)
+    query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
+    value, log_weights = jax.tree.map(flat, carried)
+    key_split = weighted(key_split, log_weights)
     kept, before, continues = key_split, None, None
     allowed = _allowed(window, segments, groups, key.shape[-2])
     if segments is not None:
@@ -190,7 +190,7 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
-        kept = masked(key_split, segments == last[..., None])
+        kept = weighted(key_split, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
     past, state = _prefix(state, of_keys(kept, value), continues)
     dtype = operand_dtype(value)
 
@@ -214,7 +214,7 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
     rows = Rows(maximum, denominator, numerator)
     if window != "none" and robust and query_split[0].shape[-1] > 1:
         again = partial(
-            _in_logarithms, query_map, key_map, allowed, lost, (query, key, value, mask)
+            _in_logarithms, query_map, key_map, allowed, lost, (query, key, value, log_weights)
         )
         rows = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, rows)
     return (state, previous), rows
@@ -289,7 +289,7 @@ def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Floa
 
 def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, rows: Rows) -> Rows:
     """The rows of a block, those that are lost with the keys of their chunk, pair by pair."""
-    query, key, value, mask = xs
+    query, key, value, log_weights = xs
     query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -302,7 +302,7 @@ def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, r
         total = jnp.sum(exponentials((exponent, factor), maximum[..., None]), axis=-1)
         return maximum + jnp.log(jnp.where(total == 0, 1.0, total))
 
-    keys = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), masked(key_split, mask))
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), weighted(key_split, log_weights))
     kernel = jnp.moveaxis(jax.lax.map(of_key, keys), 0, -1)
     if allowed is not None:
         kernel = jnp.where(allowed, kernel, -jnp.inf)

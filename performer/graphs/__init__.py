@@ -1,8 +1,7 @@
 """Graph random features: kernels between nodes, PageRank and Gaussian processes by random walks.
 
 Graph          an undirected weighted graph: `Graph.from_edges`, `from_scipy`, `from_networkx`
-kernels        dense kernels between nodes, for reference
-modulations    the same kernels, as random features take them
+kernels        kernels between nodes: series for random features, dense for reference
 couplings      joint laws of the lengths of walks: independent, antithetic, sigma
 matching       learns the permutation of the sigma-coupling
 walks          the random walks; `reinforced`, the self-avoiding baseline
@@ -12,15 +11,22 @@ tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes, by conjugate gradients
 """
 
+from typing import Any
+
 from performer.graphs import couplings as couplings
 from performer.graphs import features as features
 from performer.graphs import gp as gp
 from performer.graphs import kernels as kernels
 from performer.graphs import matching as matching
-from performer.graphs import modulations as modulations
 from performer.graphs import pagerank as pagerank
 from performer.graphs import reinforced as reinforced
 from performer.graphs import tasks as tasks
 from performer.graphs import walks as walks
 from performer.graphs.features import graph_random_features as graph_random_features
 from performer.graphs.graph import Graph as Graph
+
+
+def __getattr__(name: str) -> Any:
+    if name == "modulations":  # no AttributeError, whose words `from ... import` would not show
+        raise ImportError("graphs.modulations is graphs.kernels now: kernels.diffusion(sigma=1.0)")
+    raise AttributeError(f"module 'performer.graphs' has no attribute {name!r}")

@@ -53,8 +53,8 @@ def antithetic(
     """
     groups = -(-num_walks // size)
     draws = _uniform(key, (groups, size, 2))
-    of_group = partial(_group, p_halt=p_halt, offset=offset)
-    return jax.vmap(of_group)(draws).reshape(-1)[:num_walks]
+    group = partial(_group, p_halt=p_halt, offset=offset)
+    return jax.vmap(group)(draws).reshape(-1)[:num_walks]
 
 
 def ensemble(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
@@ -82,10 +82,10 @@ def sigma(permutation: Int[np.ndarray, " n"]) -> Coupling:
 
     def coupling(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
         pairs = -(-num_walks // 2)
-        of_tile, of_place = jax.random.split(key)
-        q = jax.random.randint(of_tile, (pairs,), 0, order, jnp.int32)
+        tile_key, place_key = jax.random.split(key)
+        q = jax.random.randint(tile_key, (pairs,), 0, order, jnp.int32)
         tiles = jnp.stack([q, table[q]], axis=-1)
-        above = (order - 1 - tiles + _uniform(of_place, (pairs, 2))) / order  # 1 - the quantile
+        above = (order - 1 - tiles + _uniform(place_key, (pairs, 2))) / order  # 1 - the quantile
         return _geometric(above.reshape(-1)[:num_walks], p_halt)
 
     return coupling
@@ -98,19 +98,21 @@ COUPLINGS: dict[str, Coupling] = {
 }
 
 
-def get(name: str) -> Coupling:
-    """The coupling of that name.
+def get(coupling: str | Coupling) -> Coupling:
+    """The coupling of that name; a function as it is.
 
     Raises:
         ValueError: for an unknown name, with the list of names and the nearest.
     """
-    if name == "sigma":
+    if not isinstance(coupling, str):
+        return coupling
+    if coupling == "sigma":
         raise ValueError(
             "the coupling sigma is learned: pass couplings.sigma(matching.learn(graph, ...))"
         )
-    if name not in COUPLINGS:
-        raise ValueError(choices.unknown("coupling of walks", name, [*COUPLINGS, "sigma"]))
-    return COUPLINGS[name]
+    if coupling not in COUPLINGS:
+        raise ValueError(choices.unknown("coupling of walks", coupling, [*COUPLINGS, "sigma"]))
+    return COUPLINGS[coupling]
 
 
 def lengths(
@@ -124,11 +126,11 @@ def lengths(
         ValueError: for an unknown coupling, num_walks below 1, more walks than int32 numbers, or
             p_halt outside (0, 1).
     """
-    chosen = get(coupling) if isinstance(coupling, str) else coupling
+    coupling = get(coupling)
     choices.positive_integer("num_walks", num_walks)
     choices.require_numbered("walks", num_nodes * num_walks)
     require_probability(p_halt)
-    return _lengths(key, chosen, num_nodes, num_walks, float(p_halt))
+    return _lengths(key, coupling, num_nodes, num_walks, float(p_halt))
 
 
 def require_probability(p_halt: float) -> None:
@@ -155,23 +157,22 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
     halting = jnp.asarray(np.mod(middles[:, None] + shifts, 1) < p_halt)  # (arcs, size)
 
     def event(carry, draws):
-        alive, time, found = carry
+        alive, time, lengths = carry
         chances = jnp.cumsum(widths * (halting & alive[None]).any(axis=1))
         now = time + _geometric(draws[0], chances[-1])
         arc = jnp.sum(chances < draws[1] * chances[-1])
         stops = halting[arc] & alive
-        return (alive & ~stops, now + 1, jnp.where(stops, now, found)), None
+        return (alive & ~stops, now + 1, jnp.where(stops, now, lengths)), None
 
     none = jnp.zeros(size, jnp.int32)
     start = (jnp.ones(size, bool), jnp.zeros((), jnp.int32), none)
-    (_, _, found), _ = jax.lax.scan(event, start, draws)
-    return found
+    return jax.lax.scan(event, start, draws)[0][2]
 
 
 def _geometric(u: Array, p: float | Array) -> Array:
     """The inverse distribution function of a geometric law, at 1 - u; 0 if p rounds to 0 or 1."""
-    found = jnp.floor(jnp.log(u) / jnp.log1p(-p))
-    return jnp.where(jnp.isfinite(found), found, 0).astype(jnp.int32)
+    length = jnp.floor(jnp.log(u) / jnp.log1p(-p))
+    return jnp.where(jnp.isfinite(length), length, 0).astype(jnp.int32)
 
 
 def _uniform(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer.graphs import couplings, kernels, modulations, walks
+from performer.graphs import couplings, kernels, walks
 from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
@@ -107,7 +107,7 @@ class Estimate:
 def graph_random_features(
     key: Key,
     graph: Graph,
-    kernel: modulations.Modulation,
+    kernel: kernels.Modulation,
     *,
     num_walks: int,
     p_halt: float,
@@ -125,7 +125,7 @@ def graph_random_features(
     Args:
         key: the same key gives the same walks, whatever the kernel and the devices.
         graph: the graph.
-        kernel: a function of `modulations`, as `modulations.diffusion(sigma=1.0)`.
+        kernel: of `kernels`, as `kernels.diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: the probability to halt at each step; small for long walks and small errors.
         coupling: of the lengths: "independent", "antithetic", "ensemble", or a function.
@@ -139,24 +139,22 @@ def graph_random_features(
             (`kernels.require_convergence`).
 
     Example:
-        >>> K = graph_random_features(key, graph, modulations.diffusion(), num_walks=8, p_halt=0.2)
+        >>> K = graph_random_features(key, graph, kernels.diffusion(), num_walks=8, p_halt=0.2)
         >>> K @ v, K.gram()
     """
     sampled = partial(
         sample, graph=graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling,
         steps=steps, adjacency=adjacency, mesh=mesh,
     )  # fmt: skip
-    if not callable(kernel) or kernel in vars(kernels).values():
-        raise ValueError(
-            f"kernel must be a modulation, as modulations.diffusion(sigma=1.0), got {kernel!r}"
-        )
+    if isinstance(kernel, type) or not callable(kernel):
+        raise ValueError(f"kernel must be a value, as kernels.diffusion(sigma=1.0), got {kernel!r}")
     if adjacency == "weights":
         kernels.require_convergence(graph, kernel)
     else:
         kernels.require_radius(kernel, 1.0)
     if not unbiased_diagonal:
         return Estimate(modulate(sampled(key), kernel))
-    left, right = (modulate(sampled(of_one), kernel) for of_one in jax.random.split(key))
+    left, right = (modulate(sampled(half), kernel) for half in jax.random.split(key))
     return Estimate(left, right)
 
 
@@ -178,22 +176,22 @@ def sample(
     """
     if adjacency not in ("normalised", "weights"):
         raise ValueError(f"adjacency must be 'normalised' or 'weights', got {adjacency!r}")
-    of_lengths, of_walks = jax.random.split(key)
+    lengths_key, walks_key = jax.random.split(key)
     chosen = graph.normalised() if adjacency == "normalised" else graph
-    lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
-    found = walks.sample(of_walks, chosen, lengths, p_halt=p_halt, steps=steps, mesh=mesh)
+    lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
+    sampled = walks.sample(walks_key, chosen, lengths, p_halt=p_halt, steps=steps, mesh=mesh)
     alone = np.diff(np.asarray(graph.indptr)) == 0
     if adjacency == "weights" or not alone.any():
-        return found
-    alone = jnp.asarray(alone)[found.start]
+        return sampled
+    alone = jnp.asarray(alone)[sampled.start]
     return replace(
-        found,
-        step=jnp.where(alone, FOREVER, found.step),
-        load=jnp.where(alone & (found.step > 0), 0, found.load),
+        sampled,
+        step=jnp.where(alone, FOREVER, sampled.step),
+        load=jnp.where(alone & (sampled.step > 0), 0, sampled.load),
     )
 
 
-def modulate(sampled: walks.Walks, kernel: modulations.Modulation) -> Features:
+def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
     """The features that walks give for a kernel (VRC Eqs 49 and 50); differentiable in f."""
     value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
@@ -201,5 +199,5 @@ def modulate(sampled: walks.Walks, kernel: modulations.Modulation) -> Features:
 
 @jax.jit
 def _weighed(sampled: walks.Walks, f: Array) -> Array:
-    of_step = jnp.append(f, f.sum()).astype(sampled.load.dtype)
-    return of_step[sampled.step] * sampled.load / sampled.num_walks
+    f = jnp.append(f, f.sum()).astype(sampled.load.dtype)  # the last is that of `FOREVER`
+    return f[sampled.step] * sampled.load / sampled.num_walks

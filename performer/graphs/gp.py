@@ -12,6 +12,7 @@ has its trace from random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I ov
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,32 +26,32 @@ from jaxtyping import Array, ArrayLike, Float, Int, Num
 from performer import descent
 from performer.choices import finite_arrays, positive_number
 from performer.gp import Gaussian, Scales
-from performer.graphs import features, modulations, walks
+from performer.graphs import features, kernels, walks
 from performer.typing import Key
 
 TOLERANCE = 1e-5
 """Of the residual of a system of equations, relative to its right-hand side."""
 
 
-def posterior(
+def condition(
     kernel: Any,
     observed: Int[ArrayLike, " n"],
-    y: Num[ArrayLike, " n"],
     nodes: Int[ArrayLike, " k"],
+    y: Num[ArrayLike, " n"],
+    noise_scale: ArrayLike,
     *,
     output_scale: ArrayLike = 1.0,
-    noise_scale: ArrayLike,
     tolerance: float = TOLERANCE,
 ) -> Gaussian:
-    """The law of f at some nodes, given values at others; one system of equations for each node.
+    """The posterior of f at k nodes, given values at others; a system of equations for each node.
 
     Args:
-        kernel: anything of shape (N, N) that multiplies vectors with `@`.
+        kernel: K, anything of shape (N, N) that multiplies vectors with `@`.
         observed: the nodes seen; one may be seen more than once.
-        y: the values there, of any real dtype.
         nodes: where f is wanted; its covariance is (k, k).
-        output_scale: sigma_v.
+        y: the values at the nodes seen, of any real dtype.
         noise_scale: sigma_n.
+        output_scale: sigma_v, for the prior is N(0, sigma_v^2 K).
         tolerance: of the conjugate gradients.
 
     Raises:
@@ -60,23 +61,37 @@ def posterior(
     """
     observed, y = _observations(kernel.shape[0], observed, y)
     nodes = _checked_nodes("nodes", kernel.shape[0], nodes)
-    one_hot = _one_hot(kernel.shape[0], nodes, y.dtype)
-    dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
-    y, one_hot, output_scale, noise_scale = (
-        jnp.asarray(x, dtype)
-        for x in (
-            y,
-            one_hot,
-            positive_number("output_scale", output_scale),
-            positive_number("noise_scale", noise_scale),
-        )
+    numbers = (
+        y,
+        positive_number("noise_scale", noise_scale),
+        positive_number("output_scale", output_scale),
     )
+    one_hot = jax.ShapeDtypeStruct((kernel.shape[0], len(nodes)), y.dtype)
+    dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
+    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in numbers)
+    arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
+    program = _compiled_condition if arrays else _condition  # a kernel of one's own
+    law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
+    return _converged(law, residual, tolerance)
+
+
+@jax.default_matmul_precision("highest")
+def _condition(
+    kernel, observed, nodes, y, noise_scale, output_scale, tolerance
+) -> tuple[Gaussian, Array]:
+    """The law, and the residual of the equations."""
+    one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
+    one_hot = one_hot.at[nodes, jnp.arange(len(nodes))].set(1)
+    columns = output_scale**2 * (kernel @ one_hot)  # (N, k)
+    cross = columns[observed]
     system = _system(kernel, observed, output_scale, noise_scale)
-    with jax.default_matmul_precision("highest"):
-        of_nodes = output_scale**2 * (kernel @ one_hot)  # (N, k)
-        cross = of_nodes[observed]
-        solved = solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
-        return Gaussian(cross.T @ solved[:, 0], of_nodes[nodes] - cross.T @ solved[:, 1:])
+    right = jnp.concatenate([y[:, None], cross], axis=1)
+    solution, residual = _solve(system, right, tolerance)
+    covariance = columns[nodes] - cross.T @ solution[:, 1:]
+    return Gaussian(cross.T @ solution[:, 0], covariance), residual
+
+
+_compiled_condition = jax.jit(_condition)
 
 
 def solve(
@@ -87,19 +102,27 @@ def solve(
     Raises:
         ValueError: when a residual stays above ten times the tolerance; inside `jit`, NaN.
     """
-    found = jax.vmap(lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0], 1, 1)(
-        right
-    )
-    residual = jnp.linalg.norm(system(found) - right, axis=0)
-    relative = jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
-    if isinstance(relative, Tracer):
-        return jnp.where(relative <= 10 * tolerance, found, jnp.nan)
-    if not float(relative) <= 10 * tolerance:
+    return _converged(*_solve(system, right, tolerance), tolerance)
+
+
+def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
+    """The solutions, and the largest relative residual."""
+    one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
+    solution = jax.vmap(one, 1, 1)(right)
+    residual = jnp.linalg.norm(system(solution) - right, axis=0)
+    return solution, jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
+
+
+def _converged(result: Any, residual: Array, tolerance: float) -> Any:
+    """What came of a solution, if its residual is small."""
+    if isinstance(residual, Tracer):
+        return jax.tree.map(lambda x: jnp.where(residual <= 10 * tolerance, x, jnp.nan), result)
+    if not float(residual) <= 10 * tolerance:
         raise ValueError(
-            f"the conjugate gradients stopped at a relative residual of {float(relative):.3g}, for"
+            f"the conjugate gradients stopped at a relative residual of {float(residual):.3g}, for"
             f" a tolerance of {tolerance:.3g}: use a larger noise_scale or tolerance, or float64"
         )
-    return found
+    return result
 
 
 def fit(
@@ -109,15 +132,17 @@ def fit(
     y: Num[ArrayLike, " n"],
     start: Scales,
     *,
-    kernel: Callable[[ArrayLike], modulations.Modulation] = modulations.diffusion,
+    kernel: Callable[[ArrayLike], kernels.Modulation] = kernels.diffusion,
+    fixed: tuple[str, ...] = (),
     num_steps: int = 1000,
     num_probes: int = 8,
     tolerance: float = 1e-3,
     optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
-) -> Scales:
+) -> tuple[Scales, Float[Array, " steps"]]:
     """The scales that maximise the marginal likelihood under the estimated kernel (VRC App. F.2).
 
-    The walks are drawn once (`features.sample`), and only their modulation moves.
+    The descent is in their logarithms. The walks are drawn once (`features.sample`), and only their
+    modulation moves.
 
     Args:
         key: of the random signs.
@@ -125,28 +150,42 @@ def fit(
         observed: the nodes seen; one may be seen more than once.
         y: the values there, of any real dtype.
         start: lengthscale (what `kernel` takes), output_scale, noise_scale.
-        kernel: lengthscale -> modulation.
-        num_steps: how many steps of the optimizer, on the logarithms of the scales.
+        kernel: lengthscale -> kernel.
+        fixed: names of the scales that stay as they are, as ("lengthscale",).
+        num_steps: how many steps of the optimizer.
         num_probes: vectors of random signs in each step.
         tolerance: of the conjugate gradients; gradients are stochastic anyway.
         optimizer: the paper's by default.
 
+    Returns:
+        The scales, and before each step y^T C^{-1} y / n, to the tolerance: 1 where the output and
+        the noise scale have settled. (The likelihood itself would take a determinant.)
+
     Raises:
-        ValueError: for a start that is not positive, nodes that are not in the graph, values that
-            are not finite or not one for each node seen, no values at all, or a fit that left the
-            finite numbers.
+        ValueError: for a start that is not positive, an unknown name in `fixed`, nodes that are not
+            in the graph, values that are not finite or not one for each node seen, no values at
+            all, or a fit that left the finite numbers.
     """
     observed, y = _observations(sampled.num_nodes, observed, y)
     if not len(y):
         raise ValueError("there is no node observed to fit: y is empty")
     y = y.astype(jnp.promote_types(y.dtype, sampled.load.dtype))
-    logs = {
-        name: jnp.log(jnp.asarray(positive_number(name, value), y.dtype))
-        for name, value in start._asdict().items()
-    }
+    positive_number("lengthscale", start.lengthscale)
+    logs, held = start.logarithms(y.dtype, fixed)
+    scales, misfits = _fit(
+        key, sampled, observed, y, logs, held, kernel=kernel, num_steps=num_steps,
+        num_probes=num_probes, tolerance=tolerance, optimizer=optimizer,
+    )  # fmt: skip
+    descent.require_finite(misfits)
+    return scales, misfits
 
+
+@partial(jax.jit, static_argnames=("kernel", "num_steps", "num_probes", "tolerance", "optimizer"))
+def _fit(
+    key, sampled, observed, y, logs, held, *, kernel, num_steps, num_probes, tolerance, optimizer
+) -> tuple[Scales, Array]:
     def loss(logs, key):
-        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs))
+        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs | held))
         estimate = features.Estimate(features.modulate(sampled, kernel(lengthscale)))
         system = _system(estimate, observed, output_scale, noise_scale)
         signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
@@ -156,8 +195,8 @@ def fit(
         products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
         return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
 
-    logs, _ = descent.minimize(loss, logs, key, num_steps=num_steps, optimizer=optimizer)
-    return Scales(**jax.tree.map(jnp.exp, logs))
+    logs, losses = descent.minimize(key, loss, logs, num_steps=num_steps, optimizer=optimizer)
+    return Scales(**jax.tree.map(jnp.exp, logs | held)), 1 - 2 * losses
 
 
 def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
@@ -173,10 +212,6 @@ def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Ar
     return system
 
 
-def _one_hot(num_nodes: int, nodes: Array, dtype: Any) -> Array:
-    return jnp.zeros((num_nodes, len(nodes)), dtype).at[nodes, jnp.arange(len(nodes))].set(1)
-
-
 def _observations(num_nodes: int, observed: Any, y: Any) -> tuple[Array, Array]:
     observed = _checked_nodes("observed", num_nodes, observed)
     (y,) = finite_arrays(y=(y, "n"))
@@ -185,14 +220,22 @@ def _observations(num_nodes: int, observed: Any, y: Any) -> tuple[Array, Array]:
     return observed, y
 
 
-def _checked_nodes(what: str, num_nodes: int, nodes: Any) -> Array:
+def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
     nodes = jnp.asarray(nodes)
     if nodes.ndim != 1 or not jnp.issubdtype(nodes.dtype, jnp.integer):
         raise ValueError(
-            f"{what} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"
+            f"{name} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"
         )
     if not isinstance(nodes, Tracer):
         absent = [node for node in np.asarray(nodes).tolist() if not 0 <= node < num_nodes]
         if absent:
-            raise ValueError(f"{what} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
+            raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
     return nodes
+
+
+def __getattr__(name: str) -> Any:
+    if name == "posterior":
+        raise AttributeError(
+            "graphs.gp.posterior is graphs.gp.condition(kernel, observed, nodes, y, noise_scale)"
+        )
+    raise AttributeError(f"module 'performer.graphs.gp' has no attribute {name!r}")

@@ -177,11 +177,11 @@ class Graph(NamedTuple):
         return jnp.asarray(self.to_scipy().toarray(), self.weights.dtype)
 
 
-def require_nonnegative(graph: Graph, what: str) -> None:
-    """Raises ValueError when a weight is negative, naming `what` cannot have it."""
+def require_nonnegative(graph: Graph, purpose: str) -> None:
+    """Raises ValueError when a weight is negative, naming the `purpose` that cannot have it."""
     least = np.asarray(graph.weights).min(initial=0)
     if least < 0:
-        raise ValueError(f"{what} needs weights >= 0, the least is {least:.6g}")
+        raise ValueError(f"{purpose} needs weights >= 0, the least is {least:.6g}")
 
 
 def _real(values: Any) -> Any:

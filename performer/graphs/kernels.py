@@ -1,13 +1,35 @@
-"""Kernels between the nodes of a graph, as dense matrices: references for small graphs.
+"""Kernels between the nodes of a graph, each a value: for random walks, and as a dense matrix.
 
-Functions of the normalised Laplacian L = I - A (VRC Table 5), by its eigenvalues in O(N^3). The
-same names in `modulations` are what random features take. A node without edges has L_ii = 0, so its
-regularised Laplacian and diffusion kernels are exactly 1 with itself and 0 with the rest.
+A kernel that is a power series of the adjacency matrix A, K = sum_k c_k A^k, is the square of
+another, K = (sum_k f_k A^k)^2 with f * f = c; its random features weigh a walk of k steps by f_k
+(VRC Eq. 50; Reid et al. 2024, "General graph random features"). This *modulation* is what a kernel
+gives when it is called, `kernel(length)`, differentiable in its parameters; `kernel.dense(graph)`
+is K, by the eigenvalues in O(N^3), for reference.
+
+    regularised_laplacian   (I + sigma^2 L)^{-d}
+    diffusion               exp(-sigma^2 L / 2)
+    random_walk             (alpha I - L)^p
+    inverse_cosine          cos(pi L / 4)
+    matern                  (2 nu / kappa^2 I + L)^{-nu}
+    resolvent               (I - U)^{-d} of the weights U themselves
+    from_series             any sum_k c_k A^k
+
+All but `resolvent` are of the normalised Laplacian L = I - A (VRC Table 5). The roots of
+(1 - rho a)^{-d} and its like have closed forms for every d, odd ones too, where qGRF Eq. 44
+multiplies independent estimates. A node without edges has L_ii = 0, so its regularised Laplacian
+and diffusion kernels are exactly 1 with itself and 0 with the rest.
+
+The variance of an estimate is finite when sum_k f_k^2 rho(A)^{2k} / (1 - p_halt)^k is. The roots of
+`random_walk` with odd p, and of `inverse_cosine`, fall off only like a power of k: estimate these
+with a small p_halt, or expect rare and large errors.
 
 VRC App. F.1 prints I - sigma^2 L: read I + sigma^2 L, as in its Table 5, for else there is a pole.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +38,14 @@ import scipy.linalg
 import scipy.sparse.csgraph
 import scipy.sparse.linalg
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jax.scipy.special import gammaln
+from jaxtyping import Array, ArrayLike, Float
 
-from performer.graphs import modulations
+from performer.choices import positive_values
 from performer.graphs.graph import Graph
 
+Modulation = Callable[[int], Float[Array, " length"]]
+"""modulation(length) -> (f_0, ..., f_{length-1}): a `Kernel`, or any other function."""
 Gram = Float[Array, "n n"]
 TERMS = 1024
 """So many coefficients of a series tell its radius of convergence."""
@@ -28,47 +53,194 @@ MARGIN = 1e-5
 """Relative; what is nearer to the radius of convergence counts as on it."""
 
 
-def regularised_laplacian(graph: Graph, d: float = 2, sigma: float = 1.0) -> Gram:
-    """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20), (N, N).
+class Kernel(ABC):
+    """A function of the normalised Laplacian, by its eigenvalues and by the series of its root.
+
+    One of your own is a frozen dataclass with `_series` and `_eigenvalue`. Parameters are positive
+    and finite; traced ones, as in a fit, cannot be looked at.
 
     Raises:
-        ValueError: for a negative weight, or parameters that are not positive. (So do the others.)
+        ValueError: for a parameter that is not positive, when it is made.
     """
-    modulations.regularised_laplacian(d, sigma)
-    return _of_laplacian(graph, lambda eigenvalue: (1 + sigma**2 * eigenvalue) ** -d)
+
+    def __new__(cls, *arguments: Any, **parameters: Any):
+        """Refuses what was a call for the matrix once."""
+        if isinstance(next(iter(arguments), parameters.get("graph")), Graph):
+            name = f"kernels.{cls.__name__}"
+            raise TypeError(f"{name}(graph, ...) is now a value: {name}(...).dense(graph)")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            positive_values(name, value)
+
+    def __call__(self, length: int) -> Float[Array, " length"]:
+        """The modulation (f_0, ..., f_{length-1})."""
+        return self._series(length)
+
+    def dense(self, graph: Graph) -> Gram:
+        """K, (N, N), in JAX's default dtype, by the eigenvalues in float64.
+
+        Raises:
+            ValueError: for a negative weight.
+        """
+        return _matrix_function(graph.normalised(), lambda a: self._eigenvalue(1 - a))
+
+    def __repr__(self) -> str:
+        parameters = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        module = type(self).__module__.removeprefix("performer.")
+        return f"{module}.{type(self).__qualname__}({parameters})"
+
+    @abstractmethod
+    def _series(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
+
+    @abstractmethod
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        """The eigenvalue of K where that of L is `laplacian`."""
 
 
-def diffusion(graph: Graph, sigma: float = 1.0) -> Gram:
-    """exp(-sigma^2 L / 2), the heat kernel (VRC Table 5); qGRF Eq. 4 has t = sigma^2 / 2."""
-    modulations.diffusion(sigma)
-    return _of_laplacian(graph, lambda eigenvalue: np.exp(-(sigma**2) * eigenvalue / 2))
+@dataclass(frozen=True, repr=False)
+class regularised_laplacian(Kernel):
+    """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20): the root is its power 1 / 2 (Eqs 40 and 41)."""
+
+    d: float = 2
+    sigma: ArrayLike = 1.0
+
+    def _series(self, length: int) -> Array:
+        d, sigma = self.d, self.sigma
+        rho = sigma**2 / (1 + sigma**2)
+        return _binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2), length)
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return (1 + self.sigma**2 * laplacian) ** -self.d
 
 
-def random_walk(graph: Graph, p: int = 2, alpha: float = 2.0) -> Gram:
-    """(alpha I - L)^p, alpha >= 2: the p-step random walk kernel."""
-    modulations.random_walk(p, alpha)
-    return _of_laplacian(graph, lambda eigenvalue: (alpha - eigenvalue) ** p)
+@dataclass(frozen=True, repr=False)
+class diffusion(Kernel):
+    """exp(-sigma^2 L / 2), the heat kernel (VRC Table 5); qGRF Eq. 4 has t = sigma^2 / 2.
+
+    f_k = exp(-sigma^2 / 4) (sigma^2 / 4)^k / k!
+    """
+
+    sigma: ArrayLike = 1.0
+
+    def _series(self, length: int) -> Array:
+        k = jnp.arange(length, dtype=float)  # by logarithms, as f_0 is 0 in float32 from sigma = 20
+        scale = 2 * k * jnp.log(jnp.divide(self.sigma, 2))
+        return jnp.exp(scale - self.sigma**2 / 4 - gammaln(k + 1))
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return np.exp(-(self.sigma**2) * laplacian / 2)
 
 
-def inverse_cosine(graph: Graph) -> Gram:
-    """cos(pi L / 4)."""
-    return _of_laplacian(graph, lambda eigenvalue: np.cos(np.pi * eigenvalue / 4))
+@dataclass(frozen=True, repr=False)
+class random_walk(Kernel):
+    """(alpha I - L)^p = ((alpha - 1) I + A)^p, the p-step random walk kernel.
+
+    Positive semi-definite for alpha >= 2. To fit alpha, take a parameter that keeps it there:
+    lambda excess: random_walk(p, 2 + excess).
+
+    Raises:
+        ValueError: for alpha below 2, or p that is not positive; f is NaN for a traced alpha below.
+    """
+
+    p: int = 2
+    alpha: ArrayLike = 2.0
+
+    def __post_init__(self) -> None:
+        positive_values("p", self.p)
+        alpha = self.alpha
+        if not isinstance(alpha, Tracer) and not 2 <= np.min(np.asarray(alpha)) < np.inf:
+            raise ValueError(f"alpha must be at least 2, or the kernel is indefinite, got {alpha}")
+
+    def _series(self, length: int) -> Array:
+        p, alpha = self.p, self.alpha
+        if isinstance(alpha, Tracer):
+            alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
+        return _binomial(p / 2, 1 / (alpha - 1), (alpha - 1) ** (p / 2), length)
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return (self.alpha - laplacian) ** self.p
 
 
-def matern(graph: Graph, nu: float = 1.5, kappa: float = 1.0) -> Gram:
+@dataclass(frozen=True, repr=False)
+class inverse_cosine(Kernel):
+    """cos(pi L / 4) = (cos(pi A / 4) + sin(pi A / 4)) / sqrt(2)."""
+
+    def _series(self, length: int) -> Array:
+        k = np.arange(length)
+        signs = np.where(k % 4 < 2, 1.0, -1.0)
+        powers = np.cumprod(np.concatenate([[1.0], np.pi / 4 / np.arange(1, length)]))
+        return _root(signs * powers[:length] / np.sqrt(2))
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return np.cos(np.pi * laplacian / 4)
+
+
+@dataclass(frozen=True, repr=False)
+class matern(Kernel):
     """(2 nu / kappa^2 I + L)^{-nu} (Borovitskiy et al. 2021); not scaled to a unit diagonal."""
-    modulations.matern(nu, kappa)
-    return _of_laplacian(graph, lambda eigenvalue: (2 * nu / kappa**2 + eigenvalue) ** -nu)
+
+    nu: float = 1.5
+    kappa: ArrayLike = 1.0
+
+    def _series(self, length: int) -> Array:
+        nu, kappa = self.nu, self.kappa
+        factor = (kappa**2 / (2 * nu)) ** (nu / 2)
+        return jnp.multiply(factor, regularised_laplacian(nu, kappa / (2 * nu) ** 0.5)(length))
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return (2 * self.nu / self.kappa**2 + laplacian) ** -self.nu
 
 
-def resolvent(graph: Graph, d: float = 2) -> Gram:
-    """(I - U)^{-d} of the weights U themselves (qGRF Eq. 7).
+@dataclass(frozen=True, repr=False)
+class resolvent(Kernel):
+    """(I - U)^{-d} (qGRF Eq. 7), for `adjacency="weights"`; f_k = 1 for d = 2."""
+
+    d: float = 2
+
+    def _series(self, length: int) -> Array:
+        return _binomial(-self.d / 2, -1.0, 1.0, length)
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        return laplacian**-self.d
+
+    def dense(self, graph: Graph) -> Gram:
+        """K, of the weights as they are.
+
+        Raises:
+            ValueError: when the spectral radius of U is not below 1 (by `MARGIN`).
+        """
+        require_radius(self, spectral_radius(graph))
+        return _matrix_function(graph, lambda u: self._eigenvalue(1 - u))
+
+
+@dataclass(frozen=True, repr=False)
+class from_series(Kernel):
+    """Any kernel sum_k c_k A^k; the dense one has `TERMS` of its terms.
+
+    Args:
+        series: length -> (c_0, ..., c_{length-1}).
 
     Raises:
-        ValueError: when the spectral radius of U is not below 1 (by `MARGIN`).
+        ValueError: when c_0 is not positive, for then there is no real root; for a dense kernel
+            whose series diverges at 1, which is an eigenvalue of A.
     """
-    require_radius(modulations.resolvent(d), spectral_radius(graph))
-    return _function(graph, lambda eigenvalue: (1 - eigenvalue) ** -d)
+
+    series: Callable[[int], ArrayLike]
+
+    def __post_init__(self) -> None:
+        first = np.asarray(self.series(1))[0]
+        if not float(first) > 0:
+            raise ValueError(f"the series must begin with c_0 > 0, got {first}")
+
+    def _series(self, length: int) -> Array:
+        return _root(np.asarray(self.series(length), np.float64))
+
+    def _eigenvalue(self, laplacian: np.ndarray) -> Any:
+        require_radius(self, 1.0)
+        return np.polynomial.polynomial.polyval(1 - laplacian, np.asarray(self.series(TERMS)))
 
 
 def spectral_radius(graph: Graph) -> float:
@@ -85,7 +257,7 @@ def spectral_radius(graph: Graph) -> float:
     # ones, or any other simple start, may be in the null space or orthogonal to what is looked for
     start = np.random.default_rng(0).standard_normal(graph.num_nodes)
     try:
-        found = scipy.sparse.linalg.eigsh(
+        eigenvalues = scipy.sparse.linalg.eigsh(
             matrix,
             1,
             v0=start,
@@ -99,29 +271,29 @@ def spectral_radius(graph: Graph) -> float:
             f"the spectral radius of the weights was not found, only that it is at most {bound:.6g}"
             " (the largest sum of a row)"
         ) from None
-    return float(abs(found[0]))
+    return float(abs(eigenvalues[0]))
 
 
-def require_convergence(graph: Graph, modulation: modulations.Modulation) -> None:
-    """Raises ValueError when random walks on the weights W have no expectation for the modulation.
+def require_convergence(graph: Graph, kernel: Modulation) -> None:
+    """Raises ValueError when random walks on the weights W have no expectation for the kernel.
 
     They have one when sum_k |f_k| |W|^k is finite, of the absolute values of all entries: what the
     loads of k steps have in the mean. With negative weights the series of the kernel may converge
     where this one does not.
     """
     absolute = graph._replace(weights=jnp.abs(graph.weights))
-    require_radius(modulation, spectral_radius(absolute))
+    require_radius(kernel, spectral_radius(absolute))
 
 
-def require_radius(modulation: modulations.Modulation, radius: float) -> None:
+def require_radius(kernel: Modulation, radius: float) -> None:
     """Raises ValueError unless sum_k |f_k| radius^k is finite.
 
     The coefficients are taken as |f_k| = C k^a R^{-k} (1 + O(1 / k)), where R and a come from the
     second half of `TERMS` of them. A radius below R passes, one above R is refused, and one
-    within `MARGIN` of R passes if a < -1. The coefficients of a traced modulation are not known,
+    within `MARGIN` of R passes if a < -1. The coefficients of a traced kernel are not known,
     and pass.
     """
-    limit, exponent = _convergence(modulation)
+    limit, exponent = _convergence(kernel)
     apart = radius / limit - 1
     if apart > MARGIN or (apart >= -MARGIN and exponent > -1.05):
         raise ValueError(
@@ -131,10 +303,10 @@ def require_radius(modulation: modulations.Modulation, radius: float) -> None:
         )
 
 
-def _convergence(modulation: modulations.Modulation) -> tuple[float, float]:
+def _convergence(kernel: Modulation) -> tuple[float, float]:
     """R and a, for |f_k| ~ k^a R^{-k}; R is infinite for a polynomial."""
     with jax.enable_x64(True):  # where they do not vanish so soon
-        f = modulation(TERMS)
+        f = kernel(TERMS)
     if isinstance(f, Tracer):
         return np.inf, 0.0
     f = np.abs(np.asarray(f, np.float64))
@@ -151,11 +323,23 @@ def _convergence(modulation: modulations.Modulation) -> tuple[float, float]:
     return float(np.exp(-fitted[2] / last)), float(fitted[1])
 
 
-def _of_laplacian(graph: Graph, function: Callable[[np.ndarray], np.ndarray]) -> Gram:
-    return _function(graph.normalised(), lambda eigenvalue: function(1 - eigenvalue))
+def _binomial(power: float, ratio: ArrayLike, first: ArrayLike, length: int) -> Array:
+    """first * (1 + ratio a)^power, expanded in a."""
+    k = jnp.arange(1, length)
+    ratios = (power - k + 1) / k * ratio
+    return jnp.cumprod(jnp.concatenate([jnp.asarray(first, ratios.dtype)[None], ratios]))
 
 
-def _function(graph: Graph, function: Callable[[np.ndarray], np.ndarray]) -> Gram:
+def _root(c: np.ndarray) -> Array:
+    """f with f * f = c: f_k = (c_k - sum_{0<j<k} f_j f_{k-j}) / (2 f_0)."""
+    f = np.zeros(len(c))
+    f[0] = np.sqrt(c[0])
+    for k in range(1, len(c)):
+        f[k] = (c[k] - f[1:k] @ f[k - 1 : 0 : -1]) / (2 * f[0])
+    return jnp.asarray(f, float)
+
+
+def _matrix_function(graph: Graph, function: Callable[[np.ndarray], Any]) -> Gram:
     matrix = graph.to_scipy()
     eigenvalues, vectors = scipy.linalg.eigh(matrix.toarray())
     parts = scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]

@@ -28,7 +28,7 @@ from scipy.optimize import linear_sum_assignment
 from performer import choices
 from performer.graphs import couplings
 from performer.graphs.graph import Graph
-from performer.graphs.modulations import Modulation
+from performer.graphs.kernels import Modulation
 
 Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 8
@@ -37,14 +37,14 @@ TERMS = 512
 """Of the power series: lengths beyond it, (1 - p_halt)^512 of them, are left out."""
 
 
-def learn(graph: Graph, modulation: Modulation, *, p_halt: float, order: int = 30) -> Permutation:
+def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -> Permutation:
     """The permutation of VRC Eq. 56, averaged over all pairs of nodes, by the Hungarian algorithm.
 
     It may then be used on any graph: VRC learns it on an Erdos-Renyi graph of 100 nodes.
 
     Args:
         graph: small, for its eigenvalues are taken.
-        modulation: of the kernel.
+        kernel: that is to be estimated, as `kernels.diffusion()`.
         p_halt: that the walks will have.
         order: n, the number of quantiles.
 
@@ -52,12 +52,12 @@ def learn(graph: Graph, modulation: Modulation, *, p_halt: float, order: int = 3
         ValueError: for p_halt outside (0, 1) or an order below 1.
 
     Example:
-        >>> coupling = couplings.sigma(matching.learn(graph, modulations.diffusion(), p_halt=0.3))
+        >>> coupling = couplings.sigma(matching.learn(graph, kernels.diffusion(), p_halt=0.3))
     """
-    return assign(linear_costs(spectral_responses(graph, modulation, p_halt, order)))
+    return assign(linear_costs(spectral_responses(graph, kernel, p_halt, order)))
 
 
-def series(modulation: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
+def series(kernel: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
     """The coefficients of g_q: f_t (1 - p_halt)^{-t} P(length >= t | length in quantile q).
 
     Quantile q holds the lengths F^{-1}(u) for u in (q / n, (q + 1) / n], F(t - 1) = 1 - (1 -
@@ -69,23 +69,23 @@ def series(modulation: Modulation, p_halt: float, order: int) -> Float[np.ndarra
     with np.errstate(over="ignore", invalid="ignore"):
         inverse = np.exp(-np.arange(TERMS) * np.log1p(-p_halt))  # 1 / P(length >= t)
         excess = np.where(above > 0, above * inverse, 0)  # 0 times infinity is 0 here
-    return np.clip(order - excess, 0, inverse) * np.asarray(modulation(TERMS), np.float64)
+    return np.clip(order - excess, 0, inverse) * np.asarray(kernel(TERMS), np.float64)
 
 
 def spectral_responses(
-    graph: Graph, modulation: Modulation, p_halt: float, order: int
+    graph: Graph, kernel: Modulation, p_halt: float, order: int
 ) -> Float[np.ndarray, "n a"]:
     """g_q at every eigenvalue of the normalised adjacency matrix."""
     eigenvalues = scipy.linalg.eigvalsh(graph.normalised().to_scipy().toarray())
-    return series(modulation, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
+    return series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
 
 
 def node_responses(
-    graph: Graph, modulation: Modulation, p_halt: float, order: int, node: int
+    graph: Graph, kernel: Modulation, p_halt: float, order: int, node: int
 ) -> Float[np.ndarray, "n a"]:
     """psi_q(node), over the nodes of the graph (VRC Eq. 54)."""
     eigenvalues, vectors = scipy.linalg.eigh(graph.normalised().to_scipy().toarray())
-    spectral = series(modulation, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
+    spectral = series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
     return spectral * vectors[node] @ vectors.T
 
 
@@ -96,11 +96,11 @@ def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"
 
 
 def pair_costs(
-    of_i: Float[np.ndarray, "n a"], of_j: Float[np.ndarray, "n a"]
+    first: Float[np.ndarray, "n a"], second: Float[np.ndarray, "n a"]
 ) -> Float[np.ndarray, "n n"]:
     """The same for one pair of nodes, of their `node_responses`."""
-    sums_i, sums_j = (x[:, None] + x[None] for x in (of_i, of_j))
-    return np.sum(sums_i * sums_j, axis=-1) ** 2
+    sums, others = (x[:, None] + x[None] for x in (first, second))
+    return np.sum(sums * others, axis=-1) ** 2
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
@@ -131,29 +131,29 @@ def reduced(
 
 
 def objective(
-    permutation: Permutation, of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+    permutation: Permutation, first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> float:
     """VRC Eqs 55 and 61: f(i) . f(j)."""
     q = np.arange(len(permutation))
-    return float(of_i[q, permutation].sum(axis=0) @ of_j[q, permutation].sum(axis=0))
+    return float(first[q, permutation].sum(axis=0) @ second[q, permutation].sum(axis=0))
 
 
 def enumerate_all(
-    of_i: Float[np.ndarray, "n n b"], of_j: Float[np.ndarray, "n n b"]
+    first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> Permutation:
     """The permutation that minimises `objective`, by trying all.
 
     Raises:
         ValueError: when there are too many, n > 8.
     """
-    order = len(of_i)
+    order = len(first)
     if order > ENUMERABLE:
         raise ValueError(
             f"there are {order}! permutations of {order} quantiles: at most {ENUMERABLE} can be"
             " enumerated; use learn, or project"
         )
     every = (np.asarray(p) for p in itertools.permutations(range(order)))
-    return min(every, key=lambda permutation: objective(permutation, of_i, of_j))
+    return min(every, key=lambda permutation: objective(permutation, first, second))
 
 
 def project(
@@ -167,9 +167,9 @@ def project(
     """
     best, least = None, np.inf
     for _ in range(num_projections):
-        found = assign(edges @ rng.standard_normal(edges.shape[-1]))
-        value = objective(found, edges, edges)
+        candidate = assign(edges @ rng.standard_normal(edges.shape[-1]))
+        value = objective(candidate, edges, edges)
         if value < least:
-            best, least = found, value
+            best, least = candidate, value
     assert best is not None
     return best

@@ -42,11 +42,11 @@ def pagerank(
     Raises:
         ValueError: as `couplings.lengths` and `walks.sample`.
     """
-    of_lengths, of_walks = jax.random.split(key)
-    lengths = couplings.lengths(of_lengths, coupling, graph.num_nodes, num_walks, p_halt)
-    found = walks.sample(of_walks, graph, lengths, p_halt=p_halt, steps=steps)
-    last = found.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
-    halted = jax.ops.segment_sum(last, found.node, graph.num_nodes)
+    lengths_key, walks_key = jax.random.split(key)
+    lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
+    sampled = walks.sample(walks_key, graph, lengths, p_halt=p_halt, steps=steps)
+    last = sampled.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
+    halted = jax.ops.segment_sum(last, sampled.node, graph.num_nodes)
     return _with_teleports(graph, halted / (graph.num_nodes * num_walks), p_halt)
 
 
@@ -93,8 +93,8 @@ def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutati
     alone = np.diag((neighbours.sum(axis=1) == 0).astype(float))
     transition = (neighbours + alone) / (neighbours + alone).sum(axis=1, keepdims=True)
     power, halting = np.eye(graph.num_nodes), np.zeros((order, *transition.shape))
-    for of_length in chances.T:
-        halting += of_length[:, None, None] * power
+    for chance in chances.T:
+        halting += chance[:, None, None] * power
         power = power @ transition
     rows = halting.reshape(order, -1)
     return matching.assign(rows @ rows.T)

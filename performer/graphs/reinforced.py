@@ -57,7 +57,7 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
         chosen = jnp.minimum(chosen, jnp.maximum(there.sum() - 1, 0))
         return places[chosen], sums[-1] / chances[chosen], there.any()
 
-    def of_node(start, lengths, key):
+    def from_node(start, lengths, key):
         def step(carry, inputs):
             node, load, passed, length = carry
             time, u = inputs
@@ -83,6 +83,6 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
         return jax.lax.scan(walk, nothing, (lengths, keys))[1]
 
     starts = jnp.arange(graph.num_nodes, dtype=jnp.int32)
-    found = jax.vmap(of_node)(starts, lengths, jax.random.split(key, graph.num_nodes))
-    start = jnp.broadcast_to(starts[:, None, None], found[0].shape)
-    return tuple(x.reshape(-1) for x in (start, *found))
+    visits = jax.vmap(from_node)(starts, lengths, jax.random.split(key, graph.num_nodes))
+    start = jnp.broadcast_to(starts[:, None, None], visits[0].shape)
+    return tuple(x.reshape(-1) for x in (start, *visits))

@@ -58,7 +58,7 @@ Labels = Int[Array | np.ndarray, " n"]
 
 
 class Clusters(NamedTuple):
-    """What `kernel_kmeans` found."""
+    """The result of `kernel_kmeans`."""
 
     labels: Int[Array, " n"]
     objective: Float[Array, ""]
@@ -104,9 +104,9 @@ def kernel_kmeans(
         labels = jax.lax.fori_loop(0, num_steps, lambda _, labels: nearest(labels), start)
         return Clusters(labels, distances(labels)[1])
 
-    found = jax.lax.map(one, jax.random.split(key, num_starts))
-    best = jnp.argmin(found.objective)
-    return Clusters(found.labels[best], found.objective[best])
+    clusters = jax.lax.map(one, jax.random.split(key, num_starts))
+    best = jnp.argmin(clusters.objective)
+    return Clusters(clusters.labels[best], clusters.objective[best])
 
 
 def clustering_error(labels: Labels, other: Labels) -> float:

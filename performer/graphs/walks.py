@@ -85,19 +85,19 @@ def sample(
     require_steps(steps, graph)
     devices = mesh.size if mesh else 1
     choices.require_numbered("walks", (graph.num_nodes + devices - 1) * lengths.shape[1])
-    walkers, of_walkers, rounds = _lanes(np.asarray(lengths), p_halt, devices)
+    walkers, their_lengths, rounds = _lanes(np.asarray(lengths), p_halt, devices)
     start, node, step, load, last = _walk_all(
         jax.random.bits(key, (2,), jnp.uint32),
         graph,
         _thresholds(graph) if steps == "weighted" else None,
         walkers,
-        of_walkers,
+        their_lengths,
         lengths.shape[1],
         rounds,
         float(p_halt),
         mesh,
     )
-    longest = -(-int(of_walkers.max()) // 64) * 64
+    longest = -(-int(their_lengths.max()) // 64) * 64
     return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
 
 
@@ -125,12 +125,12 @@ def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray
     device, each of which has an equal part of the nodes.
     """
     missing = -len(lengths) % devices
-    of_device = np.pad(lengths, ((0, missing), (0, 0)), constant_values=-1).reshape(devices, -1)
-    count = of_device.shape[1]
+    rows = np.pad(lengths, ((0, missing), (0, 0)), constant_values=-1).reshape(devices, -1)
+    count = rows.shape[1]
     longest = np.log(count + 1) / -np.log1p(-p_halt) + 1
     lanes = max(round(count / p_halt / (STRETCH * longest)), 1)
     depth = -(-count // lanes)
-    padded = np.pad(of_device, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
+    padded = np.pad(rows, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
     narrow = np.min_scalar_type(-1 - int(padded.max(initial=0)))  # of 16 bits: a radix sort
     order = np.argsort(-padded.astype(narrow), axis=1, kind="stable")
     order = order.reshape(devices, depth, lanes)
@@ -180,8 +180,8 @@ def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_hal
 
     zeros = jnp.zeros_like(walkers[0])
     begin = (zeros, zeros, zeros, zeros.astype(graph.weights.dtype))
-    _, found = jax.lax.scan(move, begin, length=rounds)
-    return tuple(x.reshape(-1) for x in found)
+    _, visits = jax.lax.scan(move, begin, length=rounds)
+    return tuple(x.reshape(-1) for x in visits)
 
 
 def _step(graph, thresholds, node, bits):

@@ -1,0 +1,123 @@
+"""Which keys exist and how much they count, and packed segments, as the sums of attention want."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+Lead = tuple[int, ...]
+"""Sizes of the batch axes."""
+
+
+def key_mask(
+    mask: ArrayLike | None, lengths: ArrayLike | None, lead: Lead, key: Array
+) -> Bool[Array, "b s"] | None:
+    """Mask and lengths together as one mask (b, s), or None."""
+    b, s = key.shape[:2]
+    lead = lead or (1,)
+    keys = None
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        want = (*lead, 1, 1, s)
+        if not _broadcasts(mask.shape, want):
+            raise ValueError(
+                f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
+                f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For a causal mask pass"
+                " is_causal=True, for packed sequences segment_ids; for any other mask that differs"
+                " between queries or heads use exact attention (jax.nn.dot_product_attention)"
+            )
+        if smallest(mask) < 0:
+            raise ValueError(
+                f"mask has the negative value {smallest(mask)}, as a mask that is added to the"
+                " logits has: pass that as key_log_weights, or 1 (or True) where a key exists and 0"
+                " where it does not"
+            )
+        keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
+    if lengths is not None:
+        lengths = jnp.asarray(lengths).astype(jnp.int32)
+        if lengths.shape not in (lead, ()):
+            raise ValueError(
+                f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each"
+                f" batch entry, {lead}"
+            )
+        index = jnp.arange(s, dtype=jnp.int32)[None]
+        exists = index < jnp.broadcast_to(lengths, lead).reshape(b, 1)
+        keys = exists if keys is None else keys & exists
+    return keys
+
+
+def log_weights(
+    given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
+) -> Float[Array, "b s #k"] | None:
+    """Log-weights of keys, -inf where they do not exist; None for 0 everywhere."""
+    b, s, k, _ = key.shape
+    if given is None:
+        return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
+    weights = jnp.asarray(given)
+    of_heads = weights.ndim > len(lead) + 1
+    want = (*lead, s, k) if of_heads else (*lead, s)
+    if not _broadcasts(weights.shape, want):
+        raise ValueError(
+            f"key_log_weights has shape {weights.shape}; expected one that broadcasts to (batch,"
+            f" keys) = {(*lead, s)} or, with all the axes, to (batch, keys, key heads) ="
+            f" {(*lead, s, k)}"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"key_log_weights has dtype {weights.dtype}; expected floats, the logarithms of weights"
+            " (which keys exist is what mask says)"
+        )
+    if not _below_infinity(given, dtype):
+        raise ValueError(
+            "key_log_weights has entries that are nan or inf; expected numbers, or -inf where there"
+            " is no key"
+        )
+    return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
+def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
+    weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
+    return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
+
+
+def segments(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None,
+    lead: Lead,
+    query: Array,
+    key: Array,
+) -> tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None:
+    """(query ids, key ids); no key ids for self attention."""
+    if segment_ids is None:
+        return None
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    ids = [jnp.asarray(x) for x in pair]
+    want = [(*lead, x.shape[1]) for x in (query, key)]
+    if [x.shape for x in ids] != want:
+        raise ValueError(
+            f"segment_ids have the shapes {[x.shape for x in ids]} for queries and keys; expected"
+            f" {want}, one number for each token, as a pair if the two differ"
+        )
+    query_ids, key_ids = (x.reshape(y.shape[:2]) for x, y in zip(ids, (query, key), strict=True))
+    return query_ids, None if pair[0] is pair[1] else key_ids
+
+
+def smallest(x: Any) -> float:
+    """The smallest number, or 0 for values that are not known while a function is traced."""
+    return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
+
+
+def _broadcasts(shape: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    return len(shape) <= len(want) and all(
+        have in (1, size) for have, size in zip(shape[::-1], want[::-1], strict=False)
+    )
+
+
+def _below_infinity(x: Any, dtype: jnp.dtype) -> bool:
+    """Whether all are numbers or -inf; true of values that are not known while traced."""
+    return isinstance(x, Tracer) or bool(np.all(np.asarray(x).astype(dtype) < np.inf))
