@@ -137,7 +137,7 @@ def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
 def orthogonal(theta: Theta) -> couplings.Blocks:
     """Orthogonal directions with these lengths: what `orf`, `pnc` and `pm` are special cases of.
 
-    It is as good a coupling as those with names: hashable, for a layer of Flax, say.
+    It is as good a coupling as those with names: hashable, for a layer of `performer.nnx`, say.
     """
     return couplings.Blocks(directions.orthogonal, norms(theta))
 
