@@ -18,6 +18,7 @@ version = release = performer.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 default_role = "code"
+suppress_warnings = ["ref.python"]  # several records have a field of one name
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
