@@ -11,7 +11,7 @@ import pytest
 
 import performer
 
-DIST_NAME = "performer-jax"
+DISTRIBUTION = "performer-jax"
 
 
 def run(*arguments, **options):
@@ -51,16 +51,13 @@ def test_the_source_distribution_holds_what_its_readers_need(archives):
 
 
 PROGRAM = f"""
-import importlib.metadata, pathlib, sys
+import importlib.metadata, pathlib
 import performer, vit
 for package in performer, vit:
     folder = pathlib.Path(package.__file__).parent
-    print(folder)
     assert (folder / "py.typed").exists()
-assert not {{"jax.experimental.pallas", "flax", "grain"}} & set(sys.modules)
-assert importlib.metadata.version("{DIST_NAME}") == performer.__version__
-for other in "tests", "experiments", "docs":
-    assert importlib.util.find_spec(other) is None, other
+    print(folder)
+assert importlib.metadata.version("{DISTRIBUTION}") == performer.__version__
 """
 
 
@@ -68,6 +65,8 @@ def test_the_wheel_is_imported_from_where_it_is_installed(archives, tmp_path):
     folder = tmp_path / "installed"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, f"--target={folder}", archives[1])
+    information = f"performer_jax-{performer.__version__}.dist-info"
+    assert sorted(path.name for path in folder.iterdir()) == ["performer", information, "vit"]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     printed = run(sys.executable, "-P", "-c", PROGRAM, cwd=tmp_path, env=environment)
     assert printed.split() == [str(folder / "performer"), str(folder / "vit")]
