@@ -1,0 +1,37 @@
+"""The how-to pages name commands, configs and flags that exist. Their code runs in `make docs`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vit import config
+
+PAGES = sorted(Path("docs/howto").glob("*.md"))
+COMMAND = re.compile(r"python -m ((?:vit|experiments)\.\w+)((?: \\\n|[^\n`])*)")
+SHARED = "".join(Path("experiments", name).read_text() for name in ("uci.py", "graph_data.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_exist(page):
+    for module, arguments in COMMAND.findall(page.read_text()):
+        path = Path(*module.split(".")).with_suffix(".py")
+        if page.stem == "add-an-experiment" and not path.exists():
+            continue  # the one that the page adds
+        source = path.read_text()
+        for flag in re.findall(r"--([a-z]\w*)(?=[= ]|$)", arguments.split("#")[0]):
+            assert re.search(rf"""DEFINE_\w+\(\s*"{flag}"|"--{flag}\"""", source + SHARED), flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_configs_and_their_fields_exist(page):
+    text = page.read_text()
+    for path in re.findall(r"--config=(\S+?\.py)", text):
+        assert Path(path).exists()
+    for field in re.findall(r"(?:--|grid )config\.([\w.]+)=", text):
+        assert field in config.flatten(config.Config())
+
+
+def test_there_are_pages():
+    assert len(PAGES) > 10
+    assert sum(len(COMMAND.findall(page.read_text())) for page in PAGES) > 40
