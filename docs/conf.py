@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import docstrings
 import generate
@@ -17,11 +18,12 @@ version = release = performer.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 default_role = "code"
+suppress_warnings = ["ref.python"]  # several records have a field of one name
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(Path(__file__).parent / "_build" / "cache")
+nb_execution_cache_path = str(HERE / "_build" / "cache")
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
@@ -44,6 +46,16 @@ html_copy_source = False
 
 def setup(app):
     """Writes what is made of the code, and reads docstrings as the plain text that they are."""
-    generate.write(Path(__file__).parent / "reference")
+    generate.write(HERE / "reference")
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-process-signature", docstrings.shorten)
+    app.connect("source-read", present)
+
+
+def present(app, docname, source):
+    """Of the lists of the landing page, what there is: an entry without a page is a warning."""
+    if docname == "index":
+        lists = ("learn/", "howto/")
+        lines = source[0].split("\n")
+        kept = [x for x in lines if not x.startswith(lists) or any(HERE.glob(f"{x}.md"))]
+        source[0] = "\n".join(kept)

@@ -1,15 +1,18 @@
 """Attention error: what couplings and calibrations buy, on synthetic data and in a trained model.
 
-    python -m experiments.attention_mse                     # both of the following
+    python -m experiments.attention_mse                     # all of the following but the last
     python -m experiments.attention_mse --parts=figure7     # VRC Fig. 7
+    python -m experiments.attention_mse --parts=features    # the error against m
     python -m experiments.attention_mse --parts=vit --couplings=orf,pm,pm-antithetic
     python -m experiments.attention_mse --workdir=runs/pm --couplings=pm --num_features=32
 
 figure7: kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions that
 are N(0, I / sqrt(d)) as printed, or N(0, I / d). vit: relative error |A^ - A|^2 / |A|^2 with 197
 tokens, head_dim 64 and m = 128 on three kinds of data at several lengths of queries and keys,
-couplings as they are and calibrated, beside uniform attention. With --workdir: the queries and keys
-of a trained model on its evaluation images, layer by layer and head by head, each coupling in turn.
+couplings as they are and calibrated, beside uniform attention. features: the same error on
+anisotropic data of squared norm 2, against the number of features. With --workdir: the queries and
+keys of a trained model on its evaluation images, layer by layer and head by head, each coupling in
+turn.
 
 Tables (csv, md) and figures (png) go to --out, by default results/attention_mse.
 """
@@ -18,7 +21,9 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
@@ -31,8 +36,12 @@ from vit import report
 from vit.attention_report import report_attention
 from vit.config import parse_flags
 
+PARTS = ["figure7", "vit", "features"]
 SIZES = (16, 32, 48, 64)
 NORMS = (0.5, 1.0, 2.0, 4.0, 8.0)
+CURVES = (("iid", "none"), ("orf", "none"), ("pm-antithetic", "none"), ("pm-antithetic", "full"))
+"""Couplings and calibrations against m."""
+FEATURES = (16, 32, 64, 128, 256, 512)
 SCHEMES = {
     "none": (
         *("iid", "orf", "simrf", "pnc", "pm", "fixed"),
@@ -103,30 +112,11 @@ def vit(
     for kind, squared_norm in itertools.product(attention_data.DATA, norms):
         draw, seeds = attention_data.DATA[kind], range(attention_data.DATA_SETS)
         pairs = [draw(squared_norm, seed) for seed in seeds]
-        query, key = (jnp.stack(x) for x in zip(*pairs, strict=True))
-
-        def errors(name, method, query=query, key=key):
-            measured = []
-            for q, k in zip(query, key, strict=True):
-                calibration = calibrate(q, k, coupling=name, method=method, scale=1.0)
-                measured.append(
-                    attention_error(
-                        q,
-                        k,
-                        coupling=name,
-                        num_features=m,
-                        draws=draws,
-                        scale=1.0,
-                        calibration=calibration,
-                    )
-                )
-            of_uniform = np.mean([e.uniform_attention[0] for e in measured])
-            return np.array([e.attention.value[0] for e in measured]), of_uniform
-
         column = f"{kind} {squared_norm:g}"
-        reference, uniform[column] = errors("orf", "none")
+        reference, uniform[column] = errors(pairs, "orf", "none", m, draws)
         for row, scheme in zip(rows, schemes, strict=True):
-            values = reference if scheme == ("orf", "none") else errors(*scheme)[0]
+            plain = scheme == ("orf", "none")
+            values = reference if plain else errors(pairs, *scheme, m, draws)[0]
             row[column] = float(values.mean())
             row[f"{column} / orf"] = float(np.exp(np.mean(np.log(values / reference))))
         uniform[f"{column} / orf"] = float(np.exp(np.mean(np.log(uniform[column] / reference))))
@@ -137,6 +127,43 @@ def vit(
     table = report.table(short, out)
     report.table(rows, _suffixed(out, "absolute"))
     return table
+
+
+def errors(
+    pairs: Sequence[tuple[jax.Array, jax.Array]], name: str, method: str, m: int, draws: int
+) -> tuple[np.ndarray, float]:
+    """Attention errors on each pair of queries and keys, and the mean one of uniform attention."""
+    measured = []
+    for query, key in pairs:
+        fitted = calibrate(query, key, coupling=name, method=method, scale=1.0)
+        options: Any = dict(
+            coupling=name, num_features=m, draws=draws, scale=1.0, calibration=fitted
+        )
+        measured.append(attention_error(query, key, **options))
+    uniform = np.mean([error.uniform_attention[0] for error in measured])
+    return np.array([error.attention.value[0] for error in measured]), float(uniform)
+
+
+def against_features(sizes: Sequence[int], draws: int, out: Path) -> str:
+    """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
+    pairs = [
+        attention_data.DATA["anisotropic"](2.0, seed) for seed in range(attention_data.DATA_SETS)
+    ]
+    rows: list[dict] = []
+    drawn, axis = report.figure(out)
+    for name, method in CURVES:
+        measured = [errors(pairs, name, method, m, draws) for m in sizes]
+        values = [float(error.mean()) for error, _ in measured]
+        label = name if method == "none" else f"{name}, calibrated"
+        rows.append(
+            {"coupling": label} | {f"m = {m}": x for m, x in zip(sizes, values, strict=True)}
+        )
+        axis.plot(sizes, values, marker="o", markersize=3, label=label)
+    axis.axhline(measured[0][1], color="black", linestyle=":", label="uniform attention")
+    report.log_log(axis, sizes)
+    axis.set(xlabel="features m", ylabel="relative attention error")
+    report.save(drawn, out)
+    return report.table(rows, out)
 
 
 def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
@@ -182,12 +209,14 @@ def main(_: list[str]) -> None:
         if "vit" in _PARTS.value:
             norms = [float(norm) for norm in _SQUARED_NORMS.value]
             print(vit(names, _CALIBRATIONS.value, norms, m or 128, draws, out / "vit"))
+        if "features" in _PARTS.value:
+            print(against_features(FEATURES, draws, out / "features"))
     except ValueError as error:
         sys.exit(f"ValueError: {error}")
 
 
 if __name__ == "__main__":
-    _PARTS = flags.DEFINE_multi_enum("parts", ["figure7", "vit"], ["figure7", "vit"], "which")
+    _PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "which")
     _WORKDIR = flags.DEFINE_string("workdir", "", "a trained run, instead of the parts")
     _COUPLINGS = flags.DEFINE_list("couplings", [], "names; a selection if none is given")
     _CALIBRATIONS = flags.DEFINE_list("calibrations", list(SCHEMES), "of the part vit")

@@ -188,3 +188,8 @@ def _are_nodes(values: np.ndarray, count: int) -> bool:
     return np.issubdtype(values.dtype, np.integer) and bool(
         ((values >= 0) & (values < count)).all()
     )
+
+
+def erdos_renyi() -> Graph:
+    """The graph on which permutations are learned."""
+    return Graph.from_networkx(networkx.gnp_random_graph(100, 0.1, seed=0))

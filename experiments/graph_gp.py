@@ -34,7 +34,7 @@ import optax
 import scipy.sparse
 from absl import flags
 
-from experiments import graph_data, graph_report, graph_sigma, launch, statistics
+from experiments import graph_data, graph_report, launch, statistics
 from performer import gp, graphs
 from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
@@ -159,7 +159,7 @@ def scores(
     predicted = law(task, phi @ phi.T, scales)
     with jax.enable_x64(True):
         divergence = float(gp.kl(reference, predicted))
-    error = float(graph_sigma.frobenius_errors(phi, exact)[0])
+    error = float(graph_report.frobenius_errors(phi, exact)[0])
     return error, rmse(task, predicted), divergence
 
 
@@ -169,7 +169,7 @@ def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
     with jax.enable_x64(True):
         exact = np.asarray(kernel.dense(task.graph))
     reference = law(task, exact, scales)
-    permutation = matching.learn(graph_sigma.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
+    permutation = matching.learn(graph_data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
     chosen: dict[str, str | Coupling] = {name: name for name in ("independent", "antithetic")}
     chosen["sigma"] = couplings.sigma(permutation)
     results = {(m, name): [] for m in task.walks for name in chosen}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 
 from experiments import statistics
 from vit import report
@@ -74,3 +75,13 @@ def panels(out: Path, count: int, columns: int = 5) -> tuple[Any, Any]:
     for axis in axes.flat[count:]:
         axis.set_axis_off()
     return drawn, axes.flat[:count]
+
+
+def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarray:
+    """|K - Phi Phi^T|_F / |K|_F for each block of a block-diagonal Phi, (blocks,)."""
+    n, square, double = len(exact), np.sum(exact**2), scipy.sparse.csr_array(phi, dtype=np.float64)
+    gram = scipy.sparse.coo_array(double @ double.T)
+    row, column = gram.coords
+    changes = gram.data * (gram.data - 2 * exact[row % n, column % n])
+    squares = square + np.bincount(row // n, changes)  # no row is empty
+    return np.sqrt(np.maximum(squares, 0) / square)

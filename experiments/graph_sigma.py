@@ -28,13 +28,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import networkx
 import numpy as np
 import scipy.sparse
 from absl import flags
 
 from experiments import graph_data, launch, statistics
-from experiments.graph_report import COUPLINGS, Errors, band, columns, panels, verdict
+from experiments.graph_report import (
+    COUPLINGS,
+    Errors,
+    band,
+    columns,
+    frobenius_errors,
+    panels,
+    verdict,
+)
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
@@ -53,11 +60,6 @@ NODES = 100_000
 """About so many at once, of all graphs."""
 
 
-def erdos_renyi() -> Graph:
-    """The graph on which permutations are learned."""
-    return Graph.from_networkx(networkx.gnp_random_graph(100, 0.1, seed=0))
-
-
 def draws(graphs: dict[str, Graph], repeats: int) -> Iterator[tuple[Key, Graph, dict[str, slice]]]:
     """Keys, all graphs as one, each in several copies, and the nodes of each.
 
@@ -73,16 +75,6 @@ def draws(graphs: dict[str, Graph], repeats: int) -> Iterator[tuple[Key, Graph, 
     }
     for draw in range(count):
         yield jax.random.key(draw), whole, parts
-
-
-def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarray:
-    """|K - Phi Phi^T|_F / |K|_F for each block of a block-diagonal Phi, (blocks,)."""
-    n, square, double = len(exact), np.sum(exact**2), scipy.sparse.csr_array(phi, dtype=np.float64)
-    gram = scipy.sparse.coo_array(double @ double.T)
-    row, column = gram.coords
-    changes = gram.data * (gram.data - 2 * exact[row % n, column % n])
-    squares = square + np.bincount(row // n, changes)  # no row is empty
-    return np.sqrt(np.maximum(squares, 0) / square)
 
 
 def kernel_errors(
@@ -255,7 +247,7 @@ def order_rows(graph: dict[str, Graph], repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     out, graphs, repeats = Path(_OUT.value), graph_data.chosen(DEFAULT), _REPEATS.value
     require_edges(graphs)
-    learn_on = erdos_renyi()
+    learn_on = graph_data.erdos_renyi()
     chosen = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, graphs=graphs, exact=exact_kernels(graphs), repeats=repeats)
     table, results = figure(graphs, errors, chosen, out / "figure_10")

@@ -37,8 +37,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings, features
-from performer.attention import checks
-from performer.attention.masks import key_mask
+from performer.attention import _checks
+from performer.attention._masks import key_mask
 from performer.calibration import RANKS, Calibration, fold, transform_keys
 from performer.typing import Coupling
 
@@ -413,8 +413,8 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
             f" each feature, {(num_features, h)}"
         )
     calibration = Calibration() if calibration is None else calibration
-    inputs = checks.Inputs(query, key, value, frequencies, calibration=calibration)
-    inputs = checks.check(inputs, checks.Options(features.positive, scale))
+    inputs = _checks.Inputs(query, key, value, frequencies, calibration=calibration)
+    inputs = _checks.check(inputs, _checks.Options(features.positive, scale))
     exists = key_mask(mask, None, lead, inputs.key)
     exists = np.ones(inputs.key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))

@@ -30,7 +30,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from performer import attention, couplings, descent, directions, features, kernels
+from performer import _descent, attention, couplings, directions, features, kernels
 from performer.norms import FromScores, Quantile, chi, independent_scores
 from performer.typing import Coupling, Frequencies, Key
 
@@ -217,4 +217,4 @@ def learn(
         drawn = coupling(theta)
         return jnp.mean(jax.vmap(lambda k: loss(drawn(k, num_features, d)))(keys))
 
-    return descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)
+    return _descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from performer.choices import positive_values, unknown
-from performer.typing import float32_or_wider
+from performer.typing import expression, float32_or_wider
 
 Points = Float[Array, "*b d"] | Int[Array, "*b d"]
 Kernel = Literal["softmax", "gaussian"]
@@ -126,7 +126,7 @@ class FeatureMap:
         """What evaluates to the map, by its name where it has one."""
         if self in NAMES:
             return f"features.{NAMES[self]}"
-        shown = [f"split={getattr(self.split, '__qualname__', self.split)}"]
+        shown = [f"split={expression(self.split)}"]
         for field in dataclasses.fields(self)[1:]:
             if getattr(self, field.name) != field.default:
                 shown.append(f"{field.name}={getattr(self, field.name)!r}")

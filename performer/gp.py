@@ -40,7 +40,7 @@ from jax.core import Tracer
 from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer import descent, kernels
+from performer import _descent, kernels
 from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
 
 _dot = partial(jnp.matmul, precision="highest")
@@ -307,7 +307,7 @@ def fit(
         raise ValueError("there are no training points to fit: x has the shape " + str(x.shape))
     logs, held = start.logarithms(x.dtype, fixed)
     scales, losses = _fit(x, y, logs, held, kernel=kernel, num_steps=num_steps, optimizer=optimizer)
-    descent.require_finite(losses)
+    _descent.require_finite(losses)
     return scales, losses
 
 
@@ -318,7 +318,7 @@ def _fit(x, y, logs, held, *, kernel, num_steps, optimizer) -> tuple[Scales, Arr
         gram = kernel(x, x, lengthscale=lengthscale, output_scale=output_scale)
         return -log_marginal_likelihood(gram, y, noise_scale) / len(y)
 
-    logs, losses = descent.minimize(
+    logs, losses = _descent.minimize(
         jax.random.key(0), loss, logs, num_steps=num_steps, optimizer=optimizer
     )
     return Scales(**jax.tree.map(jnp.exp, logs | held)), losses

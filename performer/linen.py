@@ -6,7 +6,7 @@ from flax import linen
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer.attention.dropin import attention_fn
+from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
 from performer.features import FeatureMap
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import calibration as calibrations
 from performer import couplings, features
-from performer.attention.dropin import attention_fn
+from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.typing import Coupling

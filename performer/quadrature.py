@@ -178,11 +178,11 @@ def structured(
     return StructuredRule(*jax.vmap(one)(jax.random.split(key, num_rules)), reflect)
 
 
-def random_features(coupling: Coupling) -> Callable[[Key, int, int], Rule]:
+def random_features(coupling: str | Coupling) -> Callable[[Key, int, int], Rule]:
     """rule(key, m, d): the frequencies of a coupling with weights 1 / m, a rule of degree one."""
 
     def rule(key: Key, m: int, d: int) -> Rule:
-        return _plain(coupling(key, m, d))
+        return _plain(couplings.get(coupling)(key, m, d))
 
     return rule
 

@@ -375,14 +375,14 @@ FAULTS = [
     ),
     Fault(
         "a log-weight brings a masked key back",
-        "performer/attention/masks.py",
+        "performer/attention/_masks.py",
         "jnp.where(exists[..., None], weights, -jnp.inf)",
         "weights",
         "test_attention_key_weights.py::test_a_mask_is_log_weights_of_zero_and_minus_infinity",
     ),
     Fault(
         "rows that are formed again forget the log-weights",
-        "performer/attention/sweep.py",
+        "performer/attention/_sweep.py",
         "jnp.moveaxis(x, -2, 0), weighted(key_split, log_weights))",
         "jnp.moveaxis(x, -2, 0), key_split)",
         "test_attention_key_weights.py::test_rows_that_are_formed_again",
@@ -431,7 +431,7 @@ FAULTS = [
     ),
     Fault(
         "the maximum of the chunk in the place of the row's",
-        "performer/attention/sweep.py",
+        "performer/attention/_sweep.py",
         "running = jax.lax.cummax(mu, axis=mu.ndim - 1)",
         "running = jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), mu.shape)",
         "test_attention_masks.py::test_early_queries_keep_their_precision",
@@ -445,7 +445,7 @@ FAULTS = [
     ),
     Fault(
         "a chunk sees the state after it",
-        "performer/attention/sweep.py",
+        "performer/attention/_sweep.py",
         "return combine(seen, chunk), state",
         "return (combine(seen, chunk),) * 2",
         "test_attention_masks.py::test_the_future_changes_nothing_bit_for_bit[positive]",
@@ -459,7 +459,7 @@ FAULTS = [
     ),
     Fault(
         "a state does not end with its segment",
-        "performer/attention/sweep.py",
+        "performer/attention/_sweep.py",
         "jnp.where(continues[..., None], state.maximum, -jnp.inf)",
         "state.maximum",
         "test_attention_masks.py::test_packed_segments",
@@ -501,21 +501,21 @@ FAULTS = [
     ),
     Fault(
         "additive masks are taken for masks of ones and zeros",
-        "performer/attention/masks.py",
+        "performer/attention/_masks.py",
         "if smallest(mask) < 0:",
         "if False:",
         "test_attention_op.py::test_bad_input_names_the_fix",
     ),
     Fault(
         "attention dropout is left out without a word",
-        "performer/attention/dropin.py",
+        "performer/attention/_dropin.py",
         "if dropout_rate > 0 and not deterministic:",
         "if False:",
         "test_nnx.py::test_what_linear_attention_cannot_do_is_an_error",
     ),
     Fault(
         "the dtype of a layer is not that of its attention",
-        "performer/attention/dropin.py",
+        "performer/attention/_dropin.py",
         "if dtype is not None:",
         "if False:",
         "test_nnx.py::test_the_dtype_of_the_layer_is_that_of_its_attention",

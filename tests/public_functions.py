@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {}
-UNEXPORTED = ("typing", "choices", "descent", "hadamard")
+UNEXPORTED = ("typing", "choices", "_descent", "hadamard")
 """Modules that `import performer` merely loads."""
 CHECKS = {
     "graphs.kernels.require_radius",
@@ -172,9 +172,7 @@ rows(
         "quadrature.structured": lambda x: quadrature.structured(key(), 2, 3),
         "quadrature.StructuredRule.weights": lambda x: quadrature.structured(key(), 2, 3).weights,
         "quadrature.StructuredRule.constant": lambda x: quadrature.structured(key(), 2, 3).constant,
-        "quadrature.random_features": lambda x: quadrature.random_features(couplings.get("iid"))(
-            key(), M, D
-        ),
+        "quadrature.random_features": lambda x: quadrature.random_features("iid")(key(), M, D),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
         "quadrature.method": lambda x: [
             quadrature.method(key(), name, 1, 3, reflect=True) for name in quadrature.METHODS

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from performer import performer_attention
-from performer.attention import op, sweep
+from performer.attention import _sweep, op
 from tests import oracles
 from tests.attention_inputs import MAPS, V, causal, close, far_apart, inputs, orthogonal
 
@@ -343,16 +343,16 @@ def broken_combine(left, right):
 @pytest.mark.parametrize(
     ("module", "name", "fault", "case"),
     [
-        (sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
+        (_sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
         (
-            sweep,
+            _sweep,
             "weighted",
             leaky_mask,
             partial(test_masks_lengths_and_removed_keys_are_the_same, True, None),
         ),
-        (sweep, "combine", broken_combine, partial(test_causal_of_any_length, 40, None)),
+        (_sweep, "combine", broken_combine, partial(test_causal_of_any_length, 40, None)),
         (
-            sweep,
+            _sweep,
             "_prefix",
             lambda initial, own, continues: sweep_prefix_inclusive(initial, own, continues),
             partial(test_the_future_changes_nothing_bit_for_bit, "positive", None),
@@ -370,7 +370,7 @@ def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small
     jax.clear_caches()
 
 
-_prefix = sweep._prefix
+_prefix = _sweep._prefix
 
 
 def sweep_prefix_inclusive(initial, own, continues):

@@ -33,3 +33,10 @@ def test_tables(tmp_path, monkeypatch):
     assert float(rows[0]["anisotropic 1 / orf"]) == pytest.approx(1)
     assert float(rows[1]["anisotropic 1 / orf"]) < 0.5
     assert (tmp_path / "vit.png").exists()
+    table = attention_mse.against_features([16, 64], 3, tmp_path / "features")
+    assert len(table.splitlines()) == 2 + 4
+    with (tmp_path / "features.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert all(float(line["m = 64"]) < float(line["m = 16"]) for line in lines)
+    assert float(lines[-1]["m = 64"]) < 0.5 * float(lines[0]["m = 64"])
+    assert (tmp_path / "features.png").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -137,7 +138,8 @@ BUNDLED = [*features.MAPS.values(), features.arc_cosine(0), features.arc_cosine(
 @pytest.mark.parametrize("feature_map", [*BUNDLED, FeatureMap(squares, weight=3.0)], ids=repr)
 def test_records_are_values(feature_map):
     """Equal and hashed by what they hold; the representation evaluates."""
-    same = eval(repr(feature_map), dict(features=features, squares=squares))
+    here = SimpleNamespace(test_features=SimpleNamespace(squares=squares))
+    same = eval(repr(feature_map), dict(features=features, tests=here))
     assert same == feature_map
     assert hash(same) == hash(feature_map)
     assert dataclasses.replace(feature_map, weight=7.0) != feature_map

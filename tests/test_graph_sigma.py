@@ -41,7 +41,7 @@ def test_frobenius_errors():
     blocks, exact = rng.normal(size=(3, 4, 4)) + np.eye(4), rng.normal(size=(4, 4))
     want = [np.linalg.norm(exact - phi @ phi.T) / np.linalg.norm(exact) for phi in blocks]
     phi = scipy.sparse.csr_array(scipy.sparse.block_diag(blocks))
-    np.testing.assert_allclose(graph_sigma.frobenius_errors(phi, exact), want, rtol=1e-10)
+    np.testing.assert_allclose(graph_report.frobenius_errors(phi, exact), want, rtol=1e-10)
 
 
 def test_kernel_errors(monkeypatch):

@@ -7,19 +7,15 @@ import jax
 import pytest
 
 import performer
+from tests.pages import code
 from vit import config
 
 README = Path("README.md").read_text()
-BLOCKS = dict.fromkeys(re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S))
-
-
-def blocks(language):
-    return [body for kind, body in BLOCKS if kind == language]
 
 
 def test_python_runs():
     namespace: dict = {}
-    for body in blocks("python"):
+    for body in code(README, "python"):
         exec(body, namespace)
     assert namespace["output"].shape == (2, 197, 768)
     assert namespace["matern"](jax.random.key(0), 6, 3).shape == (6, 3)
@@ -27,7 +23,7 @@ def test_python_runs():
 
 def test_commands_exist():
     makefile = Path("Makefile").read_text()
-    for body in blocks("bash"):
+    for body in code(README, "bash"):
         for target in re.findall(r"^make (\S+)", body, flags=re.M):
             assert re.search(rf"^{target}:", makefile, flags=re.M)
         for module in re.findall(r"python -m (\S+)", body):

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import state as states
-from performer.attention.checks import Inputs, Options, check
+from performer.attention._checks import Inputs, Options, check
+from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import Keys, State, extended, pad
-from performer.attention.sweep import Rows, Tokens, merge, ratio, sweep
 from performer.calibration import Calibration, fold, for_heads, transform_keys
 from performer.choices import unknown
 from performer.features import FeatureMap

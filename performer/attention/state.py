@@ -98,7 +98,7 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
     exponent, factor = split
     missing = range(exponent.ndim - 1 - log_weights.ndim)
     log_weights = jnp.expand_dims(log_weights, (*missing, -1))
-    # Not the sum alone: no number that stands where no key is may reach a gradient.
+    # Not the sum alone, which is nan where no key is and the exponent has overflowed.
     return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
 
 

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
-from performer import descent
+from performer import _descent
 from performer.choices import finite_arrays, positive_number
 from performer.gp import Gaussian, Scales
 from performer.graphs import features, kernels, walks
@@ -176,7 +176,7 @@ def fit(
         key, sampled, observed, y, logs, held, kernel=kernel, num_steps=num_steps,
         num_probes=num_probes, tolerance=tolerance, optimizer=optimizer,
     )  # fmt: skip
-    descent.require_finite(misfits)
+    _descent.require_finite(misfits)
     return scales, misfits
 
 
@@ -195,7 +195,7 @@ def _fit(
         products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
         return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
 
-    logs, losses = descent.minimize(key, loss, logs, num_steps=num_steps, optimizer=optimizer)
+    logs, losses = _descent.minimize(key, loss, logs, num_steps=num_steps, optimizer=optimizer)
     return Scales(**jax.tree.map(jnp.exp, logs | held)), 1 - 2 * losses
 
 

@@ -310,8 +310,8 @@ def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, r
     dtype = operand_dtype(value)
     weights = jnp.exp(kernel - finite(maximum)[..., None]).astype(dtype)
     denominator = jnp.sum(weights, axis=-1, dtype=rows.denominator.dtype)
-    found = Rows(maximum, denominator, dot("...ts,...sv->...tv", weights, value, dtype))
-    both = merge(rows, found)  # where the first look left LAST, which counts for nothing
+    again = Rows(maximum, denominator, dot("...ts,...sv->...tv", weights, value, dtype))
+    both = merge(rows, again)  # where the first look left LAST, which counts for nothing
     return Rows(
         jnp.where(lost, both.maximum, rows.maximum),
         jnp.where(lost, both.denominator, rows.denominator),

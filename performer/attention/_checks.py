@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import masks
+from performer.attention import _masks
 from performer.attention.state import State
 from performer.calibration import Calibration
 from performer.features import FeatureMap
@@ -82,14 +82,14 @@ def check(inputs: Inputs, options: Options) -> Inputs:
     for look in (_check_shapes, _check_weights, _check_combinations, _check_split):
         look(flat, options)
     _check_state(inputs, options)
-    exists = masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
+    exists = _masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
     dtype = float32_or_wider(query, key, value)
     return flat._replace(
         initial_state=jax.tree.map(one_axis, inputs.initial_state),
         mask=None,
         key_value_seq_lengths=None,
-        key_log_weights=masks.log_weights(inputs.key_log_weights, exists, lead, key, dtype),
-        segment_ids=masks.segments(inputs.segment_ids, lead, query, key),
+        key_log_weights=_masks.log_weights(inputs.key_log_weights, exists, lead, key, dtype),
+        segment_ids=_masks.segments(inputs.segment_ids, lead, query, key),
     )
 
 
@@ -149,8 +149,8 @@ def _check_weights(inputs: Inputs, options: Options) -> None:
             f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
             f" the frequencies, which have shape {frequencies.shape}"
         )
-    if masks.smallest(weights) < 0:
-        raise ValueError(f"weights must not be negative, got {masks.smallest(weights)}")
+    if _masks.smallest(weights) < 0:
+        raise ValueError(f"weights must not be negative, got {_masks.smallest(weights)}")
 
 
 def _check_combinations(inputs: Inputs, options: Options) -> None:

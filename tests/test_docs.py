@@ -1,0 +1,72 @@
+"""The pages with code run, in a process of their own each; those that teach name all couplings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import performer
+from tests.pages import code
+
+LEARN = Path("docs/learn")
+PAGES = [*LEARN.glob("*.md"), *Path("docs/howto").glob("*.md")]
+SLOW = {"calibrate", "couplings", "gp", "graphs", "add-a-coupling", "add-a-kernel", "add-a-task"}
+"""Pages whose code takes longer than some 15 s."""
+
+
+def marked(path):
+    slow = [pytest.mark.slow] * (path.stem in SLOW)
+    return pytest.param(path, marks=slow, id=path.stem)
+
+
+def run(cells):
+    """All cells as one program, on one device where they do not ask for more."""
+    return subprocess.run(
+        [sys.executable, "-"],
+        input="\n".join(cells),
+        env=os.environ | {"MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+
+
+RUN = [path for path in PAGES if "```{code-cell}" in path.read_text()]
+
+
+def test_all_pages_that_teach_have_code():
+    assert set(LEARN.glob("*.md")) <= set(RUN)
+    assert len(RUN) >= 13
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in sorted(RUN)])
+def test_a_page_runs(path):
+    cells = code(path.read_text(), "{code-cell}")
+    done = run(cells)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_cell_that_raises_is_seen():
+    text = "```{code-cell}\n:tags: [hide-input]\nx = 1\n```\n\n```{code-cell}\nx.absent\n```\n"
+    done = run(code(text, "{code-cell}"))
+    assert done.returncode == 1
+    assert "has no attribute 'absent'" in done.stderr
+
+
+COUPLINGS = (LEARN / "couplings.md").read_text()
+
+
+@pytest.mark.parametrize("name", performer.couplings.COUPLINGS)
+def test_every_coupling_is_explained(name):
+    assert f"\n| `{name}` |" in COUPLINGS
+
+
+@pytest.mark.parametrize("name", [*performer.couplings.DIRECTIONS, *performer.couplings.NORMS])
+def test_every_part_is_named(name):
+    assert f"`{name}`" in COUPLINGS
+
+
+@pytest.mark.parametrize("name", performer.graphs.couplings.COUPLINGS)
+def test_every_coupling_of_walks_is_explained(name):
+    assert f"\n| `{name}` |" in (LEARN / "graphs.md").read_text()
