@@ -52,7 +52,8 @@ def expression(value: object) -> str:
     """
     if not isinstance(value, FunctionType):
         return repr(value)
-    return f"{value.__module__.removeprefix('performer.')}.{value.__qualname__}"
+    module = (value.__module__ or "__main__").removeprefix("performer.")
+    return f"{module}.{value.__qualname__}"
 
 
 def hashable(value: object) -> bool:

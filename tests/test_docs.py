@@ -1,4 +1,4 @@
-"""The pages that teach run, in a process of their own each, and name every coupling."""
+"""The pages with code run, in a process of their own each; those that teach name all couplings."""
 
 import os
 import subprocess
@@ -11,12 +11,14 @@ import performer
 from tests.pages import code
 
 LEARN = Path("docs/learn")
-SLOW = {"calibrate", "couplings", "gp", "graphs"}
+PAGES = [*LEARN.glob("*.md"), *Path("docs/howto").glob("*.md")]
+SLOW = {"calibrate", "couplings", "gp", "graphs", "add-a-coupling", "add-a-kernel", "add-a-task"}
 """Pages whose code takes longer than some 15 s."""
 
 
 def marked(path):
-    return pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
+    slow = [pytest.mark.slow] * (path.stem in SLOW)
+    return pytest.param(path, marks=slow, id=path.stem)
 
 
 def run(cells):
@@ -30,10 +32,17 @@ def run(cells):
     )
 
 
-@pytest.mark.parametrize("name", [marked(path) for path in sorted(LEARN.glob("*.md"))])
-def test_a_page_runs(name):
-    cells = code((LEARN / f"{name}.md").read_text(), "{code-cell}")
-    assert cells
+RUN = [path for path in PAGES if "```{code-cell}" in path.read_text()]
+
+
+def test_all_pages_that_teach_have_code():
+    assert set(LEARN.glob("*.md")) <= set(RUN)
+    assert len(RUN) >= 13
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in sorted(RUN)])
+def test_a_page_runs(path):
+    cells = code(path.read_text(), "{code-cell}")
     done = run(cells)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -70,3 +70,8 @@ def test_the_wheel_is_imported_from_where_it_is_installed(archives, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(folder)}
     printed = run(sys.executable, "-P", "-c", PROGRAM, cwd=tmp_path, env=environment)
     assert printed.split() == [str(folder / "performer"), str(folder / "vit")]
+
+
+def test_every_place_has_the_same_version():
+    assert f"\nversion: {performer.__version__}\n" in Path("CITATION.cff").read_text()
+    assert f"\n## {performer.__version__}\n" in Path("CHANGELOG.md").read_text()
