@@ -96,7 +96,7 @@ def reached(changed: set[str]) -> list[str]:
         new = {path for path, needs in after.items() if needs & new} - found
         found |= new
     if changed:  # these read names, examples and commands wherever they stand
-        found |= {f"tests/test_{name}.py" for name in ("readme", "docstrings", "floors")}
+        found |= {f"tests/test_{name}.py" for name in ("readme", "docs", "docstrings", "floors")}
     return sorted(set(tests) & found)
 
 
