@@ -96,7 +96,7 @@ def reached(changed: set[str]) -> list[str]:
         new = {path for path, needs in after.items() if needs & new} - found
         found |= new
     if changed:  # these read names, examples and commands wherever they stand
-        always = ("readme", "pages", "howto", "docstrings", "floors")
+        always = ("readme", "pages", "howto", "docs", "docstrings", "floors")
         found |= {f"tests/test_{name}.py" for name in always}
     return sorted(set(tests) & found)
 
