@@ -296,7 +296,7 @@ def _grid(out: Path, count: int):
     """A figure with `count` axes, four to a row."""
     out.parent.mkdir(parents=True, exist_ok=True)
     columns, lines = min(count, 4), -(-count // 4)
-    drawn, axes = report.plt.subplots(
+    drawn, axes = report.subplots(
         lines, columns, figsize=(4 * columns, 3.2 * lines), layout="constrained", squeeze=False
     )
     for axis in axes.flat[count:]:

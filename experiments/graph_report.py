@@ -69,7 +69,7 @@ def panels(out: Path, count: int, columns: int = 5) -> tuple[Any, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = min(count, columns)
     rows = -(-count // columns)
-    drawn, axes = report.plt.subplots(
+    drawn, axes = report.subplots(
         rows, columns, figsize=(4 * columns, 3.4 * rows), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[count:]:

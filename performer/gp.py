@@ -276,7 +276,7 @@ def fit(
     y: Num[ArrayLike, " n"],
     start: Scales,
     *,
-    kernel: kernels.Kernel = kernels.gaussian,
+    kernel: str | kernels.Kernel = kernels.gaussian,
     fixed: tuple[str, ...] = (),
     num_steps: int = 1000,
     optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
@@ -289,7 +289,7 @@ def fit(
         x: training points (n, d).
         y: training values (n,).
         start: where to start; lengthscale (d,) fits one for each dimension.
-        kernel: of `kernels`.
+        kernel: of `kernels`, by its word or as a value.
         fixed: names of the scales that stay as they are, as ("lengthscale",).
         num_steps: how many steps of the optimizer.
         optimizer: the paper's by default.
@@ -306,7 +306,9 @@ def fit(
     if not len(y):
         raise ValueError("there are no training points to fit: x has the shape " + str(x.shape))
     logs, held = start.logarithms(x.dtype, fixed)
-    scales, losses = _fit(x, y, logs, held, kernel=kernel, num_steps=num_steps, optimizer=optimizer)
+    scales, losses = _fit(
+        x, y, logs, held, kernel=kernels.get(kernel), num_steps=num_steps, optimizer=optimizer
+    )
     _descent.require_finite(losses)
     return scales, losses
 

@@ -7,12 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 from vit import files, moved
 
@@ -132,7 +129,8 @@ def plot_learning_curve(log: Path, png: Path) -> None:
     """Loss and what else training measures against the step, beside the held-out examples'."""
     records = read(log)
     names = [n.removeprefix("train_") for n in _loss_first({n for r in records for n in r})]
-    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 4), layout="constrained")
+    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
+    axes = figure.subplots(1, len(names))
     for axis, name in zip(np.atleast_1d(axes), names, strict=True):
         for split, marker in [("train", ""), ("eval", "o")]:
             points = [(r["step"], r[f"{split}_{name}"]) for r in records if f"{split}_{name}" in r]
@@ -143,7 +141,6 @@ def plot_learning_curve(log: Path, png: Path) -> None:
         axis.legend()
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    plt.close(figure)
     files.write(png, content.getvalue())
 
 

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from vit import files
@@ -59,7 +56,13 @@ def literal(text: str) -> str:
 def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
     """A figure with `columns` axes side by side; `save` writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
+    return subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
+
+
+def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any, **options: Any) -> Any:
+    """As pyplot's, of a figure that no window and no notebook knows of."""
+    drawn = Figure(figsize=figsize, layout=layout)
+    return drawn, drawn.subplots(rows, columns, **options)
 
 
 def log_log(axis: Any, sizes: Sequence[float]) -> None:
@@ -76,7 +79,6 @@ def save(drawn: Any, path: Path) -> None:
     """Writes the figure to `path`.png."""
     content = io.BytesIO()
     drawn.savefig(content, format="png", dpi=120)
-    plt.close(drawn)
     files.write(path.with_suffix(".png"), content.getvalue())
 
 
