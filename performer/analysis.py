@@ -37,8 +37,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings, features
+from performer._masks import key_mask
 from performer.attention import _checks
-from performer.attention._masks import key_mask
 from performer.calibration import RANKS, Calibration, fold, transform_keys
 from performer.typing import Coupling
 

@@ -48,7 +48,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.attention._masks import key_mask
+from performer._masks import key_mask
 from performer.choices import unknown
 from performer.typing import Coupling, float32_or_wider
 

@@ -375,7 +375,7 @@ FAULTS = [
     ),
     Fault(
         "a log-weight brings a masked key back",
-        "performer/attention/_masks.py",
+        "performer/_masks.py",
         "jnp.where(exists[..., None], weights, -jnp.inf)",
         "weights",
         "test_attention_key_weights.py::test_a_mask_is_log_weights_of_zero_and_minus_infinity",
@@ -501,7 +501,7 @@ FAULTS = [
     ),
     Fault(
         "additive masks are taken for masks of ones and zeros",
-        "performer/attention/_masks.py",
+        "performer/_masks.py",
         "if smallest(mask) < 0:",
         "if False:",
         "test_attention_op.py::test_bad_input_names_the_fix",

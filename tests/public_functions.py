@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {}
-UNEXPORTED = ("typing", "choices", "_descent", "hadamard")
+UNEXPORTED = ("typing", "choices", "_descent", "_masks", "hadamard")
 """Modules that `import performer` merely loads."""
 CHECKS = {
     "graphs.kernels.require_radius",

@@ -10,11 +10,11 @@ import pytest
 import scipy.linalg
 import scipy.sparse
 from graph_examples import laplacian
+from matplotlib import pyplot as plt
 
 from experiments import graph_gp, graph_report, graph_sigma
 from performer import graphs
 from performer.graphs import Graph, couplings, features, kernels
-from vit import report
 
 
 def _graphs():
@@ -231,4 +231,4 @@ def test_gp_figure(task, tmp_path, monkeypatch):
     assert "- ladder: lengthscale " in said
     assert said.count("of 2 cases") == 9
     assert (tmp_path / "figure_4.png").exists()
-    assert not report.plt.get_fignums()
+    assert not plt.get_fignums()

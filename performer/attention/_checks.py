@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import features
-from performer.attention import _masks
+from performer import _masks, features
 from performer.attention.state import State
 from performer.calibration import Calibration
 from performer.features import FeatureMap
