@@ -49,13 +49,3 @@ def setup(app):
     generate.write(HERE / "reference")
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-process-signature", docstrings.shorten)
-    app.connect("source-read", present)
-
-
-def present(app, docname, source):
-    """Of the lists of the landing page, what there is: an entry without a page is a warning."""
-    if docname == "index":
-        lists = ("learn/", "howto/")
-        lines = source[0].split("\n")
-        kept = [x for x in lines if not x.startswith(lists) or any(HERE.glob(f"{x}.md"))]
-        source[0] = "\n".join(kept)
