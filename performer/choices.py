@@ -2,8 +2,8 @@
 
 import difflib
 import operator
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,16 @@ def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> 
         f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
+
+
+def moved(module: str, **names: str) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__`, whose error says what has become of a name."""
+
+    def refuse(name: str) -> NoReturn:
+        place = f"; it is {names[name]} now" if name in names else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{place}")
+
+    return refuse
 
 
 def positive_integer(name: str, value: Any) -> int:
