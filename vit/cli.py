@@ -1,6 +1,6 @@
 """The commands by their names: `performer-vit train ...`, and how one names the next.
 
-`performer-vit` alone lists them. `python -m vit.train ...` is the same as `performer-vit train ...`.
+`performer-vit` alone lists them; `python -m vit.train ...` does the same as `performer-vit train ...`.
 """
 
 import ast
