@@ -1,6 +1,6 @@
-"""The commands by their names: `performer-vit train ...`, and how one names the next.
+"""The programs by their names, as console scripts, and how one names the next.
 
-`performer-vit` alone lists them; `python -m vit.train ...` does the same as `performer-vit train ...`.
+`performer-vit` alone lists them; `performer-vit train ...` is `python -m vit.train ...`.
 """
 
 import ast
@@ -11,7 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-SCRIPT = "performer-vit"
+from performer.choices import unknown
+
 _typed: list[str] = []
 """What the shell was given for the console script; empty where there was none."""
 
@@ -33,37 +34,46 @@ def command(name: str, *words: str, **flags: object) -> str:
     return shlex.join([*program, *words, *given])
 
 
-def commands(package: str) -> dict[str, str]:
-    """The programs of a package by name, each with the first line of its docstring."""
-    spec = find_spec(package)
-    folders = spec.submodule_search_locations if spec else None
+def programs(*packages: str) -> dict[str, tuple[str, str]]:
+    """The programs of packages: by name the module and the first line of its docstring."""
     found = {}
-    for path in sorted(Path(folders[0]).glob("*.py")) if folders else ():
-        text = path.read_text()
-        if '\nif __name__ == "__main__":' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    for package in packages:
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).glob("*.py")):
+                text = path.read_text()
+                if '\nif __name__ == "__main__":' in text:
+                    line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+                    found.setdefault(path.stem, (f"{package}.{path.stem}", line))
     return found
 
 
-def run(package: str, script: str) -> None:
-    """Runs the command of `package` that the first argument names; without one lists them."""
-    from performer.choices import unknown
+def run(script: str, found: dict[str, tuple[str, str]]) -> None:
+    """Runs the program that the first argument names, as `python -m` would; else lists them.
 
-    found = commands(package)
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help", "help"):
+    Args:
+        script: the name of the console script.
+        found: what there is.
+    """
+    typed, *words = sys.argv
+    if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
-        lines = [f"    {name:{width}}  {line}" for name, line in found.items()]
-        print("\n".join([f"{script} COMMAND --flag=value ...", "", *lines]))
-        print(f"\nWhat a command takes: {script} COMMAND --help")
+        print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
+        print(f"\n{script} NAME --help says what it takes.")
         return
-    typed, name, *_ = sys.argv
+    name = words.pop(0)
     if name not in found:
-        sys.exit(unknown("command", name, found))
+        sys.exit(unknown(f"command of {script}:", name, found))
     _typed[:] = [script if shutil.which(script) == typed else typed]
-    del sys.argv[0]
-    runpy.run_module(f"{package}.{name}", run_name="__main__", alter_sys=True)
+    sys.argv = [typed, *words]
+    runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
 
 
-def main() -> None:
+def vit() -> None:
     """The console script `performer-vit`."""
-    run("vit", SCRIPT)
+    run("performer-vit", programs("vit") | {"compare": programs("experiments")["compare"]})
+
+
+def experiments() -> None:
+    """The console script `performer-experiments`."""
+    run("performer-experiments", programs("experiments"))
