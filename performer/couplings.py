@@ -203,6 +203,22 @@ COUPLINGS: dict[str, Coupling] = {
     "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
 _ANTITHETIC = "-antithetic"
+OTHER_NAMES = {
+    "independent": "iid",
+    "gaussian": "iid",
+    "random": "iid",
+    "orthogonal": "orf",
+    "favor+": "orf",
+    "simplex": "simrf",
+    "simplex_weighted": "simrf+",
+    "pairwise": "pnc",
+    "monotone": "pm",
+    "hadamard": "sorf",
+    "hadamard_simplex": "fast-simrf",
+    "qmc": "halton",
+    "antithetic": "pm-antithetic",
+}
+"""Words that are no coupling, a part alone or a name from elsewhere: the one that is meant."""
 
 
 def get(coupling: str | Coupling) -> Coupling:
@@ -238,7 +254,7 @@ def _base(base: str, name: str) -> Coupling:
             f"{', '.join(COUPLINGS)}, or <directions>*<norms>, each also with"
             f" {_ANTITHETIC!r} appended"
         )
-        raise ValueError(unknown("coupling", name, names(), shown))
+        raise ValueError(unknown("coupling", name, names(), shown, OTHER_NAMES))
     first, second = base.split("*")
     if first not in DIRECTIONS:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))

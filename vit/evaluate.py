@@ -21,7 +21,7 @@ from absl import app, flags, logging
 
 from performer.choices import moved
 from vit import class_report, data, metrics, runs
-from vit import config as configs
+from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
@@ -91,4 +91,4 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)
