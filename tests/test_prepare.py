@@ -375,7 +375,10 @@ def test_odd_images_are_converted():
             "20 images, .* 4 labels",
         ),
         (lambda f: (f / "extra-images-idx3-ubyte").write_bytes(b""), "no labels beside it"),
-        (lambda f: [p.unlink() for p in f.iterdir()], "holds none of these: .*IDX files.*, class folders"),
+        (
+            lambda f: [p.unlink() for p in f.iterdir()],
+            "holds none of these: .*IDX files.*, class folders",
+        ),
     ],
 )
 def test_damaged_sources_are_named(tmp_path, spoil, message):
