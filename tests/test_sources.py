@@ -1,4 +1,4 @@
-"""The forms of raw pictures beside IDX files and tars: tables, arrays, parquet; the held-out part."""
+"""The forms of raw pictures beside IDX files and tars, and the part that is held out."""
 
 import io
 import json
