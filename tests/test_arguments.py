@@ -87,7 +87,7 @@ def test_help_lists_every_field(flag, capsys):
     words = " ".join(text.split())
     assert "performer | softmax" in words
     assert "[an integer]" in words
-    assert "--steps_shown of them; '3' if not given" in words
+    assert "--steps_shown of them; 3 if not given" in words
     assert text.index("--workdir") < text.index(arguments.FIELDS)
     assert max(map(len, text.splitlines())) <= 120
 
