@@ -46,13 +46,13 @@ CLASSES = {"cat": range(0, 10), "dog": range(10, 16), "emu": range(16, 17)}
 EXAMPLES = {(number, name) for name, numbers in CLASSES.items() for number in numbers}
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_class_folders_without_splits_are_split(tmp_path, mode):
+@pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
+def test_class_folders_without_splits_are_split(tmp_path, modes):
     source = tmp_path / "source"
     for name, numbers in CLASSES.items():
         (source / name).mkdir(parents=True)
         for number in numbers:
-            (source / name / f"{number}.png").write_bytes(picture(number, mode))
+            (source / name / f"{number}.png").write_bytes(picture(number, modes[number % 2]))
     (source / ".hidden").mkdir()
     (source / ".hidden" / "x.png").write_bytes(b"none")
     found, dataset = prepared(tmp_path, source, validation=0.25)
@@ -62,7 +62,7 @@ def test_class_folders_without_splits_are_split(tmp_path, mode):
         {"cat": 3, "dog": 1, "emu": 0},
         {"cat": 2, "dog": 2, "emu": 0},
     )
-    assert dataset.channels == (1 if mode == "L" else 3)
+    assert dataset.channels == (1 if modes == ("L", "L") else 3)
 
 
 def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
