@@ -19,7 +19,10 @@ import jax
 
 import performer
 from performer.choices import unknown
-from vit import bounded, files
+from vit import bounded, files, moved
+
+FLAGS = ("parse_flags", "from_flag")
+__getattr__ = moved(__name__, **{name: f"vit.arguments.{name}" for name in FLAGS})
 
 
 class Size(NamedTuple):
