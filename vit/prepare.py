@@ -42,8 +42,8 @@ from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
 from vit import bounded
+from vit.arguments import parse_flags
 from vit.bounded import read_idx
-from vit.config import parse_flags
 
 VERSION = "1.0.0"
 _SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}

@@ -36,8 +36,9 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, checkpoint, data, optim, runs, safety
+from vit import bounded, checkpoint, optim, runs, safety
 from vit import config as configs
+from vit.arguments import from_flag, parse_flags
 from vit.model import ViT, random_streams
 
 Arrays = dict[str, np.ndarray]
@@ -91,18 +92,13 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     configs.validate(config)
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
-    dataset = data.load(config.data)
+    dataset, task = runs.subject(config)
     optim.schedule(config.optim, runs.length(config, dataset)[1])
     arrays, report = read(weights)
-    model = ViT(
-        config,
-        num_classes=dataset.num_classes,
-        channels=dataset.channels,
-        rngs=random_streams(config.seed),
-    )
+    model = task.create(config, rngs=random_streams(config.seed))
     report += load(model, arrays, str(weights))
     with safety.appearing(workdir, "--workdir") as folder:
-        runs.begin(folder, model, config, dataset)
+        runs.begin(folder, model, config, dataset, task)
     return report
 
 
@@ -268,7 +264,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     try:
-        config = configs.from_flag(_CONFIG)
+        config = from_flag(_CONFIG)
         report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -280,4 +276,4 @@ if __name__ == "__main__":
     _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
     flags.mark_flags_as_required(["config"])
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)
