@@ -73,7 +73,10 @@ class Trained:
         Raises:
             ValueError: for what is no image, naming it.
         """
-        logits, _ = self.outputs(images)
+        return self.prediction(self.outputs(images)[0])
+
+    def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
+        """What logits say, in probabilities and names."""
         return Prediction(np.asarray(jax.nn.softmax(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
@@ -88,11 +91,20 @@ class Trained:
         self, images: Any
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, "n width"]]:
         """Logits and features, in batches of at most `LARGEST`; arguments as `predict`."""
-        pixels = list(map(self.pixels, listed(images)))
-        batches = [pixels[i : i + LARGEST] for i in range(0, len(pixels), LARGEST)]
-        results = [_outputs(self.model, _filled(batch)) for batch in batches]
-        logits, features = (np.concatenate(x)[: len(pixels)] for x in zip(*results, strict=True))
+        images = listed(images)
+        batches = (images[i : i + LARGEST] for i in range(0, len(images), LARGEST))
+        results = [self.forward(np.stack(list(map(self.pixels, batch)))) for batch in batches]
+        logits, features = (np.concatenate(x) for x in zip(*results, strict=True))
         return logits, features
+
+    def forward(
+        self, pixels: UInt8[np.ndarray, "n size size c"]
+    ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, "n width"]]:
+        """Logits and features of one batch, as `pixels` gives its images."""
+        size = 1 << (len(pixels) - 1).bit_length()  # 1, 2, 4, ...: few shapes are few programs
+        padding = [(0, size - len(pixels)), *[(0, 0)] * 3]
+        logits, features = _outputs(self.model, np.pad(pixels, padding))
+        return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
     def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
         """What the model sees of an image, as `predict` takes it.
@@ -191,12 +203,6 @@ def upright(content: bytes) -> Any:
         if opened.getexif().get(ORIENTATION) in range(2, 9):
             return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
     return content
-
-
-def _filled(images: list[np.ndarray]) -> np.ndarray:
-    """A batch of 1, 2, 4, ... images, the last one repeated: few shapes are few programs."""
-    size = 1 << (len(images) - 1).bit_length()
-    return np.stack(images + images[-1:] * (size - len(images)))
 
 
 @nnx.jit
