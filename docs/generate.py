@@ -12,7 +12,7 @@ from vit import config as configs
 
 ROOT = Path(__file__).parent.parent
 DROP_INS = ("nnx", "linen", "sklearn")
-COMMANDS = ("train", "evaluate", "convert", "prepare", "pretrained")
+COMMANDS = ("train", "evaluate", "convert", "export", "prepare", "pretrained")
 
 
 def write(folder: Path) -> None:
