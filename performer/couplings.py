@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
-from performer.choices import positive_integer, unknown
+from performer.choices import moved, positive_integer, unknown
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms, expression, jit_static
 
 
@@ -380,10 +380,9 @@ def _key_first(function: str, key: Any) -> None:
         raise TypeError(f"the key comes first: couplings.{function}(key, {key!r}, ...)")
 
 
-_RENAMED = {"blocks": "Blocks", "padded": "Padded", "antithetic": "Antithetic"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(f"couplings.{name} is the class couplings.{_RENAMED[name]} now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(
+    __name__,
+    blocks="the class performer.couplings.Blocks",
+    padded="the class performer.couplings.Padded",
+    antithetic="the class performer.couplings.Antithetic",
+)

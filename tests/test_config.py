@@ -278,7 +278,7 @@ def test_values_that_cannot_be_meant_are_told_clearly():
 
 
 def test_a_run_has_a_countable_number_of_steps():
-    dataset = data.Dataset([{}] * 640, [{}], num_classes=2, channels=1)
+    dataset = data.Dataset([{}] * 640, [{}], ("a", "b"), channels=1)
     assert runs.length(small_config(num_epochs=0.03), dataset) == (20, 1)
     for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
         with pytest.raises(

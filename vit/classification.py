@@ -17,6 +17,8 @@ from vit.data import Batch
 from vit.model import ViT
 from vit.task import Sums, Task, Triple
 
+NAME = "classification"
+
 Examples = tuple[Array, Array, Array]
 """Images, probabilities of the classes, labels."""
 
@@ -34,6 +36,7 @@ def task(num_classes: int, channels: int) -> Task:
         layers=layers,
         projections=projections,
         noun="image",
+        name=NAME,
     )
 
 

@@ -27,7 +27,8 @@ from pathlib import Path
 import jax
 from absl import app, flags, logging
 
-from vit import checkpoint, data, metrics, moved, report, runs, safety
+from performer.choices import moved
+from vit import checkpoint, data, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
 from vit.conversion import compare, layers_of, measure, performer_of
@@ -153,7 +154,7 @@ def convert(
         run = run._replace(dataset=run.dataset._replace(evaluation=first))
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset)
+        runs.begin(folder, new, new_config, run.dataset, run.task)
         progress = bar.add_task(
             "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
         )

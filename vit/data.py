@@ -42,12 +42,12 @@ def labelled_image(
     record: Any, rng: np.random.Generator | None, data: config.Data, dataset: "Dataset"
 ) -> Batch:
     """The image and label of a record; with a generator as training sees them."""
-    size, channels = data.image_size, dataset.channels
+    image, channels = record["image"], dataset.channels
     if rng is not None and data.crop == "inception":
         box = partial(augment.inception_box, rng=rng)
-        image = _pixels(record["image"], size, channels, box, Image.Resampling.BILINEAR)
+        image = _pixels(image, data.image_size, channels, box, Image.Resampling.BILINEAR)
     else:
-        image = _pixels(record["image"], size, channels, partial(_center_box, data=data))
+        image = evaluated_pixels(image, data, channels)
     label = _label(record, dataset)
     return {"image": image if rng is None else _augmented(image, rng, data), "label": label}
 
@@ -63,13 +63,19 @@ class Dataset(NamedTuple):
 
     train: Sequence[Any]
     evaluation: Sequence[Any]
-    num_classes: int = 0
+    class_names: tuple[str, ...] = ()
+    """Of the labels 0, 1, ...: of images with a class."""
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
     """(record, generator or None in evaluation, section of the config, data set) -> an example:
     arrays by name, always of the same shapes."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.class_names)
 
 
 def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
@@ -165,8 +171,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Every evaluation example once, in order, in ceil(n / batch_size) batches of the same shape.
 
-    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
-    centre is cut out, in one resampling; an image that has the right size passes untouched.
+    Images are those of `evaluated_pixels`.
 
     Args:
         dataset: what `load` returns.
@@ -285,6 +290,18 @@ def _label(record: dict[str, Any], dataset: Dataset) -> np.int32:
     return np.int32(label)
 
 
+def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
+    """What evaluation sees of an array or encoded image, (image_size, image_size, channels) uint8.
+
+    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
+    centre is cut out, in one resampling; an image that has the right size passes untouched.
+
+    Raises:
+        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
+    """
+    return _pixels(image, data.image_size, channels, partial(_center_box, data=data))
+
+
 def _center_box(width: int, height: int, data: config.Data) -> augment.Box:
     """What evaluation sees of an image, in its own pixels."""
     side = min(width, height) * data.image_size / (data.eval_resize or data.image_size)
@@ -342,7 +359,7 @@ def _digits(data: config.Data) -> Dataset:
     images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     records = [{"image": i, "label": label} for i, label in zip(images, labels, strict=True)]
     train, evaluation = train_test_split(records, test_size=0.2, random_state=0, stratify=labels)
-    return Dataset(list(train), list(evaluation), num_classes=10, channels=1)
+    return Dataset(list(train), list(evaluation), tuple(map(str, range(10))), channels=1)
 
 
 def _from_tfds(data: config.Data) -> Dataset:
@@ -353,16 +370,16 @@ def _from_tfds(data: config.Data) -> Dataset:
     try:
         builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
         features: Any = builder.info.features
-        num_classes, channels = features["label"].num_classes, features["image"].shape[-1]
+        class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
     except Exception as error:  # what is written there may be anything
         raise ValueError(
             f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
             f" it has no image and label: {type(error).__name__}: {error}"
         ) from error
-    if not num_classes or channels not in (1, 3):
+    if not class_names or channels not in (1, 3):
         raise ValueError(
-            f"{data.name!r} has {num_classes} classes and {channels} channels: images of 1 or 3"
-            " channels with a class are needed"
+            f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
+            " or 3 channels with a class are needed"
         )
     sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
@@ -383,7 +400,7 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
             ) from error
     train, evaluation = sources
-    return Dataset(train, evaluation, num_classes, channels)
+    return Dataset(train, evaluation, class_names, channels)
 
 
 def splits(data: config.Data) -> dict[str, int]:

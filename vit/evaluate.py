@@ -19,7 +19,8 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from vit import class_report, data, metrics, moved, runs
+from performer.choices import moved
+from vit import class_report, data, metrics, runs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
@@ -67,8 +68,8 @@ def report_classes(workdir: Path) -> str:
     """
     run = runs.restore(workdir)
     counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
-    names = class_report.class_names(run.config.data, run.dataset.num_classes)
-    return class_report.summary(counted, class_report.write(counted, names, workdir))
+    records = class_report.write(counted, run.dataset.class_names, workdir)
+    return class_report.summary(counted, records)
 
 
 def main(_: list[str]) -> None:

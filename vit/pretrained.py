@@ -36,7 +36,7 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, checkpoint, data, optim, runs, safety
+from vit import bounded, checkpoint, optim, runs, safety
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 from vit.model import ViT, random_streams
@@ -92,18 +92,13 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     configs.validate(config)
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
-    dataset = data.load(config.data)
+    dataset, task = runs.subject(config)
     optim.schedule(config.optim, runs.length(config, dataset)[1])
     arrays, report = read(weights)
-    model = ViT(
-        config,
-        num_classes=dataset.num_classes,
-        channels=dataset.channels,
-        rngs=random_streams(config.seed),
-    )
+    model = task.create(config, rngs=random_streams(config.seed))
     report += load(model, arrays, str(weights))
     with safety.appearing(workdir, "--workdir") as folder:
-        runs.begin(folder, model, config, dataset)
+        runs.begin(folder, model, config, dataset, task)
     return report
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import math
+import platform
 from collections.abc import Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+import performer
 from vit import checkpoint, classification, data, devices, files, metrics, optim
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
@@ -96,9 +99,12 @@ def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: i
     return jax.tree.map(lambda *x: np.stack(x), *itertools.islice(rows, number))
 
 
-def claim(workdir: Path, config: configs.Config) -> None:
-    """Makes the folder of the run; refuses one that holds a run of another config."""
-    path = workdir / "config.json"
+def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
+    """Makes the folder of the run; refuses one that holds a run of another config or other data.
+
+    Its `task.json` is what a model can be used with when its data set is gone.
+    """
+    path, subject = workdir / "config.json", workdir / "task.json"
     if path.exists():
         files.check(path)
         different = configs.differences(configs.load(path), config)
@@ -107,11 +113,36 @@ def claim(workdir: Path, config: configs.Config) -> None:
                 f"{workdir} holds a run with another config; take another --workdir, or the run's"
                 " own config:\n  " + "\n  ".join(different)
             )
+    new, old = description(dataset, task), files.noted(subject) or {}
+    for name in set(old) & set(new) - {"versions"}:
+        if old[name] != new[name]:
+            raise ValueError(
+                f"{workdir} holds another run: {name} was {str(old[name])[:200]}, and is"
+                f" {str(new[name])[:200]}; take another --workdir, or the run's own data"
+            )
     workdir.mkdir(parents=True, exist_ok=True)
+    files.note(subject, new)
     configs.save(config, path)
 
 
-def begin(workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset) -> None:
+def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
+    """What a run's `task.json` says: the task, its classes and data, and what it was run with."""
+    return {
+        "task": task.name,
+        "class_names": list(dataset.class_names),
+        "channels": dataset.channels,
+        "training examples": len(dataset.train),
+        "versions": {
+            "python": platform.python_version(),
+            "performer": performer.__version__,
+            **{name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+        },
+    }
+
+
+def begin(
+    workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
+) -> None:
     """Writes a run at step 0 with that model, its optimiser fresh; the config last.
 
     Raises:
@@ -121,7 +152,7 @@ def begin(workdir: Path, model: nnx.Module, config: configs.Config, dataset: dat
     optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
     with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(workdir, config)
+    claim(workdir, config, dataset, task)
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
@@ -158,8 +189,6 @@ def restore(
     Raises:
         ValueError: when the folder holds no run, or no checkpoint that can be read.
     """
-    if (workdir / "config.json").exists():
-        files.check(workdir / "config.json")
     config = configs.of_run(workdir)
     configs.validate(config)
     config.fsdp = math.gcd(config.fsdp, jax.device_count())

@@ -72,6 +72,8 @@ class Task(NamedTuple):
     """(model, batch) -> what goes into the `attention_fn` of each of them."""
     noun: str = "example"
     """What a row of a batch is called."""
+    name: str = ""
+    """What the folder of a run says that it has learned."""
 
     @property
     def rate(self) -> str:

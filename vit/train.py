@@ -15,8 +15,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, metrics, moved, runs, steps
+from vit import costs, data, devices, metrics, runs, steps
 from vit.arguments import from_flag, parse_flags
 from vit.loop import train
 from vit.task import Task
