@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import jax
 
 import performer
-from performer.choices import unknown
-from vit import bounded, files, moved
+from performer.choices import moved, unknown
+from vit import bounded, files
 
-FLAGS = ("parse_flags", "from_flag")
-__getattr__ = moved(__name__, **{name: f"vit.arguments.{name}" for name in FLAGS})
+__getattr__ = moved(
+    __name__, parse_flags="vit.arguments.parse_flags", from_flag="vit.arguments.from_flag"
+)
 
 
 class Size(NamedTuple):
