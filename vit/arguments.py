@@ -163,9 +163,7 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
     lines = [(main.__doc__ or Path(program).stem).strip(), "", "Flags:", ""]
     for name, flag in own_flags(values).items():
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        default = (
-            "" if flag.default in (None, "", []) or flag.boolean else flag.default_as_str.strip("'")
-        )
+        default = "" if flag.boolean else (flag.default_as_str or "").strip("'")
         lines += _row(shown, f"{flag.help}{f'; {default} if not given' * bool(default)}")
     return "\n".join([*lines, *(["", field_help()] if "config" in values else [])])
 

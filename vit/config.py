@@ -21,8 +21,9 @@ import performer
 from performer.choices import moved, unknown
 from vit import bounded, files
 
-FLAGS = ("parse_flags", "from_flag")
-__getattr__ = moved(__name__, **{name: f"vit.arguments.{name}" for name in FLAGS})
+__getattr__ = moved(
+    __name__, parse_flags="vit.arguments.parse_flags", from_flag="vit.arguments.from_flag"
+)
 
 
 class Size(NamedTuple):
