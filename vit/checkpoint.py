@@ -49,7 +49,7 @@ class Checkpoints:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Those that are there, readable or not, by step."""
-        return _found(self.workdir)
+        return found(self.workdir)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -96,7 +96,7 @@ def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
 
 def exists(workdir: Path) -> bool:
     """Whether there is a checkpoint, readable or not."""
-    return bool(_found(workdir))
+    return bool(found(workdir))
 
 
 def check_not_lost(workdir: Path, progress: int) -> None:
@@ -182,7 +182,7 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     content = {"state": state, "checksums": sums}
     check_path(workdir)
-    for step, folder in reversed(_found(workdir)):
+    for step, folder in reversed(found(workdir)):
         try:
             files.check(folder)
             loaded = ocp.load_checkpointables(str(folder.resolve()), content)
@@ -200,7 +200,8 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
 
 
-def _found(workdir: Path) -> list[Checkpoint]:
+def found(workdir: Path) -> list[Checkpoint]:
+    """Those that are there, readable or not, by step."""
     paths = (workdir / "checkpoints").glob("*")
     return sorted(Checkpoint(int(path.name), path) for path in paths if path.name.isdecimal())
 
@@ -208,7 +209,7 @@ def _found(workdir: Path) -> list[Checkpoint]:
 def set_aside(workdir: Path, step: int) -> None:
     """Moves the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for number, folder in _found(workdir):
+        for number, folder in found(workdir):
             if number > step:
                 target = workdir / "unreadable" / folder.name
                 shutil.rmtree(target, ignore_errors=True)

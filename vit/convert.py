@@ -152,7 +152,7 @@ def convert(
         run = run._replace(dataset=run.dataset._replace(evaluation=first))
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset)
+        runs.begin(folder, new, new_config, run.dataset, run.task)
         progress = bar.add_task(
             "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
         )
