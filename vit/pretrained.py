@@ -22,7 +22,8 @@ along a leading axis, under no prefix, "params/" or "opt/target/". Theirs and ou
 The older layout adds a position to the class token, too. Here positions belong to patches alone, so
 token = cls + pos[0] and position = pos[1:], which is the same function. A file without positions
 was trained with fixed ones: --config.model.position=sincos; one without cls averages over patches:
---config.model.pooling=mean. Positions of another image size are not resampled.
+--config.model.pooling=mean. Positions of another image size are resampled by a second run that is
+begun from this one (`vit.train --init_from`).
 """
 
 import re
