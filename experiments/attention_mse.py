@@ -33,8 +33,8 @@ from performer import couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate, parts
 from vit import report
+from vit.arguments import parse_flags
 from vit.attention_report import report_attention
-from vit.config import parse_flags
 
 PARTS = ["figure7", "vit", "features"]
 SIZES = (16, 32, 48, 64)

@@ -29,6 +29,7 @@ from experiments import compare_report, ensemble
 from performer.choices import unknown
 from vit import attention_report, checkpoint, data, files, metrics, runs, safety
 from vit import config as configs
+from vit.arguments import from_flag, parse_flags
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
@@ -249,7 +250,7 @@ def main(_: list[str]) -> None:
     out = Path(str(_OUT.value))
     try:
         text = compare(
-            configs.from_flag(_CONFIG),
+            from_flag(_CONFIG),
             out,
             couplings=_COUPLINGS.value,
             num_seeds=_SEEDS.value,
@@ -272,4 +273,4 @@ if __name__ == "__main__":
     _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
     _BASELINE = flags.DEFINE_string("baseline", "", "coupling that the others are compared with")
     flags.mark_flags_as_required(["config"])
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -26,6 +26,7 @@ from ml_collections import config_flags
 
 from vit import config as configs
 from vit import devices, report, runs
+from vit.arguments import from_flag, parse_flags
 
 CONFIG = Path(__file__).parent / "configs" / "digits.py"
 SECTIONS = ("model", "attention", "data", "optim")
@@ -159,8 +160,8 @@ def given(*arguments: str) -> configs.Config:
     argv = ["vit.train", f"--config={CONFIG}", *arguments]
     values = flags.FlagValues()
     flag = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-    configs.parse_flags(argv, values)
-    return configs.from_flag(flag)
+    parse_flags(argv, values)
+    return from_flag(flag)
 
 
 def begin(config: configs.Config, quick: bool = False) -> None:

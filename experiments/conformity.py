@@ -22,7 +22,7 @@ from scipy import integrate, optimize, special, stats
 
 from performer import couplings, directions, features, norms, testing, theory
 from vit import report
-from vit.config import parse_flags
+from vit.arguments import parse_flags
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:

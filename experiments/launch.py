@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from absl import app, logging
 
-from vit.config import parse_flags
+from vit.arguments import parse_flags
 
 
 def run(main: Callable[[], None]) -> None:

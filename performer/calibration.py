@@ -39,7 +39,7 @@ features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer._masks import key_mask
-from performer.choices import unknown
+from performer.choices import moved, unknown
 from performer.typing import Coupling, float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
@@ -397,9 +397,4 @@ def _dot(equation: str, *operands: Array) -> Array:
     return jnp.einsum(equation, *operands, precision="highest")
 
 
-def __getattr__(name: str) -> Any:
-    if name == "for_coupling":
-        raise AttributeError(
-            "calibration.for_coupling is the argument coupling= of calibrate, fit and parts now"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(__name__, for_coupling="the argument coupling= of calibrate, fit and parts")

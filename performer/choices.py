@@ -2,8 +2,9 @@
 
 import difflib
 import operator
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,13 @@ LARGEST = 2**31 - 1
 """An int32."""
 
 
-def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> str:
+def unknown(
+    kind: str,
+    name: str,
+    choices: Collection[str],
+    shown: str = "",
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """ "unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
 
     Args:
@@ -23,13 +30,24 @@ def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> 
         name: what was asked for.
         choices: what there is; at least one.
         shown: the list as the message gives it; all choices, separated by commas, if empty.
+        others: by names that choices go by elsewhere, in lower case, the choice.
     """
-    by_lower_case = {choice.lower(): choice for choice in choices}
+    by_lower_case = {**others, **{choice.lower(): choice for choice in choices}}
     nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0)[0]
     return (
         f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
+
+
+def moved(module: str, **names: str) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__`, whose error says what has become of a name."""
+
+    def refuse(name: str) -> NoReturn:
+        place = f"; it is {names[name]} now" if name in names else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{place}")
+
+    return refuse
 
 
 def positive_integer(name: str, value: Any) -> int:

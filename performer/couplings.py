@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
-from performer.choices import positive_integer, unknown
+from performer.choices import moved, positive_integer, unknown
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms, expression, jit_static
 
 
@@ -203,6 +203,22 @@ COUPLINGS: dict[str, Coupling] = {
     "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
 _ANTITHETIC = "-antithetic"
+OTHER_NAMES = {
+    "independent": "iid",
+    "gaussian": "iid",
+    "random": "iid",
+    "orthogonal": "orf",
+    "favor+": "orf",
+    "simplex": "simrf",
+    "simplex_weighted": "simrf+",
+    "pairwise": "pnc",
+    "monotone": "pm",
+    "hadamard": "sorf",
+    "hadamard_simplex": "fast-simrf",
+    "qmc": "halton",
+    "antithetic": "pm-antithetic",
+}
+"""Words that are no coupling, a part alone or a name from elsewhere: the one that is meant."""
 
 
 def get(coupling: str | Coupling) -> Coupling:
@@ -238,7 +254,7 @@ def _base(base: str, name: str) -> Coupling:
             f"{', '.join(COUPLINGS)}, or <directions>*<norms>, each also with"
             f" {_ANTITHETIC!r} appended"
         )
-        raise ValueError(unknown("coupling", name, names(), shown))
+        raise ValueError(unknown("coupling", name, names(), shown, OTHER_NAMES))
     first, second = base.split("*")
     if first not in DIRECTIONS:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
@@ -364,10 +380,9 @@ def _key_first(function: str, key: Any) -> None:
         raise TypeError(f"the key comes first: couplings.{function}(key, {key!r}, ...)")
 
 
-_RENAMED = {"blocks": "Blocks", "padded": "Padded", "antithetic": "Antithetic"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(f"couplings.{name} is the class couplings.{_RENAMED[name]} now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(
+    __name__,
+    blocks="the class performer.couplings.Blocks",
+    padded="the class performer.couplings.Padded",
+    antithetic="the class performer.couplings.Antithetic",
+)

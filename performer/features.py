@@ -15,13 +15,13 @@ print the Gaussian form of the positive features.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from performer.choices import positive_values, unknown
+from performer.choices import moved, positive_values, unknown
 from performer.typing import expression, float32_or_wider
 
 Points = Float[Array, "*b d"] | Int[Array, "*b d"]
@@ -254,10 +254,10 @@ def _project(
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("SPLITS", "SOFTMAX", "TWO_FOR_EACH"):
-        raise AttributeError(
-            f"features.{name} is now a property of the maps: features.get('positive').split,"
-            " .estimates_softmax, .features_per_frequency"
-        )
-    raise AttributeError(f"module 'performer.features' has no attribute {name!r}")
+__getattr__ = moved(
+    __name__,
+    **{
+        name: "a property of the maps: .split, .estimates_softmax, .features_per_frequency"
+        for name in ("SPLITS", "SOFTMAX", "TWO_FOR_EACH")
+    },
+)

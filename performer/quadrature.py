@@ -46,7 +46,7 @@ of features, n our num_rules, V the matrix of `vertices`.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ from jaxtyping import Array, ArrayLike, Float
 from scipy.special import roots_hermitenorm
 
 from performer import butterfly, couplings, directions, kernels, norms
-from performer.choices import positive_integer, unknown
+from performer.choices import moved, positive_integer, unknown
 from performer.kernels import Kernel
 from performer.typing import Coupling, Key
 
@@ -349,7 +349,6 @@ def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:
     return jnp.tile(weights / 2, 2) if reflect else weights
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("KERNELS", "Integrand"):
-        raise AttributeError(f"quadrature.{name} is now in kernels: KERNELS, Kernel")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(
+    __name__, KERNELS="performer.kernels.KERNELS", Integrand="performer.kernels.Kernel"
+)

@@ -15,7 +15,7 @@ changes by itself. A failure says where, and by how many standard errors.
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import couplings, features
+from performer.choices import moved
 from performer.typing import Coupling, hashable, jit_static
 
 FALSE_ALARM_RATE = 1e-4
@@ -276,7 +277,4 @@ def _assert_law(
     )
 
 
-def __getattr__(name: str) -> Any:
-    if name == "draw":
-        raise AttributeError("testing.draw is testing.samples now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(__name__, draw="performer.testing.samples")

@@ -135,7 +135,7 @@ def test_files(tmp_path):
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
     settings = small_config()
-    runs.begin(tmp_path, model, settings, data.load(settings.data))
+    runs.begin(tmp_path, model, settings, *runs.subject(settings))
     config.save(settings, tmp_path / "config.json")
     text = evaluate.report_classes(tmp_path)
     accuracy = np.mean(logits.argmax(axis=1) == labels)

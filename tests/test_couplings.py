@@ -198,7 +198,9 @@ def test_the_law_of_the_lengths_can_be_another():
 
 @pytest.mark.parametrize("name", ["blocks", "padded", "antithetic"])
 def test_old_names_name_the_new_ones(name):
-    with pytest.raises(AttributeError, match=f"is the class couplings.{name.title()} now"):
+    with pytest.raises(
+        AttributeError, match=f"it is the class performer.couplings.{name.title()} now"
+    ):
         getattr(couplings, name)
 
 

@@ -108,4 +108,4 @@ def test_a_config_of_before_has_the_fields_of_now(tmp_path):
             del values[section][field]
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert config.load(tmp_path / "config.json") == SETTINGS
-    runs.claim(tmp_path, SETTINGS)
+    runs.claim(tmp_path, SETTINGS, *runs.subject(SETTINGS))

@@ -203,7 +203,7 @@ def test_the_flax_doors_take_a_record():
 
 
 def test_old_names_say_where_they_went():
-    with pytest.raises(AttributeError, match="property of the maps"):
+    with pytest.raises(AttributeError, match="it is a property of the maps"):
         features.SPLITS  # noqa: B018
 
 

@@ -48,7 +48,7 @@ def test_folders_import_what_is_below(path):
 
 
 def test_no_cycle():
-    lazy = {"performer"}  # its TYPE_CHECKING block names everything
+    lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
     graph = {
         name: {other for other in imports(path) if other in MODULES}
         for name, path in MODULES.items()
@@ -62,7 +62,9 @@ def test_no_cycle():
 
 def test_commands_are_imported_by_nobody():
     """What two of them share is a module of its own."""
-    commands = {n for n, path in MODULES.items() if '__name__ == "__main__"' in path.read_text()}
+    commands = {
+        n for n, path in MODULES.items() if '\nif __name__ == "__main__":' in path.read_text()
+    }
     shared = {
         f"{name} imports {other}"
         for name, path in MODULES.items()

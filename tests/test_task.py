@@ -122,9 +122,10 @@ def test_the_report_has_the_calibration_of_the_layer():
 def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
     workdir, _ = finished
     before = sorted(path.name for path in workdir.rglob("*"))
-    for call in (evaluate.evaluate_run, lambda folder: train.train(SETTINGS, folder)):
-        with pytest.raises(ValueError, match="no checkpoint can be read"):
-            call(workdir)
+    with pytest.raises(ValueError, match="no checkpoint can be read"):
+        evaluate.evaluate_run(workdir)
+    with pytest.raises(ValueError, match="holds another run: .* was"):
+        train.train(SETTINGS, workdir)
     assert sorted(path.name for path in workdir.rglob("*")) == before
 
 

@@ -176,13 +176,14 @@ def test_a_config_is_written_through_no_link(tmp_path):
     workdir.mkdir()
     for name in ("config.tmp", "config.json.tmp"):
         (workdir / name).symlink_to(thesis)
-    runs.claim(workdir, small_config())
+    dataset, task = runs.subject(small_config())
+    runs.claim(workdir, small_config(), dataset, task)
     assert thesis.read_text() == "years of work"
     assert config.load(workdir / "config.json") == small_config()
     (workdir / "config.json").unlink()
     os.mkfifo(workdir / "config.json")
     with pytest.raises(ValueError, match="config.json is neither a file nor a folder"):
-        runs.claim(workdir, small_config())
+        runs.claim(workdir, small_config(), dataset, task)
 
 
 def test_another_config_is_refused_with_the_difference(finished):

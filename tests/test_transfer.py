@@ -11,7 +11,7 @@ from flax import nnx
 
 from performer.nnx import Frequencies
 from tests.small import CALIBRATED, TINY, final_state, small_config, stop_at
-from vit import checkpoint, config, data, metrics, runs, train, transfer
+from vit import checkpoint, config, data, metrics, runs, train, transfer, use
 
 SETTINGS = small_config(
     model=config.Model("XS/4"),
@@ -140,17 +140,23 @@ def test_other_patches_pooling_and_positions(source, tmp_path):
 def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
     load = data.load
     fewer = [r | {"label": r["label"] % 5} for r in load(SETTINGS.data).train]
-    few = data.Dataset(fewer, fewer[:40], num_classes=5, channels=1)
-    run = runs.restore(source)
-    monkeypatch.setattr(runs, "restore", lambda workdir: run)
-    monkeypatch.setattr(data, "load", lambda section: few)
-    lines = transfer.init_from(source, SETTINGS, tmp_path / "run")
-    monkeypatch.undo()
-    monkeypatch.setitem(config.SIZES, "XS", TINY)
-    new = runs.restore(tmp_path / "run", few).model()
-    assert taken(new, run.model()) == set(params(new)) - {"head/kernel", "head/bias"}
-    assert not np.any(new.head.kernel[...])
-    assert "head/kernel: (16, 5) new, (16, 10) there" in lines
+    few = data.Dataset(fewer, fewer[:40], tuple("01234"), channels=1)
+    old = use.load(source).model  # whose own data are not looked at
+    assert np.any(old.head.kernel[...])
+    cases = {
+        "fewer": (few, "head/kernel: (16, 5) new, (16, 10) there"),
+        "named": (load(SETTINGS.data)._replace(class_names=tuple("abcdefghij")), None),
+        "other": (load(SETTINGS.data)._replace(class_names=tuple("jihgfedcba")), "head: new, for"),
+    }
+    for name, (dataset, line) in cases.items():
+        monkeypatch.setattr(data, "load", lambda section, dataset=dataset: dataset)
+        origin = source if name != "other" else tmp_path / "named"
+        lines = transfer.init_from(origin, SETTINGS, tmp_path / name)
+        new = use.load(tmp_path / name).model
+        head = transfer.HEAD if line else set()
+        assert taken(new, old) == set(params(new)) - head, name
+        assert bool(np.any(new.head.kernel[...])) == (line is None)
+        assert line is None or any(each.startswith(line) for each in lines), lines
 
 
 @pytest.mark.optimised("asserts bits")

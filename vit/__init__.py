@@ -1,14 +1,34 @@
-"""A Vision Transformer with exact or random-feature attention, and a training loop for it."""
+"""A Vision Transformer with exact or random-feature attention, and what one does with it.
 
-from collections.abc import Callable
-from typing import NoReturn
+    import vit
+
+    model = vit.load("runs/photos")             # a trained run; its data set is not needed
+    model.predict(["cat.jpg"]).top(3)           # class names and probabilities
+    model.features(images)                      # what the head reads
+
+    model = vit.fit(images, labels, config="digits", workdir="runs/mine")     # trains on arrays
+
+The commands: python -m vit.prepare, train, evaluate, predict, export, convert, pretrained.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit.arrays import fit as fit
+    from vit.use import load as load
+
+PLACES = {"fit": "vit.arrays", "load": "vit.use"}
+"""Where the functions for users are; a module is imported when its function is first named."""
+
+__all__ = list(PLACES)
 
 
-def moved(module: str, **names: str) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__`, whose error says where a name is now."""
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(import_module(PLACES[name]), name)
+    raise AttributeError(f"module 'vit' has no attribute {name!r}")
 
-    def refuse(name: str) -> NoReturn:
-        place = f"; it is {names[name]} now" if name in names else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{place}")
 
-    return refuse
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PLACES})

@@ -13,8 +13,9 @@ from flax import nnx
 
 from performer.analysis import attention_error
 from performer.calibration import Calibration
+from performer.choices import moved
 from performer.nnx import PerformerAttention
-from vit import data, metrics, moved, report, runs
+from vit import data, metrics, report, runs
 from vit.task import Task
 
 __getattr__ = moved(__name__, projections="vit.classification.projections")

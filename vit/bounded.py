@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF")
 """All that bytes are taken for: of Pillow's other formats some start programs (PostScript)."""
@@ -86,7 +86,10 @@ def image(encoded: bytes) -> Image.Image:
         OSError, SyntaxError, ...: what PIL raises when the bytes are none; OSError for more than
             `PIXELS`.
     """
-    opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    try:
+        opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise OSError(f"it is none of {', '.join(FORMATS)}") from None
     width, height = opened.size
     if width * height > PIXELS:
         raise OSError(f"{width} x {height} pixels are more than {PIXELS:,}")

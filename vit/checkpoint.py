@@ -4,6 +4,7 @@ The position in the data needs no room of its own: the stream of batches is a fu
 Each array is saved with a checksum, for Orbax does not notice when its bytes have changed on disk.
 """
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -162,17 +163,18 @@ def _settle(checkpoints: Checkpoints) -> None:
         files.write(checkpoints.workdir / "saved", f"{step}\n")
 
 
-def restore(workdir: Path, state: Any) -> tuple[int, Any]:
+def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, Any]:
     """Step and state of the newest checkpoint that can be read; nothing is changed on disk.
 
-    A damaged one is named and passed over.
+    A damaged one is named and passed over. With a step it is that checkpoint or none.
 
     Args:
         workdir: of the run.
         state: arrays, or `jax.ShapeDtypeStruct`s with shardings, like those that were saved.
+        step: of the checkpoint; the newest if None.
 
     Raises:
-        ValueError: when there is no checkpoint, or none can be read.
+        ValueError: when there is no checkpoint, none of that step, or none can be read.
     """
     failures: list[str] = []
     leaves = jax.tree.leaves(state)
@@ -182,7 +184,12 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     content = {"state": state, "checksums": sums}
     check_path(workdir)
-    for step, folder in reversed(found(workdir)):
+    there = found(workdir)
+    chosen = [each for each in there if step in (None, each.step)]
+    if there and not chosen:
+        steps = ", ".join(str(each.step) for each in there)
+        raise ValueError(f"{workdir} holds no checkpoint of step {step}, but of {steps}")
+    for number, folder in reversed(chosen):
         try:
             files.check(folder)
             loaded = ocp.load_checkpointables(str(folder.resolve()), content)
@@ -193,11 +200,24 @@ def restore(workdir: Path, state: Any) -> tuple[int, Any]:
             failures.append(f"{folder} cannot be read ({type(error).__name__}: {reason})")
             continue
         for failure in failures:
-            print(f"{failure}; going back to step {step}")
-        return step, loaded["state"]
+            print(f"{failure}; going back to step {number}")
+        return number, loaded["state"]
     if not failures:
         raise ValueError(f"{workdir} holds no checkpoint yet")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
+
+
+def shapes(workdir: Path) -> Any:
+    """The tree of the newest checkpoint, in plain dicts whose leaves have a shape and a dtype.
+
+    Raises:
+        ValueError: when there is no checkpoint, or none whose description can be read.
+    """
+    for _, folder in reversed(found(workdir)):
+        with contextlib.suppress(Exception):  # as in `restore`
+            files.check(folder)
+            return ocp.checkpointables_metadata(str(folder.resolve())).metadata["state"]
+    raise ValueError(f"{workdir} holds no checkpoint whose description can be read")
 
 
 def found(workdir: Path) -> list[Checkpoint]:

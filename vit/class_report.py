@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from vit import config, metrics, report
+from vit import metrics, report
 from vit.classification import label_rank
 from vit.data import Batch
 from vit.model import ViT
@@ -120,14 +120,3 @@ def summary(counted: Tally, records: Sequence[metrics.Record], worst: int = 10) 
             f" of {r['images']}{taken_for * bool(row.any())}"
         )
     return "\n".join(lines)
-
-
-def class_names(data: config.Data, num_classes: int) -> list[str]:
-    """The names that the data set gives its classes; their numbers for "digits"."""
-    if data.name == "digits":
-        return [str(i) for i in range(num_classes)]
-    from tensorflow_datasets.core import read_only_builder
-
-    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
-    features: Any = builder.info.features
-    return list(features["label"].names)

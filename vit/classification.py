@@ -17,6 +17,8 @@ from vit.data import Batch
 from vit.model import ViT
 from vit.task import Sums, Task, Triple
 
+NAME = "classification"
+
 Examples = tuple[Array, Array]
 """Images, probabilities of the classes."""
 
@@ -35,6 +37,7 @@ def task(num_classes: int, channels: int) -> Task:
         projections=projections,
         distances=distances,
         noun="image",
+        name=NAME,
     )
 
 

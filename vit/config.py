@@ -4,24 +4,26 @@ A config file (`experiments/configs/*.py`) defines `get_config() -> Config`; a f
 field, as in `--config.attention.coupling=pm`. `validate` checks a config before any work starts.
 """
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import json
 import math
-import re
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from absl import flags
 
 import performer
-from performer.choices import unknown
+from performer.choices import moved, unknown
 from vit import bounded, files
+
+FLAGS = ("parse_flags", "from_flag")
+__getattr__ = moved(__name__, **{name: f"vit.arguments.{name}" for name in FLAGS})
 
 
 class Size(NamedTuple):
@@ -96,7 +98,9 @@ class Data:
     dir: str = ""
     """Where TFDS data sets lie: the --out of `vit.prepare`, or TFDS's own data_dir."""
     train_split: str = "train"
+    """What is trained on: a split, a part as "train[:90%]", or several with "+" between."""
     eval_split: str = "test"
+    """What is evaluated on, in the same words."""
     image_size: int = 8
     """What the model sees, in pixels on a side."""
     eval_resize: int = 0
@@ -135,14 +139,19 @@ class Optim:
     """AdamW; the rate rises linearly, stays, and falls as a half cosine to the end of the run."""
 
     learning_rate: float = 1e-3
+    """The highest one."""
     final_learning_rate: float = 1e-5
+    """The last one."""
     warmup_steps: int = 100
+    """In which the rate rises from 0."""
     constant_steps: int = 0
+    """Then it stays for so many."""
     weight_decay: float = 1e-4
     """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm; 0: not."""
     label_smoothing: float = 0.0
+    """Share of the label that goes to all classes alike (Szegedy et al. 2016)."""
     accumulate: int = 1
     """Parts in which a batch goes through the model one after another, to save memory."""
     ema: float = 0.0
@@ -161,7 +170,9 @@ class Config:
     data: Data = dataclasses.field(default_factory=Data)
     optim: Optim = dataclasses.field(default_factory=Optim)
     seed: int = 0
+    """Of the parameters, the frequencies, the order of the data, augmentations and dropout."""
     num_epochs: float = 10.0
+    """How often the training split is seen; parts of an epoch, too."""
     restarts: str = ""
     """Epochs, as "10,30", at which the rate rises again by a warm-up of its own, stays, and falls
     until the next one or the end of the run (Loshchilov & Hutter 2017); `--extend` adds one."""
@@ -191,62 +202,21 @@ TYPES = _types()
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
-def parse_flags(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """absl's flag parser; what it cannot take ends the program with one line, nothing is dropped.
-
-    Args:
-        argv: the name of the program and its arguments.
-        values: the flags.
-
-    Returns:
-        The name of the program: a word that belongs to no flag is refused.
-    """
-    fields = flatten(Config())
-    for argument in argv[1:] if "config" in values else ():
-        override = re.match(r"--?(?:no)?config\.([^=]*)", argument)
-        if override and override[1] not in fields:
-            name, names = f"--config.{override[1]}", [f"--config.{field}" for field in fields]
-            sys.exit(unknown("flag", name, names))
-    try:
-        program, *words = values(list(argv))
-    except flags.Error as error:
-        sys.exit(_flag_error(str(error)))
-    except Exception as error:  # a config file is a program: it may raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
-    if words:
-        sys.exit(f"{words[0]!r} is no flag: did you mean '--{words[0].lstrip('-')}'?")
-    for name in values:
-        flag = values[name]
-        if flag.present and flag.default is None and flag.value == "":
-            sys.exit(f"--{name}= is empty: leave it out, or say what it is")
-    return [program]
-
-
-def _flag_error(message: str) -> str:
-    """absl's message as one line, with what the field of a config may be."""
-    given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
-    if given and given[2] in TYPES:
-        return f"{_one_line(given[1])}: {allowed(given[2])}"
-    first, *between = message.strip().splitlines()  # of a config file the whole traceback
-    return _one_line(" ".join([first, *between[-1:]]))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def from_flag(flag: Any) -> Config:
-    """The value of a `config_flags.DEFINE_config_file` flag, a `Config`; exits where it is none."""
-    try:
-        getattr(flag.value, "seed", None)  # a file that could not be read raises only now
-    except OSError as error:
-        sys.exit(f"--config: {_one_line(str(error))}")
-    if not isinstance(flag.value, Config):
-        kind = type(flag.value).__name__
-        sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
-    return flag.value
+def meanings() -> dict[str, str]:
+    """{"attention.coupling": "A name that ...", ...}: what stands below every field here."""
+    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    texts: dict[tuple[str, str], str] = {}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, text in itertools.pairwise(kind.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(value))):
+                    texts[kind.name, name] = " ".join(value.split())
+    sections = typing.get_type_hints(Config)
+    return {
+        field: texts.get((sections[first].__name__ if last else "Config", last or first), "")
+        for field in TYPES
+        for first, _, last in [field.partition(".")]
+    }
 
 
 def parse_variant(variant: str) -> tuple[Size, int]:

@@ -27,8 +27,10 @@ from pathlib import Path
 import jax
 from absl import app, flags, logging
 
-from vit import checkpoint, data, metrics, moved, report, runs, safety
+from performer.choices import moved
+from vit import checkpoint, data, metrics, report, runs, safety
 from vit import config as configs
+from vit.arguments import parse_flags
 from vit.conversion import compare, layers_of, measure, performer_of
 
 __getattr__ = moved(__name__, save_run="vit.runs.begin")
@@ -223,4 +225,4 @@ if __name__ == "__main__":
     _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
     _NUM_EPOCHS = flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
     _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-4, "likewise")
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from vit import moved
+from performer.choices import moved
 
 __getattr__ = moved(__name__, forward_flops="vit.classification.forward_flops")
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -24,6 +25,8 @@ from PIL import Image
 
 from performer.choices import unknown
 from vit import augment, bounded, config, safety
+from vit.cli import command
+from vit.sources import forms
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
@@ -39,12 +42,12 @@ def labelled_image(
     record: Any, rng: np.random.Generator | None, data: config.Data, dataset: "Dataset"
 ) -> Batch:
     """The image and label of a record; with a generator as training sees them."""
-    size, channels = data.image_size, dataset.channels
+    image, channels = record["image"], dataset.channels
     if rng is not None and data.crop == "inception":
         box = partial(augment.inception_box, rng=rng)
-        image = _pixels(record["image"], size, channels, box, Image.Resampling.BILINEAR)
+        image = _pixels(image, data.image_size, channels, box, Image.Resampling.BILINEAR)
     else:
-        image = _pixels(record["image"], size, channels, partial(_center_box, data=data))
+        image = evaluated_pixels(image, data, channels)
     label = _label(record, dataset)
     return {"image": image if rng is None else _augmented(image, rng, data), "label": label}
 
@@ -60,13 +63,19 @@ class Dataset(NamedTuple):
 
     train: Sequence[Any]
     evaluation: Sequence[Any]
-    num_classes: int = 0
+    class_names: tuple[str, ...] = ()
+    """Of the labels 0, 1, ...: of images with a class."""
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
     """(record, generator or None in evaluation, section of the config, data set) -> an example:
     arrays by name, always of the same shapes."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.class_names)
 
 
 def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
@@ -162,8 +171,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Every evaluation example once, in order, in ceil(n / batch_size) batches of the same shape.
 
-    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
-    centre is cut out, in one resampling; an image that has the right size passes untouched.
+    Images are those of `evaluated_pixels`.
 
     Args:
         dataset: what `load` returns.
@@ -284,6 +292,18 @@ def _label(record: dict[str, Any], dataset: Dataset) -> np.int32:
     return np.int32(label)
 
 
+def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
+    """What evaluation sees of an array or encoded image, (image_size, image_size, channels) uint8.
+
+    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
+    centre is cut out, in one resampling; an image that has the right size passes untouched.
+
+    Raises:
+        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
+    """
+    return _pixels(image, data.image_size, channels, partial(_center_box, data=data))
+
+
 def _center_box(width: int, height: int, data: config.Data) -> augment.Box:
     """What evaluation sees of an image, in its own pixels."""
     side = min(width, height) * data.image_size / (data.eval_resize or data.image_size)
@@ -341,37 +361,27 @@ def _digits(data: config.Data) -> Dataset:
     images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     records = [{"image": i, "label": label} for i, label in zip(images, labels, strict=True)]
     train, evaluation = train_test_split(records, test_size=0.2, random_state=0, stratify=labels)
-    return Dataset(list(train), list(evaluation), num_classes=10, channels=1)
+    return Dataset(list(train), list(evaluation), tuple(map(str, range(10))), channels=1)
 
 
 def _from_tfds(data: config.Data) -> Dataset:
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import read_only_builder
 
-    names = ["digits"]
-    if data.dir:
-        root = epath.Path(data.dir)  # name/version or name/config/version
-        infos = [f for depth in ("*/*", "*/*/*") for f in root.glob(f"{depth}/dataset_info.json")]
-        versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
-        names += sorted({str(version.parent.relative_to(root)) for version in versions})
-    if data.name not in names:
-        raise ValueError(
-            f"{unknown('config.data.name', data.name, names)} (in config.data.dir={data.dir!r};"
-            " python -m vit.prepare makes a data set of raw images)"
-        )
+    _check_named(data)
     try:
         builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
         features: Any = builder.info.features
-        num_classes, channels = features["label"].num_classes, features["image"].shape[-1]
+        class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
     except Exception as error:  # what is written there may be anything
         raise ValueError(
             f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
             f" it has no image and label: {type(error).__name__}: {error}"
         ) from error
-    if not num_classes or channels not in (1, 3):
+    if not class_names or channels not in (1, 3):
         raise ValueError(
-            f"{data.name!r} has {num_classes} classes and {channels} channels: images of 1 or 3"
-            " channels with a class are needed"
+            f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
+            " or 3 channels with a class are needed"
         )
     sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
@@ -392,7 +402,68 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
             ) from error
     train, evaluation = sources
-    return Dataset(train, evaluation, num_classes, channels)
+    return Dataset(train, evaluation, class_names, channels)
+
+
+def splits(data: config.Data) -> dict[str, int]:
+    """The splits of a TFDS data set, and how many records they have.
+
+    Raises:
+        ValueError: when there is no such data set.
+    """
+    from tensorflow_datasets.core import read_only_builder
+
+    _check_named(data)
+    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    return {name: split.num_examples for name, split in builder.info.splits.items()}
+
+
+def _check_named(data: config.Data) -> None:
+    """Raises ValueError when the folder has no data set of that name; it says what it has."""
+    root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
+    names = _names(root) if data.dir else []
+    if data.name in names:
+        return
+    if data.dir and not root.exists():
+        raise ValueError(f"{given} does not exist")
+    for folder in (root / data.name, root) if data.dir else ():
+        if words := _raw(folder):
+            prepare = command("prepare", source=folder, out="data")
+            raise ValueError(
+                f"{folder} holds raw pictures ({words}): make a data set of them by {prepare}"
+            )
+    if any(_versions(root.parent, f"{root.name}/")):
+        raise ValueError(
+            f"{given} is a data set itself: give --config.data.dir={root.parent}"
+            f" --config.data.name={root.name}"
+        )
+    if data.dir and not names:
+        prepare = command("prepare", source="FOLDER", out=data.dir)
+        raise ValueError(f"{given} holds no data set; one is made of pictures by {prepare}")
+    raise ValueError(
+        f"{unknown('config.data.name', data.name, ['digits', *names])} (in {given};"
+        " vit.prepare makes a data set of raw pictures)"
+    )
+
+
+def _names(root: epath.Path) -> list[str]:
+    """Of the data sets in a folder: name, or name/config."""
+    versions = [*_versions(root, "*/"), *_versions(root, "*/*/")]
+    return sorted({str(v.parent.relative_to(root)) for v in versions})
+
+
+def _versions(root: epath.Path, below: str) -> list[epath.Path]:
+    infos = root.glob(f"{below}*/dataset_info.json")
+    return [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
+
+
+def _raw(folder: epath.Path) -> str:
+    """In which form the folder holds raw pictures; empty where it holds none."""
+    try:
+        found = forms.form(Path(folder)) if folder.is_dir() else None
+    except (OSError, ValueError) as error:
+        return str(error)
+    return found.words if found else ""
 
 
 def _check_shards(split: Any) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from vit import class_report, data, metrics, moved, runs
-from vit import config as configs
+from performer.choices import moved
+from vit import class_report, data, metrics, runs
+from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
@@ -67,8 +68,8 @@ def report_classes(workdir: Path) -> str:
     """
     run = runs.restore(workdir)
     counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
-    names = class_report.class_names(run.config.data, run.dataset.num_classes)
-    return class_report.summary(counted, class_report.write(counted, names, workdir))
+    records = class_report.write(counted, run.dataset.class_names, workdir)
+    return class_report.summary(counted, records)
 
 
 def main(_: list[str]) -> None:
@@ -90,4 +91,4 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -146,7 +146,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if lead:
             stack.enter_context(safety.exclusive(workdir))
-            runs.claim(workdir, config)
+            runs.claim(workdir, config, dataset, task)
         stopping = stack.enter_context(safety.interruption())
 
         # Where the run stands.

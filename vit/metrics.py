@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit import files, moved
+from performer.choices import moved
+from vit import files
 
 Record = dict[str, Any]
 

@@ -39,6 +39,7 @@ from ml_collections import config_flags
 
 from vit import bounded, data, transfer
 from vit import config as configs
+from vit.arguments import from_flag, parse_flags
 from vit.model import ViT
 from vit.task import Task
 
@@ -256,7 +257,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     try:
-        config = configs.from_flag(_CONFIG)
+        config = from_flag(_CONFIG)
         report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -268,4 +269,4 @@ if __name__ == "__main__":
     _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
     flags.mark_flags_as_required(["config"])
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)

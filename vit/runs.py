@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import math
+import platform
 from collections.abc import Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+import performer
 from vit import checkpoint, classification, data, devices, files, metrics, optim, steps
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
@@ -135,11 +138,38 @@ def check_same(workdir: Path, config: configs.Config) -> None:
             )
 
 
-def claim(workdir: Path, config: configs.Config) -> None:
-    """Makes the folder of the run; refuses one that holds a run of another config."""
+def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
+    """Makes the folder of the run; refuses one that holds a run of another config or other data.
+
+    Its `task.json` is what a model can be used with when its data set is gone.
+    """
     check_same(workdir, config)
+    subject = workdir / "task.json"
+    new, old = description(dataset, task), files.noted(subject) or {}
+    for name in set(old) & set(new) - {"versions"}:
+        if old[name] != new[name]:
+            raise ValueError(
+                f"{workdir} holds another run: {name} was {str(old[name])[:200]}, and is"
+                f" {str(new[name])[:200]}; take another --workdir, or the run's own data"
+            )
     workdir.mkdir(parents=True, exist_ok=True)
+    files.note(subject, new)
     configs.save(config, workdir / "config.json")
+
+
+def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
+    """What a run's `task.json` says: the task, its classes and data, and what it was run with."""
+    return {
+        "task": task.name,
+        "class_names": list(dataset.class_names),
+        "channels": dataset.channels,
+        "training examples": len(dataset.train),
+        "versions": {
+            "python": platform.python_version(),
+            "performer": performer.__version__,
+            **{name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+        },
+    }
 
 
 def begin(
@@ -153,7 +183,7 @@ def begin(
     optimizer = steps.optimizer(config, task, rate(config, dataset), model)
     with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(workdir, config)
+    claim(workdir, config, dataset, task)
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
@@ -190,8 +220,6 @@ def restore(
     Raises:
         ValueError: when the folder holds no run, or no checkpoint that can be read.
     """
-    if (workdir / "config.json").exists():
-        files.check(workdir / "config.json")
     config = configs.of_run(workdir)
     configs.validate(config)
     config.fsdp = math.gcd(config.fsdp, jax.device_count())

@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Integer
 
+from performer.choices import moved
 from performer.nnx import redraw
 from vit import config as configs
-from vit import data, devices, metrics, moved, optim
+from vit import data, devices, metrics, optim
 from vit.config import Config
 from vit.task import Model, Sums, Task, random_streams
 
@@ -63,13 +64,21 @@ def build(
     return _build(tuple(fields.items()), size, task, (num_steps, restarts), mesh)
 
 
+def shapes(
+    config: Config, task: Task, rate: optax.Schedule | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure of (model, optimizer) of a run, and the shapes of their state."""
+    new = partial(create, config, task, rate or optax.constant_schedule(0.0), config.seed)
+    return nnx.split(nnx.eval_shape(new))
+
+
 @lru_cache(maxsize=8)
 def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
     config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
     rate = optim.schedule(config.optim, *length)
     new = partial(create, config, task, rate, config.seed)
-    graph, shapes = nnx.split(nnx.eval_shape(new))
-    everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, shapes)
+    graph, arrays = shapes(config, task, rate)
+    everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, arrays)
 
     def initial() -> nnx.State:
         return nnx.state(new())
@@ -77,7 +86,7 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
     return Program(
         graph=graph,
         abstract=jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), arrays, shardings
         ),
         initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(

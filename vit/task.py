@@ -83,6 +83,8 @@ class Task(NamedTuple):
     `config.optim.layer_decay` is raised."""
     noun: str = "example"
     """What a row of a batch is called."""
+    name: str = ""
+    """What the folder of a run says that it has learned."""
 
     @property
     def rate(self) -> str:

@@ -15,8 +15,10 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, extension, loggers, metrics, moved, runs, transfer
+from vit import costs, data, devices, extension, loggers, metrics, runs, transfer
+from vit.arguments import from_flag, parse_flags
 from vit.loop import train
 from vit.task import Task
 
@@ -68,7 +70,7 @@ def main(_: list[str]) -> None:
         given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
             raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
-        config = configs.from_flag(_CONFIG) if given else configs.of_run(workdir)
+        config = from_flag(_CONFIG) if given else configs.of_run(workdir)
         if _DRY_RUN.value:
             print(dry_run(config))
             return
@@ -109,4 +111,4 @@ if __name__ == "__main__":
     _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are")
     _PROCESS_ID = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
     flags.mark_flags_as_required(["workdir"])
-    app.run(main, flags_parser=configs.parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -6,7 +6,7 @@
 The evaluated parameters of the other run are taken, the running mean if there is one. What fits is
 taken; what depends on data, image or attention is made to fit, or is new:
 
-    head         new where the number of classes differs
+    head         new where the classes differ: in number, or in name where both runs know them
     positions    resampled to the new grid (bicubic with antialiasing); "sincos" ones are computed
     patches      new where the patch size or the number of channels differs
     class token  new where the other run has none
@@ -18,7 +18,7 @@ The optimiser and the random streams begin anew, and width and depth must be the
 has all it needs: the other one may be removed when it has begun.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.nnx import PerformerAttention
-from vit import checkpoint, data, files, runs, safety
+from vit import checkpoint, data, files, runs, safety, use
 from vit import config as configs
 from vit.task import Model, Task, random_streams
 
@@ -40,7 +40,8 @@ Fill = Callable[[Model, Task, data.Dataset], list[str]]
 ORIGIN = "origin.json"
 """In the folder of a run that was begun from another: its place and step."""
 
-TOGETHER = ({"embed/kernel", "embed/bias"}, {"head/kernel", "head/bias"})
+HEAD = {"head/kernel", "head/bias"}
+TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
 """If one of them is new so is the other."""
 
 
@@ -76,10 +77,10 @@ def init_from(source: Path, config: configs.Config, workdir: Path) -> list[str]:
             f" --distributed, stop it, and start it on all of them (--workdir={workdir})"
         )
     configs.validate(config)
-    run = runs.restore(source)
-    _check_size(source, run.config, config)
-    fill = partial(take, source, run, config=config)
-    return start(config, workdir, fill, {"init_from": place, "step": run.step})
+    trained = use.load(source)
+    _check_size(source, trained.config, config)
+    fill = partial(take, source, trained, config=config)
+    return start(config, workdir, fill, {"init_from": place, "step": trained.step})
 
 
 def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
@@ -137,7 +138,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    run: runs.Restored,
+    trained: use.Trained,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -148,7 +149,7 @@ def take(
 
     Args:
         source: what messages call the run.
-        run: as restored.
+        trained: what it has learned.
         model: new; is changed.
         task: of the new model.
         dataset: likewise.
@@ -157,8 +158,7 @@ def take(
     Returns:
         Lines on what was taken and what not.
     """
-    trained = run.model()
-    old = {name: x[...] for name, x in parameters(trained).items()}
+    old = {name: x[...] for name, x in parameters(trained.model).items()}
     new = parameters(model)
     lines = []
     if "position" in old and "position" in new:
@@ -167,14 +167,15 @@ def take(
             old["position"] = resampled(old["position"], sides[1])
             lines = ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
     fresh = {name for name in new if name not in old or old[name].shape != new[name].shape}
-    if run.dataset.num_classes != dataset.num_classes:
-        fresh |= TOGETHER[1]
+    if not _same_classes(trained.class_names, dataset.class_names):
+        fresh |= HEAD
+        lines += ["head: new, for its classes are others"]
     fresh |= {name for names in TOGETHER if names & fresh for name in names}
     put(model, {name: x for name, x in old.items() if name in new and name not in fresh})
-    mean = " (the running mean)" if run.config.optim.ema else ""
+    mean = " (the running mean)" if trained.config.optim.ema else ""
     return [
-        f"{source} at step {run.step}: {len(new) - len(fresh)} of {len(new)} arrays of parameters"
-        f" are taken{mean}",
+        f"{source} at step {trained.step}: {len(new) - len(fresh)} of {len(new)} arrays of"
+        f" parameters are taken{mean}",
         *lines,
         *(
             f"{name}: {new[name].shape} new, "
@@ -182,8 +183,15 @@ def take(
             for name in sorted(fresh)
         ),
         *(f"{name}: left out, no place here" for name in sorted(set(old) - set(new))),
-        *_take_attention(run, trained, model, task, config),
+        *_take_attention(trained, model, task, config),
     ]
+
+
+def _same_classes(old: Sequence[str], new: Sequence[str]) -> bool:
+    """Numbers in the place of names say nothing of what the classes are."""
+    numbers = [str(i) for i in range(len(new))]
+    unknown = numbers in (list(old), list(new))
+    return len(old) == len(new) and (unknown or list(old) == list(new))
 
 
 def resampled(
@@ -200,16 +208,14 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
 
 
 def _take_attention(
-    run: runs.Restored, trained: Model, model: Model, task: Task, config: configs.Config
+    trained: use.Trained, model: Model, task: Task, config: configs.Config
 ) -> list[str]:
     """Frequencies and running moments into the new model; what became of them."""
-    different = [
-        f"{name} {old!r} -> {new!r}"
-        for name in FREQUENCIES
-        if (old := getattr(run.config.attention, name)) != (new := getattr(config.attention, name))
-    ]
+    attention = trained.config.attention, config.attention
+    fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
+    different = [f"{name} {a!r} -> {b!r}" for name, (a, b) in fields.items() if a != b]
     measured = False
-    pairs = zip(run.task.layers(trained), task.layers(model), strict=True)
+    pairs = zip(task.layers(trained.model), task.layers(model), strict=True)
     for old, new in ((a.attention_fn, b.attention_fn) for a, b in pairs):
         if not (isinstance(old, PerformerAttention) and isinstance(new, PerformerAttention)):
             continue

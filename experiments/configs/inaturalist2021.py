@@ -17,12 +17,12 @@ Expected: the paper prints curves only; of this data set it says that SimRF is n
 Not yet run here: it takes accelerators.
 """
 
-from experiments.configs import imagenet_simrf
+from vit import bundled
 from vit.config import Config
 
 
 def get_config() -> Config:
-    config = imagenet_simrf.get_config()
+    config = bundled.config("imagenet_simrf")
     config.data.name = "inaturalist2021"
     config.eval_every = 5_000
     return config

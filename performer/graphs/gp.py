@@ -24,7 +24,7 @@ from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import _descent
-from performer.choices import finite_arrays, positive_number
+from performer.choices import finite_arrays, moved, positive_number
 from performer.gp import Gaussian, Scales
 from performer.graphs import features, kernels, walks
 from performer.typing import Key
@@ -233,9 +233,7 @@ def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
     return nodes
 
 
-def __getattr__(name: str) -> Any:
-    if name == "posterior":
-        raise AttributeError(
-            "graphs.gp.posterior is graphs.gp.condition(kernel, observed, nodes, y, noise_scale)"
-        )
-    raise AttributeError(f"module 'performer.graphs.gp' has no attribute {name!r}")
+__getattr__ = moved(
+    __name__,
+    posterior="performer.graphs.gp.condition(kernel, observed, nodes, y, noise_scale)",
+)

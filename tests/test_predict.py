@@ -1,0 +1,155 @@
+"""What is on pictures, and where the model looks: the command, and rollout by its definition."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit
+from tests.small import TINY, small_config
+from vit import classification, config, loop, predict, rollout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    settings = small_config(model=config.Model(variant="XS/4", pooling="token"))
+    workdir = tmp_path_factory.mktemp("run")
+    loop.train(settings, workdir)
+    return vit.load(workdir)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three pictures, one of them in a folder within; one that is none; and a text."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "deep").mkdir()
+    for name in ("a.png", "b.JPG", "deep/c.bmp"):
+        pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    (tmp_path / "notes.txt").write_text("nothing to see")
+    return tmp_path
+
+
+def test_pictures_of_files_and_folders(folder):
+    found = predict.pictures([folder, folder / "notes.txt"])  # a file that is named is taken
+    names = [str(path.relative_to(folder)) for path in found]
+    assert names == ["a.png", "b.JPG", "broken.png", "deep/c.bmp", "notes.txt"]
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        predict.pictures([folder / "nowhere"])
+    with pytest.raises(ValueError, match="no pictures: give files, or folders with .jpg"):
+        predict.pictures([])
+
+
+def test_every_readable_picture_is_seen_once_in_order(model, folder, monkeypatch):
+    monkeypatch.setattr(predict.use, "LARGEST", 2)
+    paths, bad = predict.pictures([folder]), []
+    batches = list(predict.predict(model, paths, 3, lambda path, error: bad.append((path, error))))
+    seen = [each for batch in batches for each in batch]
+    assert [each.path for each in seen] == [p for p in paths if p.name != "broken.png"]
+    assert [(path.name, str(error).split(": ")[1]) for path, error in bad] == [
+        ("broken.png", "it is none of JPEG, PNG, BMP, GIF")
+    ]
+    alone = model.predict([each.path for each in seen]).top(3)
+    for each, expected in zip(seen, alone, strict=True):
+        assert [name for name, _ in each.top] == [name for name, _ in expected]
+        np.testing.assert_allclose([p for _, p in each.top], [p for _, p in expected], atol=1e-6)
+
+
+def test_rollout_is_that_of_the_paper():
+    """Abnar & Zuidema 2020, eq. 1, by a plain loop in float64; rows are distributions."""
+    rng = np.random.default_rng(0)
+    matrices = rng.dirichlet(np.ones(5), (3, 2, 4, 5))  # layers, images, heads, rows
+    ours = rollout.rollout(jnp.asarray(matrices, jnp.float32))
+    for image in range(2):
+        expected = np.eye(5)
+        for layer in matrices[:, image]:
+            expected = (layer.mean(axis=0) / 2 + np.eye(5) / 2) @ expected
+        np.testing.assert_allclose(ours[image], expected, atol=1e-6)
+    np.testing.assert_allclose(ours.sum(axis=-1), 1, atol=1e-5)
+
+
+def test_maps_are_of_the_models_own_queries_and_keys(model):
+    """The class token's row over the patches; exact from softmax written out, layer by layer."""
+    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)
+    maps = rollout.maps(model.model, images)
+    assert maps.own.shape == maps.exact.shape == (2, 2, 2)
+    assert not np.allclose(maps.own, maps.exact, atol=1e-4)
+    matrices = []
+    for query, key, _ in classification.projections(model.model, {"image": jnp.asarray(images)}):
+        products = np.einsum("bthd,bshd->bhts", query, key) / TINY.head_dim**0.5
+        matrices.append(np.exp(products) / np.exp(products).sum(axis=-1, keepdims=True))
+    row = np.asarray(rollout.rollout(jnp.asarray(np.stack(matrices))))[:, 0, 1:]
+    expected = row / row.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(maps.exact.reshape(2, 4), expected, atol=1e-5)
+    np.testing.assert_allclose(maps.own.sum(axis=(1, 2)), 1, atol=1e-5)
+
+
+def test_maps_become_pictures(model, folder):
+    seen = next(predict.predict(model, [folder / "a.png"]))
+    predict.draw_attention(model, seen, folder / "maps", 7)
+    with Image.open(folder / "maps" / "00007_a.png") as drawn:
+        assert drawn.width > 2 * drawn.height  # the picture, estimated, exact
+
+
+PROGRAM = """
+import sys
+from tests.small import TINY
+from vit import config
+config.SIZES["XS"] = TINY
+import runpy
+sys.argv[0] = "vit.predict"
+runpy.run_module("vit.predict", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    loop.train(small_config(), workdir)
+    return workdir
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+
+
+def test_the_command(workdir, folder):
+    """Writes the table, names and counts what cannot be read, and says what can be done next."""
+    table = folder / "table.csv"
+    done = command(f"--workdir={workdir}", f"--csv={table}", "--top=2", folder)
+    assert done.returncode == 0, done.stderr
+    assert "broken.png cannot be read as an image: it is none of" in done.stderr
+    assert f"3 pictures -> {table}; 1 could not be read" in done.stderr
+    assert f"vit.export --workdir={workdir}" in done.stdout
+    lines = list(csv.reader(table.open()))
+    assert lines[0] == ["file", "class 1", "probability 1", "class 2", "probability 2"]
+    assert [Path(line[0]).name for line in lines[1:]] == ["a.png", "b.JPG", "c.bmp"]
+    before = table.read_bytes()
+    again = command(f"--workdir={workdir}", f"--csv={table}", folder)
+    assert again.returncode == 1
+    assert "table.csv exists already" in again.stderr
+    assert table.read_bytes() == before
+
+
+def test_nothing_to_see(workdir, folder):
+    done = command(f"--workdir={workdir}", folder / "broken.png")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "0 pictures; 1 could not be read" in done.stderr

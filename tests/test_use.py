@@ -1,0 +1,187 @@
+"""A trained run as a thing to use: what it keeps, and what a model says of pictures."""
+
+import io
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+import vit
+from tests import sequences
+from tests.small import TINY, small_config
+from vit import classification, config, data, files, loop, runs, use
+
+SETTINGS = small_config(
+    optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),
+    data=config.Data(batch_size=32, eval_resize=10),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "digits"
+    return workdir, loop.train(SETTINGS, workdir)
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return vit.load(run[0])
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_a_run_keeps_what_its_model_needs(run):
+    workdir, _ = run
+    found = files.noted(workdir / "task.json")
+    assert found["task"] == "classification"
+    assert found["class_names"] == list("0123456789")
+    assert found["channels"] == 1
+    assert found["training examples"] == 1437
+    assert found["versions"]["jax"] == jax.__version__
+
+
+def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
+    """The running mean of the parameters; same accuracy as in the log."""
+    workdir, record = run
+    records = data.load(SETTINGS.data).evaluation
+    monkeypatch.setattr(data, "load", None)
+    model = vit.load(workdir)
+    logits, _ = model.outputs([record["image"] for record in records])
+    labels = jnp.asarray([record["label"] for record in records])
+    hits = classification.label_rank(jnp.asarray(logits), labels) == 0
+    assert float(hits.mean()) == pytest.approx(record["eval_accuracy"])
+    assert (model.step, model.channels) == (3, 1)
+    assert "ViT" not in repr(model)  # a notebook would show every array
+
+
+def test_probabilities_and_names(model):
+    images = noise(5, 8, 8)
+    said = model.predict(images)
+    pixels = jnp.stack([model.pixels(image) for image in images])
+    logits, intermediates = nnx.jit(lambda m, x: m(x))(model.model, pixels)
+    np.testing.assert_allclose(said.probabilities, jax.nn.softmax(logits), atol=1e-6)
+    np.testing.assert_allclose(model.features(images), intermediates["pooled"], atol=1e-5)
+    assert said.labels == [str(i) for i in said.probabilities.argmax(axis=1)]
+    first = said.top(3)[0]
+    assert [p for _, p in first] == sorted(said.probabilities[0], reverse=True)[:3]
+    assert first[0][0] == said.labels[0]
+
+
+def test_images_are_those_of_the_evaluation(model, tmp_path):
+    """Of any size, as arrays or files, in colour or grey, and in batches of any number."""
+    wide = noise(30, 40, 3)
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    record = {"image": (tmp_path / "wide.png").read_bytes(), "label": 0}
+    dataset = data.Dataset([], [record], tuple("0123456789"), channels=1)
+    expected = next(data.eval_batches(dataset, SETTINGS.data))["image"][0]
+    np.testing.assert_array_equal(model.pixels(tmp_path / "wide.png"), expected)
+    np.testing.assert_array_equal(model.pixels(wide), expected)
+    many = [wide, noise(8, 8), noise(9, 7, 1), *noise(use.LARGEST, 8, 8, seed=1)]
+    alone = np.concatenate([model.outputs([image])[0] for image in many[:3]])
+    np.testing.assert_allclose(model.outputs(many)[0][:3], alone, atol=1e-5)
+    assert model.outputs(many)[0].shape == (3 + use.LARGEST, 10)
+    one = model.predict(str(tmp_path / "wide.png"))
+    np.testing.assert_allclose(one.probabilities, jax.nn.softmax(alone[:1]), atol=1e-6)
+
+
+def test_a_turned_photograph_is_seen_upright(model):
+    """As `vit.prepare` stores it. 6: the right side is the top."""
+    picture = Image.fromarray(noise(8, 8, seed=2))
+    turned = io.BytesIO()
+    tags = Image.Exif()
+    tags[use.ORIENTATION] = 6
+    picture.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=tags)
+    np.testing.assert_array_equal(use.upright(turned.getvalue())[..., 0], np.asarray(picture))
+    plain = io.BytesIO()
+    picture.save(plain, "PNG")
+    assert use.upright(plain.getvalue()) == plain.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([], "no images are given"),
+        (noise(20, 30, 3), r"one image of shape \(20, 30, 3\): put it into a list"),
+        (noise(2, 8, 8) / 255, "array of float64: give uint8"),
+        ([noise(8, 8, 4)], r"its shape is \(8, 8, 4\): give"),
+        (["nowhere.png"], "nowhere.png cannot be read as an image: .*No such file"),
+        ([__file__], "test_use.py cannot be read as an image"),
+    ],
+)
+def test_what_is_no_image_is_refused(model, images, message):
+    with pytest.raises(ValueError, match=message):
+        model.predict(images)
+
+
+def test_a_step_can_be_chosen(run):
+    assert vit.load(run[0], step=2).step == 2
+    with pytest.raises(ValueError, match="holds no checkpoint of step 7, but of 2, 3"):
+        vit.load(run[0], step=7)
+
+
+def test_a_run_of_an_older_version(run, tmp_path, capsys):
+    """Has no task.json: classes and channels are read from its arrays."""
+    workdir = tmp_path / "old"
+    shutil.copytree(run[0], workdir)
+    (workdir / "task.json").unlink()
+    model = vit.load(workdir)
+    assert (model.class_names, model.channels) == (tuple("0123456789"), 1)
+    assert (
+        "has no task.json that can be read: its classes are called 0, 1" in capsys.readouterr().out
+    )
+    same = vit.load(run[0])
+    images = noise(2, 8, 8)
+    np.testing.assert_array_equal(model.outputs(images)[0], same.outputs(images)[0])
+    runs.claim(workdir, SETTINGS, *runs.subject(SETTINGS))  # the next start writes it
+    assert files.noted(workdir / "task.json") == files.noted(run[0] / "task.json")
+
+
+def test_other_data_under_the_same_config_are_refused(run, tmp_path):
+    """The labels of a data set that was made anew may mean other classes."""
+    workdir = tmp_path / "run"
+    shutil.copytree(run[0], workdir)
+    dataset, task = runs.subject(SETTINGS)
+    before = (workdir / "task.json").read_bytes()
+    for other, message in [
+        (dataset._replace(class_names=tuple("9876543210")), "class_names was"),
+        (dataset._replace(train=dataset.train[:-1]), "training examples was 1437, and is 1436"),
+    ]:
+        with pytest.raises(ValueError, match=f"holds another run: {message}"):
+            loop.train(SETTINGS, workdir, other)
+    assert (workdir / "task.json").read_bytes() == before
+    newer = json.loads(before) | {"versions": {"jax": "0.1"}}
+    newer.pop("checksum")
+    files.note(workdir / "task.json", newer)
+    runs.claim(workdir, SETTINGS, dataset, task)  # another version is none
+
+
+def test_a_run_of_another_task_is_named(tmp_path):
+    rng = np.random.default_rng(0)
+    records = [{"x": rng.normal(size=(12, 2)), "y": rng.normal(size=12)} for _ in range(32)]
+    dataset, task = data.in_memory(records, records), sequences.TASK._replace(name="regression")
+    runs.claim(tmp_path, SETTINGS, dataset, task)
+    with pytest.raises(ValueError, match="a run that learned 'regression', not to classify"):
+        vit.load(tmp_path)
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no run \(no config.json\)"):
+        vit.load(tmp_path / "none")
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="no regular file"):
+        vit.load(tmp_path)

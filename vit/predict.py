@@ -1,0 +1,160 @@
+"""Says what is on pictures, by a trained run; the data set of the run is not needed.
+
+    python -m vit.predict --workdir=runs/photos cat.jpg folder_of_pictures
+    python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
+    python -m vit.predict --workdir=runs/photos --attention=maps cat.jpg
+
+Of a folder all JPEG, PNG, BMP and GIF files are taken, those in folders within it, too. A file that
+cannot be read is named and counted. With --csv the likeliest classes of every picture go into that
+file; without, they are printed. With --attention the folder receives a picture for each: where the
+model looks, by its estimated attention and by exact attention (`vit.rollout`).
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from rich.console import Console
+from rich.progress import Progress
+
+from vit import cli, report, rollout, use
+from vit.arguments import parse_flags
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+READERS = 8
+"""Threads that decode."""
+
+
+class Seen(NamedTuple):
+    """A picture, and what the model says of it."""
+
+    path: Path
+    pixels: Any
+    """As the model sees it, an array (size, size, c) of uint8."""
+    top: list[tuple[str, float]]
+    """The likeliest classes with their probabilities."""
+
+
+def pictures(paths: Iterable[Path]) -> list[Path]:
+    """The files, and those in the folders that look like pictures, in order.
+
+    Raises:
+        ValueError: for a path that there is not, or when nothing is left.
+    """
+    found = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        found += inside if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"no pictures: give files, or folders with {', '.join(SUFFIXES)} in them")
+    return found
+
+
+def predict(
+    model: use.Trained,
+    paths: Sequence[Path],
+    top: int = 5,
+    unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
+) -> Iterator[list[Seen]]:
+    """What the model says of the pictures, batch by batch.
+
+    Args:
+        model: of `vit.load`.
+        paths: of files.
+        top: how many classes of each.
+        unreadable: called for a file that cannot be read, which is left out.
+    """
+
+    def read(path: Path) -> np.ndarray | None:
+        try:
+            return model.pixels(path)
+        except ValueError as error:
+            unreadable(path, error)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for start in range(0, len(paths), use.LARGEST):
+            batch = paths[start : start + use.LARGEST]
+            decoded = zip(batch, pool.map(read, batch), strict=True)
+            readable = [(path, pixels) for path, pixels in decoded if pixels is not None]
+            if not readable:
+                yield []
+                continue
+            logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
+            said = model.prediction(logits).top(top)
+            yield [Seen(*each, names) for each, names in zip(readable, said, strict=True)]
+
+
+def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start: int) -> None:
+    """Writes a picture for each, numbered from `start`: where the model looks."""
+    same = model.config.attention.kind == "softmax"
+    for number, (path, pixels, top) in enumerate(seen, start):
+        maps = jax.tree.map(lambda x: x[0], rollout.maps(model.model, pixels[None]))
+        title = f"{path.name}: {top[0][0]} {top[0][1]:.2f}"
+        rollout.draw(pixels, title, maps, folder / f"{number:05d}_{path.stem}", same=same)
+
+
+def line(seen: Seen) -> str:
+    """Of a picture, to print."""
+    return f"{seen.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in seen.top)
+
+
+def rows(seen: Sequence[Seen]) -> list[list[Any]]:
+    """A table: the file, then class and probability in turn, the likeliest first."""
+    pairs = range(1, 1 + max((len(each.top) for each in seen), default=0))
+    head = ["file", *(name for k in pairs for name in (f"class {k}", f"probability {k}"))]
+    return [head, *([str(path), *(x for pair in top for x in pair)] for path, _, top in seen)]
+
+
+def main(words: list[str]) -> None:
+    """The command line."""
+    logging.set_verbosity(logging.WARNING)
+    table, bad, seen = _CSV.value and Path(_CSV.value), [], []
+    try:
+        if table and table.exists():
+            raise ValueError(f"--csv={table} exists already: remove it or take another name")
+        paths = pictures(map(Path, words[1:]))
+        model = use.load(str(_WORKDIR.value), _STEP.value)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+    def unreadable(path: Path, error: Exception) -> None:
+        bad.append(path)
+        print(error, file=sys.stderr)
+
+    with Progress(console=Console(stderr=True), disable=not table) as progress:
+        bar = progress.add_task("pictures", total=len(paths))
+        try:
+            for batch in predict(model, paths, _TOP.value, unreadable):
+                if _ATTENTION.value:
+                    draw_attention(model, batch, Path(_ATTENTION.value), len(seen))
+                if not table:
+                    print("".join(f"{line(each)}\n" for each in batch), end="", flush=True)
+                seen += [each._replace(pixels=None) for each in batch]
+                progress.update(bar, completed=len(seen) + len(bad))
+        finally:  # what is done stays, when somebody stops it too
+            if table and seen:
+                report.write_csv(table, rows(seen))
+    places = " and ".join(filter(None, [_CSV.value, _ATTENTION.value]))
+    written = f" -> {places}" if places and seen else ""
+    print(f"{len(seen)} pictures{written}; {len(bad)} could not be read", file=sys.stderr)
+    if not seen:
+        sys.exit(1)
+    name = f"{Path(_WORKDIR.value).name}.stablehlo"
+    print(f"a file for other programs: {cli.command('export', workdir=_WORKDIR.value, out=name)}")
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
+    _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the newest if not given", 0)
+    _TOP = flags.DEFINE_integer("top", 5, "how many classes of each picture", 1)
+    _CSV = flags.DEFINE_string("csv", None, "file of the predictions, instead of printing them")
+    _ATTENTION = flags.DEFINE_string("attention", None, "folder of pictures of the attention")
+    app.run(main, flags_parser=partial(parse_flags, words=True))

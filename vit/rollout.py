@@ -1,0 +1,103 @@
+"""Where a model looks: attention rollout, with its own attention and with exact attention.
+
+Abnar & Zuidema 2020, eq. 1: with A_l the attention matrix of layer l, mean over heads,
+
+    R_l = (A_l + I) / 2 R_{l-1},    R_0 = I,
+
+whose row t says how much each patch has to do with token t of the last layer.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from performer.attention import attention_weights
+from performer.nnx import PerformerAttention
+from vit import augment, classification, report
+from vit.model import ViT
+
+
+class Maps(NamedTuple):
+    """For n images how much each patch counts, each map summing to 1."""
+
+    own: Float[Array, "n side side"]
+    """With the model's own attention: what its frequencies estimate, or softmax."""
+    exact: Float[Array, "n side side"]
+    """With softmax of the same queries and keys."""
+
+
+def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s"]:
+    """R_L, from the first layer to the last."""
+    mixed = (jnp.mean(matrices, axis=2) + jnp.eye(matrices.shape[-1])) / 2
+    total = mixed[0]
+    for layer in mixed[1:]:
+        total = layer @ total
+    return total
+
+
+@nnx.jit
+def maps(model: ViT, images: Array) -> Maps:
+    """What the class token has to do with each patch, or the mean over the patches.
+
+    Args:
+        model: in evaluation mode.
+        images: (n, size, size, c), as the model sees them.
+    """
+    own, exact = [], []
+    triples = classification.projections(model, {"image": images})
+    for layer, (query, key, _) in zip(classification.layers(model), triples, strict=True):
+        products = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
+        exact.append(jax.nn.softmax(products.astype(jnp.float32)))
+        own.append(estimated(layer.attention_fn, query, key, exact[-1]))
+    return Maps(*(_on_patches(model, rollout(jnp.stack(x))) for x in (own, exact)))
+
+
+def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> Array:
+    """The matrix (b, heads, t, s) that a layer's own attention stands for."""
+    if not isinstance(attention_fn, PerformerAttention):
+        return exact
+    return attention_weights(
+        query,
+        key,
+        attention_fn.frequencies[...],
+        calibration=attention_fn.calibration,
+        feature_map=attention_fn.feature_map,
+    )
+
+
+def _on_patches(model: ViT, total: Float[Array, "n s s"]) -> Float[Array, "n side side"]:
+    rows = total[:, 0, 1:] if model.pooling == "token" else jnp.mean(total, axis=1)
+    rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
+    side = round(rows.shape[-1] ** 0.5)
+    return rows.reshape(-1, side, side)
+
+
+def draw(image: np.ndarray, title: str, maps: Maps, path: Path, *, same: bool) -> None:
+    """Writes `path`.png: the picture, and over it how much each patch counts.
+
+    Args:
+        image: (size, size, c), as the model sees it.
+        title: of the picture.
+        maps: of this picture, without the axis n.
+        path: of the file, without suffix.
+        same: whether the model's own attention is the exact one, so that one map is all.
+    """
+    shown = {"exact attention": maps.exact}
+    if not same:
+        shown = {"estimated attention": maps.own, **shown}
+    drawn, axes = report.figure(path, columns=1 + len(shown))
+    picture = augment.to_pil(image).convert("RGB")
+    largest = max(float(values.max()) for values in shown.values())
+    whole, heat = (0, 1, 1, 0), None
+    for axis, name in zip(axes, [title, *shown], strict=True):
+        axis.imshow(picture, extent=whole)
+        axis.set(title=report.literal(name), xticks=[], yticks=[])
+    for axis, values in zip(axes[1:], shown.values(), strict=True):
+        heat = axis.imshow(np.asarray(values), extent=whole, alpha=0.65, vmin=0, vmax=largest)
+    drawn.colorbar(heat, ax=axes[1:], label="share of the patch (rollout)", shrink=0.8)
+    report.save(drawn, path)
