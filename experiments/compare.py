@@ -27,7 +27,7 @@ from ml_collections import config_flags
 
 from experiments import compare_report, ensemble
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, optim, runs, safety
+from vit import attention_report, checkpoint, data, files, metrics, runs, safety
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 
@@ -126,6 +126,8 @@ def claim(out: Path, grid: dict[str, Any]) -> None:
     if path.exists():
         try:
             old = dict(json.loads(files.read(path)))
+            if "config" in old:  # of a version that had fewer fields
+                old["config"] = dataclasses.asdict(configs.from_dict(old["config"]))
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{path}, which says what is compared, is damaged ({error}); bring it back, or take"
@@ -175,9 +177,9 @@ def compare(
         raise ValueError(unknown("--baseline", baseline, couplings))
     totals = []
     for setting in all_settings:
-        _, num_steps = runs.length(setting.config, data.load(setting.config.data))
-        optim.schedule(setting.config.optim, num_steps)
-        totals.append(num_steps)
+        dataset = data.load(setting.config.data)
+        runs.rate(setting.config, dataset)
+        totals.append(runs.length(setting.config, dataset)[1])
     seeds = [config.seed + i for i in range(num_seeds)]
     configs.validate(dataclasses.replace(config, seed=seeds[-1]))
     contents = {
