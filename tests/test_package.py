@@ -1,13 +1,16 @@
 """What others install: a source distribution, and the wheel that is built from it."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import performer
 
@@ -107,6 +110,52 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
             text=True,
         )
         assert message in done.stderr, name
+
+
+def photographs(folder):
+    """Two classes that colour tells apart, 14 pictures each."""
+    rng = np.random.default_rng(0)
+    for name, colour in ("forest", (40, 160, 60)), ("sea", (30, 80, 200)):
+        (folder / name).mkdir(parents=True)
+        for i in range(14):
+            pixels = np.clip(rng.normal(colour, 25, (16, 18, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+
+
+ALONE = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("performer", "vit", "experiments", "flax"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_from_photographs_to_a_program_that_jax_alone_runs(installed, tmp_path):
+    """Four commands in an empty folder, each as the one before it printed it."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+
+    def shell(text):
+        return run("sh", "-c", text, cwd=tmp_path, env=environment)
+
+    def printed(name, text):
+        return re.search(f"performer-vit {name} .*", text)[0]
+
+    photographs(tmp_path / "photos")
+    done = shell("performer-vit prepare --source=photos --out=data --validation=0.15")
+    assert "24 train, 4 validation" in done
+    done = shell(printed("train", done))
+    assert float(re.search("validation accuracy ([0-9.]+)", done)[1]) == 1.0
+    done = shell(printed("predict", done).replace("FILE_OR_FOLDER ...", "photos --top=1"))
+    right = re.findall(r"photos/(\w+)/\d+.png  (\w+) ", done)
+    assert len(right) == 28
+    assert all(truth == said for truth, said in right)
+    done = shell(printed("export", done))
+    (tmp_path / "alone.py").write_text(ALONE + done[done.index("import json") :])
+    said = shell(f"{sys.executable} alone.py")
+    assert said.strip() in ("['forest']", "['sea']")
 
 
 def test_every_place_has_the_same_version():

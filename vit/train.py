@@ -19,6 +19,7 @@ from performer.choices import moved
 from vit import config as configs
 from vit import costs, data, devices, metrics, runs, steps
 from vit.arguments import from_flag, parse_flags
+from vit.cli import command
 from vit.loop import train
 from vit.task import Task
 
@@ -80,6 +81,7 @@ def main(_: list[str]) -> None:
             f" ({record['eval_examples']} examples) after {record['epoch']:.0f} epochs,"
             f" {record['seconds']:.0f} s; the run is in {workdir}"
         )
+        print(f"on other pictures: {command('predict', workdir=workdir)} FILE_OR_FOLDER ...")
 
 
 if __name__ == "__main__":
