@@ -1,8 +1,8 @@
 """Compares couplings, or values of any flag, over several seeds; says what the seeds can show.
 
-    python -m experiments.compare --config=experiments/configs/digits.py \\
+    python -m experiments.compare --config=digits \\
         --couplings=softmax,orf,simrf,pnc,pm,pm-antithetic --seeds=8 --out=results/digits
-    python -m experiments.compare --config=experiments/configs/digits.py --couplings=orf,pm \\
+    python -m experiments.compare --config=digits --couplings=orf,pm \\
         --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
 
 "softmax" stands for exact attention. All settings have the same seeds: seed s means the same

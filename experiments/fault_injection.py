@@ -43,7 +43,7 @@ from experiments import config_mutations
 from vit import checkpoint, config, devices, loop, metrics, report, runs
 
 FLAGS = [
-    "--config=experiments/configs/digits.py",
+    "--config=digits",
     "--config.num_epochs=40",
     "--config.model.dropout=0.1",
     "--config.data.max_shift=1",

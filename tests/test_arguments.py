@@ -48,6 +48,7 @@ def message(*given):
         ("--heads=8", "--config.model.variant"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
+        ("--work-dir=x", "--workdir"),
         ("--learning_rat=1", "--config.optim.learning_rate"),
     ],
 )
@@ -57,6 +58,20 @@ def test_the_flag_that_is_meant(given, meant):
     word = given.lstrip("-")
     told = message("--config=digits", word)
     assert told == f"{word!r} is no flag: did you mean '{meant}={word.split('=')[1]}'?"
+
+
+def test_what_is_missing_or_out_of_place_is_told():
+    argv, values, _ = program("--config=digits")
+    flags.mark_flag_as_required("workdir", values)
+    with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
+        arguments.parse_flags(argv, values)
+    assert message("--config.seed=3") == (
+        "--config.seed is a field of a config: say of which by --config=NAME"
+    )
+    assert message("--config.seed=3", "--config=digits") == (
+        "--config.seed=3 stands before --config: put that first"
+    )
+    assert message("--config=digits", "runs/a") == "'runs/a' is no flag: --help lists them"
 
 
 def test_every_name_from_elsewhere_is_of_a_field_and_hides_none():

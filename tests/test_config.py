@@ -85,6 +85,14 @@ def test_differences_name_field_and_both_values():
             "unknown coupling 'pmm'; did you mean 'pm'",
         ),
         (
+            dict(attention=config.Attention(coupling="softmax")),
+            "coupling='softmax': no coupling: did you mean config.attention.kind=softmax",
+        ),
+        (
+            dict(attention=config.Attention(coupling="orthogonal")),
+            "unknown coupling 'orthogonal'; did you mean 'orf'",
+        ),
+        (
             dict(attention=config.Attention(calibration="ful")),
             "config.attention.calibration='ful': unknown calibration 'ful'; did you mean 'full'",
         ),

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from tests.test_prepare import write_idx
 from vit import config, data
 from vit.prepare import prepare
 from vit.sources import forms
@@ -65,6 +66,17 @@ def test_class_folders_without_splits_are_split(tmp_path, modes):
     assert dataset.channels == (1 if modes == ("L", "L") else 3)
 
 
+def test_pictures_of_other_formats_are_converted_or_counted(tmp_path, capsys):
+    source = tmp_path / "source"
+    for name in ("cat", "dog"):
+        (source / name).mkdir(parents=True)
+        for kind in ("BMP", "GIF", "WEBP", "TIFF"):
+            Image.new("RGB", (6, 5), "red").save(source / name / f"1.{kind.lower()}")
+    counts = prepare(source, tmp_path / "out", validation=0.5)
+    assert counts == {"train": 3, "validation": 3, "skipped": 2}
+    assert capsys.readouterr().err.count(".tiff: ") == 2
+
+
 def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
     rng = np.random.default_rng(0)
     labels = [*rng.permutation(np.repeat(["a", "b", "c"], [600, 300, 100])).tolist(), "alone"]
@@ -88,6 +100,15 @@ def test_shares_that_are_none(share):
 def test_nothing_to_hold_out():
     with pytest.raises(ValueError, match="no class has a second picture"):
         holdout(["a", "b"], 0.5, 0)
+
+
+def test_idx_files_without_a_test_file_are_split(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_idx(source)
+    for path in source.glob("t10k-*"):
+        path.unlink()
+    assert prepare(source, tmp_path / "out") == {"train": 18, "validation": 2, "skipped": 0}
 
 
 def write_table(source, header, row, suffix=".png", delimiter=",", folder=""):
@@ -300,3 +321,5 @@ def test_folders_of_no_form(tmp_path):
     (tmp_path / "cat" / "b.jpg").write_bytes(picture(1))
     with pytest.raises(ValueError, match="holds class folders .*, no table"):
         forms.read(tmp_path, "label")
+    with pytest.raises(ValueError, match="pictures of one class alone, 'cat'"):
+        prepare(tmp_path, tmp_path / "out")

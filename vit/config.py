@@ -459,6 +459,8 @@ def validate(config: Config) -> None:
     try:
         performer.calibration.parts(attention.calibration)
         given = f"config.attention.coupling={attention.coupling!r}"
+        if attention.coupling == "softmax":
+            raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
         coupling = performer.couplings.get(attention.coupling)
         given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(

@@ -89,6 +89,11 @@ def prepare(
         OSError: when it cannot be written; nothing stays then.
     """
     opened = _with_channels(forms.read(source, labels_column))
+    if len(opened.class_names) < 2:
+        raise ValueError(
+            f"{source} has pictures of one class alone, {opened.class_names[0]!r}: there is nothing"
+            " to tell apart"
+        )
     name = name or default_name(source)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(

@@ -1,6 +1,6 @@
 """A new run that starts from published ViT weights, an .npz file of arrays by name.
 
-    python -m vit.pretrained --weights=B_16.npz --config=experiments/configs/imagenet.py \\
+    python -m vit.pretrained --weights=B_16.npz --config=imagenet \\
         --workdir=runs/augreg --config.attention.kind=softmax
 
 The run stands at step 0, with the attention that the config names: the softmax that the weights

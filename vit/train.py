@@ -1,6 +1,6 @@
 """Trains a Vision Transformer; the same command resumes a stopped run.
 
-    python -m vit.train --config=experiments/configs/digits.py --workdir=runs/pm \\
+    python -m vit.train --config=digits --workdir=runs/pm \\
         --config.attention.coupling=pm
 
 The folder of the run holds `config.json`, `metrics.jsonl`, `learning_curve.png` and `checkpoints/`.
