@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import statistics
 import sys
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -203,28 +204,31 @@ def compare(
 
             folder = out / "runs" / setting.folder
             trained = ensemble.train(setting.config, seeds, folder, advance=advance)
+            named = setting.coupling, setting.point, setting.config, trained
             errors = _attention_errors(setting, trained, folder)
-            results.append(
-                compare_report.Result(
-                    setting.coupling, setting.point, setting.config, trained, errors
-                )
-            )
+            place = str(folder.relative_to(out))
+            results.append(compare_report.Result(*named, *errors, place))
             done += num_steps
             bar.update(progress, completed=done)
         return compare_report.write(results, contents, out)
 
 
-def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path) -> list[float]:
-    """Relative attention error of each of the first seeds: the mean over layers and heads."""
+def _attention_errors(
+    setting: Setting, trained: ensemble.Ensemble, folder: Path
+) -> tuple[list[float], list[float]]:
+    """Relative attention error of each of the first seeds, and that of uniform attention.
+
+    Means over layers and heads.
+    """
     if setting.coupling == SOFTMAX:
-        return []
+        return [], []
     path = folder / "attention_errors.json"
     noted = files.noted(path)
-    if noted:
-        return noted["errors"]
+    if noted and "uniform" in noted:
+        return noted["errors"], noted["uniform"]
     dataset, task = runs.subject(setting.config)
     images = runs.evaluation_examples(dataset, setting.config, IMAGES)
-    errors = []
+    found = {"errors": [], "uniform": []}
     for place in _sound(trained, MEASURED):
         rows = attention_report.rows(
             task,
@@ -234,9 +238,10 @@ def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path
             num_features=setting.config.attention.num_features,
             draws=DRAWS,
         )
-        errors.append(sum(row["attention error"] for row in rows) / len(rows))
-    files.note(path, {"errors": errors})
-    return errors
+        for name, column in [("errors", "attention error"), ("uniform", "uniform attention")]:
+            found[name].append(statistics.fmean(row[column] for row in rows))
+    files.note(path, found)
+    return found["errors"], found["uniform"]
 
 
 def _sound(trained: ensemble.Ensemble, number: int) -> Iterator[int]:

@@ -437,6 +437,20 @@ FAULTS = [
         "test_attention_symbolic.py::test_causal_cross_attention_with_a_calibration",
     ),
     Fault(
+        "a single evaluation is drawn as a line",
+        "experiments/compare_report.py",
+        "if len(records) == 1:",
+        "if False:",
+        "test_compare.py::test_one_evaluation_is_drawn_as_points",
+    ),
+    Fault(
+        "links of a report lead astray",
+        "experiments/compare_report.py",
+        'urllib.parse.quote(f"{folder}/")',
+        'f"{folder}/"',
+        "test_compare.py::test_links_lead_to_folders_whose_names_are_quoted",
+    ),
+    Fault(
         "an export replaces what somebody else wrote",
         "vit/export.py",
         "    if there:\n",
