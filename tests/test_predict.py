@@ -60,7 +60,7 @@ def test_every_readable_picture_is_seen_once_in_order(model, folder, monkeypatch
     seen = [each for batch in batches for each in batch]
     assert [each.path for each in seen] == [p for p in paths if p.name != "broken.png"]
     assert [(path.name, str(error).split(": ")[1]) for path, error in bad] == [
-        ("broken.png", "it is none of JPEG, PNG, BMP, GIF")
+        ("broken.png", "it is none of JPEG, PNG, BMP, GIF, WEBP")
     ]
     alone = model.predict([each.path for each in seen]).top(3)
     for each, expected in zip(seen, alone, strict=True):

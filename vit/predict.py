@@ -4,10 +4,10 @@
     python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
     python -m vit.predict --workdir=runs/photos --attention=maps cat.jpg
 
-Of a folder all JPEG, PNG, BMP and GIF files are taken, those in folders within it, too. A file that
-cannot be read is named and counted. With --csv the likeliest classes of every picture go into that
-file; without, they are printed. With --attention the folder receives a picture for each: where the
-model looks, by its estimated attention and by exact attention (`vit.rollout`).
+Of a folder all files that look like pictures are taken, those in folders within it, too. A file
+that cannot be read is named and counted. With --csv the likeliest classes of every picture go into
+that file; without, they are printed. With --attention the folder receives a picture for each: where
+the model looks, by its estimated attention and by exact attention (`vit.rollout`).
 """
 
 import sys
@@ -25,8 +25,8 @@ from rich.progress import Progress
 
 from vit import cli, report, rollout, use
 from vit.arguments import parse_flags
+from vit.sources.source import READ, is_picture
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 READERS = 8
 """Threads that decode."""
 
@@ -51,10 +51,10 @@ def pictures(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        inside = sorted(p for p in path.rglob("*") if is_picture(p))
         found += inside if path.is_dir() else [path]
     if not found:
-        raise ValueError(f"no pictures: give files, or folders with {', '.join(SUFFIXES)} in them")
+        raise ValueError(f"no pictures: give files, or folders with {', '.join(READ)} in them")
     return found
 
 
