@@ -1,8 +1,8 @@
 """Compares couplings, or values of any flag, over several seeds; says what the seeds can show.
 
-    python -m experiments.compare --config=experiments/configs/digits.py \\
+    python -m experiments.compare --config=digits \\
         --couplings=softmax,orf,simrf,pnc,pm,pm-antithetic --seeds=8 --out=results/digits
-    python -m experiments.compare --config=experiments/configs/digits.py --couplings=orf,pm \\
+    python -m experiments.compare --config=digits --couplings=orf,pm \\
         --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
 
 "softmax" stands for exact attention. All settings have the same seeds: seed s means the same
@@ -28,7 +28,7 @@ from ml_collections import config_flags
 
 from experiments import compare_report, ensemble
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, optim, runs, safety
+from vit import attention_report, checkpoint, data, files, metrics, runs, safety
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 
@@ -127,6 +127,8 @@ def claim(out: Path, grid: dict[str, Any]) -> None:
     if path.exists():
         try:
             old = dict(json.loads(files.read(path)))
+            if "config" in old:  # of a version that had fewer fields
+                old["config"] = dataclasses.asdict(configs.from_dict(old["config"]))
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{path}, which says what is compared, is damaged ({error}); bring it back, or take"
@@ -176,9 +178,9 @@ def compare(
         raise ValueError(unknown("--baseline", baseline, couplings))
     totals = []
     for setting in all_settings:
-        _, num_steps = runs.length(setting.config, data.load(setting.config.data))
-        optim.schedule(setting.config.optim, num_steps)
-        totals.append(num_steps)
+        dataset = data.load(setting.config.data)
+        runs.rate(setting.config, dataset)
+        totals.append(runs.length(setting.config, dataset)[1])
     seeds = [config.seed + i for i in range(num_seeds)]
     configs.validate(dataclasses.replace(config, seed=seeds[-1]))
     contents = {

@@ -6,16 +6,19 @@
     model.predict(["cat.jpg"]).top(3)           # class names and probabilities
     model.features(images)                      # what the head reads
 
-The commands: python -m vit.prepare, vit.train, vit.evaluate, vit.convert, vit.pretrained.
+    model = vit.fit(images, labels, config="digits", workdir="runs/mine")     # trains on arrays
+
+The commands: python -m vit.prepare, train, evaluate, predict, export, convert, pretrained.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit.arrays import fit as fit
     from vit.use import load as load
 
-PLACES = {"load": "vit.use"}
+PLACES = {"fit": "vit.arrays", "load": "vit.use"}
 """Where the functions for users are; a module is imported when its function is first named."""
 
 __all__ = list(PLACES)

@@ -42,7 +42,7 @@ def programs(*packages: str) -> dict[str, tuple[str, str]]:
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(Path(folder).glob("*.py")):
                 text = path.read_text()
-                if '\nif __name__ == "__main__":' in text:
+                if "\nif __name__ ==" in text:  # it can be run
                     line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
                     found.setdefault(path.stem, (f"{package}.{path.stem}", line))
     return found

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -24,6 +25,8 @@ from PIL import Image
 
 from performer.choices import unknown
 from vit import augment, bounded, config, safety
+from vit.cli import command
+from vit.sources import forms
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
@@ -274,6 +277,8 @@ def _augmented(image: np.ndarray, rng: np.random.Generator, data: config.Data) -
         image = augment.random_flip(image, rng)
     if data.randaugment_layers:
         image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
+    if data.erase and rng.random() < data.erase:
+        image = augment.random_erasing(image, rng)
     return image
 
 
@@ -363,17 +368,7 @@ def _from_tfds(data: config.Data) -> Dataset:
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import read_only_builder
 
-    names = ["digits"]
-    if data.dir:
-        root = epath.Path(data.dir)  # name/version or name/config/version
-        infos = [f for depth in ("*/*", "*/*/*") for f in root.glob(f"{depth}/dataset_info.json")]
-        versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
-        names += sorted({str(version.parent.relative_to(root)) for version in versions})
-    if data.name not in names:
-        raise ValueError(
-            f"{unknown('config.data.name', data.name, names)} (in config.data.dir={data.dir!r};"
-            " python -m vit.prepare makes a data set of raw images)"
-        )
+    _check_named(data)
     try:
         builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
         features: Any = builder.info.features
@@ -408,6 +403,67 @@ def _from_tfds(data: config.Data) -> Dataset:
             ) from error
     train, evaluation = sources
     return Dataset(train, evaluation, class_names, channels)
+
+
+def splits(data: config.Data) -> dict[str, int]:
+    """The splits of a TFDS data set, and how many records they have.
+
+    Raises:
+        ValueError: when there is no such data set.
+    """
+    from tensorflow_datasets.core import read_only_builder
+
+    _check_named(data)
+    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    return {name: split.num_examples for name, split in builder.info.splits.items()}
+
+
+def _check_named(data: config.Data) -> None:
+    """Raises ValueError when the folder has no data set of that name; it says what it has."""
+    root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
+    names = _names(root) if data.dir else []
+    if data.name in names:
+        return
+    if data.dir and not root.exists():
+        raise ValueError(f"{given} does not exist")
+    for folder in (root / data.name, root) if data.dir else ():
+        if words := _raw(folder):
+            prepare = command("prepare", source=folder, out="data")
+            raise ValueError(
+                f"{folder} holds raw pictures ({words}): make a data set of them by {prepare}"
+            )
+    if any(_versions(root.parent, f"{root.name}/")):
+        raise ValueError(
+            f"{given} is a data set itself: give --config.data.dir={root.parent}"
+            f" --config.data.name={root.name}"
+        )
+    if data.dir and not names:
+        prepare = command("prepare", source="FOLDER", out=data.dir)
+        raise ValueError(f"{given} holds no data set; one is made of pictures by {prepare}")
+    raise ValueError(
+        f"{unknown('config.data.name', data.name, ['digits', *names])} (in {given};"
+        " vit.prepare makes a data set of raw pictures)"
+    )
+
+
+def _names(root: epath.Path) -> list[str]:
+    """Of the data sets in a folder: name, or name/config."""
+    versions = [*_versions(root, "*/"), *_versions(root, "*/*/")]
+    return sorted({str(v.parent.relative_to(root)) for v in versions})
+
+
+def _versions(root: epath.Path, below: str) -> list[epath.Path]:
+    infos = root.glob(f"{below}*/dataset_info.json")
+    return [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
+
+
+def _raw(folder: epath.Path) -> str:
+    """In which form the folder holds raw pictures; empty where it holds none."""
+    try:
+        found = forms.form(Path(folder)) if folder.is_dir() else None
+    except (OSError, ValueError) as error:
+        return str(error)
+    return found.words if found else ""
 
 
 def _check_shards(split: Any) -> None:

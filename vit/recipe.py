@@ -8,18 +8,26 @@
 | more | B, 224 | a random part | the same flips | bfloat16 |
 
 The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
-of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 1,000 steps, a
+of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
 tenth of them warm-up. It is evaluated 20 times. Each number is a field, which a flag overrides.
 """
 
+import contextlib
+import dataclasses
 import math
-from typing import NamedTuple
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from vit import bounded, data
 from vit.config import SIZES, Attention, Config, Data, Model, Optim
 
-EPOCHS, FEWEST_STEPS = 90, 1_000
+EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
 EVALUATIONS = 20
+LOOKED_AT = 200
+"""Pictures of a data set whose sides are looked at."""
 
 
 class Row(NamedTuple):
@@ -95,6 +103,46 @@ def for_images(num_examples: int, num_classes: int, side: int, channels: int) ->
         eval_every=eval_every,
         checkpoint_every=min(eval_every, 10 * log_every),
     )
+
+
+def for_data_set(where: str) -> Config:
+    """A config for a prepared data set, by what it holds.
+
+    Args:
+        where: its folder, "data/photos".
+
+    Raises:
+        ValueError: as `data.load`; or when the folder is not said, or has nothing to evaluate on.
+    """
+    if not where:
+        raise ValueError("say where the data set lies, as in --config=my_images:data/photos")
+    folder = Path(where)
+    section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
+    splits = data.splits(section)
+    evaluated = next((name for name in ("validation", "test") if name in splits), None)
+    if evaluated is None or "train" not in splits:
+        raise ValueError(
+            f"{where} has the splits {', '.join(splits)}: train, and validation or test are needed"
+        )
+    dataset = data.load(section)
+    number = len(dataset.train)
+    records = (dataset.train[i] for i in range(0, number, max(1, number // LOOKED_AT)))
+    config = for_images(number, dataset.num_classes, _typical_side(records), dataset.channels)
+    named = dataclasses.replace(
+        config.data, name=section.name, dir=section.dir, eval_split=evaluated
+    )
+    return dataclasses.replace(config, data=named)
+
+
+def _typical_side(records: Iterable[dict[str, Any]]) -> int:
+    """The median of the shorter sides; pictures that cannot be read do not count."""
+    sides = []
+    for record in records:
+        with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
+            sides.append(min(bounded.image(record["image"]).size))
+    if not sides:
+        raise ValueError("none of the pictures that were looked at can be read")
+    return int(statistics.median(sides))
 
 
 def _pixels(side: int) -> tuple[int, int]:

@@ -1,0 +1,100 @@
+"""Training on arrays: the records that are made of them, and a run that is as any other."""
+
+import numpy as np
+import pytest
+
+import vit
+from tests.small import SHALLOW, small_config
+from vit import arrays, config, data, files, loop
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shallow():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", SHALLOW)
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits():
+    dataset = data.load(config.Data(batch_size=32))
+    stack = [np.stack([r[k] for r in dataset.train[:400]]) for k in ("image", "label")]
+    held_out = [np.stack([r[k] for r in dataset.evaluation]) for k in ("image", "label")]
+    return *stack, tuple(held_out)
+
+
+def test_records_of_arrays():
+    sizes = [(3, 4), (5, 6, 1), (7, 8, 3)]
+    images = [np.full(size, i, np.uint8) for i, size in enumerate(sizes)]
+    records, names = arrays.examples(images, ["cat", "ant", "cat"])
+    assert names == ("ant", "cat")
+    assert [record["label"] for record in records] == [1, 0, 1]
+    assert [record["image"].shape for record in records] == [(3, 4, 1), (5, 6, 1), (7, 8, 3)]
+    assert arrays.examples(images, [7, 30, 7])[1] == ("7", "30")
+    assert arrays.examples(images[:1], ["cat"], names)[0][0]["label"] == 1
+    for bad, message in [
+        ((images, [1, 2]), r"3 images need as many labels, got shape \(2,\)"),
+        ((images, ["cat", "dog", "ant"], names), r"the labels \['dog'\] are not among"),
+        ((np.zeros((2, 4, 4, 1)), [0, 1]), "array of float64: give uint8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            arrays.examples(*bad)
+
+
+def test_it_is_the_run_that_training_makes(digits, tmp_path):
+    """The parameters of `loop.train` on these records, bit for bit; the same call resumes."""
+    images, labels, held_out = digits
+    settings = small_config(num_epochs=3.2 / 12)
+    values = {"attention.coupling": "orf", "log_every": 1}
+    call = dict(config=settings, values=values, evaluation=held_out, workdir=tmp_path / "a")
+    model = vit.fit(images, labels, **call)
+    assert model.config.data.name == "arrays"
+    assert files.noted(tmp_path / "a/task.json")["class_names"] == list("0123456789")
+    records, names = arrays.examples(images, labels)
+    others, _ = arrays.examples(*held_out, names)
+    dataset = data.Dataset(records, others, names, 1)
+    loop.train(model.config, tmp_path / "b", dataset)
+    expected = vit.load(tmp_path / "b")
+    np.testing.assert_array_equal(model.outputs(images[:5])[0], expected.outputs(images[:5])[0])
+    again = vit.fit(images, labels, **call)
+    assert again.step == model.step == 3
+    with pytest.raises(
+        ValueError, match="holds another run: training examples was 400, and is 399"
+    ):
+        vit.fit(images[1:], labels[1:], **call)
+
+
+def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch):
+    images, labels, _ = digits
+    seen = {}
+
+    def train(config, workdir, dataset):
+        seen.update(config=config, dataset=dataset)
+        raise InterruptedError
+
+    monkeypatch.setattr(loop, "train", train)
+    with pytest.raises(InterruptedError):
+        vit.fit(images, labels, config="digits", workdir=tmp_path)
+    dataset = seen["dataset"]
+    assert (len(dataset.train), len(dataset.evaluation)) == (360, 40)
+    assert {record["label"] for record in dataset.evaluation} == set(range(10))
+    assert seen["config"].model.variant == "XS/2"
+    with pytest.raises(InterruptedError):
+        vit.fit(images, labels, workdir=tmp_path)
+    assert seen["config"].data.image_size == 8
+    config.validate(seen["config"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": "digit"}, "unknown config 'digit'; did you mean 'digits'"),
+        ({"values": {"optim.lr": 1.0}}, "unknown field of the config 'optim.lr'; did you mean"),
+        ({"evaluation": 1.5}, "1.5 must be a share between 0 and 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(digits, tmp_path, options, message):
+    images, labels, _ = digits
+    with pytest.raises(ValueError, match=message):
+        vit.fit(images, labels, workdir=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,1 @@
+"""Raw pictures and their classes, in the forms that people have them in; nothing is unpacked."""
