@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-import itertools
 import os
 import platform
 import urllib.parse
@@ -363,7 +362,7 @@ def _markdown(sections: Sequence[Section]) -> str:
         lines += [line for text in texts for line in (report.plain(text), "")]
         if table:
             lines += [f"| {' | '.join(table[0])} |", "|---" * len(table[0]) + "|"]
-            for row, link in itertools.zip_longest(table, links, fillvalue=""):
+            for row, link in zip(table, links or [""] * len(table), strict=True):
                 first, *rest = map(report.plain, row.values())
                 lines += [f"| {' | '.join([f'[{first}]({link})' if link else first, *rest])} |"]
             lines += [""]
@@ -404,7 +403,7 @@ def _html(sections: Sequence[Section], figures: dict[str, Any]) -> str:
             head = "".join(f"<th>{html.escape(key)}</th>" for key in table[0])
             lines = [
                 f"<tr>{_cells(row, link)}</tr>"
-                for row, link in itertools.zip_longest(table, links, fillvalue="")
+                for row, link in zip(table, links or [""] * len(table), strict=True)
             ]
             body.append(f'<div class="table"><table><tr>{head}</tr>{"".join(lines)}</table></div>')
         if figure:

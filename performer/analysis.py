@@ -26,6 +26,8 @@ variance, that with D - 1: in one pass, without cancellation, and whatever the b
 """
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,12 +41,15 @@ from jaxtyping import Array, Float
 from performer import couplings, features
 from performer._masks import key_mask
 from performer.attention import _checks
+from performer.attention.state import finite
 from performer.calibration import RANKS, Calibration, fold, transform_keys
 from performer.typing import Coupling
 
 PerHead = Float[np.ndarray, "*b n"]
 BLOCK = 256
 """Rows of the attention matrix that exist at a time."""
+FEATURES = 64
+"""Features that exist at a time."""
 
 
 class Estimate(NamedTuple):
@@ -60,6 +65,8 @@ class Estimate(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class AttentionError:
     """Errors of estimated attention, for each batch entry and head; float64.
+
+    Its `str` has the means over them, and the largest.
 
     Attributes:
         attention: E |A^ - A|^2 / |A|^2, squared Frobenius norms.
@@ -89,10 +96,30 @@ class AttentionError:
         """Where `attention` is above `uniform_attention`: booleans (*b, n)."""
         return self.attention.value > self.uniform_attention
 
+    def __str__(self) -> str:
+        """Means over batch entries and heads, and the largest."""
+
+        def shown(name: str, estimate: Estimate, uniform: PerHead | None = None) -> str:
+            value = estimate.value
+            text = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
+            return text if uniform is None else f"{text}; uniform attention {uniform.mean():.3g}"
+
+        lines = [shown("error of attention", self.attention, self.uniform_attention)]
+        if self.output is not None:
+            lines.append(shown("error of output", self.output, self.uniform_output))
+        worse = self.worse_than_uniform
+        return "\n".join(
+            [
+                *lines,
+                shown("error of row sums", self.row_sum),
+                f"worse than uniform   {worse.sum()} of {worse.size} heads",
+            ]
+        )
+
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; its `str` is a sentence.
+    """What `recommend` found; its `str` says it in a few lines.
 
     Attributes:
         num_features: m, or None if no m up to the limit is enough.
@@ -114,20 +141,18 @@ class Recommendation:
     coupling: str
 
     def __str__(self) -> str:
-        reasons = (
-            f"uniform attention has {self.uniform:.3g}, and |q + k|^2 has the median"
-            f" {self.median:.3g} and the maximum {self.largest:.3g}, where one N(0, I) frequency"
-            " estimates the kernel with the relative variance e^(|q + k|^2) - 1"
-        )
+        """What was found, and the numbers that explain it."""
+        found = f"{self.num_features} features of {self.coupling} are enough."
         if self.num_features is None:
-            return (
-                f"No number of features up to {self.most} reaches a relative attention error of"
-                f" {self.tolerance:g} with {self.coupling}: {self.most} have {self.error:.3g},"
-                f" {reasons}."
-            )
+            found = f"No number of features up to {self.most} is enough with {self.coupling}."
         return (
-            f"{self.num_features} features reach a relative attention error of {self.error:.3g}"
-            f" with {self.coupling} (at most {self.tolerance:g} was asked for): {reasons}."
+            f"{found}\n"
+            f"  relative attention error  {self.error:.3g} with {self.most}, at most"
+            f" {self.tolerance:g} is asked for\n"
+            f"  of uniform attention      {self.uniform:.3g}\n"
+            f"  |q + k|^2                 median {self.median:.3g}, maximum {self.largest:.3g}\n"
+            "One N(0, I) frequency estimates the kernel with the relative variance\n"
+            "e^(|q + k|^2) - 1."
         )
 
 
@@ -176,6 +201,90 @@ def attention_error(
         >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
+    return _errors(
+        query,
+        key,
+        value,
+        coupling,
+        num_features,
+        num_features,
+        draws,
+        calibration,
+        scale,
+        mask,
+        seed,
+    )
+
+
+def recommend(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    coupling: str | Coupling,
+    tolerance: float,
+    limit: int = 1024,
+    show: Callable[[str], Any] | None = None,
+    **options: Any,
+) -> Recommendation:
+    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
+
+    That is: the mean over all batch entries and heads of the relative attention error
+    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
+    noise of its draws.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h).
+        coupling: as for `attention_error`.
+        tolerance: above 0.
+        limit: the most features to try, at least 2. One program measures all numbers of them.
+        show: is given a line for each number that was tried; None prints them to a terminal.
+        options: draws, calibration, scale, mask and seed, as for `attention_error`.
+
+    Raises:
+        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
+
+    Example:
+        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+    """
+    show = show or _print
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
+    if limit < 2:
+        raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
+    given = dict(draws=32, calibration=None, scale=None, mask=None, seed=0) | options
+    most = 2 ** (limit.bit_length() - 1)
+    for m in (2**i for i in range(1, limit.bit_length())):
+        error = _errors(query, key, None, coupling, m, most, **given)
+        mean = float(error.attention.value.mean())
+        show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
+        if mean <= tolerance:
+            break
+    places = (given[name] for name in ("calibration", "scale", "mask"))
+    tokens, *rest = _prepare(query, key, None, coupling, m, *places)
+    lengths = _squared_lengths(*tokens[:2], *rest)
+    return Recommendation(
+        num_features=m if mean <= tolerance else None,
+        error=mean,
+        most=m,
+        tolerance=tolerance,
+        uniform=float(error.uniform_attention.mean()),
+        median=float(np.median(lengths)),
+        largest=float(np.max(lengths)),
+        coupling=getattr(coupling, "__name__", str(coupling)),
+    )
+
+
+def _print(line: str) -> None:
+    """Progress: on a terminal alone, beside what the program writes."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
+def _errors(
+    query, key, value, coupling, num_features, most, draws, calibration, scale, mask, seed
+) -> AttentionError:
+    """`attention_error`, by a program that serves up to `most` features."""
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     tokens, exists, calibration, scale = _prepare(
@@ -185,10 +294,13 @@ def attention_error(
     # `fold` leaves det L out of the weights: attention does not see it, the kernel does.
     root = np.eye(h) if calibration.root is None else np.asarray(calibration.root, np.float64)
     log_det = np.broadcast_to(np.linalg.slogdet(root).logabsdet.astype(np.float32), k)
+    rest = -num_features + -(-most // FEATURES) * FEATURES
     of_key_heads = []
     for head in range(k):
-        w = _draw(jax.random.key(seed), head, coupling, num_features, h, draws, k)
-        of_key_heads.append(_measure(*tokens, exists, calibration, log_det[head], scale, w, head))
+        w = _drawn(coupling, num_features, most, jax.random.key(seed), head, h, draws, k)
+        w = np.pad(w, ((0, 0), (0, rest), (0, 0)))
+        settings = exists, calibration, log_det[head], scale
+        of_key_heads.append(_measure(*tokens, *settings, w, np.int32(num_features), head))
     sums, norms = jax.tree.map(  # (b, n / k, ...) of each key head -> (..., n, ...)
         lambda *x: np.concatenate(x, 1, dtype=np.float64).reshape(*lead, n, *x[0].shape[2:]),
         *of_key_heads,
@@ -213,74 +325,41 @@ def attention_error(
     )
 
 
-def recommend(
-    query: Float[Array, "*b t n h"],
-    key: Float[Array, "*b s k h"],
-    *,
-    coupling: str | Coupling,
-    tolerance: float,
-    limit: int = 1024,
-    **options: Any,
-) -> Recommendation:
-    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
+def _drawn(coupling, m, most, *rest) -> Float[np.ndarray, "draws m h"]:
+    """Frequencies of one key head, the first of `most` where these are the same.
 
-    That is: the mean over all batch entries and heads of the relative attention error
-    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
-    noise of its draws.
-
-    Args:
-        query: (..., t, n, h).
-        key: (..., s, k, h).
-        coupling: as for `attention_error`.
-        tolerance: above 0.
-        limit: the most features to try, at least 2.
-        options: draws, calibration, scale, mask and seed, as for `attention_error`.
-
-    Raises:
-        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
-
-    Example:
-        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+    So one program draws all numbers of them.
     """
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
-    if limit < 2:
-        raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
-    for m in (2**i for i in range(1, limit.bit_length())):
-        error = attention_error(query, key, coupling=coupling, num_features=m, **options)
-        if error.attention.value.mean() <= tolerance:
-            break
-    mean = float(error.attention.value.mean())
-    given = (options.get(name) for name in ("calibration", "scale", "mask"))
-    tokens, *rest = _prepare(query, key, None, coupling, m, *given)
-    lengths = _squared_lengths(*tokens[:2], *rest)
-    return Recommendation(
-        num_features=m if mean <= tolerance else None,
-        error=mean,
-        most=m,
-        tolerance=tolerance,
-        uniform=float(error.uniform_attention.mean()),
-        median=float(np.median(lengths)),
-        largest=float(np.max(lengths)),
-        coupling=getattr(coupling, "__name__", str(coupling)),
-    )
+    coupling = couplings.get(coupling)
+    if isinstance(coupling, couplings.Antithetic):
+        half = _drawn(coupling.coupling, m // 2, most // 2, *rest)
+        return np.concatenate([half, -half], axis=1)
+    return np.asarray(_draw(coupling, most if _nested(coupling) else m, *rest))[:, :m]
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _draw(key, head, coupling, m, h, draws, k) -> Float[Array, "draws m h"]:
+def _nested(coupling: Coupling) -> bool:
+    """Whether fewer frequencies are the first of more that are drawn with the same key."""
+    if isinstance(coupling, couplings.Padded):
+        return _nested(coupling.coupling)
+    return isinstance(coupling, couplings.Blocks | couplings.Halton)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 4, 5, 6))
+def _draw(coupling, m, key, head, h, draws, k) -> Float[Array, "draws m h"]:
     """Frequencies of one key head."""
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), k)[head])
-    drawn = jax.vmap(lambda x: couplings.get(coupling)(x, m, h))(keys(jnp.arange(draws)))
+    drawn = jax.vmap(lambda x: coupling(x, m, h))(keys(jnp.arange(draws)))
     return drawn.astype(jnp.float32)
 
 
 @jax.jit
 def _measure(
-    query, key, value, exists, calibration, log_det, scale, frequencies, head
+    query, key, value, exists, calibration, log_det, scale, frequencies, num_features, head
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of the g query heads of one key head.
 
-    For each draw, (b, g, draws), and without draws, (b, g).
+    For each draw, (b, g, draws), and without draws, (b, g). Of the frequencies the first
+    `num_features` count, which is traced: one program serves all numbers that fit.
     """
     with jax.default_matmul_precision("highest"):
         value = jnp.where(exists[..., None], value[:, :, head].astype(jnp.float32), 0)
@@ -288,7 +367,9 @@ def _measure(
         calibration, *moved, query, key = _transform(query, key, calibration, scale, head)
         _, w, log_weights = fold(calibration, frequencies)
         log_weights = jnp.zeros(w.shape[:-1], w.dtype) if log_weights is None else log_weights
-        features = w, log_weights + log_det - math.log(w.shape[-2])
+        log_weights = log_weights + log_det - jnp.log(num_features.astype(w.dtype))
+        counts = jnp.arange(w.shape[-2]) < num_features
+        features = w, jnp.where(counts, log_weights, -jnp.inf)
         tokens = key, moved[1], value, exists
         (b, t, g, _), blocks = query.shape, -(-query.shape[1] // BLOCK)
         size = -(-t // blocks)
@@ -297,9 +378,11 @@ def _measure(
             x = jnp.pad(x, ((0, 0), (0, blocks * size - t), *[(0, 0)] * (x.ndim - 2)))
             return jnp.moveaxis(x, 2, 1).reshape(b, -1, size, *x.shape[3:])
 
+        used = -(-num_features // FEATURES)
+
         def entry(args):
             tokens, rows = args
-            return jax.lax.map(lambda x: _block(tokens, features, *x), rows)
+            return jax.lax.map(lambda x: _block(tokens, features, used, *x), rows)
 
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
         ones = jnp.ones((b, t, g), query.dtype)
@@ -325,7 +408,7 @@ def _transform(query, key, calibration, scale, head):
 
 
 def _block(
-    tokens, features, query, moved_query, along, counts
+    tokens, features, used, query, moved_query, along, counts
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h), as many times as `counts` says."""
     key, moved_key, value, exists = tokens
@@ -343,12 +426,7 @@ def _block(
 
     def draw(mean, features):
         w, log_weights, i = features
-        on_keys = moved_key @ w.T - half_norms + log_weights[None]
-        on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)
-        top_key = jnp.max(on_keys, axis=0)
-        on_queries = moved_query @ w.T + top_key[None]
-        top = jnp.max(on_queries, axis=-1, keepdims=True)
-        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - top_key[None]).T
+        top, kernel = _kernel(moved_query, moved_key, exists, half_norms, w, log_weights, used)
         total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1
         estimate = kernel / total
         rho = total * jnp.exp(top + offset)
@@ -372,6 +450,30 @@ def _block(
         "uniform_attention": squares(A - uniform),
         "uniform_output": squares((A - uniform) @ value),
     }
+
+
+def _kernel(query, key, exists, half_norms, w, log_weights, used) -> tuple[Array, Array]:
+    """The estimated kernel (r, s) without the maximum of each row, and that maximum (r, 1).
+
+    In the first `used` blocks of features, by an online softmax.
+    """
+
+    def add(block, carry):
+        top, kernel = carry
+        rows = partial(jax.lax.dynamic_slice_in_dim, start_index=block * FEATURES)
+        of_block, log_weight = (rows(x, slice_size=FEATURES) for x in (w, log_weights))
+        on_keys = key @ of_block.T - half_norms + log_weight[None]
+        on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)
+        top_key = jnp.max(on_keys, axis=0)
+        on_queries = query @ of_block.T + top_key[None]
+        new = jnp.maximum(top, jnp.max(on_queries, axis=-1, keepdims=True))
+        on_keys = on_keys - finite(top_key)[None]
+        product = jnp.exp(on_queries - new) @ jnp.exp(on_keys).T
+        return new, kernel * jnp.exp(top - new) + product
+
+    kernel = jnp.zeros((len(query), len(key)), query.dtype)
+    top = jnp.full((len(query), 1), -jnp.inf, query.dtype)
+    return jax.lax.fori_loop(0, used, add, (top, kernel))
 
 
 def _squared_lengths(query, key, exists, calibration, scale) -> np.ndarray:

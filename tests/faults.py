@@ -437,6 +437,28 @@ FAULTS = [
         "test_attention_symbolic.py::test_causal_cross_attention_with_a_calibration",
     ),
     Fault(
+        "features that only fill up a program count",
+        "performer/analysis.py",
+        "counts = jnp.arange(w.shape[-2]) < num_features",
+        "counts = jnp.arange(w.shape[-2]) < w.shape[-2]",
+        "test_analysis.py::test_a_named_coupling",
+    ),
+    Fault(
+        "every number of features is compiled anew",
+        "performer/analysis.py",
+        "_draw(coupling, most if _nested(coupling) else m, *rest)",
+        "_draw(coupling, m, *rest)",
+        "test_analysis.py::test_all_numbers_of_features_are_compiled_once",
+    ),
+    Fault(
+        "antithetic draws are the first of more",
+        "performer/analysis.py",
+        "    if isinstance(coupling, couplings.Antithetic):\n        half",
+        "    if isinstance(coupling, couplings.Antithetic):\n"
+        "        return np.asarray(_draw(coupling, most, *rest))[:, :m]\n        half",
+        "test_analysis.py::test_what_is_recommended_has_the_error_of_its_own_draws[orf-antithetic]",
+    ),
+    Fault(
         "a single evaluation is drawn as a line",
         "experiments/compare_report.py",
         "if len(records) == 1:",

@@ -319,7 +319,7 @@ def test_memory_at_4096():
     token = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
     w = jax.ShapeDtypeStruct((32, 128, 64), jnp.float32)
-    args = token, token, token, exists, Calibration(), np.float32(0), 0.125, w, 0
+    args = token, token, token, exists, Calibration(), np.float32(0), 0.125, w, np.int32(128), 0
     compiled = analysis._measure.lower(*args).compile()
     # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4
@@ -353,20 +353,71 @@ def test_recommend():
     np.testing.assert_allclose(
         (found.median, found.largest), (np.median(lengths), lengths.max()), rtol=1e-5
     )
-    assert str(found) == (
-        f"4 features reach a relative attention error of {errors[4]:.3g} with gaussian (at most"
-        f" {tolerance:g} was asked for): uniform attention has {found.uniform:.3g}, and |q + k|^2"
-        f" has the median {found.median:.3g} and the maximum {found.largest:.3g}, where one N(0, I)"
-        " frequency estimates the kernel with the relative variance e^(|q + k|^2) - 1."
-    )
+    assert str(found).splitlines() == [
+        "4 features of gaussian are enough.",
+        f"  relative attention error  {errors[4]:.3g} with 4, at most {tolerance:g} is asked for",
+        f"  of uniform attention      {found.uniform:.3g}",
+        f"  |q + k|^2                 median {found.median:.3g}, maximum {found.largest:.3g}",
+        "One N(0, I) frequency estimates the kernel with the relative variance",
+        "e^(|q + k|^2) - 1.",
+    ]
     none = recommend(query, key, tolerance=tolerance, limit=3, **options)
     assert none.num_features is None
     assert none.most == 2
     assert none.error == errors[2]
-    assert str(none).startswith(
-        f"No number of features up to 2 reaches a relative attention error of {tolerance:g} with"
-        f" gaussian: 2 have {errors[2]:.3g}, uniform attention has {none.uniform:.3g}, and"
+    assert str(none).startswith("No number of features up to 2 is enough with gaussian.\n")
+
+
+@pytest.mark.parametrize("coupling", ["orf-antithetic", "halton", "simplex*monotone"])
+def test_what_is_recommended_has_the_error_of_its_own_draws(coupling):
+    """Of which those of fewer features are no part: blocks are cut, pairs and points differ."""
+    query, key, _ = inputs(norm=0.5)
+    options = dict(coupling=coupling, draws=DRAWS, scale=0.3, seed=4)
+    lines = []
+    recommend(query, key, tolerance=1e-9, limit=256, show=lines.append, **options)
+    for line, m in zip(lines, (2, 4, 8, 16, 32, 64, 128, 256), strict=True):
+        error = attention_error(query, key, num_features=m, **options).attention.value.mean()
+        assert line == f"{m} features: relative attention error {error:.3g}, 1e-09 is asked for"
+
+
+@pytest.mark.parametrize("coupling", ["sorf", "iid-antithetic", "halton"])
+def test_all_numbers_of_features_are_compiled_once(coupling, caplog):
+    """One program draws them and one measures them, whichever is tried first."""
+    query, key, _ = inputs(norm=0.5)
+    compiled = []
+
+    def show(_):
+        compiled.append(sum("Compiling" in r.getMessage() for r in caplog.records))
+
+    with jax.log_compiles():
+        options = dict(coupling=coupling, draws=5, tolerance=1e-9, limit=64, show=show)
+        recommend(query, key, **options)
+    assert compiled == [compiled[0]] * 6
+    assert compiled[0] > 0
+
+
+def test_progress_is_for_a_terminal(monkeypatch, capsys):
+    query, key, _ = inputs(norm=0.5)
+    options = dict(coupling="iid", draws=DRAWS, tolerance=1e-9, limit=2)
+    recommend(query, key, **options)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    recommend(query, key, **options)
+    assert capsys.readouterr().err.startswith("2 features: relative attention error ")
+
+
+def test_an_error_is_printed_in_four_lines():
+    query, key, value = inputs()
+    error = attention_error(query, key, value, coupling="iid", num_features=M, draws=DRAWS)
+    attention, output, row_sum, worse = str(error).splitlines()
+    values = error.attention.value
+    assert attention == (
+        f"error of attention   {values.mean():.3g}, at most {values.max():.3g};"
+        f" uniform attention {error.uniform_attention.mean():.3g}"
     )
+    assert output.endswith(f"uniform attention {error.uniform_output.mean():.3g}")
+    assert row_sum.startswith(f"error of row sums    {error.row_sum.value.mean():.3g}")
+    assert worse.endswith(f"{error.worse_than_uniform.sum()} of {values.size} heads")
 
 
 def test_lengths_are_those_after_the_calibration():
