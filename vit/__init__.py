@@ -8,7 +8,7 @@
 
     model = vit.fit(images, labels, config="digits", workdir="runs/mine")     # trains on arrays
 
-The commands: python -m vit.prepare, train, evaluate, predict, export, convert, pretrained.
+The commands: `performer-vit` lists them; python -m vit.train is performer-vit train.
 """
 
 from importlib import import_module
