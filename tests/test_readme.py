@@ -1,4 +1,4 @@
-"""The README is true: its Python runs, its commands, files and links exist, and it is short."""
+"""The README is true: its Python runs, its files and links exist, and it is short."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 import performer
 from tests.pages import code
-from vit import bundled, cli, config
 
 README = Path("README.md").read_text()
 
@@ -20,19 +19,11 @@ def test_python_runs():
     assert namespace["attention_fn"].frequencies[...].shape == (128, 64)
 
 
-def test_commands_exist():
-    makefile = Path("Makefile").read_text()
-    for body in code(README, "bash"):
-        for target in re.findall(r"^make (\S+)", body, flags=re.M):
-            assert re.search(rf"^{target}:", makefile, flags=re.M)
-        for module in re.findall(r"python -m (\S+)", body):
-            assert Path(*module.split(".")).with_suffix(".py").exists()
-        for name in re.findall(r"performer-vit (\S+)", body):
-            assert name in cli.programs("vit")
-        for name in re.findall(r"--config=(\w+)", body):
-            assert bundled.path(name).exists()
-        for flag in re.findall(r"--config\.([\w.]+)=", body):
-            assert flag in config.flatten(config.Config())
+def test_targets_exist():
+    targets = re.findall(r"^make (\S+)", "\n".join(code(README, "bash")), flags=re.M)
+    assert targets
+    for target in targets:
+        assert re.search(rf"^{target}:", Path("Makefile").read_text(), flags=re.M)
 
 
 def test_links_and_length():
