@@ -9,6 +9,7 @@ host; every process runs the same program.
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,13 +75,14 @@ def initialize(
         ) from error
 
 
-def mesh(config: Config) -> Mesh:
-    """All devices as (data, fsdp).
+def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """All devices, or those given, as (data, fsdp).
 
     Raises:
         ValueError: when the devices cannot be divided so, or the batch not among them.
     """
-    count, parts = jax.device_count(), config.optim.accumulate
+    devices = jax.devices() if devices is None else devices
+    count, parts = len(devices), config.optim.accumulate
     if count % config.fsdp:
         raise ValueError(f"config.fsdp={config.fsdp} does not divide the {count} devices")
     if config.data.batch_size % (count * parts):
@@ -90,7 +92,8 @@ def mesh(config: Config) -> Mesh:
             f" devices{times}"
         )
     shape = (count // config.fsdp, config.fsdp)
-    return jax.make_mesh(shape, ("data", "fsdp"), (AxisType.Auto, AxisType.Auto))
+    axes = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh(shape, ("data", "fsdp"), axes, devices=devices)
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:

@@ -228,7 +228,13 @@ def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options)
 
     if any(map(is_symbolic_dim, (*inputs.query.shape, *inputs.key.shape))):
         return jax.lax.platform_dependent(inputs, cpu=on("cpu"), default=on("other"))
-    return on(jax.default_backend())(inputs)
+    return on(_platform())(inputs)
+
+
+def _platform() -> str:
+    """Of the mesh in context, which a program for other devices is compiled in; else of this machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def _block_sizes(
