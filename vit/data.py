@@ -24,7 +24,7 @@ from etils import epath
 from PIL import Image
 
 from performer.choices import unknown
-from vit import augment, bounded, config, safety
+from vit import augment, bounded, config, machine, safety
 from vit.cli import command
 from vit.sources import forms
 
@@ -243,6 +243,12 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
+def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
+    """Of the batches that one of so many processes reads."""
+    example = dataset.blank(data, dataset)
+    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example.values())
+
+
 def _local_size(data: config.Data, processes: int) -> int:
     if data.batch_size % processes:
         raise ValueError(
@@ -406,7 +412,7 @@ def _from_tfds(data: config.Data) -> Dataset:
             f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
             " or 3 channels with a class are needed"
         )
-    sources = []
+    sources, files = [], 0
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         for name in (part.split("[")[0] for part in split.split("+")):
             if name not in builder.info.splits:
@@ -414,6 +420,8 @@ def _from_tfds(data: config.Data) -> Dataset:
                     f"config.data.{field}={split!r} is no split of {data.name!r};"
                     f" choices: {', '.join(builder.info.splits)}"
                 )
+            files += len(builder.info.splits[name].filepaths)
+            machine.allow_open_files(files)
             _check_shards(builder.info.splits[name])
         open_split: Any = builder.as_data_source
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit import checkpoint, costs, data, devices, metrics, runs, safety, steps
+from vit import checkpoint, costs, data, devices, machine, metrics, runs, safety, steps
 from vit import config as configs
 from vit.task import Task
 
@@ -110,6 +110,8 @@ def train(
     board = metrics.summary_writer() if tensorboard else None
     mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
+    batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
+    machine.check_shared_memory(batch_bytes, config.data.num_workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = steps.build(config, task, num_steps, mesh)
     names = list(costs.parameters(program.abstract))
