@@ -203,13 +203,13 @@ def eval_batches(
 
 
 class _Batches(Sequence[Batch]):
-    """Batches of a source, the records of each read by many threads at once.
+    """Batches of examples, a `grain.MapDataset`, the records of each read by many threads at once.
 
     Storage that answers late and slow decoders are waited for side by side, and the first batch is
     there as soon as its own records are.
     """
 
-    def __init__(self, examples: grain.MapDataset[Batch], size: int, threads: int):
+    def __init__(self, examples: Any, size: int, threads: int):
         self._examples, self._size, self._threads = examples, size, threads
 
     def __len__(self) -> int:
@@ -218,7 +218,7 @@ class _Batches(Sequence[Batch]):
     def __getitem__(self, number: Any) -> Batch:
         indices = range(number * self._size, (number + 1) * self._size)
         read = _pool(self._threads).map if self._threads else map
-        rows = list(read(self._examples.__getitem__, indices))
+        rows: list[Batch] = list(read(self._examples.__getitem__, indices))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
