@@ -1,6 +1,7 @@
 """Pages of the reference that are made of the code: modules, commands, fields of a config."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,11 @@ from pathlib import Path
 from sphinx.pycode import ModuleAnalyzer
 
 import performer
+from vit import arguments, cli
 from vit import config as configs
 
 ROOT = Path(__file__).parent.parent
 DROP_INS = ("nnx", "linen", "sklearn")
-COMMANDS = ("train", "evaluate", "convert", "prepare", "pretrained")
 
 
 def write(folder: Path) -> None:
@@ -53,7 +54,7 @@ def first_line(module: str) -> str:
 
 def config() -> str:
     """Every field of a config: its flag, default, meaning and range."""
-    documents = ModuleAnalyzer.for_module("vit.config").find_attr_docs()
+    told = configs.meanings()
     lines = ["# Fields of a config", ""]
     lines += ["A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all."]
 
@@ -66,9 +67,8 @@ def config() -> str:
             if dataclasses.is_dataclass(field.type):
                 nested.append((field.type, name))
                 continue
-            text = " ".join(documents.get((kind.__name__, field.name), [])).strip()
-            allowed = configs.allowed(name.removeprefix("config."))
-            shown = f"{text} It {allowed}.".strip().replace("|", "&#124;")
+            path = name.removeprefix("config.")
+            shown = f"{told[path]} It {configs.allowed(path)}.".strip().replace("|", "&#124;")
             lines.append(f"| `{name}` | `{field.default!r}` | {shown} |")
         for part, name in nested:
             table(part, name)
@@ -78,15 +78,16 @@ def config() -> str:
 
 
 def commands() -> str:
-    """What the commands of `vit` print for --help."""
-    text = "# Commands\n"
-    for name in COMMANDS:
+    """What the commands of `vit` print for --help; the fields of a config have a page."""
+    text = "# Commands\n\n`performer-vit train` is `python -m vit.train`, and so on.\n"
+    for name, (module, _) in cli.programs("vit").items():
         done = subprocess.run(
-            [sys.executable, "-m", f"vit.{name}", "--help"],
+            [sys.executable, "-m", module, "--help"],
             cwd=ROOT,
+            env=os.environ | {"COLUMNS": "100"},
             capture_output=True,
             text=True,
         )
-        shown = done.stdout.replace(str(ROOT) + "/", "").split("Try --helpfull")[0].strip()
+        shown = done.stdout.split(arguments.FIELDS)[0].strip()
         text += f"\n## vit.{name}\n\n```text\n{shown}\n```\n"
     return text

@@ -1,8 +1,8 @@
 """Compares couplings, or values of any flag, over several seeds; says what the seeds can show.
 
-    python -m experiments.compare --config=experiments/configs/digits.py \\
+    python -m experiments.compare --config=digits \\
         --couplings=softmax,orf,simrf,pnc,pm,pm-antithetic --seeds=8 --out=results/digits
-    python -m experiments.compare --config=experiments/configs/digits.py --couplings=orf,pm \\
+    python -m experiments.compare --config=digits --couplings=orf,pm \\
         --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
 
 "softmax" stands for exact attention. All settings have the same seeds: seed s means the same
@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import statistics
 import sys
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from ml_collections import config_flags
 
 from experiments import compare_report, ensemble
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, optim, runs, safety
+from vit import attention_report, checkpoint, data, files, metrics, runs, safety
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 
@@ -126,6 +127,8 @@ def claim(out: Path, grid: dict[str, Any]) -> None:
     if path.exists():
         try:
             old = dict(json.loads(files.read(path)))
+            if "config" in old:  # of a version that had fewer fields
+                old["config"] = dataclasses.asdict(configs.from_dict(old["config"]))
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{path}, which says what is compared, is damaged ({error}); bring it back, or take"
@@ -175,9 +178,9 @@ def compare(
         raise ValueError(unknown("--baseline", baseline, couplings))
     totals = []
     for setting in all_settings:
-        _, num_steps = runs.length(setting.config, data.load(setting.config.data))
-        optim.schedule(setting.config.optim, num_steps)
-        totals.append(num_steps)
+        dataset = data.load(setting.config.data)
+        runs.rate(setting.config, dataset)
+        totals.append(runs.length(setting.config, dataset)[1])
     seeds = [config.seed + i for i in range(num_seeds)]
     configs.validate(dataclasses.replace(config, seed=seeds[-1]))
     contents = {
@@ -201,28 +204,31 @@ def compare(
 
             folder = out / "runs" / setting.folder
             trained = ensemble.train(setting.config, seeds, folder, advance=advance)
+            named = setting.coupling, setting.point, setting.config, trained
             errors = _attention_errors(setting, trained, folder)
-            results.append(
-                compare_report.Result(
-                    setting.coupling, setting.point, setting.config, trained, errors
-                )
-            )
+            place = str(folder.relative_to(out))
+            results.append(compare_report.Result(*named, *errors, place))
             done += num_steps
             bar.update(progress, completed=done)
         return compare_report.write(results, contents, out)
 
 
-def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path) -> list[float]:
-    """Relative attention error of each of the first seeds: the mean over layers and heads."""
+def _attention_errors(
+    setting: Setting, trained: ensemble.Ensemble, folder: Path
+) -> tuple[list[float], list[float]]:
+    """Relative attention error of each of the first seeds, and that of uniform attention.
+
+    Means over layers and heads.
+    """
     if setting.coupling == SOFTMAX:
-        return []
+        return [], []
     path = folder / "attention_errors.json"
     noted = files.noted(path)
-    if noted:
-        return noted["errors"]
+    if noted and "uniform" in noted:
+        return noted["errors"], noted["uniform"]
     dataset, task = runs.subject(setting.config)
     images = runs.evaluation_examples(dataset, setting.config, IMAGES)
-    errors = []
+    found = {"errors": [], "uniform": []}
     for place in _sound(trained, MEASURED):
         rows = attention_report.rows(
             task,
@@ -232,9 +238,10 @@ def _attention_errors(setting: Setting, trained: ensemble.Ensemble, folder: Path
             num_features=setting.config.attention.num_features,
             draws=DRAWS,
         )
-        errors.append(sum(row["attention error"] for row in rows) / len(rows))
-    files.note(path, {"errors": errors})
-    return errors
+        for name, column in [("errors", "attention error"), ("uniform", "uniform attention")]:
+            found[name].append(statistics.fmean(row[column] for row in rows))
+    files.note(path, found)
+    return found["errors"], found["uniform"]
 
 
 def _sound(trained: ensemble.Ensemble, number: int) -> Iterator[int]:

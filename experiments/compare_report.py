@@ -3,8 +3,10 @@
 import base64
 import html
 import io
+import itertools
 import os
 import platform
+import urllib.parse
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,8 @@ from vit import files, report
 EFFECT = 0.008
 """The gain in accuracy of PM over ORF in Reid et al. 2025, Table 2."""
 LEVEL = 0.05
+DROP = 0.22
+"""The dots of the seeds stand so far below their mean, for its interval to leave them free."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
@@ -36,7 +40,12 @@ class Result(NamedTuple):
     """The other values that are compared, in words."""
     config: configs.Config
     trained: Ensemble
-    attention_errors: list[float]
+    attention_errors: Sequence[float]
+    """Of the first seeds, each the mean over layers and heads."""
+    uniform_errors: Sequence[float] = ()
+    """What uniform attention, which needs no features, has in the same layers."""
+    folder: str = ""
+    """Where its runs lie, from the folder of the report."""
 
     @property
     def accuracy(self) -> dict[int, float]:
@@ -63,6 +72,8 @@ class Section(NamedTuple):
     texts: list[str]
     table: Sequence[dict[str, str]] = ()
     figure: str = ""
+    links: Sequence[str] = ()
+    """Where the first cell of each row leads, if anywhere."""
 
 
 def comparisons(results: Sequence[Result], baseline: str) -> list[Comparison]:
@@ -158,8 +169,8 @@ def rows(results: Sequence[Result], compared: Sequence[Comparison]) -> list[dict
             row["difference to baseline"] = f"{d.mean:+.4f}"
             row["95% interval"] = f"{d.low:+.4f} to {d.high:+.4f}"
             row["corrected p"] = f"{comparison.corrected:.2g}"
-        errors = statistics.mean_and_error(result.attention_errors)
-        row["attention error"] = _plus_minus(*errors) if result.attention_errors else ""
+        row["attention error"] = _of(result.attention_errors)
+        row["of uniform attention"] = _of(result.uniform_errors)
         if result.config.attention.kind == "softmax":
             row["attention error"] = "exact"
         records = result.trained.records
@@ -222,7 +233,7 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
     )
     sections = [
         Section("Verdict", [verdict(compared), *map(sentence, compared)]),
-        Section("Results", [_notes(contents)], table),
+        Section("Results", [_notes(contents)], table, links=[_link(r.folder) for r in results]),
         *([differences] if compared else []),
         Section("Learning curves", ["Means over the seeds, with a standard error."], (), "curves"),
         *([seeds] if compared else []),
@@ -249,8 +260,14 @@ def _notes(contents: dict[str, Any]) -> str:
         f"Accuracy on {contents['config']['data']['eval_split']!r}: mean ± standard error."
         f" Differences are paired by seed, to {baseline}; p-values are those of paired t-tests with"
         " Holm's correction. Attention error: of the trained layers, relative to exact attention,"
-        " mean over layers and heads of the first seeds."
+        " mean over layers and heads of the first seeds; beside it that of uniform attention, which"
+        " looks at nothing. A setting leads to its runs."
     )
+
+
+def _link(folder: str) -> str:
+    """An address for a page that lies in the folder of the report."""
+    return urllib.parse.quote(f"{folder}/") if folder else ""
 
 
 def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
@@ -264,6 +281,10 @@ def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
             row["diverged_at_step"] = str(trained.diverged[place] or "")
             table.append(row)
     return table
+
+
+def _of(sample: Sequence[float]) -> str:
+    return _plus_minus(*statistics.mean_and_error(sample)) if sample else ""
 
 
 def _plus_minus(mean: float, error: float) -> str:
@@ -298,12 +319,16 @@ def _curves(results: Sequence[Result]) -> Any:
                 continue
             values = np.asarray([[r[key][place] for place in sound] for r in records], float)
             epochs, mean = [r["epoch"] for r in records], values.mean(axis=1)
-            axis.plot(epochs, mean, color=color, label=result.coupling, linewidth=1.2)
-            if len(sound) > 1:
-                error = values.std(axis=1, ddof=1) / np.sqrt(len(sound))
-                axis.fill_between(
-                    epochs, mean - error, mean + error, color=color, alpha=0.2, linewidth=0
-                )
+            error = values.std(axis=1, ddof=1) / np.sqrt(len(sound)) if len(sound) > 1 else 0 * mean
+            style: dict[str, Any] = dict(color=color, label=result.coupling)
+            if len(records) == 1:  # a line of one point is none
+                place = couplings.index(result.coupling) - (len(couplings) - 1) / 2
+                axis.errorbar(epochs[0] + 0.1 * place, mean, error, fmt="o", capsize=3, **style)
+                axis.set_xticks(epochs, [f"{epochs[0]:g}"])  # they stand beside each other there
+            else:
+                axis.plot(epochs, mean, linewidth=1.2, **style)
+                band = dict(color=color, alpha=0.2, linewidth=0)
+                axis.fill_between(epochs, mean - error, mean + error, **band)
             axis.set(
                 xlabel="epoch", ylabel=key.replace("_", " "), title=report.literal(result.point)
             )
@@ -313,11 +338,12 @@ def _curves(results: Sequence[Result]) -> Any:
 
 
 def _differences(compared: Sequence[Comparison]) -> Any:
-    height = 1.2 + 0.4 * len(compared)
+    height = 1.2 + 0.5 * len(compared)
     figure, axis = plt.subplots(figsize=(8, height), layout="constrained")
     for row, c in enumerate(compared):
         d, a, b = c.difference, c.result.accuracy, c.baseline.accuracy
-        axis.plot([a[s] - b[s] for s in a if s in b], [row] * d.count, ".", color="0.6", zorder=1)
+        dots = [a[s] - b[s] for s in a if s in b]
+        axis.plot(dots, [row + DROP] * d.count, "o", color="0.35", alpha=0.6, markersize=4)
         if not np.isnan(d.p_value):
             error = [[d.mean - d.low], [d.high - d.mean]]
             color = "C3" if c.corrected < LEVEL else "C0"
@@ -332,12 +358,14 @@ def _differences(compared: Sequence[Comparison]) -> Any:
 
 def _markdown(sections: Sequence[Section]) -> str:
     lines = ["# Comparison", ""]
-    for title, texts, table, figure in sections:
+    for title, texts, table, figure, links in sections:
         lines += [f"## {title}", ""]
         lines += [line for text in texts for line in (report.plain(text), "")]
         if table:
             lines += [f"| {' | '.join(table[0])} |", "|---" * len(table[0]) + "|"]
-            lines += [f"| {' | '.join(map(report.plain, row.values()))} |" for row in table]
+            for row, link in itertools.zip_longest(table, links, fillvalue=""):
+                first, *rest = map(report.plain, row.values())
+                lines += [f"| {' | '.join([f'[{first}]({link})' if link else first, *rest])} |"]
             lines += [""]
         if figure:
             lines += [f"![{title}]({figure}.png)", ""]
@@ -357,18 +385,26 @@ img { max-width: 100%; height: auto; }
 """
 
 
+def _cells(row: dict[str, str], link: str) -> str:
+    """Of a table; the first one leads to the link."""
+    first, *rest = map(html.escape, row.values())
+    if link:
+        first = f'<a href="{html.escape(link)}">{first}</a>'
+    return "".join(f"<td>{cell}</td>" for cell in (first, *rest))
+
+
 def _html(sections: Sequence[Section], figures: dict[str, Any]) -> str:
     """One file that needs no other; every text is escaped."""
     body = []
-    for title, texts, table, figure in sections:
+    for title, texts, table, figure, links in sections:
         body.append(f'<section class="{html.escape(title.split()[0].lower())}">')
         body.append(f"<h2>{html.escape(title)}</h2>")
         body += [f"<p>{html.escape(text)}</p>" for text in texts]
         if table:
             head = "".join(f"<th>{html.escape(key)}</th>" for key in table[0])
             lines = [
-                "<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row.values()) + "</tr>"
-                for row in table
+                f"<tr>{_cells(row, link)}</tr>"
+                for row, link in itertools.zip_longest(table, links, fillvalue="")
             ]
             body.append(f'<div class="table"><table><tr>{head}</tr>{"".join(lines)}</table></div>')
         if figure:

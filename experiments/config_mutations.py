@@ -25,7 +25,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from vit import config as configs
-from vit import devices, optim, report, runs, steps
+from vit import devices, report, runs
 from vit.arguments import from_flag, parse_flags
 
 CONFIG = Path(__file__).parent / "configs" / "digits.py"
@@ -55,6 +55,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "model.pooling": {"token", "mean"}.__contains__,
     "model.position": {"learned", "sincos"}.__contains__,
     "model.dropout": lambda p: p == 0 or 0 < p < 1,
+    "model.drop_path": lambda p: p == 0 or 0 < p < 1,
     "model.dtype": {"float32", "bfloat16"}.__contains__,
     "model.remat": lambda _: True,
     "attention.kind": {"performer", "softmax"}.__contains__,
@@ -77,6 +78,8 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "data.randaugment_layers": range(30).__contains__,
     "data.randaugment_magnitude": _between(0, 30),
     "data.mixup": lambda alpha: alpha == 0 or 1e-4 < alpha < 1e4,
+    "data.cutmix": lambda alpha: alpha == 0 or 1e-4 < alpha < 1e4,
+    "data.erase": _between(0, 1),
     "data.batch_size": range(1, IMAGES + 1).__contains__,
     "data.num_workers": range(2000).__contains__,
     "data.max_bad_records": range(2**31).__contains__,
@@ -89,8 +92,10 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "optim.label_smoothing": lambda p: p == 0 or 0 < p < 1,
     "optim.accumulate": lambda parts: 1 <= parts <= 32 and 32 % parts == 0,
     "optim.ema": lambda p: p == 0 or 0 < p < 1,
+    "optim.layer_decay": lambda decay: 0 < decay <= 1,
     "seed": range(2**31).__contains__,
     "num_epochs": lambda epochs: 132.5 / STEPS_PER_EPOCH < epochs <= 1e6,  # longer than the warm-up
+    "restarts": {""}.__contains__,  # any other number: below the warm-up, or after the end
     "fsdp": lambda parts: parts >= 1 and jax.device_count() % parts == 0,
     "log_every": lambda every: every >= 1 and 220 % every == 0,
     "eval_every": lambda every: 1 <= every < 2**31 and every % 20 == 0,
@@ -167,10 +172,9 @@ def begin(config: configs.Config, quick: bool = False) -> None:
     configs.validate(config)
     mesh = devices.mesh(config)
     dataset, task = runs.subject(config)
-    _, num_steps = runs.length(config, dataset)
-    optim.schedule(config.optim, num_steps)
+    runs.rate(config, dataset)
     if not quick:
-        steps.build(config, task, num_steps, mesh)
+        runs.program(config, dataset, task, mesh)
 
 
 def outcome(field: str, text: str, quick: bool = False) -> Outcome:

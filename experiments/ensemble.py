@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit import checkpoint, costs, data, files, loop, metrics, optim, runs, steps
+from vit import checkpoint, costs, data, files, loop, metrics, runs, steps
 from vit.config import Config
 from vit.model import ViT
 
@@ -69,7 +69,7 @@ def train(
     checkpoint.check_path(folder)
     dataset, task = runs.subject(config)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    rate = optim.schedule(config.optim, num_steps)
+    rate = runs.rate(config, dataset)
     over_seeds, everywhere = _shardings(len(seeds))
     numbers = jax.device_put(np.asarray(seeds, np.int32), over_seeds)
 

@@ -40,10 +40,10 @@ import numpy as np
 from absl import logging
 
 from experiments import config_mutations
-from vit import checkpoint, config, devices, loop, metrics, report, runs, steps
+from vit import checkpoint, config, devices, loop, metrics, report, runs
 
 FLAGS = [
-    "--config=experiments/configs/digits.py",
+    "--config=digits",
     "--config.num_epochs=40",
     "--config.model.dropout=0.1",
     "--config.data.max_shift=1",
@@ -203,8 +203,7 @@ def damage_files(
         chosen: whether this damage is done to the file of this name, as in "checkpoints/3/...".
     """
     dataset, task = runs.subject(settings)
-    num_steps = runs.length(settings, dataset)[1]
-    abstract = steps.build(settings, task, num_steps, devices.mesh(settings)).abstract
+    abstract = runs.program(settings, dataset, task, devices.mesh(settings)).abstract
     with tempfile.TemporaryDirectory() as folder:
         whole, workdir, canary = (Path(folder) / name for name in ("whole", "run", "canary"))
         with contextlib.redirect_stdout(io.StringIO()):

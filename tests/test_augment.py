@@ -92,6 +92,46 @@ def test_where_nothing_fits_it_is_the_centre(size, want):
         assert 0 <= top < bottom <= 2
 
 
+# --- random erasing
+
+
+def test_erased_rectangles_have_the_law_they_should():
+    """Area, aspect and place over 4,000 draws; pixels outside stay, those inside are uniform."""
+    image, rng = np.full((200, 200, 1), 255, np.uint8), np.random.default_rng(0)
+    parts, inside = [], []
+    for _ in range(DRAWS):
+        erased = augment.random_erasing(image, rng)
+        rows, columns = (np.flatnonzero((erased < 255).any(axis=(axis, 2))) for axis in (1, 0))
+        parts.append((rows[0], rows[-1] + 1, columns[0], columns[-1] + 1))
+        inside.append(erased[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1][:3, :3].ravel())
+    top, bottom, left, right = np.array(parts).T / 200
+    height, width = bottom - top, right - left
+    s, a = np.meshgrid(np.linspace(0.02, 1 / 3, 2001), np.linspace(0, np.log(1 / 0.3), 2001))
+    fits = s <= np.exp(-a)
+    aspect = np.log(width / height)
+    assert 0.018 < (width * height).min() < 0.03
+    assert 0.31 < (width * height).max() < 0.345
+    assert np.abs(aspect).max() < np.log(1 / 0.3) + 0.1
+    means = [
+        (width * height, s[fits].mean()),
+        (np.abs(aspect), a[fits].mean()),
+        (np.sign(aspect), 0.0),
+        (left / (1 - width + 1e-9), 0.5),
+        (top / (1 - height + 1e-9), 0.5),
+    ]
+    for values, mean in means:
+        assert abs(values.mean() - mean) < Z * values.std() / np.sqrt(DRAWS) + 4e-3  # of a pixel
+    pixels = np.concatenate(inside)
+    assert abs(pixels.mean() - 127.5) < Z * 256 / np.sqrt(12 * len(pixels))
+    assert pixels.min() == 0
+
+
+def test_an_image_that_no_rectangle_fits_stays():
+    image = np.full((1, 1000, 1), 7, np.uint8)
+    rng = np.random.default_rng(0)
+    assert augment.random_erasing(image, rng) is image
+
+
 # --- RandAugment
 
 
@@ -274,3 +314,76 @@ def test_the_share_is_beta_distributed(alpha):
     assert abs(shares.mean() - 0.5) < Z * np.sqrt(variance / n)
     squares = (shares - 0.5) ** 2
     assert abs(squares.mean() - variance) < Z * squares.std() / np.sqrt(n)
+
+
+# --- CutMix
+
+SIDE = 16
+PIXELS = np.arange(4 * SIDE * SIDE * 2, dtype=np.float32).reshape(4, SIDE, SIDE, 2)
+
+
+def cut(keys, alpha):
+    """For each key the images and targets."""
+
+    def one(key):
+        images, targets = augment.cutmix(key, jnp.asarray(PIXELS), jnp.eye(4), alpha)
+        return images, targets
+
+    return [np.asarray(x) for x in jax.jit(jax.vmap(one))(keys)]
+
+
+def test_cutmix_takes_a_rectangle_of_the_neighbour():
+    """Every pixel is one of two, the foreign ones are a rectangle, and targets say how many."""
+    images, targets = cut(jax.random.split(jax.random.key(0), 300), 1.0)
+    for got, labels in zip(images, targets, strict=True):
+        own = (got == PIXELS).all(axis=-1)
+        foreign = (got == np.roll(PIXELS, 1, axis=0)).all(axis=-1)
+        assert (own ^ foreign).all()
+        assert (foreign == foreign[0]).all()
+        rows, columns = foreign[0].any(axis=1), foreign[0].any(axis=0)
+        assert np.array_equal(foreign[0], np.outer(rows, columns))
+        for edge in (rows, columns):
+            assert np.count_nonzero(np.diff(edge.astype(int))) <= 2
+        share = 1 - foreign[0].mean()
+        want = share * np.eye(4) + (1 - share) * np.roll(np.eye(4), 1, axis=0)
+        np.testing.assert_allclose(labels, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_cutmix_has_the_law_of_the_paper(alpha):
+    """Mean foreign share and mean foreign rows: those of a centre uniform over the image.
+
+    Of a side r = sqrt(1 - lam) of 1, r - r^2 / 4 stays inside on average; the share has its square.
+    4,000 draws: false-alarm rate 2 x 6e-7.
+    """
+    n = 4000
+    _, targets = cut(jax.random.split(jax.random.key(1), n), alpha)
+    foreign = 1 - targets[:, 0, 0].astype(float)
+    lam = np.random.default_rng(0).beta(alpha, alpha, 1_000_000)
+    r = np.sqrt(1 - lam)
+    want = np.mean((r - r**2 / 4) ** 2)
+    assert abs(foreign.mean() - want) < Z * foreign.std() / np.sqrt(n)
+    inside = np.mean(foreign > 0.5)
+    centres = np.random.default_rng(1).random((2, len(r)))
+    sides = np.clip(centres + r / 2, 0, 1) - np.clip(centres - r / 2, 0, 1)
+    want = np.mean(sides.prod(axis=0) > 0.5)
+    # Rows of sixteenths move the share by up to a sixteenth at the threshold.
+    assert abs(inside - want) < Z * np.sqrt(want * (1 - want) / n) + 0.02
+
+
+def test_with_both_one_is_drawn_evenly():
+    """Mixup leaves no pixel as it was; 1,000 draws, false-alarm rate 6e-7."""
+    keys = jax.random.split(jax.random.key(2), 1000)
+    images = jnp.asarray(PIXELS + 1)
+
+    def mixed(key):
+        got, targets = augment.blended(key, images, jnp.eye(4), 1.0, 1.0)
+        return ~jnp.any((got == images) | (got == jnp.roll(images, 1, axis=0))), targets
+
+    is_mixup, targets = jax.jit(jax.vmap(mixed))(keys)
+    assert abs(np.mean(is_mixup) - 0.5) < Z * 0.5 / np.sqrt(1000)
+    np.testing.assert_allclose(np.sum(targets, axis=-1), 1, rtol=1e-6)
+    for alphas, function in (((0.4, 0.0), augment.mixup), ((0.0, 0.7), augment.cutmix)):
+        got = augment.blended(keys[0], images, jnp.eye(4), *alphas)
+        want = function(keys[0], images, jnp.eye(4), max(alphas))
+        jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -5,6 +5,7 @@ import dataclasses
 import html.parser
 import json
 import shutil
+import urllib.parse
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from flax import nnx
 
 from experiments import compare, compare_report, ensemble
 from tests.small import TINY, small_config
-from vit import checkpoint, config, metrics, train
+from vit import checkpoint, config, files, metrics, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -55,7 +56,7 @@ def test_the_report_has_what_was_asked_for(compared):
     assert text == (out / "report.md").read_text()
     for part in ("Verdict", "How many seeds", "Versions and hardware", "Every value", "| jax |"):
         assert part in text
-    assert "| softmax |" in text
+    assert "| [softmax](runs/softmax/) |" in text
     assert "config.optim.warmup\\_steps" in text or "config.optim.warmup_steps" in text
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -63,12 +64,17 @@ def test_the_report_has_what_was_asked_for(compared):
     assert rows[1]["difference to baseline"] == "baseline"
     assert rows[0]["attention error"] == "exact"
     assert float(rows[1]["attention error"].split(" ")[0]) > 0
+    noted = files.noted(out / "runs" / "pm" / "attention_errors.json")
+    assert len(set(noted["uniform"]) - set(noted["errors"])) == 3
+    assert rows[1]["of uniform attention"].startswith(f"{np.mean(noted['uniform']):.4f} ± ")
+    assert rows[0]["of uniform attention"] == ""
     with (out / "seeds.csv").open() as file:
         runs = list(csv.DictReader(file))
     accuracies = [float(run["eval_accuracy"]) for run in runs if run["coupling"] == "pm"]
     assert rows[1]["accuracy"].startswith(f"{np.mean(accuracies):.4f} ± ")
     page = (out / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
+    assert '<td><a href="runs/pm/">pm</a></td>' in page
     assert "http" not in page.replace("http://www.w3.org", "")  # it needs no network
     for name in ("curves.png", "differences.png"):
         assert (out / name).stat().st_size > 10_000
@@ -294,6 +300,33 @@ def test_one_seed_says_that_it_says_nothing():
     found = compare_report.comparisons([result("orf", [0.5]), result("pm", [0.9])], "orf")
     assert "cannot show a difference or its absence" in compare_report.sentence(found[0])
     assert compare_report.power(found[0]) == "unknown: no spread was seen"
+
+
+def test_links_lead_to_folders_whose_names_are_quoted():
+    setting = compare.Setting("a/b", (("data.dir", "#1"),), small_config())
+    link = compare_report._link(f"runs/{setting.folder}")
+    assert urllib.parse.unquote(link) == f"runs/{setting.folder}/"
+    assert "#" not in link
+    assert "%252F" in link  # the folder itself is called a%2Fb
+
+
+def test_one_evaluation_is_drawn_as_points():
+    """A line through one point is not seen."""
+    drawn = compare_report._curves([result("orf", BASE), result("pm", [0.7] * 5)])
+    for axis in drawn.axes:
+        assert [c.lines[0].get_marker() for c in axis.containers] == ["o", "o"]
+    accuracy = drawn.axes[1].containers
+    assert [float(c.lines[0].get_ydata()[0]) for c in accuracy] == pytest.approx([0.51, 0.7])
+    assert accuracy[0].lines[0].get_xdata() != accuracy[1].lines[0].get_xdata()
+
+
+def test_each_seed_has_its_dot_beside_the_interval():
+    (found,) = compare_report.comparisons([result("orf", BASE), result("pm", BASE[::-1])], "orf")
+    axis = compare_report._differences([found]).axes[0]
+    dots = axis.lines[0]
+    np.testing.assert_allclose(dots.get_xdata(), np.subtract(BASE[::-1], BASE))
+    (mean,) = axis.containers
+    assert set(dots.get_ydata()) != set(mean.lines[0].get_ydata())
 
 
 def test_strings_of_the_config_are_escaped(tmp_path):

@@ -75,8 +75,8 @@ def test_commands_are_imported_by_nobody():
 
 PICTURES = {"vit.model", "vit.classification", "vit.augment", "vit.class_report"}
 BLIND = (
-    *("attention_report", "checkpoint", "conversion", "costs", "devices", "loop", "metrics"),
-    *("optim", "safety", "steps", "task"),
+    *("attention_report", "checkpoint", "conversion", "costs", "devices", "display", "extension"),
+    *("loggers", "loop", "metrics", "optim", "safety", "steps", "task"),
 )
 
 

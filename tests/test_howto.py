@@ -5,19 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from vit import config
+from vit import bundled, config
 
 PAGES = sorted(Path("docs/howto").glob("*.md"))
-COMMAND = re.compile(r"python -m ((?:vit|experiments)\.\w+)((?: \\\n|[^\n`])*)")
+COMMAND = re.compile(
+    r"(python -m (?:vit|experiments)\.|performer-vit |performer-experiments )(\w+)"
+    r"((?: \\\n|[^\n`])*)"
+)
 SHARED = "".join(Path("experiments", name).read_text() for name in ("uci.py", "graph_data.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_exist(page):
-    for module, arguments in COMMAND.findall(page.read_text()):
-        if module == "experiments.kernel_error":  # that one is made on its page
+    for start, name, arguments in COMMAND.findall(page.read_text()):
+        if name == "kernel_error":  # that one is made on its page
             continue
-        source = Path(*module.split(".")).with_suffix(".py").read_text()
+        package = "experiments" if "experiments" in start else "vit"
+        source = Path(package, f"{name}.py").read_text()
         for flag in re.findall(r"--([a-z]\w*)(?=[= ]|$)", arguments.split("#")[0]):
             assert re.search(rf"""DEFINE_\w+\(\s*"{flag}"|"--{flag}\"""", source + SHARED), flag
 
@@ -25,8 +29,8 @@ def test_commands_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_configs_and_their_fields_exist(page):
     text = page.read_text()
-    for path in re.findall(r"--config=(\S+?\.py)", text):
-        assert Path(path).exists()
+    for name in re.findall(r"--config=([\w/]+(?:\.py)?)", text):
+        assert bundled.path(name).exists()
     for field in re.findall(r"(?:--|grid )config\.([\w.]+)=", text):
         assert field in config.flatten(config.Config())
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.small import new_vit, small_config
-from vit import config, optim
+from vit import classification, config, optim
 
 
 def test_schedule():
@@ -23,6 +23,51 @@ def test_schedule():
         optim.schedule(section, num_steps=15)
     default = optim.schedule(config.Optim(warmup_steps=0), 10)
     assert [float(default(step)) for step in (0, 10)] == pytest.approx([1e-3, 1e-5])
+
+
+def test_restarts_are_cycles():
+    """Against each cycle written out: the warm-up of a later one starts from the final rate."""
+    section = config.Optim(
+        learning_rate=1.0, final_learning_rate=0.1, warmup_steps=4, constant_steps=2
+    )
+
+    def cycle(start, end, low):
+        steps = np.arange(end - start)
+        falling = 0.1 + 0.9 * (1 + np.cos(np.pi * (steps - 6) / (end - start - 6))) / 2
+        return np.where(steps < 4, low + (1 - low) * steps / 4, np.where(steps < 6, 1, falling))
+
+    rate = optim.schedule(section, 42, restarts=(10, 30))
+    want = [*cycle(0, 10, 0.0), *cycle(10, 30, 0.1), *cycle(30, 42, 0.1), 0.1]
+    np.testing.assert_allclose([rate(step) for step in range(43)], want, rtol=1e-6)
+    plain = optim.schedule(section, 10)
+    assert [float(plain(step)) for step in range(10)] == [float(rate(step)) for step in range(10)]
+    with pytest.raises(ValueError, match="are 6 steps, but the cycle from step 10 on has 6"):
+        optim.schedule(section, 42, restarts=(10, 16))
+
+
+def test_layers_learn_by_their_distance_from_the_head(tiny):
+    """Rate and decay of weights, against AdamW alone: 0.5 of it for each layer in between."""
+    params = nnx.state(new_vit(small_config(model=config.Model("XS/4"))), nnx.Param)
+    params = jax.tree.map(lambda x: x + 1.0, params)
+    gradients = jax.tree.map(jnp.ones_like, params)
+
+    def updates(**fields):
+        section = config.Optim(weight_decay=0.1, clip_norm=0.0, **fields)
+        transform = optim.optimizer(section, lambda step: 0.1, classification.distances)
+        return jax.jit(lambda: transform.update(gradients, transform.init(params), params))()[0]
+
+    decayed, plain = (dict(nnx.to_flat_state(updates(**f))) for f in ({"layer_decay": 0.5}, {}))
+    distance = {"embed": 3, "position": 3, "token": 3, (0,): 2, (1,): 1, "norm": 0, "head": 0}
+    seen = set()
+    for path, update in decayed.items():
+        layer = path[1:2] if path[0] == "blocks" else path[0]
+        seen.add(layer)
+        np.testing.assert_allclose(
+            update[...], plain[path][...] * 0.5 ** distance[layer], rtol=1e-6
+        )
+    assert seen == set(distance)
+    with pytest.raises(ValueError, match="layer_decay must be 1.0: the task of this run does not"):
+        optim.optimizer(config.Optim(layer_decay=0.5), lambda step: 0.1).init(params)
 
 
 def test_only_weights_of_linear_maps_decay(tiny):

@@ -1,13 +1,16 @@
 """What others install: a source distribution, and the wheel that is built from it."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import performer
 
@@ -29,13 +32,17 @@ def archives(tmp_path_factory):
     return source, wheel
 
 
-def test_the_wheel_holds_the_two_packages_and_nothing_else(archives):
+PACKAGES = ("experiments", "performer", "vit")
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(archives):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = set(wheel.namelist())
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"performer", "vit", f"performer_jax-{performer.__version__}.dist-info"}
-    wanted = {str(p) for top in ("performer", "vit") for p in Path(top).rglob("*.py")}
+    assert tops == {*PACKAGES, f"performer_jax-{performer.__version__}.dist-info"}
+    wanted = {str(p) for top in PACKAGES for p in Path(top).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == wanted
+    assert not [name for name in names if name.endswith(".png")]
     assert {"performer/py.typed", "vit/py.typed"} <= names
 
 
@@ -61,15 +68,94 @@ assert importlib.metadata.version("{DISTRIBUTION}") == performer.__version__
 """
 
 
-def test_the_wheel_is_imported_from_where_it_is_installed(archives, tmp_path):
-    folder = tmp_path / "installed"
+@pytest.fixture(scope="module")
+def installed(archives, tmp_path_factory):
+    """Folder of the installed wheel."""
+    folder = tmp_path_factory.mktemp("installed")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, f"--target={folder}", archives[1])
+    return folder
+
+
+def test_the_wheel_is_imported_from_where_it_is_installed(installed, tmp_path):
     information = f"performer_jax-{performer.__version__}.dist-info"
-    assert sorted(path.name for path in folder.iterdir()) == ["performer", information, "vit"]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    names = sorted(path.name for path in installed.iterdir())
+    assert names == sorted(["bin", *PACKAGES, information])
+    environment = os.environ | {"PYTHONPATH": str(installed)}
     printed = run(sys.executable, "-P", "-c", PROGRAM, cwd=tmp_path, env=environment)
-    assert printed.split() == [str(folder / "performer"), str(folder / "vit")]
+    assert printed.split() == [str(installed / "performer"), str(installed / "vit")]
+
+
+def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_path):
+    """Beside an `experiments` of the user's own, too."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    for script, name in ("performer-vit", "train"), ("performer-experiments", "graph_gp"):
+        assert f"{script} {name} " in run(script, cwd=tmp_path, env=environment)
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
+    for name, message in {
+        "digits": "ValueError: config.optim.warmup_steps=132",
+        "inaturalist2021": "config.data.dir='data' does not exist",
+        "my_images:photos": "by performer-vit prepare --source=photos --out=data",
+    }.items():
+        command = ["performer-vit", "train", f"--config={name}", "--config.num_epochs=1"]
+        done = subprocess.run(
+            [*command, "--workdir=run"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert message in done.stderr, name
+
+
+def photographs(folder):
+    """Two classes that colour tells apart, 14 pictures each."""
+    rng = np.random.default_rng(0)
+    for name, colour in ("forest", (40, 160, 60)), ("sea", (30, 80, 200)):
+        (folder / name).mkdir(parents=True)
+        for i in range(14):
+            pixels = np.clip(rng.normal(colour, 25, (16, 18, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+
+
+ALONE = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("performer", "vit", "experiments", "flax"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_from_photographs_to_a_program_that_jax_alone_runs(installed, tmp_path):
+    """Four commands in an empty folder, each as the one before it printed it."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+
+    def shell(text):
+        return run("sh", "-c", text, cwd=tmp_path, env=environment)
+
+    def printed(name, text):
+        return re.search(f"performer-vit {name} .*", text)[0]
+
+    photographs(tmp_path / "photos")
+    done = shell("performer-vit prepare --source=photos --out=data --validation=0.15")
+    assert "24 train, 4 validation" in done
+    done = shell(printed("train", done))
+    assert float(re.search("validation accuracy ([0-9.]+)", done)[1]) == 1.0
+    done = shell(printed("predict", done).replace("FILE_OR_FOLDER ...", "photos --top=1"))
+    right = re.findall(r"photos/(\w+)/\d+.png  (\w+) ", done)
+    assert len(right) == 28
+    assert all(truth == said for truth, said in right)
+    done = shell(printed("export", done))
+    (tmp_path / "alone.py").write_text(ALONE + done[done.index("import json") :])
+    said = shell(f"{sys.executable} alone.py")
+    assert said.strip() in ("['forest']", "['sea']")
 
 
 def test_every_place_has_the_same_version():

@@ -1,4 +1,4 @@
-"""vit.prepare: the three forms of raw images, bad files, and reading the result back."""
+"""vit.prepare: IDX files, class folders and tars, bad files, and reading the result back."""
 
 import fcntl
 import gzip
@@ -16,7 +16,8 @@ from PIL import Image
 from scipy.io import savemat
 
 from vit import config, data
-from vit.prepare import VERSION, TooManyBadFilesError, encode, prepare, read_idx
+from vit.bounded import read_idx
+from vit.prepare import VERSION, TooManyBadFilesError, encode, prepare
 
 
 def idx(array):
@@ -137,7 +138,7 @@ def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys
     leftover = tmp_path / "out" / "pets" / "incomplete.ABCDEF_1.0.0"
     leftover.mkdir(parents=True)
     (leftover / "dataset_info.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"unknown config.data.name 'pets'.* Choices: digits \("):
+    with pytest.raises(ValueError, match=r"out' holds no data set; one is made .*--out=.*out"):
         load(tmp_path / "out", "pets", "validation")
     running = os.open(leftover.parent, os.O_RDONLY)
     fcntl.flock(running, fcntl.LOCK_EX)
@@ -374,7 +375,10 @@ def test_odd_images_are_converted():
             "20 images, .* 4 labels",
         ),
         (lambda f: (f / "extra-images-idx3-ubyte").write_bytes(b""), "no labels beside it"),
-        (lambda f: [p.unlink() for p in f.iterdir()], "neither IDX files .* nor class folders"),
+        (
+            lambda f: [p.unlink() for p in f.iterdir()],
+            "holds none of these: .*IDX files.*, class folders",
+        ),
     ],
 )
 def test_damaged_sources_are_named(tmp_path, spoil, message):

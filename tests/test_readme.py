@@ -7,7 +7,7 @@ import pytest
 
 import performer
 from tests.pages import code
-from vit import config
+from vit import bundled, cli, config
 
 README = Path("README.md").read_text()
 
@@ -27,8 +27,10 @@ def test_commands_exist():
             assert re.search(rf"^{target}:", makefile, flags=re.M)
         for module in re.findall(r"python -m (\S+)", body):
             assert Path(*module.split(".")).with_suffix(".py").exists()
-        for path in re.findall(r"--config=(\S+)", body):
-            assert Path(path).exists()
+        for name in re.findall(r"performer-vit (\S+)", body):
+            assert name in cli.programs("vit")
+        for name in re.findall(r"--config=(\w+)", body):
+            assert bundled.path(name).exists()
         for flag in re.findall(r"--config\.([\w.]+)=", body):
             assert flag in config.flatten(config.Config())
 

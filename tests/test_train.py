@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,30 @@ def test_three_steps(finished):
     assert report["step"] == 3
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
+
+
+def test_compiled_functions_have_names():
+    """In profiles and in the log of compilations."""
+    run, _ = program(small_config())
+    compiled = run.initial, run.train, run.evaluate
+    assert [f.__name__ for f in compiled] == ["initial", "train_step", "eval_step"]
+    assert "module @jit_initial" in run.initial.lower().as_text()
+
+
+def test_off_a_terminal_a_run_says_what_it_does(tmp_path, capsys):
+    """Compiling and its seconds, a line of progress, each evaluation."""
+    train.train(small_config(), tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    patterns = [
+        "compiling train_step",
+        r"compiled train_step in [\d.]+ s",
+        r"step 1 of 3: loss 2\.303  accuracy .* images/s  0:00:\d\d left",
+        "compiling eval_step",
+        r"compiled eval_step in [\d.]+ s",
+        "step 3: test accuracy .*",
+    ]
+    for pattern in patterns:
+        assert any(re.fullmatch(pattern, line) for line in lines), (pattern, lines)
 
 
 def test_frequencies_are_saved_and_not_trained(finished):

@@ -102,15 +102,17 @@ def parse_flags(
     except flags.UnrecognizedFlagError as error:
         sys.exit(_unknown(error.flagname, values))
     except flags.Error as error:
-        sys.exit(_flag_error(str(error)))
+        sys.exit(_flag_error(str(error), values))
     except Exception as error:  # a config file is a program: it may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
     if rest and not words:
         name, equals, value = rest[0].partition("=")
-        meant = nearest(name, values) + equals + value
-        sys.exit(f"{rest[0]!r} is no flag: did you mean '{meant}'?")
+        meant = (
+            f"did you mean '{nearest(name, values)}={value}'?" if equals else "--help lists them"
+        )
+        sys.exit(f"{rest[0]!r} is no flag: {meant}")
     for name in values:
         flag = values[name]
         if flag.present and flag.default is None and flag.value == "":
@@ -133,12 +135,14 @@ def from_flag(flag: Any) -> Config:
 def nearest(name: str, values: flags.FlagValues) -> str:
     """The flag that is probably meant: by what it is called elsewhere, else by its spelling."""
     known = {flag: f"--{flag}" for flag in own_flags(values)}
+    word = name.lstrip("-").lower().replace("-", "_")
+    if own := difflib.get_close_matches(word, known, n=1, cutoff=0.85):
+        return known[own[0]]
     if "config" in values:
         fields = {f"config.{field}": f"--config.{field}" for field in TYPES}
         short = {field.split(".")[-1]: f"--config.{field}" for field in TYPES}
         others = {other: f"--config.{field}" for other, field in OTHER_NAMES.items()}
         known = others | short | fields | known
-    word = name.lstrip("-").lower().replace("-", "_")
     last = word.split(".")[-1]
     if word not in known and last in known:
         return known[last]
@@ -163,7 +167,7 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
     lines = [(main.__doc__ or Path(program).stem).strip(), "", "Flags:", ""]
     for name, flag in own_flags(values).items():
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        default = "" if flag.default in (None, "", []) or flag.boolean else flag.default_as_str
+        default = "" if flag.boolean else (flag.default_as_str or "").strip("'")
         lines += _row(shown, f"{flag.help}{f'; {default} if not given' * bool(default)}")
     return "\n".join([*lines, *(["", field_help()] if "config" in values else [])])
 
@@ -206,6 +210,8 @@ def _check_fields(argv: Sequence[str], values: flags.FlagValues) -> None:
 
 
 def _unknown(name: str, values: flags.FlagValues) -> str:
+    if name.startswith("config.") and name.removeprefix("config.") in TYPES:
+        return f"--{name} is a field of a config: say of which by --config=NAME"
     return f"unknown flag '--{name}'; did you mean {nearest(name, values)!r}? --help lists them all"
 
 
@@ -227,12 +233,18 @@ def _with_path(argv: list[str]) -> list[str]:
     return argv[:1] + [path(*pair) for pair in itertools.pairwise(argv)]
 
 
-def _flag_error(message: str) -> str:
-    """absl's message as one line, with what the field of a config may be."""
+def _flag_error(message: str, values: flags.FlagValues) -> str:
+    """absl's message as one line, with what the flag or the field of a config may be."""
     given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
     if given and given[2] in TYPES:
         return f"{_one_line(given[1])}: {allowed(given[2])}"
+    if missing := re.match(r"flag --(\w+)=None: ", message):
+        return f"--{missing[1]} is missing: {values[missing[1]].help}"
+    if early := re.match(r"Found (\S+) in argv before a value for --config", message):
+        return f"{early[1]} stands before --config: put that first"
     first, *between = message.strip().splitlines()  # of a config file the whole traceback
+    if "Error whilst parsing config file" in first:
+        first = "--config:"
     return _one_line(" ".join([first, *between[-1:]]))
 
 

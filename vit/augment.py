@@ -1,6 +1,6 @@
 """Augmentations: plain functions of an image (height, width, channels) and a NumPy generator.
 
-`mixup` alone works on batches, in JAX: it belongs into the training step.
+`mixup` and `cutmix` work on batches, in JAX: they belong into the training step.
 """
 
 import math
@@ -40,16 +40,46 @@ def inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
     between those of 3/4 and 4/3, given that it fits; its place is uniform. After ten tries that did
     not fit it is the largest part in the centre with width / height between 3/4 and 4/3.
     """
-    for _ in range(10):
-        area = rng.uniform(0.08, 1.0) * width * height
-        ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-            return left, top, left + w, top + h
+    part = _random_part(width, height, rng, (0.08, 1.0), (3 / 4, 4 / 3))
+    if part is not None:
+        return part
     w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
+
+
+def random_erasing(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A random rectangle becomes random pixels, each value uniform (Zhong et al. 2020, RE-R).
+
+    Its share of the area is uniform in [0.02, 1/3] and the logarithm of width / height uniform
+    between those of 0.3 and 1/0.3, as in DeiT (the paper: share up to 0.4, uniform ratio), given
+    that it fits; its place is uniform. After ten tries that did not fit the image stays.
+    """
+    part = _random_part(image.shape[1], image.shape[0], rng, (0.02, 1 / 3), (0.3, 1 / 0.3))
+    if part is None:
+        return image
+    left, top, right, bottom = part
+    erased = image.copy()
+    shape = (bottom - top, right - left, image.shape[2])
+    erased[top:bottom, left:right] = rng.integers(0, 256, shape, dtype=np.uint8)
+    return erased
+
+
+Bounds = tuple[float, float]
+
+
+def _random_part(
+    width: int, height: int, rng: np.random.Generator, shares: Bounds, ratios: Bounds
+) -> tuple[int, int, int, int] | None:
+    """With bounds of its share of the area and of width / height: the first of ten that fits."""
+    for _ in range(10):
+        area = rng.uniform(*shares) * width * height
+        aspect = math.exp(rng.uniform(math.log(ratios[0]), math.log(ratios[1])))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
+            return left, top, left + w, top + h
+    return None
 
 
 def randaugment(
@@ -96,6 +126,62 @@ def mixup(
     share = jax.random.beta(key, alpha, alpha, dtype=images.dtype)
     images, targets = (share * x + (1 - share) * jnp.roll(x, 1, axis=0) for x in (images, targets))
     return images, targets
+
+
+def cutmix(
+    key: Array,
+    images: Float[Array, "b height width c"],
+    targets: Float[Array, "b classes"],
+    alpha: float,
+) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+    """A rectangle of each image is that of the one before in the batch (Yun et al. 2019, eq. 1, 2).
+
+    Its centre is uniform and its sides sqrt(1 - lam) of the image's, lam ~ Beta(alpha, alpha), one
+    rectangle for the batch; what reaches over the edge is cut off. Targets are blended by the share
+    of the pixels that stay.
+
+    Args:
+        key: random key.
+        images: float32.
+        targets: float32, probabilities of the classes.
+        alpha: > 0; at 1 lam is uniform, as in the paper.
+
+    Returns:
+        The images and targets.
+    """
+    keys = jax.random.split(key, 3)
+    side = jnp.sqrt(1 - jax.random.beta(keys[0], alpha, alpha, dtype=images.dtype))
+
+    def inside(key: Array, size: int) -> Array:
+        centre, half = jax.random.uniform(key, maxval=size), side * size / 2
+        pixels = jnp.arange(size) + 0.5
+        return (centre - half <= pixels) & (pixels < centre + half)
+
+    rows, columns = (inside(k, n) for k, n in zip(keys[1:], images.shape[1:3], strict=True))
+    cut = (rows[:, None] & columns)[..., None]
+    share = 1 - jnp.mean(cut, dtype=images.dtype)
+    images = jnp.where(cut, jnp.roll(images, 1, axis=0), images)
+    return images, share * targets + (1 - share) * jnp.roll(targets, 1, axis=0)
+
+
+def blended(
+    key: Array,
+    images: Float[Array, "b height width c"],
+    targets: Float[Array, "b classes"],
+    mixup_alpha: float,
+    cutmix_alpha: float,
+) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+    """`mixup` or `cutmix`, whichever alpha is not 0; with both one of them, drawn evenly."""
+    if not cutmix_alpha:
+        return mixup(key, images, targets, mixup_alpha)
+    if not mixup_alpha:
+        return cutmix(key, images, targets, cutmix_alpha)
+    choice, key = jax.random.split(key)
+    return jax.lax.cond(
+        jax.random.bernoulli(choice),
+        lambda: mixup(key, images, targets, mixup_alpha),
+        lambda: cutmix(key, images, targets, cutmix_alpha),
+    )
 
 
 def to_pil(image: np.ndarray) -> Image.Image:

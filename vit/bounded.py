@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-FORMATS = ("JPEG", "PNG", "BMP", "GIF")
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
 """All that bytes are taken for: of Pillow's other formats some start programs (PostScript)."""
 
 PIXELS = 2**30 // 12

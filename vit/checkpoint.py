@@ -50,7 +50,7 @@ class Checkpoints:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Those that are there, readable or not, by step."""
-        return _found(self.workdir)
+        return found(self.workdir)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -103,7 +103,7 @@ def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
 
 def exists(workdir: Path) -> bool:
     """Whether there is a checkpoint, readable or not."""
-    return bool(_found(workdir))
+    return bool(found(workdir))
 
 
 def check_not_lost(workdir: Path, progress: int) -> None:
@@ -190,7 +190,7 @@ def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, An
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     content = {"state": state, "checksums": sums}
     check_path(workdir)
-    there = _found(workdir)
+    there = found(workdir)
     chosen = [each for each in there if step in (None, each.step)]
     if there and not chosen:
         steps = ", ".join(str(each.step) for each in there)
@@ -219,14 +219,15 @@ def shapes(workdir: Path) -> Any:
     Raises:
         ValueError: when there is no checkpoint, or none whose description can be read.
     """
-    for _, folder in reversed(_found(workdir)):
+    for _, folder in reversed(found(workdir)):
         with contextlib.suppress(Exception):  # as in `restore`
             files.check(folder)
             return ocp.checkpointables_metadata(str(folder.resolve())).metadata["state"]
     raise ValueError(f"{workdir} holds no checkpoint whose description can be read")
 
 
-def _found(workdir: Path) -> list[Checkpoint]:
+def found(workdir: Path) -> list[Checkpoint]:
+    """Those that are there, readable or not, by step."""
     paths = (workdir / "checkpoints").glob("*")
     return sorted(Checkpoint(int(path.name), path) for path in paths if path.name.isdecimal())
 
@@ -234,7 +235,7 @@ def _found(workdir: Path) -> list[Checkpoint]:
 def set_aside(workdir: Path, step: int) -> None:
     """Moves the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for number, folder in _found(workdir):
+        for number, folder in found(workdir):
             if number > step:
                 target = workdir / "unreadable" / folder.name
                 shutil.rmtree(target, ignore_errors=True)

@@ -19,13 +19,13 @@ from vit.task import Sums, Task, Triple
 
 NAME = "classification"
 
-Examples = tuple[Array, Array, Array]
-"""Images, probabilities of the classes, labels."""
+Examples = tuple[Array, Array]
+"""Images, probabilities of the classes."""
 
 
 @cache
 def task(num_classes: int, channels: int) -> Task:
-    """Cross entropy with smoothed labels and mixup; top-1 and top-5 accuracy."""
+    """Cross entropy with smoothed labels, mixup and CutMix; top-1 and top-5 accuracy."""
     return Task(
         create=partial(ViT, num_classes=num_classes, channels=channels),
         loss=loss,
@@ -35,6 +35,7 @@ def task(num_classes: int, channels: int) -> Task:
         operations=partial(forward_flops, num_classes=num_classes, channels=channels),
         layers=layers,
         projections=projections,
+        distances=distances,
         noun="image",
         name=NAME,
     )
@@ -45,18 +46,19 @@ def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Exam
     images, labels = batch["image"], batch["label"]
     targets = jax.nn.one_hot(labels, num_classes)
     targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
-    if config.data.mixup:
-        images = images.astype(jnp.float32)
-        images, targets = augment.mixup(key, images, targets, config.data.mixup)
-    return images, targets, labels
+    alphas = config.data.mixup, config.data.cutmix
+    if any(alphas):
+        images, targets = augment.blended(key, images.astype(jnp.float32), targets, *alphas)
+    return images, targets
 
 
 def loss(model: ViT, examples: Examples) -> tuple[Array, Sums]:
-    """Mean cross entropy, and right answers ("accuracy")."""
-    images, targets, labels = examples
+    """Mean cross entropy, and right answers ("accuracy"): of two blended images the larger's."""
+    images, targets = examples
     logits, _ = model(images)
     losses = optax.losses.softmax_cross_entropy(logits, targets)
-    return losses.mean(), {"accuracy": jnp.sum(jnp.argmax(logits, axis=-1) == labels)}
+    right = jnp.argmax(logits, axis=-1) == jnp.argmax(targets, axis=-1)
+    return losses.mean(), {"accuracy": jnp.sum(right)}
 
 
 def count(model: ViT, batch: Batch) -> Sums:
@@ -104,6 +106,28 @@ def projections(model: ViT, batch: Batch) -> list[Triple]:
     _, intermediates = model(batch["image"])
     inputs = [intermediates[f"block{i:02d}/attention_input"] for i in range(len(model.blocks))]
     return [(a.query(x), a.key(x), a.value(x)) for a, x in zip(layers(model), inputs, strict=True)]
+
+
+def distances(params: Any) -> Any:
+    """How many layers lie between each parameter and the head (Bao et al. 2022).
+
+    0 of the head and the last norm, 1 of the last of L blocks, ..., L of the first, and L + 1 of
+    the embedding: patches, class token and positions.
+    """
+
+    def name(path: tuple) -> tuple:
+        return tuple(getattr(key, "key", "") for key in path)
+
+    paths = [name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    depth = 1 + max(path[1] for path in paths if path[0] == "blocks")
+
+    def distance(path: tuple, _: Any) -> int:
+        top, number, *_ = name(path)
+        if top == "blocks":
+            return depth - number
+        return 0 if top in ("norm", "head") else depth + 1
+
+    return jax.tree.map_with_path(distance, params)
 
 
 def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:

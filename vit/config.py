@@ -9,17 +9,22 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 import performer
-from performer.choices import unknown
+from performer.choices import moved, unknown
 from vit import bounded, files
+
+__getattr__ = moved(
+    __name__, parse_flags="vit.arguments.parse_flags", from_flag="vit.arguments.from_flag"
+)
 
 
 class Size(NamedTuple):
@@ -57,6 +62,9 @@ class Model:
     """Position embedding: "learned" or "sincos" (fixed, two-dimensional)."""
     dropout: float = 0.0
     """Dropout rate after the embedding, the attention and each MLP layer."""
+    drop_path: float = 0.0
+    """Stochastic depth (Huang et al. 2016): what attention or MLP add to an example is left out
+    with a probability that rises linearly from 0 in the first block to this in the last."""
     dtype: str = "float32"
     """Of the arithmetic: "float32" or "bfloat16". Parameters, the sums of normalisation and
     attention, and the logits are float32 in either case."""
@@ -112,6 +120,13 @@ class Data:
     mixup: float = 0.0
     """Alpha of mixup (Zhang et al. 2018): each batch is blended with itself in another order, by a
     share from Beta(alpha, alpha); 0: not."""
+    cutmix: float = 0.0
+    """Alpha of CutMix (Yun et al. 2019): a rectangle of each image is that of another, its share of
+    the area from Beta(alpha, alpha); 0: not. With mixup, too, each batch has one of the two, drawn
+    with probability 1/2."""
+    erase: float = 0.0
+    """Probability of random erasing (Zhong et al. 2020): a rectangle of 2% to a third of a training
+    image becomes random pixels."""
     batch_size: int = 128
     """Images of a step, over all devices and hosts."""
     num_workers: int = 0
@@ -142,6 +157,9 @@ class Optim:
     """Parts in which a batch goes through the model one after another, to save memory."""
     ema: float = 0.0
     """Decay of the running mean of the parameters, which evaluation then uses; 0: none."""
+    layer_decay: float = 1.0
+    """For fine-tuning (Bao et al. 2022): rate and weight decay are multiplied by this once for each
+    layer between a parameter and the head, the embedding being the lowest; 1: all learn alike."""
 
 
 @dataclasses.dataclass
@@ -156,6 +174,9 @@ class Config:
     """Of the parameters, the frequencies, the order of the data, augmentations and dropout."""
     num_epochs: float = 10.0
     """How often the training split is seen; parts of an epoch, too."""
+    restarts: str = ""
+    """Epochs, as "10,30", at which the rate rises again by a warm-up of its own, stays, and falls
+    until the next one or the end of the run (Loshchilov & Hutter 2017); `--extend` adds one."""
     fsdp: int = 1
     """Devices that share one copy of the parameters and the optimiser's moments, each holding a
     part; the batch is split over all devices in any case."""
@@ -237,10 +258,30 @@ class Rule(NamedTuple):
     message: str
 
 
+def restarts(text: str) -> tuple[float, ...]:
+    """ "10,30" -> the two numbers; NaN for what is none."""
+    numbers = []
+    for word in text.split(",") if text else ():
+        try:
+            numbers.append(float(word))
+        except ValueError:
+            numbers.append(math.nan)
+    return tuple(numbers)
+
+
+def cycles(config: Config) -> tuple[float, ...]:
+    """Epochs at which the rate has fallen: those of `restarts`, and the end."""
+    return (*restarts(config.restarts), config.num_epochs)
+
+
+def _rising(numbers: Sequence[float]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(numbers))
+
+
 # NaN fails them all: every comparison with it is false.
 RANGES = (
     Rule(
-        ("model.dropout", "optim.label_smoothing", "optim.ema"),
+        ("model.dropout", "model.drop_path", "optim.label_smoothing", "optim.ema"),
         lambda share: 0 <= share < 1,
         "must be a number from 0 to below 1",
     ),
@@ -298,9 +339,14 @@ RANGES = (
         "must be a number from 0 to 30",
     ),
     Rule(
-        ("data.mixup",),
+        ("data.mixup", "data.cutmix"),
         lambda alpha: alpha == 0 or 1e-3 <= alpha <= 1e3,
         "must be 0, or a number from 0.001 to 1000",
+    ),
+    Rule(
+        ("data.erase",),
+        lambda share: 0 <= share <= 1,
+        "must be a number from 0 to 1",
     ),
     Rule(
         ("data.num_workers",),
@@ -318,6 +364,11 @@ RANGES = (
         "must be a number from 0 to 1000",
     ),
     Rule(
+        ("optim.layer_decay",),
+        lambda decay: 1e-3 <= decay <= 1,
+        "must be a number from 0.001 to 1",
+    ),
+    Rule(
         ("optim.clip_norm",),
         lambda norm: norm == 0 or 1e-6 <= norm <= 1e6,
         "must be 0 (gradients are not clipped), or a number from 1e-06 to 1e+06",
@@ -326,6 +377,11 @@ RANGES = (
         ("num_epochs",),
         lambda epochs: 0 < epochs <= 1e6,
         "must be a number above 0 and at most 1e+06",
+    ),
+    Rule(
+        ("restarts",),
+        lambda text: _rising([0.0, *restarts(text)]),
+        'must be rising numbers of epochs with commas between, as "10,30", or nothing',
     ),
 )
 """Each field by itself."""
@@ -367,6 +423,11 @@ RELATIONS = (
         "their product, the share of a weight that a step takes away, must be below 1",
     ),
     Rule(
+        ("restarts", "num_epochs"),
+        lambda text, epochs: max(restarts(text), default=0.0) < epochs,
+        "the last restart must be before the end of the run",
+    ),
+    Rule(
         ("eval_every", "log_every"),
         lambda every, log: every % log == 0,
         "the first is not a multiple of the second",
@@ -398,6 +459,8 @@ def validate(config: Config) -> None:
     try:
         performer.calibration.parts(attention.calibration)
         given = f"config.attention.coupling={attention.coupling!r}"
+        if attention.coupling == "softmax":
+            raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
         coupling = performer.couplings.get(attention.coupling)
         given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(

@@ -308,6 +308,8 @@ def _augmented(image: np.ndarray, rng: np.random.Generator, data: config.Data) -
         image = augment.random_flip(image, rng)
     if data.randaugment_layers:
         image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
+    if data.erase and rng.random() < data.erase:
+        image = augment.random_erasing(image, rng)
     return image
 
 

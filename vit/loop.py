@@ -4,6 +4,7 @@ It knows no more of what is learned than its `Task` says.
 """
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit import checkpoint, costs, data, devices, machine, metrics, runs, safety, steps
+from vit import (
+    checkpoint,
+    costs,
+    data,
+    devices,
+    extension,
+    loggers,
+    machine,
+    metrics,
+    runs,
+    safety,
+    steps,
+)
 from vit import config as configs
+from vit.display import Display, display
 from vit.task import Task
 
 AHEAD = 3
@@ -53,6 +67,18 @@ def stretch(
     return state, values, time.perf_counter() - start
 
 
+def compiled(
+    function: Any, state: Any, batches: Iterator[data.Batch], shown: Display
+) -> Iterator[data.Batch]:
+    """The batches, when the function of state and batch is compiled; shows how long that took."""
+    first = next(batches)
+    shown.status(f"compiling {function.__name__}")
+    start = time.perf_counter()
+    function.lower(state, first).compile()
+    shown.status(f"compiled {function.__name__} in {time.perf_counter() - start:.1f} s")
+    return itertools.chain([first], batches)
+
+
 def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
     """Of what is a number in each step, or one for each seed: the means over the steps."""
     names = [name for name in values[0] if name not in ("finite", "bad")]
@@ -76,7 +102,7 @@ def train(
     task: Task | None = None,
     *,
     profile: bool = False,
-    tensorboard: bool = False,
+    log: Sequence[str] = (),
 ) -> metrics.Record:
     """Trains to the end, from the newest readable checkpoint in `workdir` if there is one.
 
@@ -91,7 +117,7 @@ def train(
         task: what is learned; to classify the images if None. Fields of the config that mean
             nothing to it must be valid all the same.
         profile: traces the second stretch of steps into `workdir`/profile.
-        tensorboard: writes the metrics to `workdir`/tensorboard, too; needs tensorboardX.
+        log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
 
     Returns:
         The last record of the log: step, epoch, seconds, train_loss, eval_loss and what else
@@ -105,19 +131,20 @@ def train(
         vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # What is asked for, checked before anything is written.
+    config = extension.as_extended(config, workdir)
     configs.validate(config)
     checkpoint.check_path(workdir)
-    board = metrics.summary_writer() if tensorboard else None
+    loggers.check(log)
     mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     machine.check_shared_memory(batch_bytes, config.data.num_workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = steps.build(config, task, num_steps, mesh)
+    program = runs.program(config, dataset, task, mesh)
     names = list(costs.parameters(program.abstract))
     flops = task.operations(config) if task.operations else 0.0
     step_flops, peak_flops = 3 * config.data.batch_size * flops, devices.peak_flops()
-    lead, log = jax.process_index() == 0, workdir / "metrics.jsonl"
+    lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
 
     with contextlib.ExitStack() as stack:
         if lead:
@@ -133,9 +160,9 @@ def train(
             print(f"{workdir}: at step {step} of {num_steps}")
         state = program.initial() if state is None else state
         checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
-        past = metrics.keep_up_to(log, step) if lead else []
+        past = metrics.keep_up_to(path, step) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
-        write = stack.enter_context(metrics.writer(log, board)) if lead else lambda record: None
+        write = stack.enter_context(loggers.writer(log, workdir, config, lead))
         batches = stack.enter_context(
             contextlib.closing(runs.train_batches(dataset, config, mesh, step))
         )
@@ -143,37 +170,36 @@ def train(
         evaluate_now = due(step, config.eval_every, num_steps) and not devices.agree(
             bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
         )
-        saved, bad_records, number = step, set(), 0
+        saved, bad_records, number, evaluated = step, set(), 0, False
 
         # The loop.
-        bar = stack.enter_context(metrics.progress_bar(lead))
-        progress = bar.add_task(
-            "train", total=num_steps, completed=step, status="compiling" if step < num_steps else ""
-        )
-        advance = partial(bar.advance, progress)
+        shown = stack.enter_context(display(lead, step, num_steps))
+        if step < num_steps:
+            batches = compiled(program.train, state, batches, shown)
         while evaluate_now or step < num_steps:
             record = {"step": step, "epoch": step / steps_per_epoch}
             if evaluate_now:
                 evaluation = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
                 with contextlib.suppress(safety.Stopped):
+                    if not evaluated:
+                        evaluation = compiled(program.evaluate, state, evaluation, shown)
+                        evaluated = True
                     record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
                     write(record | {"seconds": time.perf_counter() - start})
                     evaluate_now = False
-                    bar.console.print(
-                        f"step {step}: {config.data.eval_split} {metrics.results(record)}"
-                    )
+                    shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
             else:
                 remaining = until_log(step, config, num_steps)
                 with profiler(workdir, profile and number == 1):
                     state, values, seconds = stretch(
-                        program.train, state, batches, remaining, stopping, advance
+                        program.train, state, batches, remaining, stopping, shown.advance
                     )
                 step += len(values)
                 number += 1
                 safety.check_finite(values, step, names, config.optim.learning_rate)
                 bad = {int(i) for each in values for i in each["bad"] if i >= 0}
                 if bad - bad_records:
-                    bar.console.print(f"cannot be decoded: records {sorted(bad - bad_records)}")
+                    shown.line(f"cannot be decoded: records {sorted(bad - bad_records)}")
                 bad_records |= bad
                 record = {"step": step, "epoch": step / steps_per_epoch, **means(values)}
                 record[task.rate] = len(values) * config.data.batch_size / seconds
@@ -181,7 +207,7 @@ def train(
                     record["mfu"] = len(values) * step_flops / seconds / peak_flops
                 record |= {"bad_records": len(bad_records)} | devices.memory()
                 write(record | {"seconds": time.perf_counter() - start})
-                bar.update(progress, status=metrics.status(record, task.rate))
+                shown.progress(metrics.status(record, task.rate), seconds / len(values))
                 evaluate_now = due(step, config.eval_every, num_steps)
             stop, too_many = stopping(), len(bad_records) > config.data.max_bad_records
             if step != saved and (
@@ -202,8 +228,8 @@ def train(
         checkpoint.finish(checkpoints)
 
     if lead:
-        metrics.plot_learning_curve(log, workdir / "learning_curve.png")
-    return metrics.read(log)[-1]
+        metrics.plot_learning_curve(path, workdir / "learning_curve.png")
+    return metrics.read(path)[-1]
 
 
 def profiler(workdir: Path, wanted: bool) -> contextlib.AbstractContextManager[Any]:

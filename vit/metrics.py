@@ -1,9 +1,7 @@
 """Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
-import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +23,6 @@ def append(path: Path, record: Record) -> None:
     """Adds one line to the log, with its checksum."""
     with path.open("a") as file:
         file.write(files.dumps(record))
-
-
-def summary_writer() -> type:
-    """tensorboardX's `SummaryWriter`.
-
-    Raises:
-        ValueError: when tensorboardX is not installed.
-    """
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX") from error
-    return SummaryWriter
-
-
-@contextlib.contextmanager
-def writer(log: Path, tensorboard: type | None = None) -> Iterator[Callable[[Record], None]]:
-    """A function that adds a record to the log, and to TensorBoard's folder beside it.
-
-    Args:
-        log: the file.
-        tensorboard: `summary_writer()`, or None for the log alone.
-    """
-    if tensorboard is None:
-        yield partial(append, log)
-        return
-
-    def write(record: Record) -> None:
-        append(log, record)
-        for name, value in record.items():
-            board.add_scalar(name, value, record["step"])
-
-    purge = read(log)[-1]["step"] + 1 if read(log) else 0
-    with tensorboard(str(log.parent / "tensorboard"), purge_step=purge) as board:
-        yield write
 
 
 def read(path: Path) -> list[Record]:

@@ -22,8 +22,8 @@ class ViT(nnx.Module):
     Images are bytes or floats. With dtype "bfloat16" so are the activations; parameters, the sums
     of normalisation and attention, and the logits stay float32.
 
-    A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout and the
-    running statistics of calibrated attention.
+    A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout, stochastic
+    depth and the running statistics of calibrated attention.
 
     Args:
         config: the sections `model` and `attention` are read, and `data.image_size`.
@@ -49,7 +49,8 @@ class ViT(nnx.Module):
         if self.pooling == "token":
             self.token = nnx.Param(jnp.zeros(size.width))
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
-        self.blocks = nnx.List([Block(config, size, rngs) for _ in range(size.depth)])
+        rates = np.linspace(0, config.model.drop_path, size.depth).tolist()
+        self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
         self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
         self.head = nnx.Linear(
             size.width, num_classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
@@ -84,9 +85,13 @@ class ViT(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs):
+    In training either summand is left out of an example with probability `drop_path`, and divided
+    by 1 - drop_path where it stays.
+    """
+
+    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs, drop_path: float = 0.0):
         attention = config.attention
         attention_fn = nnx.dot_product_attention
         if attention.kind == "performer":
@@ -114,16 +119,19 @@ class Block(nnx.Module):
         self.mlp_in = nnx.Linear(size.width, size.mlp_dim, dtype=dtype, rngs=rngs)
         self.mlp_out = nnx.Linear(size.mlp_dim, size.width, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+        # Without it there is no stream of keys either: the state is that of models of before.
+        stream = rngs if drop_path else None
+        self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
 
     def __call__(
         self, x: Float[Array, "b s width"]
     ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
         """The output of the block, and the input of its attention."""
         attention_input = self.attention_norm(x)
-        x = x + self.dropout(self.attention(attention_input))
+        x = x + self.drop_path(self.dropout(self.attention(attention_input)))
         hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))
         hidden = self.dropout(hidden)
-        return x + self.dropout(self.mlp_out(hidden)), attention_input
+        return x + self.drop_path(self.dropout(self.mlp_out(hidden))), attention_input
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:

@@ -1,6 +1,8 @@
 """The optimiser: AdamW on clipped gradients, its rate, and the running mean of the parameters."""
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +12,85 @@ from jax.tree_util import tree_map_with_path
 from jaxtyping import Array, Integer
 
 from vit import config
+from vit.task import no_distances
 
 
-def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
+def schedule(optim: config.Optim, num_steps: int, restarts: Sequence[int] = ()) -> optax.Schedule:
     """Step -> learning rate: linear from 0 over the warm-up, constant, half a cosine to the end.
 
+    With restarts this is done anew from each of them to the next, or to the end (SGDR, Loshchilov &
+    Hutter 2017), the warm-up then from the final rate on. A run that is trained further needs the
+    high rate again: at the final one next to nothing would be learned, and a model takes up more of
+    new steps by warming up and decaying again (Ibrahim et al. 2024).
+
+    Args:
+        optim: section of the config.
+        num_steps: of the run.
+        restarts: steps.
+
     Raises:
-        ValueError: when warm-up and constant rate are longer than the run.
+        ValueError: when warm-up and constant rate are longer than the run, or than what lies
+            between two restarts.
     """
-    start = optim.warmup_steps + optim.constant_steps
-    if start >= num_steps:
-        raise ValueError(
-            f"config.optim.warmup_steps={optim.warmup_steps} and"
-            f" config.optim.constant_steps={optim.constant_steps} are {start} steps, but the whole"
-            f" run has {num_steps}; lower them or config.data.batch_size, or raise"
-            " config.num_epochs"
-        )
     peak, final = optim.learning_rate, optim.final_learning_rate
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, peak, optim.warmup_steps),
+    constant = optim.warmup_steps + optim.constant_steps
+    pieces, bounds = [], []
+    for start, end in itertools.pairwise((0, *restarts, num_steps)):
+        if constant >= end - start:
+            part = f"the cycle from step {start} on" if restarts else "the whole run"
+            more = "config.num_epochs" + " (or --extend)" * bool(restarts)
+            raise ValueError(
+                f"config.optim.warmup_steps={optim.warmup_steps} and"
+                f" config.optim.constant_steps={optim.constant_steps} are {constant} steps, but"
+                f" {part} has {end - start}; lower them or config.data.batch_size, or raise {more}"
+            )
+        pieces += [
+            optax.linear_schedule(final if start else 0.0, peak, optim.warmup_steps),
             optax.constant_schedule(peak),
-            optax.cosine_decay_schedule(peak, num_steps - start, alpha=final / peak if peak else 0),
-        ],
-        [optim.warmup_steps, start],
-    )
+            optax.cosine_decay_schedule(
+                peak, end - start - constant, alpha=final / peak if peak else 0
+            ),
+        ]
+        bounds += [start, start + optim.warmup_steps, start + constant]
+    return optax.join_schedules(pieces, bounds[1:])
 
 
-def optimizer(optim: config.Optim, rate: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW at that rate; weights of linear maps decay, all other parameters do not."""
+def optimizer(
+    optim: config.Optim,
+    rate: optax.Schedule,
+    distances: Callable[[optax.Params], Any] = no_distances,
+) -> optax.GradientTransformation:
+    """AdamW at that rate; weights of linear maps decay, all other parameters do not.
+
+    Args:
+        optim: section of the config.
+        rate: of a step.
+        distances: of a `Task`, for `optim.layer_decay`: what AdamW does to a parameter is
+            multiplied by decay^distance.
+    """
     parts = [optax.adamw(rate, weight_decay=optim.weight_decay, mask=_is_kernel)]
+    if optim.layer_decay != 1:
+        parts = [*parts, _layer_wise(optim.layer_decay, distances)]
     if optim.clip_norm:
         parts = [optax.clip_by_global_norm(optim.clip_norm), *parts]
     if optim.ema:
         parts = [*parts, running_mean(optim.ema)]
     return optax.chain(*parts)
+
+
+def _layer_wise(
+    decay: float, distances: Callable[[optax.Params], Any]
+) -> optax.GradientTransformation:
+    def init(params: optax.Params) -> optax.EmptyState:
+        distances(params)  # a task that does not know raises before anything is compiled
+        return optax.EmptyState()
+
+    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        scaled = jax.tree.map(lambda u, n: u * decay**n, updates, distances(updates))
+        return scaled, state
+
+    return optax.GradientTransformation(init, update)
 
 
 class RunningMean(NamedTuple):

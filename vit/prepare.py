@@ -89,6 +89,11 @@ def prepare(
         OSError: when it cannot be written; nothing stays then.
     """
     opened = _with_channels(forms.read(source, labels_column))
+    if len(opened.class_names) < 2:
+        raise ValueError(
+            f"{source} has pictures of one class alone, {opened.class_names[0]!r}: there is nothing"
+            " to tell apart"
+        )
     name = name or default_name(source)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(
@@ -123,7 +128,8 @@ def prepare(
     target.parent.mkdir(parents=True, exist_ok=True)
     with _removed_if_empty(target.parent, out), _held(target.parent):
         builder = _builder(name, opened, examples, out)
-        with tempfile.TemporaryDirectory() as downloads:  # made though nothing is downloaded
+        announced = contextlib.redirect_stdout(io.StringIO())  # a download that there is not
+        with tempfile.TemporaryDirectory() as downloads, announced:
             try:
                 builder.download_and_prepare(download_dir=downloads)  # renamed when whole
             except RuntimeError as error:  # array_record's, as on a full disk
@@ -249,6 +255,8 @@ def _builder(
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.ERROR)
+    if not sys.stderr.isatty():
+        tfds.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     source, out = Path(_SOURCE.value), Path(_OUT.value)
     name = _NAME.value or default_name(source)

@@ -1,6 +1,6 @@
 """A new run that starts from published ViT weights, an .npz file of arrays by name.
 
-    python -m vit.pretrained --weights=B_16.npz --config=experiments/configs/imagenet.py \\
+    python -m vit.pretrained --weights=B_16.npz --config=imagenet \\
         --workdir=runs/augreg --config.attention.kind=softmax
 
 The run stands at step 0, with the attention that the config names: the softmax that the weights
@@ -22,7 +22,8 @@ along a leading axis, under no prefix, "params/" or "opt/target/". Theirs and ou
 The older layout adds a position to the class token, too. Here positions belong to patches alone, so
 token = cls + pos[0] and position = pos[1:], which is the same function. A file without positions
 was trained with fixed ones: --config.model.position=sincos; one without cls averages over patches:
---config.model.pooling=mean. Positions of another image size are not resampled.
+--config.model.pooling=mean. Positions of another image size are resampled by a second run that is
+begun from this one (`vit.train --init_from`).
 """
 
 import re
@@ -36,10 +37,11 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, checkpoint, optim, runs, safety
+from vit import bounded, data, transfer
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
-from vit.model import ViT, random_streams
+from vit.model import ViT
+from vit.task import Task
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -89,17 +91,12 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
             been written then.
         vit.checkpoint.SaveError: when the run cannot be written.
     """
-    configs.validate(config)
-    checkpoint.check_path(workdir)
-    safety.check_vacant(workdir, "--workdir")
-    dataset, task = runs.subject(config)
-    optim.schedule(config.optim, runs.length(config, dataset)[1])
-    arrays, report = read(weights)
-    model = task.create(config, rngs=random_streams(config.seed))
-    report += load(model, arrays, str(weights))
-    with safety.appearing(workdir, "--workdir") as folder:
-        runs.begin(folder, model, config, dataset, task)
-    return report
+
+    def fill(model: ViT, task: Task, dataset: data.Dataset) -> list[str]:
+        arrays, report = read(weights)
+        return report + load(model, arrays, str(weights))
+
+    return transfer.start(config, workdir, fill, {"weights": str(weights.resolve())})
 
 
 def read(path: Path) -> tuple[Arrays, list[str]]:
@@ -155,8 +152,7 @@ def load(model: ViT, arrays: Mapping[str, np.ndarray], source: str) -> list[str]
         ValueError: when parameters of the model other than the head are missing or of another
             shape, or when parts of the transformer have no place in it; all are listed.
     """
-    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    params = {"/".join(map(str, path)): variable for path, variable in flat.items()}
+    params = transfer.parameters(model)
     named, origins = rename(arrays)
     _fold_token_position(named, params)
     surplus = [name for name in named if name not in params]
@@ -175,10 +171,7 @@ def load(model: ViT, arrays: Mapping[str, np.ndarray], source: str) -> list[str]
     ]
     if wrong:
         raise ValueError(f"{source} does not fit the model of the config:\n  " + "\n  ".join(wrong))
-    for name, variable in params.items():
-        if name not in fresh:
-            variable[...] = named[name]
-    nnx.update(model, nnx.from_flat_state(flat))
+    transfer.put(model, {name: named[name] for name in params if name not in fresh})
     return [f"{name}: {named[name].shape} left out, no place here" for name in ignored] + [
         f"{name}: {params[name].shape} left at its initialisation, "
         + (f"{named[name].shape} in the file" if name in named else "not in the file")

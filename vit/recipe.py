@@ -8,7 +8,7 @@
 | more | B, 224 | a random part | the same flips | bfloat16 |
 
 The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
-of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 1,000 steps, a
+of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
 tenth of them warm-up. It is evaluated 20 times. Each number is a field, which a flag overrides.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from vit import bounded, data
 from vit.config import SIZES, Attention, Config, Data, Model, Optim
 
-EPOCHS, FEWEST_STEPS = 90, 1_000
+EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
 EVALUATIONS = 20
 LOOKED_AT = 200

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 import performer
-from vit import checkpoint, classification, data, devices, files, metrics, optim
+from vit import checkpoint, classification, data, devices, files, metrics, optim, steps
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
 from vit.task import Task
@@ -72,6 +73,31 @@ def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
     return steps_per_epoch, round(num_steps)
 
 
+def restarts(config: configs.Config, steps_per_epoch: int) -> tuple[int, ...]:
+    """Steps at which the rate of the run starts anew."""
+    return tuple(round(epoch * steps_per_epoch) for epoch in configs.restarts(config.restarts))
+
+
+def program(config: configs.Config, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
+    """The functions of the run.
+
+    Raises:
+        ValueError: as `length` and `steps.build`.
+    """
+    steps_per_epoch, num_steps = length(config, dataset)
+    return build(config, task, num_steps, mesh, restarts(config, steps_per_epoch))
+
+
+def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
+    """The learning rate of the run, by step.
+
+    Raises:
+        ValueError: as `length` and `optim.schedule`.
+    """
+    steps_per_epoch, num_steps = length(config, dataset)
+    return optim.schedule(config.optim, num_steps, restarts(config, steps_per_epoch))
+
+
 def train_batches(
     dataset: data.Dataset, config: configs.Config, mesh: Mesh, start: int
 ) -> Generator[data.Batch]:
@@ -99,12 +125,9 @@ def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: i
     return jax.tree.map(lambda *x: np.stack(x), *itertools.islice(rows, number))
 
 
-def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
-    """Makes the folder of the run; refuses one that holds a run of another config or other data.
-
-    Its `task.json` is what a model can be used with when its data set is gone.
-    """
-    path, subject = workdir / "config.json", workdir / "task.json"
+def check_same(workdir: Path, config: configs.Config) -> None:
+    """Raises ValueError when the folder holds a run of another config."""
+    path = workdir / "config.json"
     if path.exists():
         files.check(path)
         different = configs.differences(configs.load(path), config)
@@ -113,6 +136,15 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
                 f"{workdir} holds a run with another config; take another --workdir, or the run's"
                 " own config:\n  " + "\n  ".join(different)
             )
+
+
+def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
+    """Makes the folder of the run; refuses one that holds a run of another config or other data.
+
+    Its `task.json` is what a model can be used with when its data set is gone.
+    """
+    check_same(workdir, config)
+    subject = workdir / "task.json"
     new, old = description(dataset, task), files.noted(subject) or {}
     for name in set(old) & set(new) - {"versions"}:
         if old[name] != new[name]:
@@ -122,7 +154,7 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
             )
     workdir.mkdir(parents=True, exist_ok=True)
     files.note(subject, new)
-    configs.save(config, path)
+    configs.save(config, workdir / "config.json")
 
 
 def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
@@ -148,8 +180,7 @@ def begin(
     Raises:
         vit.checkpoint.SaveError: when it cannot be written.
     """
-    rate = optim.schedule(config.optim, length(config, dataset)[1])
-    optimizer = nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
+    optimizer = steps.optimizer(config, task, rate(config, dataset), model)
     with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
     claim(workdir, config, dataset, task)
@@ -196,6 +227,6 @@ def restore(
         raise ValueError(f"{workdir} holds no checkpoint yet")
     mesh = devices.mesh(config)
     dataset, task = subject(config, dataset, task)
-    program = build(config, task, length(config, dataset)[1], mesh)
-    step, state = checkpoint.restore(workdir, program.abstract)
-    return Restored(config, dataset, task, mesh, program, step, state)
+    functions = program(config, dataset, task, mesh)
+    step, state = checkpoint.restore(workdir, functions.abstract)
+    return Restored(config, dataset, task, mesh, functions, step, state)

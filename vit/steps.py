@@ -38,21 +38,30 @@ class Program(NamedTuple):
     """(state, batch) -> `eval_step`."""
 
 
-LOOP_ONLY = ("num_epochs", "log_every", "eval_every", "checkpoint_every")
-"""What of a config the programs do not read: the number of steps is given to them."""
+LOOP_ONLY = ("num_epochs", "restarts", "log_every", "eval_every", "checkpoint_every")
+"""What of a config the programs do not read: numbers of steps are given to them."""
 
 
-def build(config: Config, task: Task, num_steps: int, mesh: Mesh) -> Program:
+def build(
+    config: Config, task: Task, num_steps: int, mesh: Mesh, restarts: tuple[int, ...] = ()
+) -> Program:
     """The functions of a run of that many steps on those devices.
 
     They are made once in a process: who trains, evaluates and resumes compiles them once.
 
+    Args:
+        config: of the run.
+        task: what it learns.
+        num_steps: of the run.
+        mesh: of devices.
+        restarts: steps at which the rate starts anew, as `runs.restarts`.
+
     Raises:
-        ValueError: when warm-up and constant rate are longer than the run.
+        ValueError: when warm-up and constant rate are longer than the run, or than a cycle.
     """
     fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
     size, _ = configs.parse_variant(config.model.variant)
-    return _build(tuple(fields.items()), size, task, num_steps, mesh)
+    return _build(tuple(fields.items()), size, task, (num_steps, restarts), mesh)
 
 
 def shapes(
@@ -64,18 +73,22 @@ def shapes(
 
 
 @lru_cache(maxsize=8)
-def _build(fields: tuple, _: configs.Size, task: Task, num_steps: int, mesh: Mesh) -> Program:
+def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
     config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
-    rate = optim.schedule(config.optim, num_steps)
+    rate = optim.schedule(config.optim, *length)
     new = partial(create, config, task, rate, config.seed)
     graph, arrays = shapes(config, task, rate)
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, arrays)
+
+    def initial() -> nnx.State:
+        return nnx.state(new())
+
     return Program(
         graph=graph,
         abstract=jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), arrays, shardings
         ),
-        initial=jax.jit(lambda: nnx.state(new()), out_shardings=shardings),
+        initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(
             partial(train_step, config, task, graph, config.seed),
             donate_argnums=0,
@@ -90,7 +103,13 @@ def create(
 ) -> tuple[Model, nnx.Optimizer]:
     """A new model, and its optimiser at that rate."""
     model = task.create(config, rngs=random_streams(seed))
-    return model, nnx.Optimizer(model, optim.optimizer(config.optim, rate), wrt=nnx.Param)
+    return model, optimizer(config, task, rate, model)
+
+
+def optimizer(config: Config, task: Task, rate: optax.Schedule, model: Model) -> nnx.Optimizer:
+    """A new one for the parameters of the model."""
+    transform = optim.optimizer(config.optim, rate, task.distances)
+    return nnx.Optimizer(model, transform, wrt=nnx.Param)
 
 
 def train_step(

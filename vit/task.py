@@ -48,6 +48,14 @@ def no_attention(*_: Any) -> Any:
     )
 
 
+def no_distances(*_: Any) -> Any:
+    """Raises ValueError: the rate of layers needs to know."""
+    raise ValueError(
+        "config.optim.layer_decay must be 1.0: the task of this run does not say how far its"
+        " parameters are from the output (vit.task.Task.distances)"
+    )
+
+
 class Task(NamedTuple):
     """A model, its loss, and what is measured and reported of it."""
 
@@ -70,6 +78,9 @@ class Task(NamedTuple):
     can be read and exchanged."""
     projections: Callable[[Model, Batch], list[Triple]] = no_attention
     """(model, batch) -> what goes into the `attention_fn` of each of them."""
+    distances: Callable[[Any], Any] = no_distances
+    """Tree of parameters -> for each the number of layers between it and the output, to whose power
+    `config.optim.layer_decay` is raised."""
     noun: str = "example"
     """What a row of a batch is called."""
     name: str = ""

@@ -1,6 +1,6 @@
 """Trains a Vision Transformer; the same command resumes a stopped run.
 
-    python -m vit.train --config=experiments/configs/digits.py --workdir=runs/pm \\
+    python -m vit.train --config=digits --workdir=runs/pm \\
         --config.attention.coupling=pm
 
 The folder of the run holds `config.json`, `metrics.jsonl`, `learning_curve.png` and `checkpoints/`.
@@ -17,8 +17,9 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, metrics, runs, steps
+from vit import costs, data, devices, extension, loggers, metrics, runs, transfer
 from vit.arguments import from_flag, parse_flags
+from vit.cli import command
 from vit.loop import train
 from vit.task import Task
 
@@ -38,7 +39,7 @@ def dry_run(
     mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = steps.build(config, task, num_steps, mesh)
+    program = runs.program(config, dataset, task, mesh)
     batch = next(runs.train_batches(dataset, config, mesh, 0))
     compiled = program.train.lower(program.abstract, batch).compile()
     flops = task.operations(config) if task.operations else 0.0
@@ -66,20 +67,33 @@ def main(_: list[str]) -> None:
         processes = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
         if _DISTRIBUTED.value or processes != (None, None, None):
             devices.initialize(*processes)
+        lead = jax.process_index() == 0
         given = flags.FLAGS["config"].present
+        if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
+            raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
         config = from_flag(_CONFIG) if given else configs.of_run(workdir)
         if _DRY_RUN.value:
             print(dry_run(config))
             return
-        record = train(config, workdir, profile=_PROFILE.value, tensorboard=_TENSORBOARD.value)
+        loggers.check(_LOG.value)
+        if _INIT_FROM.value:
+            for line in transfer.init_from(Path(_INIT_FROM.value), config, workdir):
+                print(line)
+        if _EXTEND.value is not None:
+            if lead:
+                extension.extend(workdir, _EXTEND.value, config)
+            devices.agree(lead)  # then all see it
+            config = extension.as_extended(config, workdir)
+        record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
     except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    if jax.process_index() == 0:
+    if lead:
         print(
             f"{config.data.eval_split} {metrics.results(record)}"
             f" ({record['eval_examples']} examples) after {record['epoch']:.0f} epochs,"
             f" {record['seconds']:.0f} s; the run is in {workdir}"
         )
+        print(f"on other pictures: {command('predict', workdir=workdir)} FILE_OR_FOLDER ...")
 
 
 if __name__ == "__main__":
@@ -89,7 +103,11 @@ if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; made if it does not exist")
     _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what the run would cost, and stop")
     _PROFILE = flags.DEFINE_bool("profile", False, "trace the second stretch of steps")
-    _TENSORBOARD = flags.DEFINE_bool("tensorboard", False, "metrics for TensorBoard as well")
+    _INIT_FROM = flags.DEFINE_string(
+        "init_from", None, "run whose parameters a new run in --workdir starts from"
+    )
+    _EXTEND = flags.DEFINE_float("extend", None, "epochs by which a finished run is trained longer")
+    _LOG = flags.DEFINE_list("log", [], "tensorboard, wandb, mlflow: metrics for these as well")
     _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes")
     _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
     _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are")

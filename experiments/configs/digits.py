@@ -1,6 +1,6 @@
 """scikit-learn's digits (1,797 images of 8 x 8): a run that takes a minute.
 
-python -m vit.train --config=experiments/configs/digits.py --workdir=runs/digits
+python -m vit.train --config=digits --workdir=runs/digits
 """
 
 from vit.config import Attention, Config, Data, Model, Optim

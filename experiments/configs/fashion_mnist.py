@@ -1,10 +1,10 @@
 """Fashion-MNIST in 2 x 2 patches: attention of ImageNet's size on data that anyone can get.
 
     python -m vit.prepare --source=DIR_OF_IDX_FILES --out=data --name=fashion_mnist
-    python -m vit.train --config=experiments/configs/fashion_mnist.py --workdir=runs/fashion_mnist
-    python -m vit.train --config=experiments/configs/fashion_mnist.py --workdir=runs/fashion_orf \\
+    python -m vit.train --config=fashion_mnist --workdir=runs/fashion_mnist
+    python -m vit.train --config=fashion_mnist --workdir=runs/fashion_orf \\
         --config.attention.coupling=orf        # likewise pnc, simrf; --config.seed=1, 2, ...
-    python -m vit.train --config=experiments/configs/fashion_mnist.py \\
+    python -m vit.train --config=fashion_mnist \\
         --workdir=runs/fashion_softmax --config.attention.kind=softmax
 
 28 x 28 pixels are 196 patches and a class token: 197 tokens, head_dim 64, m = 128, 12 layers, as

@@ -1,7 +1,7 @@
 """Fashion-MNIST in 4 x 4 patches: a run of minutes on a CPU.
 
     python -m vit.prepare --source=DIR_OF_IDX_FILES --out=data --name=fashion_mnist
-    python -m vit.train --config=experiments/configs/fashion_mnist_small.py \\
+    python -m vit.train --config=fashion_mnist_small \\
         --workdir=runs/fashion --config.data.dir=data
 """
 

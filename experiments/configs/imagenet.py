@@ -1,8 +1,8 @@
 """ImageNet (ILSVRC2012) with ViT-B/16 on three couplings: Reid et al. 2025, Table 2 and App. B.3.
 
     python -m vit.prepare --source=DIR_OF_ILSVRC2012_TARS --out=data
-    python -m vit.train --config=experiments/configs/imagenet.py --workdir=runs/imagenet_pm
-    python -m vit.train --config=experiments/configs/imagenet.py --workdir=runs/imagenet_orf \\
+    python -m vit.train --config=imagenet --workdir=runs/imagenet_pm
+    python -m vit.train --config=imagenet --workdir=runs/imagenet_orf \\
         --config.attention.coupling=orf        # likewise pnc; --config.seed=1, 2, ...
 
 Stated by the paper: 12 layers, 12 heads, width 768, MLP 3072, 16 x 16 patches, m = 128 features,

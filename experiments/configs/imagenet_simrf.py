@@ -1,8 +1,8 @@
 """ImageNet (ILSVRC2012), a SimRFs-Performer: Reid et al. 2023, Sec. 5.4 and Fig. 9(a).
 
     python -m vit.prepare --source=DIR_OF_ILSVRC2012_TARS --out=data
-    python -m vit.train --config=experiments/configs/imagenet_simrf.py --workdir=runs/simrf
-    python -m vit.train --config=experiments/configs/imagenet_simrf.py --workdir=runs/orf \\
+    python -m vit.train --config=imagenet_simrf --workdir=runs/simrf
+    python -m vit.train --config=imagenet_simrf --workdir=runs/orf \\
         --config.attention.coupling=orf
 
 Stated by the paper: a ViT of 12 layers, 12 heads, mlp_dim 3072, dropout 0.1 and no attention

@@ -1,8 +1,8 @@
 """iNaturalist 2021 (10,000 species), a SimRFs-Performer: Reid et al. 2023, Sec. 5.4 and Fig. 9(c).
 
     python -m vit.prepare --source=DIR --out=data --name=inaturalist2021
-    python -m vit.train --config=experiments/configs/inaturalist2021.py --workdir=runs/inaturalist
-    python -m vit.train --config=experiments/configs/inaturalist2021.py \\
+    python -m vit.train --config=inaturalist2021 --workdir=runs/inaturalist
+    python -m vit.train --config=inaturalist2021 \\
         --workdir=runs/inaturalist_orf --config.attention.coupling=orf
 
 DIR holds the class folders `train/<class>/*.jpg` and `val/<class>/*.jpg` that train.tar.gz and

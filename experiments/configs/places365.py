@@ -1,8 +1,8 @@
 """Places365 (365 scenes), a SimRFs-Performer: Reid et al. 2023, Sec. 5.4 and Fig. 9(d).
 
     python -m vit.prepare --source=DIR --out=data --name=places365
-    python -m vit.train --config=experiments/configs/places365.py --workdir=runs/places365
-    python -m vit.train --config=experiments/configs/places365.py --workdir=runs/places365_orf \\
+    python -m vit.train --config=places365 --workdir=runs/places365
+    python -m vit.train --config=places365 --workdir=runs/places365_orf \\
         --config.attention.coupling=orf
 
 DIR holds the class folders `train/<class>/*.jpg` and `val/<class>/*.jpg` of Places365-Standard in

@@ -20,8 +20,9 @@ SPLITS = {
 }
 """The split that a folder, a file or an array is of, by its name."""
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
-"""Of pictures, in lower case."""
+READ = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
+SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
+"""Of pictures, in lower case; those that cannot be read are named and counted, not passed over."""
 
 
 LABELS = ("label", "labels", "class_name", "class", "category", "target", "species", "class_label")

@@ -1,0 +1,153 @@
+"""The command line: what --help says, what a flag is called elsewhere, configs by name."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from vit import arguments, bundled, config
+
+FIELDS = config.flatten(config.Config())
+
+
+def program(*given):
+    """The flags of a program that takes a config, as its command line sets them."""
+    sys.modules.pop("config_config", None)
+    argv, values = ["program", *given], flags.FlagValues()
+    flag = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+    flags.DEFINE_integer("steps_shown", 3, "of them", flag_values=values)
+    return argv, values, flag
+
+
+def message(*given):
+    argv, values, _ = program(*given)
+    with pytest.raises(SystemExit) as error:
+        arguments.parse_flags(argv, values)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--config.optim.lr=1", "--config.optim.learning_rate"),
+        ("--config.lr=1", "--config.optim.learning_rate"),
+        ("--lr=1", "--config.optim.learning_rate"),
+        ("--coupling=pm", "--config.attention.coupling"),
+        ("--attention.coupling=pm", "--config.attention.coupling"),
+        ("--config.coupling=pm", "--config.attention.coupling"),
+        ("--batch-size=8", "--config.data.batch_size"),
+        ("--batch=8", "--config.data.batch_size"),
+        ("--epochs=8", "--config.num_epochs"),
+        ("--wd=8", "--config.optim.weight_decay"),
+        ("--heads=8", "--config.model.variant"),
+        ("--config.attention.cupling=pm", "--config.attention.coupling"),
+        ("--wrkdir=x", "--workdir"),
+        ("--work-dir=x", "--workdir"),
+        ("--learning_rat=1", "--config.optim.learning_rate"),
+    ],
+)
+def test_the_flag_that_is_meant(given, meant):
+    told = message("--config=digits", given)
+    assert told.startswith(f"unknown flag '{given.split('=')[0]}'; did you mean '{meant}'?")
+    word = given.lstrip("-")
+    told = message("--config=digits", word)
+    assert told == f"{word!r} is no flag: did you mean '{meant}={word.split('=')[1]}'?"
+
+
+def test_what_is_missing_or_out_of_place_is_told():
+    argv, values, _ = program("--config=digits")
+    flags.mark_flag_as_required("workdir", values)
+    with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
+        arguments.parse_flags(argv, values)
+    assert message("--config.seed=3") == (
+        "--config.seed is a field of a config: say of which by --config=NAME"
+    )
+    assert message("--config.seed=3", "--config=digits") == (
+        "--config.seed=3 stands before --config: put that first"
+    )
+    assert message("--config=digits", "runs/a") == "'runs/a' is no flag: --help lists them"
+
+
+def test_every_name_from_elsewhere_is_of_a_field_and_hides_none():
+    assert set(arguments.OTHER_NAMES.values()) <= set(FIELDS)
+    assert not {name.split(".")[-1] for name in FIELDS} & set(arguments.OTHER_NAMES)
+
+
+def test_programs_without_a_config_suggest_their_own_flags():
+    values = flags.FlagValues()
+    flags.DEFINE_string("couplings", "", "names", flag_values=values)
+    assert arguments.nearest("coupling", values) == "--couplings"
+
+
+def test_words_are_taken_where_they_are_files():
+    argv, values, _ = program("--workdir=x", "a.jpg", "b.jpg")
+    assert arguments.parse_flags(argv, values, words=True) == ["program", "a.jpg", "b.jpg"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_field(flag, capsys):
+    argv, values, _ = program(flag)
+    with pytest.raises(SystemExit) as end:
+        arguments.parse_flags(argv, values)
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    shown = dict(re.findall(r"^  --config\.([\w.]+)=(\S*)", text, flags=re.MULTILINE))
+    assert shown == {field: str(value) for field, value in FIELDS.items()}
+    words = " ".join(text.split())
+    assert "performer | softmax" in words
+    assert "[an integer]" in words
+    assert "--steps_shown of them; 3 if not given" in words
+    assert text.index("--workdir") < text.index(arguments.FIELDS)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_every_field_says_what_it_means():
+    told = config.meanings()
+    assert set(told) == set(FIELDS)
+    assert not [field for field, text in told.items() if not text]
+    assert told["attention.redraw_every"].startswith("Steps between new draws")
+
+
+def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
+    expected = bundled.config("digits")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments" / "configs").mkdir(parents=True)
+    (tmp_path / "experiments" / "configs" / "digits.py").write_text("def get_config(): return 3")
+    for given in (["--config=digits"], ["--config", "digits"], ["-config=digits"]):
+        argv, values, flag = program(*given, "--config.seed=5")
+        arguments.parse_flags(argv, values)
+        assert arguments.from_flag(flag) == config.with_values(expected, {"seed": 5})
+    assert bundled.config("places365").data.name == "places365"
+    (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
+    assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
+
+
+def test_a_config_that_there_is_not_lists_those_that_there_are():
+    told = message("--config=digit")
+    assert told.startswith("--config: unknown config 'digit'; did you mean 'digits'? Choices: ")
+    assert "imagenet_simrf, inaturalist2021, my_images" in told
+    assert "say where the data set lies, as in --config=my_images:data" in message(
+        "--config=my_images"
+    )
+
+
+def test_a_folder_with_experiments_of_the_users_own_is_no_obstacle(tmp_path):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    command = [sys.executable, "-m", "vit.train", "--config=places365", "--workdir=run"]
+    done = subprocess.run(
+        [*command, "--dry_run", f"--config.data.dir={tmp_path}"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert "holds no data set; one is made of pictures by" in done.stderr
+    assert "the wrong one" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["experiments"]

@@ -1,0 +1,63 @@
+"""Console scripts, and the commands that one command names for the next."""
+
+import sys
+
+import pytest
+
+from vit import cli
+
+
+def test_a_command_is_named_as_this_one_was_started(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-m", "vit.prepare"])
+    told = cli.command("train", config="my_images:data/photos", workdir="runs/my photos")
+    assert told == (
+        ".venv/bin/python -m vit.train --config=my_images:data/photos '--workdir=runs/my photos'"
+    )
+    monkeypatch.setattr(cli, "_typed", ["performer-vit"])
+    told = cli.command("predict", "a b.jpg", attention=True, workdir="r")
+    assert told == "performer-vit predict 'a b.jpg' --attention --workdir=r"
+
+
+def test_the_scripts_list_their_programs(monkeypatch, capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        monkeypatch.setattr(sys, "argv", ["performer-vit", *arguments])
+        cli.vit()
+        text = capsys.readouterr().out
+        assert "\nperformer-vit train " in text
+        assert "Trains a Vision Transformer" in text
+        assert "\nperformer-vit compare " in text
+        assert "arguments" not in text
+    monkeypatch.setattr(sys, "argv", ["performer-experiments"])
+    cli.experiments()
+    text = capsys.readouterr().out
+    assert "\nperformer-experiments graph_gp " in text
+    assert "launch" not in text
+
+
+def test_an_unknown_program(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["performer-vit", "trian"])
+    with pytest.raises(SystemExit, match="unknown command of performer-vit: 'trian'.*'train'"):
+        cli.vit()
+
+
+PROGRAM = """
+import sys
+print(__name__, sys.argv[1:])
+from vit import cli
+print(cli.command("next"))
+if __name__ == "__main__":
+    print("runs")
+"""
+
+
+def test_the_program_runs_as_main_and_names_the_script(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "one.py").write_text(f'"""Does one thing.\n\nMore."""\n{PROGRAM}')
+    (tmp_path / "tools" / "part.py").write_text('"""Is imported."""')
+    monkeypatch.syspath_prepend(tmp_path)
+    found = cli.programs("tools")
+    assert found == {"one": ("tools.one", "Does one thing.")}
+    monkeypatch.setattr(cli, "_typed", [])
+    monkeypatch.setattr(sys, "argv", ["bin/script", "one", "--flag=3"])
+    cli.run("script", found)
+    assert capsys.readouterr().out == "__main__ ['--flag=3']\nbin/script next\nruns\n"

@@ -1,0 +1,128 @@
+"""A model written as one program: what it is worth to a process that has JAX alone."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.small import new_vit, small_config
+from vit import config, export, use
+
+ABSENT = (
+    "performer",
+    "vit",
+    "flax",
+    "orbax",
+    "optax",
+    "safetensors",
+    "jaxtyping",
+    "scipy.optimize",
+)
+NAMES = ("ant", "bee", "crane", "dove", "eel")
+
+
+@pytest.fixture(autouse=True)
+def _tiny(tiny):
+    """Two layers of width 16."""
+
+
+def trained(**sections):
+    """A model with a head that is not zero: 5 classes of grey images 8 x 8."""
+    settings = small_config(**sections)
+    model = new_vit(settings)
+    kernel = model.head.kernel[...]
+    model.head.kernel[...] = np.random.default_rng(0).normal(size=kernel.shape).astype(np.float32)
+    return use.Trained(settings, 3, NAMES, 1, model)
+
+
+def images(number):
+    return np.random.default_rng(number).integers(0, 256, (number, 8, 8, 1), np.uint8)
+
+
+def served(written, number):
+    """The logits and the printed line of the loader, in a process where most is missing."""
+    folder = written.program.parent
+    np.save(folder / "images.npy", images(number))
+    lines = [
+        f"import sys; sys.modules |= dict.fromkeys({ABSENT})",
+        *written.loader().splitlines(),
+        "np.save('logits.npy', logits)",
+    ]
+    zeros = next(i for i, line in enumerate(lines) if line.startswith("images = "))
+    lines[zeros] = "images = np.load('images.npy')"
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return np.load(folder / "logits.npy"), done.stdout
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
+def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
+    model = trained(model=config.Model(variant="XS/4", pooling="token"))
+    written = export.named(tmp_path / "birds.stablehlo", beside=beside)
+    export.export(model, written)
+    got, said = served(written, 3)
+    want, _ = model.outputs(images(3))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert said.strip() == str([NAMES[i] for i in want.argmax(-1)])
+    endings = {path.suffix for path in tmp_path.glob("birds.*")}
+    assert endings == {".stablehlo", ".json", *([".safetensors"] if beside else [])}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        dict(attention=config.Attention(kind="softmax")),
+        dict(attention=config.Attention(num_features=8, calibration="shift")),
+        dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
+    ],
+    ids=["softmax", "calibrated", "bfloat16 and remat"],
+)
+def test_every_model_for_every_number_of_images(sections):
+    model = trained(**sections)
+    arrays, call = export.as_function(model)
+    program = export.symbolic(model, arrays, call, beside=True)
+    assert program.platforms == ("cpu", "tpu", "cuda")
+    for number in (1, 6):
+        want, _ = model.outputs(images(number))
+        np.testing.assert_allclose(program.call(arrays, images(number)), want, atol=2e-2)
+
+
+def test_what_stands_beside_it(tmp_path):
+    data = config.Data(eval_resize=10)
+    written = export.named(tmp_path / "new" / "birds.stablehlo")
+    export.export(trained(data=data), written)
+    about = json.loads(written.about.read_text())
+    assert about["class_names"] == list(NAMES)
+    assert (about["image_size"], about["channels"], about["step"]) == (8, 1, 3)
+    assert about["preprocessing"]["shorter_side"] == 10
+    assert about["program"] == "birds.stablehlo"
+
+
+def test_nothing_is_overwritten(tmp_path):
+    mine = tmp_path / "birds.json"
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=r"already there: .*birds.json; remove it or take another"):
+        export.named(tmp_path / "birds.stablehlo")
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["birds", "birds.json", "birds.safetensors"])
+def test_names_that_are_none_of_a_program(name, tmp_path):
+    with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
+        export.named(tmp_path / name)
+
+
+def test_too_many_parameters_go_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "LARGEST", 1000)
+    written = export.named(tmp_path / "birds.stablehlo")
+    with pytest.raises(ValueError, match=r"at most 1,000 of them: --parameters=beside"):
+        export.export(trained(), written)
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,325 @@
+"""The forms of raw pictures beside IDX files and tars, and the part that is held out."""
+
+import io
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from tests.test_prepare import write_idx
+from vit import config, data
+from vit.prepare import prepare
+from vit.sources import forms
+from vit.sources.source import holdout
+
+
+def picture(shade, mode="RGB"):
+    """A picture of one shade, as a PNG file."""
+    buffer = io.BytesIO()
+    Image.new(mode, (6, 5), shade if mode == "L" else (shade, 0, 9)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def shade(encoded):
+    """Of such a picture."""
+    return int(np.asarray(Image.open(io.BytesIO(encoded))).reshape(-1)[0])
+
+
+def prepared(tmp_path, source, **options):
+    """{split: {(shade, class name), ...}}, and the data set, of a source that was prepared."""
+    prepare(source, tmp_path / "out", "made", **options)
+    section = config.Data(name="made", dir=str(tmp_path / "out"), batch_size=1, eval_split="train")
+    names = (tmp_path / "out/made/1.0.0/label.labels.txt").read_text().split("\n")
+    found = {}
+    for split in data.splits(section):
+        records = data.load(config.Data(**vars(section) | {"eval_split": split})).evaluation
+        rows = (records[i] for i in range(len(records)))
+        found[split] = {(shade(row["image"]), names[row["label"]]) for row in rows}
+    return found, data.load(section)
+
+
+CLASSES = {"cat": range(0, 10), "dog": range(10, 16), "emu": range(16, 17)}
+EXAMPLES = {(number, name) for name, numbers in CLASSES.items() for number in numbers}
+
+
+@pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
+def test_class_folders_without_splits_are_split(tmp_path, modes):
+    source = tmp_path / "source"
+    for name, numbers in CLASSES.items():
+        (source / name).mkdir(parents=True)
+        for number in numbers:
+            (source / name / f"{number}.png").write_bytes(picture(number, modes[number % 2]))
+    (source / ".hidden").mkdir()
+    (source / ".hidden" / "x.png").write_bytes(b"none")
+    found, dataset = prepared(tmp_path, source, validation=0.25)
+    assert found["train"] | found["validation"] == EXAMPLES
+    assert len(found["train"]) + len(found["validation"]) == len(EXAMPLES)
+    assert {name: sum(n == name for _, n in found["validation"]) for name in CLASSES} in (
+        {"cat": 3, "dog": 1, "emu": 0},
+        {"cat": 2, "dog": 2, "emu": 0},
+    )
+    assert dataset.channels == (1 if modes == ("L", "L") else 3)
+
+
+def test_pictures_of_other_formats_are_converted_or_counted(tmp_path, capsys):
+    source = tmp_path / "source"
+    for name in ("cat", "dog"):
+        (source / name).mkdir(parents=True)
+        for kind in ("BMP", "GIF", "WEBP", "TIFF"):
+            Image.new("RGB", (6, 5), "red").save(source / name / f"1.{kind.lower()}")
+    counts = prepare(source, tmp_path / "out", validation=0.5)
+    assert counts == {"train": 3, "validation": 3, "skipped": 2}
+    assert capsys.readouterr().err.count(".tiff: ") == 2
+
+
+def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
+    rng = np.random.default_rng(0)
+    labels = [*rng.permutation(np.repeat(["a", "b", "c"], [600, 300, 100])).tolist(), "alone"]
+    held = holdout(labels, 0.1, seed=1)
+    assert held.sum() == 100
+    for name, expected in {"a": 60, "b": 30, "c": 10, "alone": 0}.items():
+        assert abs(held[np.asarray(labels) == name].sum() - expected) <= 1
+    assert (holdout(labels, 0.1, seed=1) == held).all()
+    assert 0 < (holdout(labels, 0.1, seed=2) & held).sum() < 40
+    everything = holdout(labels, 0.999, seed=0)
+    assert {label for label, h in zip(labels, everything, strict=True) if not h} == set(labels)
+    assert holdout(["a", "a", "b"], 0.01, seed=0).sum() == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -1.0, float("nan")])
+def test_shares_that_are_none(share):
+    with pytest.raises(ValueError, match="must be a share between 0 and 1"):
+        holdout(["a", "a"], share, 0)
+
+
+def test_nothing_to_hold_out():
+    with pytest.raises(ValueError, match="no class has a second picture"):
+        holdout(["a", "b"], 0.5, 0)
+
+
+def test_idx_files_without_a_test_file_are_split(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_idx(source)
+    for path in source.glob("t10k-*"):
+        path.unlink()
+    assert prepare(source, tmp_path / "out") == {"train": 18, "validation": 2, "skipped": 0}
+
+
+def write_table(source, header, row, suffix=".png", delimiter=",", folder=""):
+    (source / folder).mkdir(parents=True, exist_ok=True)
+    lines = [header] if header else []
+    for number, name in sorted(EXAMPLES):
+        (source / folder / f"p{number}{suffix}").write_bytes(picture(number))
+        lines.append(delimiter.join(row(number, name)))
+    (source / "index.csv").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        dict(header="file,label", row=lambda i, name: (f"p{i}.png", name)),
+        dict(header="", row=lambda i, name: (name, f"p{i}.png")),
+        dict(header="id;other;class", row=lambda i, n: (f"p{i}", str(i), n), delimiter=";"),
+        dict(header="id,Species", row=lambda i, n: (f"p{i}", n), suffix=".PNG", folder="images"),
+        dict(
+            header="number,class,class_name,file",
+            row=lambda i, n: (str(i), n[0], n, f"images/p{i}.png"),
+            folder="images",
+        ),
+    ],
+)
+def test_tables_of_files_and_classes(tmp_path, table):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_table(source, **table)
+    found, _ = prepared(tmp_path, source)
+    assert len(found["validation"]) == 2
+    assert found["train"] | found["validation"] == EXAMPLES
+
+
+def test_tables_whose_classes_cannot_be_told(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_table(source, "file,label,class", lambda i, name: (f"p{i}.png", name, str(i % 2)))
+    with pytest.raises(ValueError, match="which column .*--labels_column=NAME; .* label, class"):
+        forms.read(source)
+    found, _ = prepared(tmp_path, source, labels_column="class")
+    assert {name for _, name in found["train"]} == {"0", "1"}
+    with pytest.raises(ValueError, match="--labels_column=nam: that of .* is one of label, class"):
+        forms.read(source, "nam")
+    write_table(source, "file,a,b", lambda i, name: (f"p{i}.png", name, name))
+    with pytest.raises(ValueError, match="which column"):
+        forms.read(source)
+    write_table(source, "file,label", lambda i, name: (f"p{i}.png", name) + ("x",) * (i == 3))
+    with pytest.raises(ValueError, match="row 5 has 3 fields, the first 2"):
+        forms.read(source)
+    (source / "index.csv").write_bytes(b"file,label\np0.png,\xff\n")
+    with pytest.raises(ValueError, match="cannot be read as a csv file"):
+        forms.read(source)
+    (source / "index.csv").write_text("file,label\np0.png,\np1.png,a\n")
+    with pytest.raises(ValueError, match="the class '' in .* or none"):
+        forms.read(source)
+
+
+def test_a_file_that_a_table_names_and_that_is_missing_is_counted(tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_table(source, "file,label", lambda i, name: (f"p{i}.png", name))
+    (source / "p3.png").unlink()
+    assert prepare(source, tmp_path / "out")["skipped"] == 1
+    assert "p3.png" in capsys.readouterr().err
+
+
+def images(number=17, channels=()):
+    shape = (number, 5, 6, *channels)
+    return np.broadcast_to(
+        np.arange(number, dtype=np.uint8).reshape(-1, *[1] * (len(shape) - 1)), shape
+    )
+
+
+NUMBERS = np.array([k for k, numbers in enumerate(CLASSES.values()) for _ in numbers])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "splits"),
+    [
+        (dict(images=images(), labels=NUMBERS, class_names=np.array(list(CLASSES))), 2),
+        (dict(x=images(channels=(3,)), y=np.array(list(CLASSES))[NUMBERS]), 2),
+        (
+            dict(
+                train_images=images()[:9],
+                train_labels=NUMBERS[:9, None],
+                val_images=images()[9:12],
+                val_labels=NUMBERS[9:12, None],
+                test_images=images()[12:],
+                test_labels=NUMBERS[12:, None],
+                class_names=np.array(list(CLASSES)),
+            ),
+            3,
+        ),
+    ],
+)
+def test_npz_files(tmp_path, arrays, splits):
+    source = tmp_path / "source"
+    source.mkdir()
+    np.savez(source / "pictures.npz", **arrays)
+    found, dataset = prepared(tmp_path, source)
+    assert len(found) == splits
+    assert set().union(*found.values()) == EXAMPLES
+    assert dataset.channels == (3 if "x" in arrays else 1)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (dict(images=images()), r"must hold images and labels.*it holds images uint8\[17, 5, 6\]"),
+        (dict(images=images() / 255, labels=NUMBERS), "images are uint8, 0 to 255"),
+        (dict(images=images(channels=(2,)), labels=NUMBERS), "with 1 or 3 channels behind"),
+        (dict(images=images(), labels=NUMBERS[1:]), "17 images, its labels are int64"),
+        (dict(images=images(), labels=NUMBERS - 1), "labels from -1 to 1"),
+        (dict(images=images(), labels=NUMBERS, class_names=np.array(["a"])), "1 class_names"),
+        (dict(images=images(), labels=np.array([Evil()] * 17)), "without unpickling"),
+        (dict(x_train=images(), y_test=NUMBERS), "must hold images and labels"),
+    ],
+)
+def test_npz_files_that_cannot_be_used(tmp_path, arrays, message, capsys):
+    np.savez(tmp_path / "pictures.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        forms.read(tmp_path)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_an_npz_file_that_unpacks_to_too_much(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", bytes(2**25))
+    with pytest.raises(ValueError, match="would unpack to 33,554,432 bytes; at most 16,777,216"):
+        forms.read(tmp_path)
+
+
+def write_parquet(path, rows, names=None, struct=True, label="label", **more):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encoded = [picture(number) for number, _ in rows]
+    order = list(CLASSES)
+    table = {
+        "image": [{"bytes": x, "path": None} for x in encoded] if struct else encoded,
+        label: [order.index(name) if names else name for _, name in rows],
+    }
+    schema = pyarrow.table(table | more)
+    if names:
+        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        schema = schema.replace_schema_metadata({"huggingface": json.dumps(features)})
+    pyarrow.parquet.write_table(schema, path)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parquet_files(tmp_path, named):
+    rows, source = sorted(EXAMPLES), tmp_path / "source"
+    options = dict(names=list(CLASSES) if named else None, struct=named)
+    for name, part in {
+        "train-00000-of-00002": rows[:8],
+        "train-00001-of-00002": rows[8:14],
+        "test-00000-of-00001": rows[14:],
+    }.items():
+        write_parquet(source / "data" / f"{name}.parquet", part, **options)
+    found, dataset = prepared(tmp_path, source)
+    assert found == {"train": set(rows[:14]), "test": set(rows[14:])}
+    assert dataset.num_classes == 3
+
+
+def test_parquet_files_that_cannot_be_used(tmp_path):
+    rows = sorted(EXAMPLES)
+    path = tmp_path / "pictures.parquet"
+
+    def refused(message, column=""):
+        with pytest.raises(ValueError, match=message):
+            forms.read(tmp_path, column)
+
+    write_parquet(path, rows, fine=["a"] * len(rows), label="coarse")
+    refused("which column holds the classes.*there are coarse, fine")
+    assert forms.read(tmp_path, "coarse").class_names == ["cat", "dog", "emu"]
+    write_parquet(path, rows, names=["cat", "dog"])
+    refused("the column 'label' has 2, but the classes are 0 to 1")
+    write_parquet(path, rows, second=[b""] * len(rows))
+    refused("one column must hold encoded pictures; there are image struct.*, second binary")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    refused("pictures.parquet cannot be read as a parquet file")
+    path.write_bytes(b"PAR1")
+    refused("pictures.parquet cannot be read as a parquet file")
+
+
+def test_parquet_files_are_bounded(tmp_path):
+    """32 MiB of one letter, packed to some kilobytes."""
+    table = pyarrow.table({"image": [b"a" * 2**20] * 32, "label": ["a"] * 32})
+    pyarrow.parquet.write_table(
+        table, tmp_path / "x.parquet", compression="gzip", use_dictionary=False
+    )
+    with pytest.raises(ValueError, match="it announces 33,.* bytes; at most 16,777,216 are read"):
+        forms.read(tmp_path)
+
+
+def test_folders_of_no_form(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
+    message = r"holds none of these \(1 pictures, and nothing that says their classes\): .*parquet"
+    with pytest.raises(ValueError, match=message):
+        forms.read(tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        forms.read(tmp_path / "nowhere")
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "b.jpg").write_bytes(picture(1))
+    with pytest.raises(ValueError, match="holds class folders .*, no table"):
+        forms.read(tmp_path, "label")
+    with pytest.raises(ValueError, match="pictures of one class alone, 'cat'"):
+        prepare(tmp_path, tmp_path / "out")
