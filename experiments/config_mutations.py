@@ -57,6 +57,9 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "model.dropout": lambda p: p == 0 or 0 < p < 1,
     "model.drop_path": lambda p: p == 0 or 0 < p < 1,
     "model.dtype": {"float32", "bfloat16"}.__contains__,
+    "model.mlp_init": {"lecun_normal", "xavier_uniform"}.__contains__,
+    "model.pre_logits": lambda _: True,
+    "model.head_bias": _between(-1e3, 1e3),
     "model.remat": lambda _: True,
     "attention.kind": {"performer", "softmax"}.__contains__,
     "attention.coupling": re.compile(
@@ -83,6 +86,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "data.batch_size": range(1, IMAGES + 1).__contains__,
     "data.num_workers": range(2000).__contains__,
     "data.max_bad_records": range(2**31).__contains__,
+    "optim.loss": {"softmax", "sigmoid"}.__contains__,
     "optim.learning_rate": _between(1e-5, 10),  # the final rate is 1e-5
     "optim.final_learning_rate": _between(0, 4e-3),
     "optim.warmup_steps": range(STEPS).__contains__,

@@ -28,9 +28,6 @@ from vit import checkpoint, costs, data, files, loop, metrics, runs, steps
 from vit.config import Config
 from vit.model import ViT
 
-READ_AHEAD = 4
-"""Batches that each seed's reader holds."""
-
 
 class Ensemble(NamedTuple):
     """Trained seeds of one config."""
@@ -104,10 +101,7 @@ def train(
     diverged: list[int | None] = past[0]["diverged"] if past else [None] * len(seeds)
     advance(step, past[0] if past else {})
     share = dataclasses.replace(config.data, num_workers=config.data.num_workers // len(seeds))
-    streams = [
-        iter(data.train_batches(dataset, share, seed, start=step, threads=READ_AHEAD))
-        for seed in seeds
-    ]
+    streams = [iter(data.train_batches(dataset, share, seed, start=step)) for seed in seeds]
     batches = (
         jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *each), over_seeds)
         for each in zip(*streams, strict=True)

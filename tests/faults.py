@@ -1084,8 +1084,8 @@ FAULTS = [
     Fault(
         "records are not shuffled",
         "vit/data.py",
-        "        .shuffle()\n",
-        "",
+        ".seed(seed).shuffle().repeat()",
+        ".seed(seed).repeat()",
         "test_data.py::test_an_epoch_shows_every_image_once_and_the_next_in_another_order",
     ),
     Fault(
@@ -1333,6 +1333,34 @@ FAULTS = [
         "min(2 * math.sqrt(num_examples), num_examples, LARGEST_BATCH)",
         "min(2 * math.sqrt(num_examples), LARGEST_BATCH)",
         "test_recipe.py::test_every_config_is_valid_and_its_run_has_a_length",
+    ),
+    Fault(
+        "sigmoid losses are averaged over the classes",
+        "vit/classification.py",
+        "return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)",
+        "return jnp.mean(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)",
+        "test_metrics.py::test_a_sigmoid_for_each_class",
+    ),
+    Fault(
+        "probabilities of sigmoids are a softmax",
+        "vit/use.py",
+        '"sigmoid": jax.nn.sigmoid}',
+        '"sigmoid": jax.nn.softmax}',
+        "test_use.py::test_sigmoids_are_the_probabilities_of_a_run_that_learned_them",
+    ),
+    Fault(
+        "the layer before the head has no tanh",
+        "vit/model.py",
+        "pooled = jnp.tanh(self.pre_logits(pooled))",
+        "pooled = self.pre_logits(pooled)",
+        "test_model.py::test_options_of_the_head_and_the_mlp",
+    ),
+    Fault(
+        "the layer before the head learns as slowly as the embedding",
+        "vit/classification.py",
+        'top in ("norm", "pre_logits", "head")',
+        'top in ("norm", "head")',
+        "test_optim.py::test_layers_learn_by_their_distance_from_the_head",
     ),
     Fault(
         "bundled configs are found from the checkout alone",

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from threading import get_ident
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +42,25 @@ def take(dataset, section, seed, n, state=None, threads=2, **share):
     state = iterator.get_state()
     iterator.close()
     return batches, state
+
+
+@pytest.mark.parametrize("part", ["train", "evaluation"])
+def test_records_of_a_batch_are_waited_for_side_by_side(part):
+    """Storage that answers late: eight records are asked for before any of them is there."""
+    together = threading.Barrier(8)
+
+    def decode(record, rng, section, dataset):
+        together.wait(timeout=20)  # breaks where fewer are read at a time
+        return {"x": np.float32(record)}
+
+    dataset = data.in_memory([{"x": np.float32(i)} for i in range(16)], [])
+    dataset = dataset._replace(train=range(16), evaluation=range(16), decode=decode)
+    section = config.Data(batch_size=16)
+    batches = {
+        "train": lambda: take(dataset, section, 0, 1, threads=8)[0],
+        "evaluation": lambda: list(data.eval_batches(dataset, section, threads=8)),
+    }[part]()
+    assert sorted(batches[0]["x"]) == list(range(16))
 
 
 def encoded(pixels, kind="PNG", **options):
@@ -122,12 +141,12 @@ def test_a_process_decodes_its_own_rows_only(monkeypatch):
     threads, decode = [], Image.open  # pipelines of other tests may still be reading ahead
 
     def spy(file, **options):
-        threads.append(get_ident())
+        threads.append(threading.get_ident())
         return decode(file, **options)
 
     monkeypatch.setattr(Image, "open", spy)
     take(few(), PLAIN, 0, 5, process=1, processes=2, threads=0)
-    assert threads.count(get_ident()) == 5 * 4
+    assert threads.count(threading.get_ident()) == 5 * 4
 
 
 def test_the_next_readable_record_stands_for_a_broken_one():

@@ -156,10 +156,20 @@ def test_processes_are_all_described_or_not_at_all(monkeypatch):
 
 def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch):
     class Device:
-        device_kind = "TPU v5 lite"
+        device_kind = ""
 
     monkeypatch.setattr(jax, "devices", lambda: [Device] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert devices.peak_flops() == 4 * 197e12
+    for kind, peak in [
+        ("TPU v5 lite", 197e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("TPU7x", 2307e12),
+    ]:
+        Device.device_kind = kind
+        assert devices.peak_flops() == 4 * peak
     Device.device_kind = "cpu"
     assert devices.peak_flops() is None

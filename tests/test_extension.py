@@ -97,9 +97,9 @@ def test_an_extended_run_is_bitwise_one_that_was_planned_so(tmp_path, monkeypatc
 def test_a_config_of_before_has_the_fields_of_now(tmp_path):
     """That of a run of the version without restarts and recipes, which then goes on."""
     new = {
-        "model": ["drop_path"],
+        "model": ["drop_path", "mlp_init", "pre_logits", "head_bias"],
         "data": ["cutmix", "erase"],
-        "optim": ["layer_decay"],
+        "optim": ["layer_decay", "loss"],
     }
     values = dataclasses.asdict(SETTINGS)
     del values["restarts"]

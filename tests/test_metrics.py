@@ -42,6 +42,23 @@ def test_hidden_examples_have_no_loss():
     assert (float(got["examples"]), int(got["bad"])) == (2, 1)
 
 
+def test_a_sigmoid_for_each_class():
+    """-log sigma(x) of the label and -log(1 - sigma(x)) of the rest, summed over the classes."""
+    logits = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
+    labels = np.array([2, 0, 5])
+    signs = np.where(np.arange(6) == labels[:, None], 1, -1)
+    losses = np.log1p(np.exp(-signs * logits.astype(float))).sum(axis=1)
+    task = classification.task(6, 1, "sigmoid")
+    model = lambda images: (jnp.asarray(logits), {})  # noqa: E731
+    targets = jnp.asarray((signs + 1) / 2, jnp.float32)
+    loss, count = (f.func.__wrapped__ for f in (task.loss, task.count))
+    mean, _ = loss(model, (jnp.zeros(3), targets), **task.loss.keywords)
+    assert float(mean) == pytest.approx(losses.mean(), rel=1e-5)
+    batch = {"image": jnp.zeros(3), "label": jnp.asarray(labels), "mask": jnp.array([1.0, 0, 1])}
+    total = count(model, batch, **task.count.keywords)["loss"]
+    assert float(total) == pytest.approx(losses[0] + losses[2], rel=1e-5)
+
+
 def test_the_right_answer_of_a_blend_is_the_larger_share():
     """Logits for the own class, of which 0.3 stays, or for the neighbour's."""
     own = np.eye(3, dtype=np.float32)

@@ -96,6 +96,26 @@ def test_performer_with_many_features_is_the_softmax_twin():
     assert error < 0.1
 
 
+def test_options_of_the_head_and_the_mlp(monkeypatch):
+    """scenic's: tanh before the head, classes that are unlikely at first, Glorot's scale."""
+    monkeypatch.setitem(config.SIZES, "XS", TINY._replace(depth=1, mlp_dim=2048))
+    options = {"mlp_init": "xavier_uniform", "pre_logits": True, "head_bias": -10.0}
+    model = vit(model=config.Model("XS/4", pooling="mean", **options))
+    logits, passed = forward(model)
+    np.testing.assert_array_equal(logits, np.full((3, 5), -10.0))
+    layer = model.pre_logits
+    pooled = np.asarray(model.norm(passed["block00/output"])).mean(axis=1)
+    want = np.tanh(pooled @ layer.kernel[...] + layer.bias[...])
+    np.testing.assert_allclose(passed["pooled"], want, rtol=1e-5, atol=1e-6)
+    kernel, bias = model.blocks[0].mlp_in.kernel[...], model.blocks[0].mlp_in.bias[...]
+    bound = np.sqrt(6 / (16 + 2048))
+    assert 0.99 * bound < np.abs(kernel).max() < bound
+    assert 0 < np.abs(bias).max() < 1e-5
+    plain = vit(model=config.Model("XS/4", pooling="mean"))
+    assert np.std(plain.blocks[0].mlp_in.kernel[...]) == pytest.approx(16**-0.5, rel=0.02)
+    assert plain.pre_logits is None
+
+
 def test_dropout_only_in_training():
     model = vit(model=config.Model("XS/4", dropout=0.5))
     model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))

@@ -47,7 +47,8 @@ def test_restarts_are_cycles():
 
 def test_layers_learn_by_their_distance_from_the_head(tiny):
     """Rate and decay of weights, against AdamW alone: 0.5 of it for each layer in between."""
-    params = nnx.state(new_vit(small_config(model=config.Model("XS/4"))), nnx.Param)
+    settings = small_config(model=config.Model("XS/4", pre_logits=True))
+    params = nnx.state(new_vit(settings), nnx.Param)
     params = jax.tree.map(lambda x: x + 1.0, params)
     gradients = jax.tree.map(jnp.ones_like, params)
 
@@ -57,7 +58,8 @@ def test_layers_learn_by_their_distance_from_the_head(tiny):
         return jax.jit(lambda: transform.update(gradients, transform.init(params), params))()[0]
 
     decayed, plain = (dict(nnx.to_flat_state(updates(**f))) for f in ({"layer_decay": 0.5}, {}))
-    distance = {"embed": 3, "position": 3, "token": 3, (0,): 2, (1,): 1, "norm": 0, "head": 0}
+    distance = {"embed": 3, "position": 3, "token": 3, (0,): 2, (1,): 1}
+    distance |= dict.fromkeys(("norm", "pre_logits", "head"), 0)
     seen = set()
     for path, update in decayed.items():
         layer = path[1:2] if path[0] == "blocks" else path[0]

@@ -159,6 +159,14 @@ def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
         assert line is None or any(each.startswith(line) for each in lines), lines
 
 
+def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
+    model = dataclasses.replace(SETTINGS.model, pre_logits=True)
+    new, old, lines = begun(source, tmp_path / "run", model=model)
+    fresh = {"pre_logits/kernel", "pre_logits/bias", *transfer.HEAD}
+    assert set(params(new)) - taken(new, old) == fresh
+    assert "head: new, for only one of the models has a layer before it" in lines
+
+
 @pytest.mark.optimised("asserts bits")
 def test_it_resumes_bitwise_and_needs_the_other_run_no_more(source, tmp_path, monkeypatch):
     settings = dataclasses.replace(SETTINGS, seed=3)

@@ -69,6 +69,18 @@ def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
     assert "ViT" not in repr(model)  # a notebook would show every array
 
 
+def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, tmp_path):
+    """Those of each class by itself, from the very checkpoint."""
+    workdir = shutil.copytree(run[0], tmp_path / "run")
+    values = json.loads((workdir / "config.json").read_text())
+    values["optim"]["loss"] = "sigmoid"
+    files.write(workdir / "config.json", json.dumps(values))
+    images = noise(3, 8, 8)
+    said, logits = vit.load(workdir).predict(images), model.outputs(images)[0]
+    np.testing.assert_allclose(said.probabilities, 1 / (1 + np.exp(-logits)), rtol=1e-5)
+    assert said.labels == model.predict(images).labels
+
+
 def test_probabilities_and_names(model):
     images = noise(5, 8, 8)
     said = model.predict(images)

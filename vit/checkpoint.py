@@ -63,8 +63,14 @@ def check_path(workdir: Path) -> None:
     """Looks whether checkpoints in that folder could be read again.
 
     Raises:
-        ValueError: when its path contains what Orbax or TensorStore take for something else.
+        ValueError: when its path contains what Orbax or TensorStore take for something else, or it
+            is the address of a bucket.
     """
+    if ":/" in str(workdir):
+        raise ValueError(
+            f"{workdir} is an address: runs are written to a file system. Mount the bucket (gcsfuse"
+            " for gs://) and give its folder; data may be read from an address (config.data.dir)"
+        )
     path = str(workdir.resolve())
     signs = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
     if signs:

@@ -24,12 +24,18 @@ Examples = tuple[Array, Array]
 
 
 @cache
-def task(num_classes: int, channels: int) -> Task:
-    """Cross entropy with smoothed labels, mixup and CutMix; top-1 and top-5 accuracy."""
+def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
+    """Cross entropy with smoothed labels, mixup and CutMix; top-1 and top-5 accuracy.
+
+    Args:
+        num_classes: of the labels.
+        channels: of the images.
+        kind: of the loss, `config.optim.loss`.
+    """
     return Task(
         create=partial(ViT, num_classes=num_classes, channels=channels),
-        loss=loss,
-        count=count,
+        loss=partial(loss, kind=kind),
+        count=partial(count, kind=kind),
         results=results,
         examples=partial(examples, num_classes),
         operations=partial(forward_flops, num_classes=num_classes, channels=channels),
@@ -52,20 +58,32 @@ def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Exam
     return images, targets
 
 
-def loss(model: ViT, examples: Examples) -> tuple[Array, Sums]:
+def sigmoid_cross_entropy(
+    logits: Float[Array, "b classes"], targets: Float[Array, "b classes"]
+) -> Float[Array, " b"]:
+    """Each class is told from all else by its own sigmoid: the sum of their cross entropies."""
+    return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)
+
+
+def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
     """Mean cross entropy, and right answers ("accuracy"): of two blended images the larger's."""
     images, targets = examples
     logits, _ = model(images)
-    losses = optax.losses.softmax_cross_entropy(logits, targets)
+    entropy = {"softmax": optax.losses.softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}
+    losses = entropy[kind](logits, targets)
     right = jnp.argmax(logits, axis=-1) == jnp.argmax(targets, axis=-1)
     return losses.mean(), {"accuracy": jnp.sum(right)}
 
 
-def count(model: ViT, batch: Batch) -> Sums:
+def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
     """Sums over the unmasked examples of a batch: loss, top1, top5."""
     logits, _ = model(batch["image"])
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    sums = counts(logits, batch["label"], batch["mask"])
+    labels = batch["label"]
+    if kind == "softmax":
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    else:
+        losses = sigmoid_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1]))
+    sums = counts(logits, labels, batch["mask"])
     return sums | {"loss": jnp.sum(losses * batch["mask"])}
 
 
@@ -111,8 +129,8 @@ def projections(model: ViT, batch: Batch) -> list[Triple]:
 def distances(params: Any) -> Any:
     """How many layers lie between each parameter and the head (Bao et al. 2022).
 
-    0 of the head and the last norm, 1 of the last of L blocks, ..., L of the first, and L + 1 of
-    the embedding: patches, class token and positions.
+    0 of the head, the layer before it and the last norm, 1 of the last of L blocks, ..., L of the
+    first, and L + 1 of the embedding: patches, class token and positions.
     """
 
     def name(path: tuple) -> tuple:
@@ -125,7 +143,7 @@ def distances(params: Any) -> Any:
         top, number, *_ = name(path)
         if top == "blocks":
             return depth - number
-        return 0 if top in ("norm", "head") else depth + 1
+        return 0 if top in ("norm", "pre_logits", "head") else depth + 1
 
     return jax.tree.map_with_path(distance, params)
 
@@ -134,8 +152,9 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     """Operations of the forward pass for one image: two for each multiplication in a product.
 
     n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
-    the projections, 4 n w mlp_dim, and 4 n^2 w for softmax or 8 n m w for random features. A
-    training step takes three times as many; what `remat` computes again is not counted.
+    the projections, 4 n w mlp_dim, and 4 n^2 w for softmax or 8 n m w for random features; 2 w^2
+    for `pre_logits`. A training step takes three times as many; what `remat` computes again is not
+    counted.
     """
     size, patch_size = parse_variant(config.model.variant)
     patches = (config.data.image_size // patch_size) ** 2
@@ -143,5 +162,6 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     m = config.attention.num_features
     attention = 8 * n * m if config.attention.kind == "performer" else 4 * n**2
     layer = size.width * (8 * n * size.width + 4 * n * size.mlp_dim + attention)
-    ends = 2 * patches * patch_size**2 * channels * size.width + 2 * size.width * num_classes
+    head = num_classes + size.width * config.model.pre_logits
+    ends = 2 * patches * patch_size**2 * channels * size.width + 2 * size.width * head
     return float(size.depth * layer + ends)

@@ -68,6 +68,13 @@ class Model:
     dtype: str = "float32"
     """Of the arithmetic: "float32" or "bfloat16". Parameters, the sums of normalisation and
     attention, and the logits are float32 in either case."""
+    mlp_init: str = "lecun_normal"
+    """Of the MLP's kernels: "lecun_normal", or "xavier_uniform" with biases from N(0, 1e-6), as in
+    scenic, big_vision and vision_transformer."""
+    pre_logits: bool = False
+    """Before the head a linear layer of the model's width and tanh (Dosovitskiy et al. 2021)."""
+    head_bias: float = 0.0
+    """The first bias of each class: for a sigmoid loss one at which it is unlikely."""
     remat: bool = False
     """Compute the inside of each block again in the backward pass, instead of keeping it."""
 
@@ -116,7 +123,8 @@ class Data:
     randaugment_layers: int = 0
     """Random operations on a training image, one after another (Cubuk et al. 2020); 0: none."""
     randaugment_magnitude: float = 10.0
-    """Their strength, 0 to 30."""
+    """Their strength, 0 to 30. That of AugReg, big_vision and timm (DeiT's m9) counts to 10: take
+    three times theirs."""
     mixup: float = 0.0
     """Alpha of mixup (Zhang et al. 2018): each batch is blended with itself in another order, by a
     share from Beta(alpha, alpha); 0: not."""
@@ -139,6 +147,9 @@ class Data:
 class Optim:
     """AdamW; the rate rises linearly, stays, and falls as a half cosine to the end of the run."""
 
+    loss: str = "softmax"
+    """"softmax": cross entropy of the classes. "sigmoid": the sum over the classes of the cross
+    entropies of a sigmoid each (Beyer et al. 2020); what is learned needs not sum to one."""
     learning_rate: float = 1e-3
     """The highest one."""
     final_learning_rate: float = 1e-5
@@ -148,7 +159,8 @@ class Optim:
     constant_steps: int = 0
     """Then it stays for so many."""
     weight_decay: float = 1e-4
-    """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
+    """Decoupled, times the rate, on matrices only: biases, norms, the class token and positions are
+    exempt. DeiT's and that of AugReg's paper are the same; big_vision's `wd` is this times `lr`."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm; 0: not."""
     label_smoothing: float = 0.0
@@ -245,6 +257,8 @@ CHOICES = {
     "model.pooling": ("token", "mean"),
     "model.position": ("learned", "sincos"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.mlp_init": ("lecun_normal", "xavier_uniform"),
+    "optim.loss": ("softmax", "sigmoid"),
     "attention.kind": ("performer", "softmax"),
     "data.crop": ("center", "inception"),
 }
@@ -284,6 +298,11 @@ RANGES = (
         ("model.dropout", "model.drop_path", "optim.label_smoothing", "optim.ema"),
         lambda share: 0 <= share < 1,
         "must be a number from 0 to below 1",
+    ),
+    Rule(
+        ("model.head_bias",),
+        lambda bias: -100 <= bias <= 100,
+        "must be a number from -100 to 100",
     ),
     Rule(
         ("attention.num_features",),

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,15 @@ from etils import epath
 from PIL import Image
 
 from performer.choices import unknown
-from vit import augment, bounded, config, safety
+from vit import augment, bounded, config, machine, safety
 from vit.cli import command
 from vit.sources import forms
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
+
+THREADS = 16
+"""That read records, in each worker: more than it has cores, since they wait for storage."""
 
 _TRIES = 100
 
@@ -119,7 +122,7 @@ def train_batches(
     process: int = 0,
     processes: int = 1,
     start: int = 0,
-    threads: int = 16,
+    threads: int = THREADS,
 ) -> grain.IterDataset:
     """Shuffled, augmented batches without end.
 
@@ -133,8 +136,8 @@ def train_batches(
         process: which of the processes this is; it gets the rows [process b, (process + 1) b).
         processes: how many share a global batch, each b = batch_size / processes rows.
         start: number of the first batch, to go on where a stopped run was.
-        threads: how many batches are prepared at a time, over all workers, and held in memory;
-            0 prepares each when it is asked for.
+        threads: how many records a worker reads and decodes at a time, of this batch and the next;
+            0 reads each when its batch is asked for.
 
     Returns:
         image (b, size, size, c) uint8 and label (b,) int32, or what the data set decodes; and bad
@@ -150,16 +153,10 @@ def train_batches(
     def example(index: int, rng: np.random.Generator) -> Batch:
         return _train_example(index, rng, dataset, data)
 
-    batches = (
-        grain.MapDataset.range(len(dataset.train))
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .random_map(example)
-        .batch(_local_size(data, processes), drop_remainder=True)
-        .slice(slice(start * processes + process, None, processes))
-        .to_iter_dataset(_read_options(threads // max(1, data.num_workers)))
-    )
+    order = grain.MapDataset.range(len(dataset.train)).seed(seed).shuffle().repeat()
+    whole = _Batches(order.random_map(example), _local_size(data, processes), threads)
+    own = grain.MapDataset.source(whole).slice(slice(start * processes + process, None, processes))
+    batches = own.to_iter_dataset(_read_ahead(threads))
     if data.num_workers:
         options = grain.MultiprocessingOptions(num_workers=data.num_workers)
         batches = batches.mp_prefetch(options, _start_worker)
@@ -167,7 +164,11 @@ def train_batches(
 
 
 def eval_batches(
-    dataset: Dataset, data: config.Data, process: int = 0, processes: int = 1, threads: int = 16
+    dataset: Dataset,
+    data: config.Data,
+    process: int = 0,
+    processes: int = 1,
+    threads: int = THREADS,
 ) -> Iterator[Batch]:
     """Every evaluation example once, in order, in ceil(n / batch_size) batches of the same shape.
 
@@ -178,7 +179,7 @@ def eval_batches(
         data: section of the config.
         process: which of the processes this is; it gets the rows [process b, (process + 1) b).
         processes: how many share a global batch, each b = batch_size / processes rows.
-        threads: how many batches are prepared at a time, and held in memory.
+        threads: as `train_batches`.
 
     Returns:
         The examples as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
@@ -194,14 +195,37 @@ def eval_batches(
         return _eval_example(index, dataset, data)
 
     rows = math.ceil(len(dataset.evaluation) / data.batch_size) * data.batch_size
-    batches = (
-        grain.MapDataset.range(rows)
-        .map(example)
-        .batch(_local_size(data, processes))
-        .slice(slice(process, None, processes))
-        .to_iter_dataset(_read_options(threads))
+    whole = _Batches(
+        grain.MapDataset.range(rows).map(example), _local_size(data, processes), threads
     )
-    return iter(batches)
+    own = grain.MapDataset.source(whole).slice(slice(process, None, processes))
+    return iter(own.to_iter_dataset(_read_ahead(threads)))
+
+
+class _Batches(Sequence[Batch]):
+    """Batches of examples, a `grain.MapDataset`, the records of each read by many threads at once.
+
+    Storage that answers late and slow decoders are waited for side by side, and the first batch is
+    there as soon as its own records are.
+    """
+
+    def __init__(self, examples: Any, size: int, threads: int):
+        self._examples, self._size, self._threads = examples, size, threads
+
+    def __len__(self) -> int:
+        return len(self._examples) // self._size
+
+    def __getitem__(self, number: Any) -> Batch:
+        indices = range(number * self._size, (number + 1) * self._size)
+        read = _pool(self._threads).map if self._threads else map
+        rows: list[Batch] = list(read(self._examples.__getitem__, indices))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """One in a process, for all batches that it reads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="records")
 
 
 def _start_worker(index: int, workers: int) -> None:
@@ -219,6 +243,12 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
+def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
+    """Of the batches that one of so many processes reads."""
+    example = dataset.blank(data, dataset)
+    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example.values())
+
+
 def _local_size(data: config.Data, processes: int) -> int:
     if data.batch_size % processes:
         raise ValueError(
@@ -228,9 +258,10 @@ def _local_size(data: config.Data, processes: int) -> int:
     return data.batch_size // processes
 
 
-def _read_options(threads: int) -> grain.ReadOptions:
-    """A buffer as long as the threads are many: grain's 500 are meant for single records."""
-    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
+def _read_ahead(threads: int) -> grain.ReadOptions:
+    """The next batch is begun while this one is still missing records."""
+    ahead = 2 if threads else 0
+    return grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
 
 
 def _train_example(
@@ -383,7 +414,7 @@ def _from_tfds(data: config.Data) -> Dataset:
             f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
             " or 3 channels with a class are needed"
         )
-    sources = []
+    sources, files = [], 0
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         for name in (part.split("[")[0] for part in split.split("+")):
             if name not in builder.info.splits:
@@ -391,6 +422,8 @@ def _from_tfds(data: config.Data) -> Dataset:
                     f"config.data.{field}={split!r} is no split of {data.name!r};"
                     f" choices: {', '.join(builder.info.splits)}"
                 )
+            files += len(builder.info.splits[name].filepaths)
+            machine.allow_open_files(files)
             _check_shards(builder.info.splits[name])
         open_split: Any = builder.as_data_source
         try:

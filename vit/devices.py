@@ -27,10 +27,16 @@ PEAK = {
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12,
     "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
 }
 """bfloat16 FLOP/s of one device (dense, from the makers' data sheets), by how its name begins."""
 

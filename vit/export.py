@@ -156,7 +156,8 @@ def about(trained: use.Trained, program: Exported, written: Written) -> dict[str
         "program": written.program.name,
         "parameters": written.parameters and written.parameters.name,
         "input": "images: uint8 (b, image_size, image_size, channels), 0 to 255",
-        "output": "logits: float32 (b, classes); their softmax are the probabilities",
+        "output": "logits: float32 (b, classes); their"
+        f" {trained.config.optim.loss} are the probabilities",
         "class_names": trained.class_names,
         "image_size": data.image_size,
         "channels": trained.channels,

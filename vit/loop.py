@@ -22,6 +22,7 @@ from vit import (
     devices,
     extension,
     loggers,
+    machine,
     metrics,
     runs,
     safety,
@@ -136,6 +137,8 @@ def train(
     loggers.check(log)
     mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
+    batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
+    machine.check_shared_memory(batch_bytes, config.data.num_workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
     names = list(costs.parameters(program.abstract))

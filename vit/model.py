@@ -5,6 +5,8 @@ coupling: with the same seed two models differ only in their frequencies, and a 
 one kind can be run with the other.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,12 @@ from jaxtyping import Array, Float, Real
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, parse_variant
 from vit.task import random_streams as random_streams
+
+INITS = {
+    "lecun_normal": (nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()),
+    "xavier_uniform": (nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)),
+}
+"""`config.model.mlp_init`: of kernels and of biases."""
 
 
 class ViT(nnx.Module):
@@ -52,8 +60,14 @@ class ViT(nnx.Module):
         rates = np.linspace(0, config.model.drop_path, size.depth).tolist()
         self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
         self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
+        width = size.width
+        self.pre_logits = nnx.Linear(width, width, rngs=rngs) if config.model.pre_logits else None
         self.head = nnx.Linear(
-            size.width, num_classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
+            width,
+            num_classes,
+            kernel_init=nnx.initializers.zeros_init(),
+            bias_init=nnx.initializers.constant(config.model.head_bias),
+            rngs=rngs,
         )
         self.eval()
 
@@ -80,6 +94,8 @@ class ViT(nnx.Module):
             intermediates[f"block{i:02d}/output"] = x
         x = self.norm(x)
         pooled = x[:, 0] if self.pooling == "token" else jnp.mean(x, axis=1)
+        if self.pre_logits is not None:
+            pooled = jnp.tanh(self.pre_logits(pooled))
         intermediates["pooled"] = pooled
         return self.head(pooled), intermediates
 
@@ -116,8 +132,10 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm = nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        self.mlp_in = nnx.Linear(size.width, size.mlp_dim, dtype=dtype, rngs=rngs)
-        self.mlp_out = nnx.Linear(size.mlp_dim, size.width, dtype=dtype, rngs=rngs)
+        kernel, bias = INITS[config.model.mlp_init]
+        linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
+        self.mlp_in = linear(size.width, size.mlp_dim)
+        self.mlp_out = linear(size.mlp_dim, size.width)
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
         # Without it there is no stream of keys either: the state is that of models of before.
         stream = rngs if drop_path else None

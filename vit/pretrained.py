@@ -17,7 +17,7 @@ along a leading axis, under no prefix, "params/" or "opt/target/". Theirs and ou
     Transformer/encoderblock_i/LayerNorm_0 | MultiHead...    blocks/i/attention_norm | attention
     Transformer/encoderblock_i/LayerNorm_1 or 2              blocks/i/mlp_norm
     Transformer/encoderblock_i/MlpBlock_0 or 3/Dense_0 | 1   blocks/i/mlp_in | mlp_out
-    Transformer/encoder_norm, head               norm, head
+    Transformer/encoder_norm, pre_logits, head   norm, pre_logits, head
 
 The older layout adds a position to the class token, too. Here positions belong to patches alone, so
 token = cls + pos[0] and position = pos[1:], which is the same function. A file without positions
@@ -77,7 +77,7 @@ def pretrained(weights: Path, config: configs.Config, workdir: Path) -> list[str
     """Makes the run and returns what was not loaded, one line each; nothing if all was.
 
     A head for another number of classes is left as it was initialised, and so is one that follows
-    layers which this model does not have (`pre_logits`, `MAPHead_0`).
+    layers which this model does not have (`MAPHead_0`; `pre_logits`, where the config has none).
 
     Args:
         weights: the .npz file; only read, nothing is unpacked to disk.

@@ -54,7 +54,8 @@ def subject(
         dataset = data.load(config.data)
     else:
         data.check(dataset, config.data)
-    return dataset, task or classification.task(dataset.num_classes, dataset.channels)
+    sizes = dataset.num_classes, dataset.channels
+    return dataset, task or classification.task(*sizes, config.optim.loss)
 
 
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:

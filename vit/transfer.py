@@ -6,7 +6,8 @@
 The evaluated parameters of the other run are taken, the running mean if there is one. What fits is
 taken; what depends on data, image or attention is made to fit, or is new:
 
-    head         new where the classes differ: in number, or in name where both runs know them
+    head         new where the classes differ: in number, or in name where both runs know them; or
+                 where one of the runs has a tanh layer before it
     positions    resampled to the new grid (bicubic with antialiasing); "sincos" ones are computed
     patches      new where the patch size or the number of channels differs
     class token  new where the other run has none
@@ -170,6 +171,9 @@ def take(
     if not _same_classes(trained.class_names, dataset.class_names):
         fresh |= HEAD
         lines += ["head: new, for its classes are others"]
+    if ("pre_logits/kernel" in old) != ("pre_logits/kernel" in new):
+        fresh |= HEAD
+        lines += ["head: new, for only one of the models has a layer before it"]
     fresh |= {name for names in TOGETHER if names & fresh for name in names}
     put(model, {name: x for name, x in old.items() if name in new and name not in fresh})
     mean = " (the running mean)" if trained.config.optim.ema else ""

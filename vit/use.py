@@ -35,6 +35,7 @@ class Prediction(NamedTuple):
     """What a model says of n images."""
 
     probabilities: Float[np.ndarray, "n classes"]
+    """Of a run with a sigmoid loss each class by itself: they need not sum to one."""
     class_names: tuple[str, ...]
 
     @property
@@ -77,10 +78,12 @@ class Trained:
 
     def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
         """What logits say, in probabilities and names."""
-        return Prediction(np.asarray(jax.nn.softmax(logits)), self.class_names)
+        of_classes = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
+        return Prediction(np.asarray(of_classes(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
-        """What the head reads: the class token, or the mean over the patches, after the last norm.
+        """What the head reads: the class token, or the mean over the patches, after the last norm,
+        and after the tanh layer of a model with `pre_logits`.
 
         Args:
             images: as `predict`.
@@ -136,7 +139,8 @@ def load(workdir: str | os.PathLike, step: int | None = None) -> Trained:
     config = configs.of_run(workdir)
     configs.validate(config)
     class_names, channels = described(workdir)
-    graph, arrays = steps.shapes(config, classification.task(len(class_names), channels))
+    task = classification.task(len(class_names), channels, config.optim.loss)
+    graph, arrays = steps.shapes(config, task)
     here = SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
     step, state = checkpoint.restore(workdir, abstract, step)

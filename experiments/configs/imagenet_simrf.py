@@ -15,8 +15,12 @@ Left open, and what was chosen:
     width, patches, image size    768, 16 x 16, 224: B/16, whose depth, heads and MLP these are
     form of the weight decay      decoupled, on matrices (AdamW)
     learning rate                 3e-3 after 10,000 steps of warm-up, cosine to 1e-5: the rates of
-                                  Reid et al. 2025 (`imagenet.py`), without a constant stretch
-    all else                      as in `imagenet.py`
+                                  Reid et al. 2025 (`imagenet`), without a constant stretch
+    all else                      as in `imagenet`, Glorot's first values of the MLP, draws and the
+                                  epsilon among them
+
+Machine: 8 devices with 80 GB, by arithmetic: in four parts of 128 images a device, 276 MiB each,
+37 GB and 2 of parameters and moments (docs/howto/imagenet.md; not yet compiled for that machine).
 
 Expected: the paper prints curves (Fig. 9) and one figure, that SimRF ends with an accuracy 0.5%
 above that of ORF on ImageNet; it gives no accuracies. (Its "100K test set" is not ILSVRC2012's
@@ -28,7 +32,7 @@ from vit.config import Attention, Config, Data, Model, Optim
 
 def get_config() -> Config:
     return Config(
-        model=Model(variant="B/16", dropout=0.1, dtype="bfloat16"),
+        model=Model(variant="B/16", dropout=0.1, dtype="bfloat16", mlp_init="xavier_uniform"),
         attention=Attention(coupling="simrf", num_features=130),
         data=Data(
             name="imagenet2012",
@@ -46,6 +50,7 @@ def get_config() -> Config:
             final_learning_rate=1e-5,
             warmup_steps=10_000,
             weight_decay=0.1,
+            accumulate=4,
         ),
         num_epochs=300.0,
         log_every=50,

@@ -1,0 +1,67 @@
+"""What a run needs of its machine: said before the work starts, not by a crash in the middle."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.small import small_config
+from vit import loop, machine
+
+PROGRAM = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from tests.small import small_config
+from vit import loop, machine
+machine.allow_open_files(1024)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [(1024, 4096, "4096"), (2000, 4096, "2000"), (1024, 1100, "takes 1,280 descriptors, and")],
+)
+def test_as_many_files_as_the_data_set_has(soft, hard, expected):
+    """ImageNet's 1,024 shards under the usual limit of 1,024."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(soft=soft, hard=hard)],
+        capture_output=True,
+        text=True,
+    )
+    assert expected in done.stdout + done.stderr.replace("\n", " ")
+
+
+def test_room_for_the_batches_of_all_workers(tmp_path, monkeypatch):
+    """16 workers with batches of 4,096 images: 18.4 GiB, where Docker gives 64 MiB."""
+    batch = 4096 * 224 * 224 * 3
+    room = SimpleNamespace(f_bavail=2**14, f_frsize=2**12)
+    monkeypatch.setattr(os, "statvfs", lambda folder: room)
+    with pytest.raises(ValueError, match=r"up to 18\.4 GiB .* 0\.06 GiB are free.*num_workers=0"):
+        machine.check_shared_memory(batch, 16, tmp_path)
+    machine.check_shared_memory(batch, 0, tmp_path)
+    machine.check_shared_memory(batch, 16, tmp_path / "elsewhere")  # no Linux
+    room.f_bavail = 2 * 16 * batch // 2**12 - 1
+    with pytest.raises(ValueError, match="num_workers=15"):
+        machine.check_shared_memory(batch, 16, tmp_path)
+    room.f_bavail += 2
+    machine.check_shared_memory(batch, 16, tmp_path)
+
+
+def test_the_limit_is_left_alone_where_it_suffices():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    machine.allow_open_files(1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_bucket_is_no_folder(address, tmp_path, monkeypatch):
+    """`Path` would make of it a folder `gs:` beside the user's own."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"bucket/run is an address: .* Mount the bucket"):
+        loop.train(small_config(), Path(address))
+    assert not list(tmp_path.iterdir())

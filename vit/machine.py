@@ -1,0 +1,63 @@
+"""What a run needs of its machine, looked at before the work starts, with what gives it."""
+
+import os
+import resource
+from pathlib import Path
+
+SPARE = 256
+"""Descriptors for all else than data files: logs, sockets, libraries, the terminal."""
+
+HELD = 2
+"""Batches of each worker in shared memory: one that waits to be taken, one that is being made."""
+
+GIB = 2.0**30
+
+
+def allow_open_files(number: int) -> None:
+    """Raises the soft limit of descriptors, which workers inherit, so far that all can be open.
+
+    Args:
+        number: of data files that a process holds.
+
+    Raises:
+        ValueError: when the hard limit is lower.
+    """
+    need = number + SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or need <= soft:
+        return
+    if hard != unlimited and hard < need:
+        raise ValueError(
+            f"the data set lies in {number:,} files, which every worker holds open: that takes"
+            f" {need:,} descriptors, and this machine allows {hard:,}. Raise the hard limit"
+            f" (`ulimit -Hn`; docker run --ulimit nofile={2 * need}; LimitNOFILE= of a service)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != unlimited else 2 * need, hard))
+
+
+def check_shared_memory(batch_bytes: int, workers: int, folder: Path = Path("/dev/shm")) -> None:
+    """Looks whether the batches of the workers have room where processes share memory.
+
+    Without room the kernel ends the worker that writes (SIGBUS), in the middle of a run.
+
+    Args:
+        batch_bytes: of one batch of this host.
+        workers: processes that read.
+        folder: of the shared memory.
+
+    Raises:
+        ValueError: when there is less than they can hold at a time.
+    """
+    if not workers or not folder.is_dir():
+        return
+    there = os.statvfs(folder)
+    room, need = there.f_bavail * there.f_frsize, HELD * workers * batch_bytes
+    if need > room:
+        raise ValueError(
+            f"config.data.num_workers={workers} processes hand over batches of"
+            f" {batch_bytes / 2**20:,.0f} MiB through {folder}: up to {need / GIB:,.1f} GiB at a"
+            f" time, and {room / GIB:,.2f} GiB are free. Make it larger (docker run"
+            f" --shm-size={need // 2**30 + 2}g, or --ipc=host; mount -o remount,size=...), or take"
+            f" --config.data.num_workers={int(room // (HELD * batch_bytes))}"
+        )
