@@ -991,6 +991,27 @@ FAULTS = [
         "test_arrays.py::test_a_share_is_held_out_and_a_config_by_name",
     ),
     Fault(
+        "a program for other devices has the blocks of this machine",
+        "performer/attention/op.py",
+        "return jax.default_backend() if device is None else device.platform",
+        "return jax.default_backend()",
+        "test_attention_symbolic.py::test_blocks_are_those_of_the_mesh_in_context",
+    ),
+    Fault(
+        "a plan forgets the evaluation step",
+        "vit/dry_run.py",
+        "for x in (self.train, self.evaluate)) <=",
+        "for x in (self.train,)) <=",
+        "test_dry_run.py::test_what_a_device_has_decides",
+    ),
+    Fault(
+        "collectives of several arrays count their first",
+        "vit/dry_run.py",
+        "found[kind].append(sum(sizes))",
+        "found[kind].append(sizes[0])",
+        "test_dry_run.py::test_collectives_of_a_program_by_kind_and_bytes",
+    ),
+    Fault(
         "the running mean is not evaluated",
         "vit/steps.py",
         "        nnx.update(model, mean)\n",
@@ -1077,8 +1098,8 @@ FAULTS = [
     Fault(
         "the peak is that of the shortest name that fits",
         "vit/devices.py",
-        "key=lambda item: -len(item[0])",
-        "key=lambda item: len(item[0])",
+        "PEAK[max(known, key=len)]",
+        "PEAK[min(known, key=len)]",
         "test_devices.py::test_the_peak_is_that_of_the_longest_name_that_fits",
     ),
     Fault(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from attention_inputs import close, inputs
 from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from performer import calibration, performer_attention
-from performer.attention import _sizes
+from performer.attention import _sizes, op
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,19 @@ def test_packed_sequences():
     program = exported(packed, given(2, 7), (*SELF, "b, t"))
     for b, t in SIZES:
         close(program.call(*given(b, t)), packed(*given(b, t)))
+
+
+def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
+    """Of a program that is compiled for devices that are not there."""
+    platforms, chosen = [], op._block_sizes
+
+    def sizes(platform, *arguments):
+        platforms.append(platform)
+        return chosen(platform, *arguments)
+
+    monkeypatch.setattr(op, "_block_sizes", sizes)
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=None, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+        jax.eval_shape(performer_attention, *inputs())
+    jax.eval_shape(performer_attention, *inputs())
+    assert platforms == ["tpu", "cpu"]

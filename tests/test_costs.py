@@ -1,4 +1,4 @@
-"""Operations against what XLA counts, and what --dry_run says."""
+"""Operations against what XLA counts."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests.small import small_config
-from vit import classification, config, runs, train
+from vit import classification, config
 from vit.model import ViT, random_streams
 
 
@@ -43,20 +43,3 @@ def test_b16_takes_what_is_published():
     )
     flops = classification.forward_flops(settings, num_classes=1000, channels=3)
     assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
-
-
-def test_a_dry_run_says_what_a_run_costs_and_writes_nothing(tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = small_config()
-    text = train.dry_run(settings)
-    assert "blocks.1.mlp_out.kernel" in text
-    assert "(32, 16)" in text
-    total = next(line for line in text.splitlines() if line.startswith("total"))
-    model = abstract(settings, channels=1)
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert f"{count:,}" in total
-    flops = runs.subject(settings)[1].operations(settings)
-    assert f"{flops / 1e9:.3f} GFLOP" in text
-    assert "batch: image (32, 8, 8, 1) uint8" in text
-    assert "memory on each device: arguments" in text
-    assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from vit import (
     config,
     data,
     devices,
+    dry_run,
     evaluate,
     metrics,
     runs,
@@ -130,7 +131,7 @@ def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
 
 
 def test_a_dry_run_counts_what_it_can():
-    text = train.dry_run(SETTINGS, DATASET, TASK)
+    text = dry_run.text(dry_run.plan(SETTINGS, dataset=DATASET, task=TASK))
     assert "attention.query.kernel" in text
     assert "operations: not counted" in text
     assert "batch: x (32, 12, 2) float32" in text

@@ -10,7 +10,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,23 +22,41 @@ from vit.config import Config
 SMALLEST = 4096
 """Arrays of fewer elements are not split: gathering them costs more than keeping them."""
 
+
+class Peak(NamedTuple):
+    """What a device can do at most, from the maker's data sheet."""
+
+    flops: float
+    """A second, of dense bfloat16 products."""
+    bandwidth: float
+    """Bytes a second to and from its memory."""
+    gib: float
+    """Its memory."""
+
+    @property
+    def memory(self) -> int:
+        """In bytes."""
+        return int(self.gib * 2**30)
+
+
 PEAK = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
+    "TPU v4": Peak(275e12, 1228e9, 32),
+    "TPU v5 lite": Peak(197e12, 819e9, 16),
+    "TPU v5": Peak(459e12, 2765e9, 95),
+    "TPU v6 lite": Peak(918e12, 1640e9, 32),
+    "TPU7x": Peak(1153e12, 3690e9, 96),  # a device of JAX is half a chip
+    "NVIDIA A100": Peak(312e12, 1555e9, 40),
+    "NVIDIA A100-SXM4-80GB": Peak(312e12, 2039e9, 80),
+    "NVIDIA L40S": Peak(362e12, 864e9, 45),
+    "NVIDIA H100": Peak(989e12, 3352e9, 79),
+    "NVIDIA H100 PCIe": Peak(756e12, 2039e9, 79),
+    "NVIDIA H100 NVL": Peak(835e12, 3938e9, 93),
+    "NVIDIA H200": Peak(989e12, 4800e9, 141),
+    "NVIDIA H200 NVL": Peak(835e12, 4800e9, 141),
+    "NVIDIA B200": Peak(2250e12, 8000e9, 180),
+    "NVIDIA GB200": Peak(2500e12, 8000e9, 185),
 }
-"""bfloat16 FLOP/s of one device (dense, from the makers' data sheets), by how its name begins."""
+"""By how the name of the device begins."""
 
 
 def initialize(
@@ -152,10 +170,13 @@ def memory() -> dict[str, float]:
     return ({"device_memory_gib": max(peaks) / gib} if peaks else {}) | {"memory_gib": host / gib}
 
 
+def peak_of(kind: str) -> Peak | None:
+    """Of a device, by its `device_kind`; None for one that `PEAK` does not know."""
+    known = [name for name in PEAK if kind.startswith(name)]
+    return PEAK[max(known, key=len)] if known else None
+
+
 def peak_flops() -> float | None:
-    """FLOP/s that all devices can do together, or None for a device that `PEAK` does not know."""
-    kind = jax.devices()[0].device_kind
-    for name, value in sorted(PEAK.items(), key=lambda item: -len(item[0])):
-        if kind.startswith(name):
-            return value * jax.device_count()
-    return None
+    """FLOP/s that all devices can do together, if that is known."""
+    peak = peak_of(jax.devices()[0].device_kind)
+    return peak and peak.flops * jax.device_count()

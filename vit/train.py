@@ -4,8 +4,13 @@
         --config.attention.coupling=pm
 
 The folder of the run holds `config.json`, `metrics.jsonl`, `learning_curve.png` and `checkpoints/`.
-With --dry_run nothing is trained or written: parameters, operations, memory and the shapes of a
-batch are printed. On several hosts each runs the same command with --distributed.
+With --dry_run nothing is trained or written: the steps are compiled, and parameters, memory,
+operations and collectives printed; the exit code is 1 where they do not fit. With --topology they
+are compiled for devices that are not there (`vit.topologies`), and no data are read:
+
+    python -m vit.train --config=imagenet --workdir=runs/x --dry_run --topology=v5e:4x4
+
+On several hosts each runs the same command with --distributed.
 """
 
 import sys
@@ -17,46 +22,13 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, extension, loggers, metrics, runs, transfer
+from vit import devices, dry_run, extension, loggers, metrics, transfer
 from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
-from vit.task import Task
 
 RUNS = ("claim", "eval_batches", "last_step", "length", "train_batches")
 __getattr__ = moved(__name__, AHEAD="vit.loop.AHEAD", **{name: f"vit.runs.{name}" for name in RUNS})
-
-
-def dry_run(
-    config: configs.Config, dataset: data.Dataset | None = None, task: Task | None = None
-) -> str:
-    """Parameters, operations, memory and the first batch of a run; nothing is written.
-
-    Raises:
-        ValueError: as `train`, before anything is compiled.
-    """
-    configs.validate(config)
-    mesh = devices.mesh(config)
-    dataset, task = runs.subject(config, dataset, task)
-    steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = runs.program(config, dataset, task, mesh)
-    batch = next(runs.train_batches(dataset, config, mesh, 0))
-    compiled = program.train.lower(program.abstract, batch).compile()
-    flops = task.operations(config) if task.operations else 0.0
-    lines = [
-        costs.parameter_table(program.abstract),
-        f"devices: {jax.device_count()} x {jax.devices()[0].device_kind},"
-        f" mesh {dict(mesh.shape)}, {jax.process_count()} processes",
-        f"steps: {num_steps:,} ({steps_per_epoch:,} an epoch)",
-        f"operations: {flops / 1e9:.3f} GFLOP an {task.noun} forward,"
-        f" {3 * flops * config.data.batch_size / 1e12:.4g} TFLOP a training step"
-        if flops
-        else "operations: not counted",
-        "memory on each device: "
-        + ", ".join(f"{k} {v / 2**20:,.1f} MiB" for k, v in costs.memory_of(compiled).items()),
-        *(f"batch: {k} {x.shape} {x.dtype}, {x.sharding.spec}" for k, x in batch.items()),
-    ]
-    return "\n".join(lines)
 
 
 def main(_: list[str]) -> None:
@@ -67,14 +39,18 @@ def main(_: list[str]) -> None:
         processes = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
         if _DISTRIBUTED.value or processes != (None, None, None):
             devices.initialize(*processes)
-        lead = jax.process_index() == 0
         given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
             raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
         config = from_flag(_CONFIG) if given else configs.of_run(workdir)
         if _DRY_RUN.value:
-            print(dry_run(config))
-            return
+            topology = _TOPOLOGY.value or ""
+            found = dry_run.plan(
+                config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value)
+            )
+            print(dry_run.as_json(found) if _JSON.value else dry_run.text(found))
+            sys.exit(found.fits is False)
+        lead = jax.process_index() == 0
         loggers.check(_LOG.value)
         if _INIT_FROM.value:
             for line in transfer.init_from(Path(_INIT_FROM.value), config, workdir):
@@ -102,6 +78,13 @@ if __name__ == "__main__":
     )
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; made if it does not exist")
     _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what the run would cost, and stop")
+    _TOPOLOGY = flags.DEFINE_string(
+        "topology", None, "with --dry_run: compile for these devices, as v5e:4x4 or h100:8"
+    )
+    _DATA_SIZE = flags.DEFINE_list(
+        "data_size", [], "with --dry_run: examples of training and evaluation, classes, channels"
+    )
+    _JSON = flags.DEFINE_bool("json", False, "with --dry_run: print json")
     _PROFILE = flags.DEFINE_bool("profile", False, "trace the second stretch of steps")
     _INIT_FROM = flags.DEFINE_string(
         "init_from", None, "run whose parameters a new run in --workdir starts from"

@@ -232,7 +232,7 @@ def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options)
 
 
 def _platform() -> str:
-    """Of the mesh in context, which a program for other devices is compiled in; else of this machine."""
+    """Of the mesh in context, as of programs compiled for other devices; else of this machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 

@@ -1,0 +1,156 @@
+"""What a run would cost, counted in compiled programs, for devices that are there or not."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.small import SHALLOW, small_config
+from vit import config, costs, devices, dry_run, runs, topologies
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shallow():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", SHALLOW)
+        yield
+
+
+SETTINGS = small_config(model=config.Model(variant="XS/4", pooling="mean"))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return dry_run.plan(SETTINGS)
+
+
+def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = dry_run.text(plan)
+    assert "blocks.0.mlp_out.kernel" in text
+    assert "(32, 16)" in text
+    program = runs.program(SETTINGS, *runs.subject(SETTINGS), devices.mesh(SETTINGS))
+    count = sum(x.size for x in costs.parameters(program.abstract).values())
+    assert re.search(rf"total +{count:,}", text)
+    flops = runs.subject(SETTINGS)[1].operations(SETTINGS)
+    assert f"{flops / 1e9:.3f} GFLOP an image forward" in text
+    assert "batch: image (32, 8, 8, 1) uint8" in text
+    assert "batch: mask" not in text
+    assert text.count("memory: arguments") == 2
+    assert "fits" not in text  # nothing is known of this device
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_device_has_decides(plan):
+    """Room for one byte less than is needed is too little; the roof is the slower of two."""
+    need = max(plan.train.memory["in all"], plan.evaluate.memory["in all"])
+    exact = plan._replace(has=devices.Peak(1e9, 1e6, need / 2**30))
+    assert exact.fits
+    assert "roof: " in dry_run.text(exact)
+    assert dry_run.text(exact).endswith("\nfits")
+    larger = plan.evaluate._replace(memory={"in all": need + 1})
+    assert exact._replace(evaluate=larger).fits is False
+    short = plan._replace(has=devices.Peak(1e9, 1e6, (need - 1) / 2**30))
+    assert short.fits is False
+    assert "does not fit: take a smaller config.data.batch_size" in dry_run.text(short)
+    bound = plan.train.bytes / 1e6
+    assert exact.roof["memory traffic"] == pytest.approx(bound)
+    assert f"{32 / bound:,.0f} images a second, bounded by memory traffic" in dry_run.text(exact)
+    found = json.loads(dry_run.as_json(exact))
+    assert found["fits"] is True
+    assert found["train"]["memory"]["in all"] == plan.train.memory["in all"]
+
+
+def test_collectives_of_a_program_by_kind_and_bytes():
+    text = """
+  %all-reduce.1 = f32[16,2]{1,0} all-reduce(%x), to_apply=%add
+  %all-reduce-start = (f32[8], bf16[4,4]) all-reduce-start(%y, %z)
+  %all-reduce-done = (f32[8], bf16[4,4]) all-reduce-done(%all-reduce-start)
+  ROOT %all-gather = bf16[3]{0} all-gather(%w), dimensions={0}
+"""
+    assert dry_run.collectives(text) == {
+        "all-reduce": (2, 4 * 32 + 4 * 8 + 2 * 16),
+        "all-gather": (1, 6),
+    }
+
+
+def test_gradients_are_reduced_over_eight_devices(eight_devices):
+    plan = dry_run.plan(SETTINGS)
+    assert plan.num_devices == 8
+    number, size = plan.train.collectives["all-reduce"]
+    program = runs.program(SETTINGS, *runs.subject(SETTINGS), devices.mesh(SETTINGS))
+    count = sum(x.size for x in costs.parameters(program.abstract).values())
+    assert number >= 1
+    assert 4 * count <= size < 4 * count + 4096  # float32, and a few sums
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5e", "a TPU slice, as v5e:4x4 .*, or GPUs of one host, as h100:8 .a100, h100, h200"),
+        ("b900:8", "or GPUs of one host, as h100:8"),
+        ("h100:9", "or GPUs of one host, as h100:8"),
+    ],
+)
+def test_another_word_is_no_topology(topology, message):
+    with pytest.raises(ValueError, match=message):
+        topologies.devices(topology)
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="the compiler is here")
+def test_a_compiler_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="v5e:2x2 needs its compiler, pip install libtpu"):
+        topologies.devices("v5e:2x2")
+
+
+def test_sizes_of_data_that_are_not_read():
+    known = dry_run.dataset(SETTINGS, "v5e:4x4")
+    assert (len(known.train), known.num_classes, known.channels) == (1437, 10, 1)
+    assert dry_run.dataset(SETTINGS) is None
+    given = dry_run.dataset(SETTINGS, size=["500", "50", "7", "3"])
+    assert (len(given.evaluation), given.num_classes) == (50, 7)
+    for size in (["500"], ["500", "50", "x", "3"], ["0", "50", "7", "3"]):
+        with pytest.raises(ValueError, match="four numbers above 0"):
+            dry_run.dataset(SETTINGS, size=size)
+    other = small_config(data=config.Data(name="mine"))
+    with pytest.raises(ValueError, match="how large is config.data.name='mine'.*--data_size="):
+        dry_run.dataset(other, "v5e:4x4")
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(eight_devices):
+    settings = small_config(data=config.Data(batch_size=12))
+    with pytest.raises(ValueError, match="12 is not divisible by the 8 devices"):
+        dry_run.plan(settings)
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "vit.train", "--workdir=unused", "--dry_run", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize(("topology", "kind"), [("v5e:2x2", "TPU v5 lite"), ("v6e:2x2", "TPU v6")])
+def test_a_run_is_compiled_for_tpus(topology, kind):
+    done = command("--config=digits", f"--topology={topology}", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"].startswith(kind)
+    assert found["fits"]
+    assert found["train"]["collectives"]["all-reduce"][1] > 4 * 200_000
+
+
+def test_the_command_says_what_is_wrong_in_one_line():
+    done = command("--config=imagenet", "--topology=v5e:4x")
+    assert done.returncode == 1
+    assert done.stderr.startswith("ValueError: --topology=v5e:4x: a TPU slice")
+    assert done.stderr.count("\n") == 1

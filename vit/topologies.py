@@ -1,0 +1,71 @@
+"""Devices that are not there, to compile for: TPU slices by name and shape, and GPUs of one host.
+
+    v5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
+
+Their compilers run on any machine: `libtpu` for TPUs, the CUDA plugin of JAX for GPUs, which are
+described by the small files in `vit/targets`. What they give is compiled and counted, not run.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+TARGETS = Path(__file__).parent / "targets"
+
+LIBTPU = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+"""What libtpu reads where there is no TPU; otherwise it asks the machine's metadata server."""
+
+
+def devices(topology: str) -> Sequence[Any]:
+    """Those of a topology.
+
+    Args:
+        topology: as above.
+
+    Raises:
+        ValueError: for another word, or when the compiler is not installed, with the command that
+            installs it.
+    """
+    tpu = re.fullmatch(r"v(4|5e|5p|6e):(\d+(?:x\d+)+)", topology)
+    gpu = re.fullmatch(r"([a-z]\w*):([1-8])", topology)
+    try:
+        if tpu:
+            os.environ |= LIBTPU | dict(os.environ)
+            options = {"chip_config_name": "megacore"} if tpu[1] == "4" else {}
+            return topologies.get_topology_desc(topology, "tpu", **options).devices
+        if gpu and gpu[1] in names():
+            jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver
+            jax.devices()  # finds the plugin
+            target = (TARGETS / f"{gpu[1]}.txtpb").read_text()
+            shape = f"1x1x{gpu[2]}"
+            described = topologies.get_topology_desc(
+                "gpu", "cuda", topology=shape, target_config=target
+            )
+            return described.devices
+    except (RuntimeError, ValueError) as error:
+        extra = "libtpu" if tpu else "'jax[cuda13]'"
+        raise ValueError(
+            f"--topology={topology} needs its compiler, pip install {extra}, and a shape that there"
+            f" is: {' '.join(str(error).split())[:300]}"
+        ) from error
+    raise ValueError(
+        f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), or GPUs of one host,"
+        f" as h100:8 ({', '.join(names())})"
+    )
+
+
+def names() -> list[str]:
+    """The GPUs that are described."""
+    return sorted(path.stem for path in TARGETS.glob("*.txtpb"))
