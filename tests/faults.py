@@ -1257,6 +1257,13 @@ FAULTS = [
         "test_recipe.py::test_every_config_is_valid_and_its_run_has_a_length",
     ),
     Fault(
+        "labels of other data are taken for those of the run",
+        "vit/evaluate.py",
+        '{"label": label[batch["label"]]}',
+        '{"label": batch["label"]}',
+        "test_use.py::test_a_run_is_evaluated_on_other_data",
+    ),
+    Fault(
         "the longer side is bounded",
         "vit/prepare.py",
         "scale = max_side / min(opened.size)",
