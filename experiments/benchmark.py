@@ -13,7 +13,8 @@ implementations in turn.
 --quick everything runs at a 16th of the length, to see that it runs: the numbers mean nothing.
 
 `data`: images per second of one core, of the JPEG files in a folder (those that come with
-scikit-learn if none is given), beside tf.data; `benchmark_data` says what differs.
+scikit-learn if none is given), beside tf.data; `benchmark_data` says what differs. Then the
+same from storage that answers late.
 
 Tables and figures go to results/benchmark.
 """
@@ -110,8 +111,11 @@ def attention(quick: bool) -> None:
 
 def pipeline(images: Path) -> None:
     """Prints and writes the table of the input pipeline."""
-    rows, compared = benchmark_data.rates(benchmark_data.read(images))
+    files = benchmark_data.read(images)
+    rows, compared = benchmark_data.rates(files)
     print(report.table(rows, OUT / f"data_{images.name}"))
+    print("Records that come 30 ms late\n")
+    print(report.table(benchmark_data.waiting(files), OUT / f"late_{images.name}"))
     if not compared:
         print("tf.data: tensorflow is not installed")
 

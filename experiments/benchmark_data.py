@@ -13,10 +13,14 @@ tf.data with one thread and `tf.io.decode_and_crop_jpeg`. What differs:
                  last byte; tf decodes at full size, and only the crop
     broken files ours names and replaces them; tf stops
 
+`waiting` measures ours alone on records that storage hands out 30 ms after they are asked for, as
+a network file system may, with and without the threads that read them side by side.
+
 In one process, in turns; the best repeat is kept, of wall and of CPU time (`experiments.timing`).
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,8 @@ REPEATS = 5
 IMAGES = 200
 """Images of one repeat, at least."""
 RECORDS = 50_000
+DELAY, LATE_BATCH, LATE_BATCHES = 0.03, 128, 4
+"""Of `waiting`: seconds a record, images of a batch, batches after the first."""
 
 
 def sample_images() -> Path:
@@ -82,6 +88,39 @@ def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
             for kind, seconds in best.items()
         ]
     return rows, compared
+
+
+class Late(Sequence[Any]):
+    """The same records, each `DELAY` seconds after it is asked for."""
+
+    def __init__(self, records: Sequence[Any]):
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(DELAY)
+        return self.records[index]
+
+
+def waiting(files: list[bytes]) -> list[dict[str, Any]]:
+    """One row for each number of threads: seconds to the first batch, and images/s after it."""
+    rows = []
+    dataset = _dataset(files)
+    late = dataset._replace(train=Late(dataset.train))
+    section = config.Data(image_size=SIZE, crop="inception", flip=True, batch_size=LATE_BATCH)
+    for threads in (0, data.THREADS, 4 * data.THREADS):
+        start = time.perf_counter()
+        stream = iter(data.train_batches(late, section, seed=0, threads=threads))
+        next(stream)
+        first = time.perf_counter()
+        for _ in range(LATE_BATCHES):
+            next(stream)
+        rest = time.perf_counter() - first
+        row = {"threads": threads, "first batch, s": first - start}
+        rows.append(row | {"images/s": LATE_BATCH * LATE_BATCHES / rest})
+    return rows
 
 
 def _limit_tensorflow() -> bool:

@@ -84,7 +84,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "data.cutmix": lambda alpha: alpha == 0 or 1e-4 < alpha < 1e4,
     "data.erase": _between(0, 1),
     "data.batch_size": range(1, IMAGES + 1).__contains__,
-    "data.num_workers": range(2000).__contains__,
+    "data.num_workers": range(-1, 2000).__contains__,
     "data.max_bad_records": range(2**31).__contains__,
     "optim.loss": {"softmax", "sigmoid"}.__contains__,
     "optim.learning_rate": _between(1e-5, 10),  # the final rate is 1e-5

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit import checkpoint, costs, data, files, loop, metrics, runs, steps
+from vit import checkpoint, costs, data, files, loop, machine, metrics, runs, steps
 from vit.config import Config
 from vit.model import ViT
 
@@ -100,7 +100,8 @@ def train(
     start = time.perf_counter() - sum(record["seconds"] for record in past)
     diverged: list[int | None] = past[0]["diverged"] if past else [None] * len(seeds)
     advance(step, past[0] if past else {})
-    share = dataclasses.replace(config.data, num_workers=config.data.num_workers // len(seeds))
+    workers = machine.workers(config.data.num_workers, data.batch_bytes(dataset, config.data))
+    share = dataclasses.replace(config.data, num_workers=workers // len(seeds))
     streams = [iter(data.train_batches(dataset, share, seed, start=step)) for seed in seeds]
     batches = (
         jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *each), over_seeds)

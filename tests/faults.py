@@ -1356,6 +1356,27 @@ FAULTS = [
         "test_recipe.py::test_every_config_is_valid_and_its_run_has_a_length",
     ),
     Fault(
+        "labels of other data are taken for those of the run",
+        "vit/evaluate.py",
+        '{"label": label[batch["label"]]}',
+        '{"label": batch["label"]}',
+        "test_use.py::test_a_run_is_evaluated_on_other_data",
+    ),
+    Fault(
+        "the longer side is bounded",
+        "vit/prepare.py",
+        "scale = max_side / min(opened.size)",
+        "scale = max_side / max(opened.size)",
+        "test_prepare.py::test_the_shorter_side_is_bounded",
+    ),
+    Fault(
+        "as many workers as cores, whatever room there is",
+        "vit/machine.py",
+        "return max(0, min((cores or 1) - 1, room or 0))",
+        "return max(0, (cores or 1) - 1)",
+        "test_machine.py::test_workers_by_the_machine",
+    ),
+    Fault(
         "sigmoid losses are averaged over the classes",
         "vit/classification.py",
         "return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)",

@@ -305,6 +305,10 @@ def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
     assert not compared
     assert [row["pipeline"] for row in rows] == ["training", "evaluation"]
     assert all(row["images/s"] > 0 for row in rows)
+    for name, value in [("LATE_BATCH", 16), ("LATE_BATCHES", 1), ("SIZE", 16)]:
+        monkeypatch.setattr(benchmark_data, name, value)
+    alone, threads, _ = benchmark_data.waiting(benchmark_data.read(tmp_path))
+    assert alone["first batch, s"] > 16 * 0.03 > threads["first batch, s"]
 
 
 def test_unknown_names_and_splits(tmp_path):

@@ -52,6 +52,21 @@ def test_room_for_the_batches_of_all_workers(tmp_path, monkeypatch):
     machine.check_shared_memory(batch, 16, tmp_path)
 
 
+def test_workers_by_the_machine(tmp_path, monkeypatch):
+    """One for each core but one, as far as their batches have room; a number is that number."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    room = SimpleNamespace(f_bavail=2 * 20 * 1000, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda folder: room)
+    assert machine.workers(-1, 1000, tmp_path) == 11
+    room.f_bavail = 2 * 3 * 1000 + 1
+    assert machine.workers(-1, 1000, tmp_path) == 3
+    assert machine.workers(-1, 10_000, tmp_path) == 0
+    assert machine.workers(-1, 1000, tmp_path / "elsewhere") == 11
+    assert [machine.workers(n, 1000, tmp_path) for n in (0, 7)] == [0, 7]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+    assert machine.workers(-1, 1, tmp_path) == 0
+
+
 def test_the_limit_is_left_alone_where_it_suffices():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     machine.allow_open_files(1)

@@ -364,6 +364,21 @@ def test_odd_images_are_converted():
     assert bitmap.format == "PNG"
 
 
+def test_the_shorter_side_is_bounded():
+    """Of an upright picture; one that is small enough keeps its bytes, and so does its format."""
+    for kind, mode in (("JPEG", "RGB"), ("PNG", "L")):
+        content = picture(size=(90, 60), kind=kind, mode=mode)
+        small = Image.open(io.BytesIO(encode(content, 3, 40)))
+        assert (small.size, small.format, small.mode) == ((60, 40), kind, mode)
+        assert encode(content, 3, 60) == encode(content, 3, 61) == content
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    turned = Image.open(io.BytesIO(encode(picture(size=(90, 60), exif=exif), 3, 40)))
+    assert turned.size == (40, 60)
+    pixels = np.asarray(Image.open(io.BytesIO(encode(picture(size=(400, 400), kind="PNG"), 3, 8))))
+    assert np.std(pixels) < 10, "noise is averaged, not sampled"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -15,7 +15,8 @@ from PIL import Image
 import vit
 from tests import sequences
 from tests.small import TINY, small_config
-from vit import classification, config, data, files, loop, runs, use
+from vit import classification, config, data, evaluate, files, loop, runs, use
+from vit.prepare import prepare
 
 SETTINGS = small_config(
     optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),
@@ -79,6 +80,37 @@ def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, t
     said, logits = vit.load(workdir).predict(images), model.outputs(images)[0]
     np.testing.assert_allclose(said.probabilities, 1 / (1 + np.exp(-logits)), rtol=1e-5)
     assert said.labels == model.predict(images).labels
+
+
+def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
+    """Of two of its ten classes, in another order; and on its own data in other batches."""
+    workdir, record = run
+    own = evaluate.evaluate_on(workdir, {"data.batch_size": 40})
+    for name in ("eval_loss", "eval_accuracy", "eval_examples"):
+        assert own[name] == pytest.approx(record[name])
+    images = {"seven": noise(6, 8, 8, seed=9), "two": noise(6, 8, 8, seed=10)}
+    names = ("two", "x", "seven", *"abcdefg")
+    values = files.noted(workdir / "task.json") | {"class_names": list(names)}
+    other = shutil.copytree(workdir, tmp_path / "run")
+    files.note(other / "task.json", values)
+    for name, pictures in images.items():
+        (tmp_path / "raw" / "train" / name).mkdir(parents=True)
+        for i, picture in enumerate(pictures):
+            Image.fromarray(picture).save(tmp_path / f"raw/train/{name}/{i}.png")
+    prepare(tmp_path / "raw", tmp_path, "few", validation=0.5)
+    fields = {"data.name": "few", "data.dir": str(tmp_path), "data.eval_split": "train"}
+    got = evaluate.evaluate_on(other, fields | {"data.batch_size": 5})
+    records = data.load(config.Data(**{k[5:]: v for k, v in fields.items()}, batch_size=1)).train
+    said = vit.load(other).predict([np.array(Image.open(io.BytesIO(r["image"]))) for r in records])
+    right = [("seven", "two")[r["label"]] for r in records]
+    assert got["eval_examples"] == 6
+    assert got["eval_accuracy"] == np.mean(
+        [a == b for a, b in zip(said.labels, right, strict=True)]
+    )
+    losses = [-np.log(p[names.index(n)]) for p, n in zip(said.probabilities, right, strict=True)]
+    assert got["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    with pytest.raises(ValueError, match="2 of the 2 classes of the data are none of the 10 of"):
+        evaluate.evaluate_on(workdir, fields)
 
 
 def test_probabilities_and_names(model):

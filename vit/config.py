@@ -138,7 +138,8 @@ class Data:
     batch_size: int = 128
     """Images of a step, over all devices and hosts."""
     num_workers: int = 0
-    """Processes of each host that read and augment; 0 reads in threads of the main process."""
+    """Processes of each host that read and augment; 0 reads in threads of the main process, -1
+    takes one for each core but one, as far as /dev/shm has room for their batches."""
     max_bad_records: int = 10
     """Records that cannot be decoded are left out, and counted; more than this stop the run."""
 
@@ -369,8 +370,8 @@ RANGES = (
     ),
     Rule(
         ("data.num_workers",),
-        lambda workers: 0 <= workers <= 1024,
-        "must be an integer from 0 to 1024",
+        lambda workers: -1 <= workers <= 1024,
+        "must be an integer from -1 to 1024",
     ),
     Rule(
         ("optim.learning_rate", "optim.final_learning_rate"),

@@ -157,8 +157,9 @@ def train_batches(
     whole = _Batches(order.random_map(example), _local_size(data, processes), threads)
     own = grain.MapDataset.source(whole).slice(slice(start * processes + process, None, processes))
     batches = own.to_iter_dataset(_read_ahead(threads))
-    if data.num_workers:
-        options = grain.MultiprocessingOptions(num_workers=data.num_workers)
+    workers = machine.workers(data.num_workers, batch_bytes(dataset, data, processes))
+    if workers:
+        options = grain.MultiprocessingOptions(num_workers=workers)
         batches = batches.mp_prefetch(options, _start_worker)
     return batches
 

@@ -3,6 +3,7 @@
     python -m vit.evaluate --workdir=runs/pm
     python -m vit.evaluate --workdir=runs/pm --report=attention
     python -m vit.evaluate --workdir=runs/pm --report=classes
+    python -m vit.evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
 
 The second one writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run: for
 every layer and head, how far its random-feature attention is from softmax attention on evaluation
@@ -11,16 +12,27 @@ coupling: refined ones of `vit.convert` are not measured here.
 
 The third one goes through the evaluation split once more, writes `classes.csv`, `classes.md` and
 `confusion.csv` into the folder of the run (see `vit.class_report`) and prints the worst classes.
+
+With --split, --name, --data_dir or --batch_size the evaluation is on other data than the run's own:
+another part of its data set, or another data set of the same classes or some of them, told by their
+names. Nothing is written then.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import app, flags, logging
+from flax import nnx
 
 from performer.choices import moved
-from vit import class_report, data, metrics, runs
+from vit import class_report, classification, data, devices, metrics, runs, steps, use
+from vit import config as configs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
@@ -57,6 +69,59 @@ def evaluate_run(
     return {"step": run.step, **evaluate(run.task, count, run.batches())}
 
 
+def evaluate_on(workdir: Path, fields: Mapping[str, Any]) -> metrics.Record:
+    """The evaluated model of a run on other data than its own evaluation split.
+
+    Args:
+        workdir: of the run.
+        fields: of its config that are others, of `data.eval_split`, `data.name`, `data.dir` and
+            `data.batch_size`.
+
+    Returns:
+        As `evaluate_run`. Classes that the data have not count as wrong answers where they are
+        given.
+
+    Raises:
+        ValueError: as `vit.use.load` and `vit.data.load`; or when the data have a class that the
+            run has not.
+    """
+    trained = use.load(workdir)
+    config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
+    opened: dict[str, Any] = {"data.batch_size": 1}  # however few are there to train on
+    if {"data.name", "data.dir"} & set(fields):
+        opened["data.train_split"] = config.data.eval_split
+    dataset = data.load(configs.with_values(config, opened).data)
+    label = numbers(trained.class_names, dataset.class_names)
+    mesh = devices.mesh(config)
+    task = classification.task(len(trained.class_names), trained.channels, config.optim.loss)
+    graph, state = nnx.split(trained.model)
+    state = jax.device_put(state, devices.everywhere(mesh))
+    count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
+    batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
+    named = (batch | {"label": label[batch["label"]]} for batch in batches)
+    return {"step": trained.step, **evaluate(task, partial(count, state), named)}
+
+
+def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
+    """The run's number of each class of the data, by name; in order where names are numbers.
+
+    Raises:
+        ValueError: when the run has not all of them.
+    """
+    plain = [str(i) for i in range(len(of_data))]
+    if len(of_run) == len(of_data) and plain in (list(of_run), list(of_data)):
+        return jnp.arange(len(of_data))
+    index = {name: i for i, name in enumerate(of_run)}
+    foreign = [name for name in of_data if name not in index]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} of the {len(of_data)} classes of the data are none of the"
+            f" {len(of_run)} of the run: {', '.join(foreign[:5])}; the run's begin with"
+            f" {', '.join(of_run[:5])}"
+        )
+    return jnp.asarray(np.array([index[name] for name in of_data], np.int32))
+
+
 def report_classes(workdir: Path) -> str:
     """Writes the accuracy of each class and the confusion matrix into the folder of the run.
 
@@ -76,8 +141,20 @@ def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
+    given = {
+        "data.eval_split": _SPLIT.value,
+        "data.name": _NAME.value,
+        "data.dir": _DATA_DIR.value,
+        "data.batch_size": _BATCH_SIZE.value,
+    }
+    fields = {name: value for name, value in given.items() if value is not None}
     try:
-        record = evaluate_run(workdir)
+        if fields and _REPORT.value:
+            raise ValueError(
+                f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
+                " --split, --name, --data_dir and --batch_size"
+            )
+        record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir)
         for name, value in record.items():
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
@@ -91,4 +168,10 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
+    _SPLIT = flags.DEFINE_string("split", None, "evaluate this, as test or train[99%:]")
+    _NAME = flags.DEFINE_string("name", None, "of a data set of the same classes, or some of them")
+    _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it lies")
+    _BATCH_SIZE = flags.DEFINE_integer(
+        "batch_size", None, "images at once; the run's if not given", 1
+    )
     app.run(main, flags_parser=parse_flags)

@@ -36,7 +36,32 @@ def allow_open_files(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != unlimited else 2 * need, hard))
 
 
-def check_shared_memory(batch_bytes: int, workers: int, folder: Path = Path("/dev/shm")) -> None:
+SHARED = Path("/dev/shm")
+"""Where processes share memory, on Linux."""
+
+
+def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
+    """Processes that read on this host, for `config.data.num_workers`.
+
+    Args:
+        asked: so many; or -1, one for each core of this process but one, as far as their batches
+            have room.
+        batch_bytes: of one batch of this host.
+        folder: of the shared memory.
+    """
+    if asked >= 0:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    room = _room(folder) // (HELD * batch_bytes) if folder.is_dir() else cores
+    return max(0, min((cores or 1) - 1, room or 0))
+
+
+def _room(folder: Path) -> int:
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize
+
+
+def check_shared_memory(batch_bytes: int, workers: int, folder: Path = SHARED) -> None:
     """Looks whether the batches of the workers have room where processes share memory.
 
     Without room the kernel ends the worker that writes (SIGBUS), in the middle of a run.
@@ -51,8 +76,7 @@ def check_shared_memory(batch_bytes: int, workers: int, folder: Path = Path("/de
     """
     if not workers or not folder.is_dir():
         return
-    there = os.statvfs(folder)
-    room, need = there.f_bavail * there.f_frsize, HELD * workers * batch_bytes
+    room, need = _room(folder), HELD * workers * batch_bytes
     if need > room:
         raise ValueError(
             f"config.data.num_workers={workers} processes hand over batches of"

@@ -1,6 +1,6 @@
 """Turns raw pictures into a TFDS data set in array_record form, without tensorflow.
 
-    python -m vit.prepare --source=DIR --out=DIR [--name=NAME] [--validation=0.1]
+    python -m vit.prepare --source=DIR --out=DIR [--name=NAME] [--validation=0.1] [--max_side=320]
 
 What the source is, is told by what lies in it:
 
@@ -15,7 +15,9 @@ What the source is, is told by what lies in it:
 
 Where no part is there to evaluate on, a share of every class is held out as "validation". The
 command that trains on it is printed. A JPEG or PNG goes in as it is; another format, another colour
-model than grey or RGB, or a rotation noted in EXIF is converted. A file that is no image, or a
+model than grey or RGB, or a rotation noted in EXIF is converted. With --max_side=320 a picture
+whose shorter side is longer is resized to it, once, and a JPEG again at quality 95: training then
+decodes fewer pixels. A file that is no image, or a
 truncated one, is named and left out; more than `max_bad_files` of them are an error, and nothing is
 written then. Nor is it when the run is stopped, or the disk full; what SIGKILL leaves,
 `OUT/NAME/incomplete.*`, the next run removes. Nothing is read that would wait (a FIFO), or unpack
@@ -38,7 +40,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 from absl import app, flags, logging
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
 from vit import bounded
@@ -67,6 +69,7 @@ def prepare(
     validation: float | None = None,
     seed: int = 0,
     labels_column: str = "",
+    max_side: int = 0,
 ) -> dict[str, int]:
     """Writes the data set `out/name/1.0.0`.
 
@@ -79,6 +82,7 @@ def prepare(
             split, and nothing where there is one.
         seed: by which it is chosen.
         labels_column: of a csv or parquet file; if empty it is told by its name.
+        max_side: pixels that the shorter side of a picture has at most; 0: as many as it has.
 
     Returns:
         The number of examples of each split, and under "skipped" the number of files left out.
@@ -110,7 +114,7 @@ def prepare(
         written = 0
         for number, example in enumerate(opened.splits[split]()):
             try:
-                image = encode(example.read(), opened.channels)
+                image = encode(example.read(), opened.channels, max_side)
             except Exception as error:  # PIL raises many kinds for broken files
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
@@ -200,8 +204,10 @@ def _removed_if_empty(*folders: Path) -> Iterator[None]:
         raise
 
 
-def encode(image: bytes, channels: int) -> bytes:
+def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     """The bytes of a whole, upright grey or RGB image as JPEG or PNG: the same ones if they are.
+
+    A shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased).
 
     Raises:
         OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
@@ -211,9 +217,13 @@ def encode(image: bytes, channels: int) -> bytes:
         kind = "JPEG" if opened.format == "JPEG" else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")
         upright = opened.getexif().get(0x0112) not in range(2, 9)  # the EXIF tag "Orientation"
-        if opened.format == kind and opened.mode in modes and upright:
+        scale = max_side / min(opened.size) if max_side else 1
+        if opened.format == kind and opened.mode in modes and upright and scale >= 1:
             return image
-        converted = ImageOps.exif_transpose(opened).convert("L" if channels == 1 else "RGB")
+        mode = opened.mode if opened.mode in modes else modes[-1]
+        converted = ImageOps.exif_transpose(opened).convert(mode)
+        if scale < 1:
+            converted = ImageOps.scale(converted, scale, Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     converted.save(buffer, kind, quality=95)
     return buffer.getvalue()
@@ -269,6 +279,7 @@ def main(_: list[str]) -> None:
             validation=_VALIDATION.value,
             seed=_SEED.value,
             labels_column=_LABELS_COLUMN.value,
+            max_side=_MAX_SIDE.value,
         )
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -289,6 +300,9 @@ if __name__ == "__main__":
     _SEED = flags.DEFINE_integer("seed", 0, "of what is held out", 0)
     _LABELS_COLUMN = flags.DEFINE_string(
         "labels_column", "", "of a csv or parquet file; told by its name if not given"
+    )
+    _MAX_SIDE = flags.DEFINE_integer(
+        "max_side", 0, "pixels of the shorter side at most, as 320; 0: as they are", 0
     )
     _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
     app.run(main, flags_parser=parse_flags)

@@ -46,9 +46,9 @@ class Row(NamedTuple):
 
 ROWS = (
     Row(1e4, "XS", 128, 2e-3, "float32", 0),
-    Row(1e5, "Ti", 224, 1e-3, "float32", 4),
-    Row(1e6, "S", 224, 1e-3, "bfloat16", 16),
-    Row(math.inf, "B", 224, 1e-3, "bfloat16", 16),
+    Row(1e5, "Ti", 224, 1e-3, "float32", -1),
+    Row(1e6, "S", 224, 1e-3, "bfloat16", -1),
+    Row(math.inf, "B", 224, 1e-3, "bfloat16", -1),
 )
 """From few pictures to many."""
 

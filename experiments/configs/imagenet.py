@@ -52,7 +52,7 @@ def get_config() -> Config:
             crop="inception",
             flip=True,
             batch_size=4096,
-            num_workers=16,
+            num_workers=-1,
         ),
         optim=Optim(
             learning_rate=3e-3,

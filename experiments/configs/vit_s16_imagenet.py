@@ -56,7 +56,7 @@ def get_config() -> Config:
             randaugment_magnitude=30.0,
             mixup=0.2,
             batch_size=1024,
-            num_workers=16,
+            num_workers=-1,
         ),
         optim=Optim(
             learning_rate=1e-3,
