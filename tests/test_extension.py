@@ -99,7 +99,7 @@ def test_a_config_of_before_has_the_fields_of_now(tmp_path):
     new = {
         "model": ["drop_path"],
         "data": ["cutmix", "erase"],
-        "optim": ["layer_decay"],
+        "optim": ["layer_decay", "b2", "skip_nonfinite"],
     }
     values = dataclasses.asdict(SETTINGS)
     del values["restarts"]

@@ -91,6 +91,15 @@ def test_the_first_step_that_diverged_is_named(bad, message):
     safety.check_finite([step(), step()], 13, NAMES, 0.5)
 
 
+def test_so_many_steps_in_a_row_may_be_passed_over():
+    """In a row: a good one begins anew; those before the stretch count."""
+    bad = step(np.nan)
+    assert safety.check_finite([bad, bad, step(), bad], 4, NAMES, 0.5, allowed=2) == 1
+    assert safety.check_finite([bad], 5, NAMES, 0.5, allowed=2, row=1) == 2
+    with pytest.raises(FloatingPointError, match="nan at step 6, after 2 such .*nonfinite=4$"):
+        safety.check_finite([bad], 6, NAMES, 0.5, allowed=2, row=2)
+
+
 @pytest.mark.parametrize("make", [lambda p: p.symlink_to(p.parent / "thesis"), os.mkfifo, os.mkdir])
 def test_a_lock_that_is_no_file_is_refused_and_a_link_not_followed(tmp_path, make):
     thesis = tmp_path / "thesis"

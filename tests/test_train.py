@@ -207,6 +207,69 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
         assert [c.step for c in checkpoints.checkpoints] == [1, 2]
 
 
+def poisoned(monkeypatch, *numbers):
+    """The task of a run in whose steps of those numbers loss and gradients are not finite."""
+    train_batches = data.train_batches
+
+    def batches(dataset, section, seed, index, count, start):
+        stream = train_batches(dataset, section, seed, index, count, start)
+        for step, batch in enumerate(stream, start + 1):
+            black = {"image": np.zeros_like(batch["image"])} if step in numbers else {}
+            yield batch | black
+
+    dataset, task = runs.subject(small_config())
+
+    def loss(model, examples):
+        value, sums = task.loss(model, examples)
+        return value / jax.numpy.any(examples[0] != 0), sums
+
+    monkeypatch.setattr(data, "train_batches", batches)
+    return dataset, task._replace(loss=loss)
+
+
+@pytest.mark.optimised("asserts bits")
+def test_steps_that_are_not_finite_are_passed_over(tmp_path, monkeypatch, capsys):
+    """Parameters, moments and statistics stay; the step counts; a resumed run is bitwise the same.
+
+    Two in a row are too many for one that may pass over one; the same command, allowed more, ends.
+    """
+    optimiser = config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9, skip_nonfinite=1)
+    settings = small_config(attention=CALIBRATED, optim=optimiser)
+    subject = poisoned(monkeypatch, 2)
+    train.train(settings, tmp_path / "whole", *subject)
+    assert "not finite: passed over steps [2]" in capsys.readouterr().out
+    log = metrics.read(tmp_path / "whole" / "metrics.jsonl")
+    assert [r["skipped_steps"] for r in log] == [0, 1, 0]
+    assert "train_loss" not in log[1]
+    assert np.isfinite(log[2]["train_loss"])
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(SystemExit):
+            train.train(settings, tmp_path / "parts", *subject)
+    train.train(settings, tmp_path / "parts", *subject)
+    run = runs.restore(tmp_path / "whole", *subject).program
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(final_state(run, tmp_path / name) for name in ("whole", "parts")),
+    )
+
+    black = poisoned(monkeypatch, 2, 3)
+    with pytest.raises(FloatingPointError, match=r"inf at step 3, after 1 such .*nonfinite=3$"):
+        train.train(settings, tmp_path / "ends", *black)
+    (_, first), (number, second) = (
+        checkpoint.restore(tmp_path / "ends", run.abstract, step) for step in (1, 2)
+    )
+    arrays = dict(jax.tree.leaves_with_path(first))
+    for path, new in jax.tree.leaves_with_path(second):
+        if jax.numpy.issubdtype(new.dtype, jax.numpy.floating):
+            np.testing.assert_array_equal(new, arrays[path])
+    model, optimizer = nnx.merge(run.graph, second)
+    assert (number, int(optimizer.step[...])) == (2, 2)
+    optimiser = dataclasses.replace(optimiser, skip_nonfinite=2)
+    allowed = dataclasses.replace(settings, optim=optimiser)
+    assert train.train(allowed, tmp_path / "ends", *black)["skipped_steps"] == 1
+
+
 def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
     """The step is finished, an evaluation is not: the resumed run makes it."""
     settings = small_config(log_every=3, checkpoint_every=3)

@@ -149,8 +149,13 @@ class Optim:
     """Then it stays for so many."""
     weight_decay: float = 1e-4
     """Decoupled, on matrices only: biases, norms, the class token and positions are exempt."""
+    b2: float = 0.999
+    """Decay of Adam's mean of squared gradients; 0.95 to 0.99 recovers sooner from large ones."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm; 0: not."""
+    skip_nonfinite: int = 0
+    """Steps in a row that are passed over, parameters and moments staying as they were, where loss
+    or gradients are not finite; one more ends the run, as the first does with 0."""
     label_smoothing: float = 0.0
     """Share of the label that goes to all classes alike (Szegedy et al. 2016)."""
     accumulate: int = 1
@@ -281,7 +286,13 @@ def _rising(numbers: Sequence[float]) -> bool:
 # NaN fails them all: every comparison with it is false.
 RANGES = (
     Rule(
-        ("model.dropout", "model.drop_path", "optim.label_smoothing", "optim.ema"),
+        (
+            "model.dropout",
+            "model.drop_path",
+            "optim.label_smoothing",
+            "optim.ema",
+            "optim.b2",
+        ),
         lambda share: 0 <= share < 1,
         "must be a number from 0 to below 1",
     ),
@@ -308,6 +319,7 @@ RANGES = (
             "data.max_bad_records",
             "optim.warmup_steps",
             "optim.constant_steps",
+            "optim.skip_nonfinite",
             "seed",
         ),
         lambda count: 0 <= count <= LARGEST,
@@ -576,7 +588,14 @@ def of_run(workdir: Path) -> Config:
     return load(path)
 
 
-PLACEMENT = ("data.dir", "data.num_workers", "data.max_bad_records", "fsdp", "checkpoint_every")
+PLACEMENT = (
+    "data.dir",
+    "data.num_workers",
+    "data.max_bad_records",
+    "optim.skip_nonfinite",
+    "fsdp",
+    "checkpoint_every",
+)
 """Fields that say where and how a run is computed, not what: a resumed run may change them."""
 
 

@@ -80,9 +80,15 @@ def compiled(
 
 
 def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
-    """Of what is a number in each step, or one for each seed: the means over the steps."""
-    names = [name for name in values[0] if name not in ("finite", "bad")]
-    return {k: np.mean([v[k] for v in values], axis=0).astype(float).tolist() for k in names}
+    """Of what is a number in each step, or one for each seed: the means over the steps.
+
+    Steps that were passed over do not count; where there is no other, nothing is said.
+    """
+    taken = [v for v in values if not v.get("skipped", False)]
+    names = (
+        [name for name in values[0] if name not in ("finite", "bad", "skipped")] if taken else []
+    )
+    return {k: np.mean([v[k] for v in taken], axis=0).astype(float).tolist() for k in names}
 
 
 def until_log(step: int, config: configs.Config, num_steps: int) -> int:
@@ -127,7 +133,8 @@ def train(
         ValueError: for a config that cannot work, a workdir that holds another run, is in use or
             has lost its checkpoints, or more unreadable records than
             `config.data.max_bad_records`.
-        FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
+        FloatingPointError: when loss, gradients or parameters are not finite, in more steps in a
+            row than `config.optim.skip_nonfinite` passes over; nothing is saved.
         vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # What is asked for, checked before anything is written.
@@ -170,7 +177,7 @@ def train(
         evaluate_now = due(step, config.eval_every, num_steps) and not devices.agree(
             bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
         )
-        saved, bad_records, number, evaluated = step, set(), 0, False
+        saved, bad_records, number, evaluated, skips = step, set(), 0, False, 0
 
         # The loop.
         shown = stack.enter_context(display(lead, step, num_steps))
@@ -196,12 +203,25 @@ def train(
                     )
                 step += len(values)
                 number += 1
-                safety.check_finite(values, step, names, config.optim.learning_rate)
+                skips = safety.check_finite(
+                    values,
+                    step,
+                    names,
+                    config.optim.learning_rate,
+                    allowed=config.optim.skip_nonfinite,
+                    row=skips,
+                )
+                skipped = [i for i, v in enumerate(values, 1 - len(values)) if v.get("skipped")]
+                if skipped:
+                    numbers = [step + i for i in skipped]
+                    shown.line(f"loss or gradients are not finite: passed over steps {numbers}")
                 bad = {int(i) for each in values for i in each["bad"] if i >= 0}
                 if bad - bad_records:
                     shown.line(f"cannot be decoded: records {sorted(bad - bad_records)}")
                 bad_records |= bad
-                record = {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+                record |= {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+                if config.optim.skip_nonfinite:
+                    record["skipped_steps"] = len(skipped)
                 record[task.rate] = len(values) * config.data.batch_size / seconds
                 if peak_flops and step_flops:
                     record["mfu"] = len(values) * step_flops / seconds / peak_flops

@@ -212,9 +212,15 @@ def until(stopping: Callable[[], bool], items: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_finite(
-    stretch: Sequence[dict[str, Any]], last_step: int, names: Sequence[str], learning_rate: float
-) -> None:
-    """Looks for the first step that diverged.
+    stretch: Sequence[dict[str, Any]],
+    last_step: int,
+    names: Sequence[str],
+    learning_rate: float,
+    *,
+    allowed: int = 0,
+    row: int = 0,
+) -> int:
+    """Looks for the first step that diverged, and may not be passed over.
 
     Args:
         stretch: of each step `train_loss`, and `finite`: for each parameter whether its gradient
@@ -222,13 +228,19 @@ def check_finite(
         last_step: number of the last of them.
         names: of the parameters, in the order of `finite`.
         learning_rate: for the message.
+        allowed: steps in a row that were passed over (`config.optim.skip_nonfinite`).
+        row: those right before the stretch.
+
+    Returns:
+        Those at its end.
 
     Raises:
         FloatingPointError: naming the step, the loss and the first parameter.
     """
     for step, values in enumerate(stretch, last_step - len(stretch) + 1):
         loss, finite = float(values["train_loss"]), np.asarray(values["finite"])
-        if np.isfinite(loss) and finite.all():
+        row = 0 if np.isfinite(loss) and finite.all() else row + 1
+        if row <= allowed:
             continue
         first = "all parameters and gradients are finite"
         if not finite.all():
@@ -237,7 +249,11 @@ def check_finite(
                 f"the first parameter whose gradient or value is not finite is"
                 f" {names[int(np.argmin(finite))]} ({count} of {len(names)} are)"
             )
+        after = f", after {allowed} such steps that were passed over" if allowed else ""
         raise FloatingPointError(
-            f"the loss is {loss} at step {step}; {first}; nothing was saved since. Lower"
-            f" config.optim.learning_rate={learning_rate} and start again with another --workdir"
+            f"the loss is {loss} at step {step}{after}; {first}; nothing was saved since. Lower"
+            f" config.optim.learning_rate={learning_rate} and start again with another --workdir;"
+            f" or, if it is but a few steps, go on with"
+            f" --config.optim.skip_nonfinite={max(3, 2 * allowed)}"
         )
+    return row
