@@ -122,7 +122,7 @@ def train(
             files.note(folder / "memory.json", memory)
         while step < num_steps and not all(diverged):
             remaining = loop.until_log(step, config, num_steps)
-            state, values, seconds = loop.stretch(
+            state, values, seconds, _ = loop.stretch(
                 partial(compiled, numbers), state, batches, remaining
             )
             step += len(values)

@@ -983,6 +983,20 @@ FAULTS = [
         "test_optim.py::test_running_mean",
     ),
     Fault(
+        "all seconds so far count as waiting for data",
+        "vit/loop.py",
+        "asked = time.perf_counter()",
+        "asked = start",
+        "test_train.py::test_seconds_without_a_batch_are_counted_and_said",
+    ),
+    Fault(
+        "the rate that is logged is that of the next step",
+        "vit/loop.py",
+        "float(rate(step - 1))",
+        "float(rate(step))",
+        "test_train.py::test_three_steps",
+    ),
+    Fault(
         "what a step that is passed over computed is kept",
         "vit/steps.py",
         "return new if is_count else jnp.where(good, new, old)",

@@ -1,5 +1,6 @@
 """Training: a few steps, resuming bit for bit, interruptions, refusals, several devices."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,6 +24,7 @@ from vit import (
     data,
     devices,
     evaluate,
+    loop,
     metrics,
     optim,
     runs,
@@ -68,6 +70,8 @@ def test_three_steps(finished):
     assert [r["step"] for r in log] == [1, 2, 3]
     assert log[0]["train_loss"] == pytest.approx(np.log(10), rel=1e-3)  # the head starts at zero
     assert log[2]["train_loss"] < log[0]["train_loss"]
+    assert [r["learning_rate"] for r in log[:2]] == pytest.approx([0.0, 1e-2])
+    assert all(0 <= r["data_seconds"] < r["seconds"] for r in log)
     assert (workdir / "learning_curve.png").exists()
     with checkpoint.open_checkpoints(workdir) as checkpoints:
         assert [c.step for c in checkpoints.checkpoints] == [2, 3]
@@ -76,6 +80,45 @@ def test_three_steps(finished):
     assert report["step"] == 3
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
+
+
+def test_seconds_without_a_batch_are_counted_and_said():
+    """Batches that take .05 s, steps that take .01 s: five sixths of the time, or what a loaded
+    machine leaves of it."""
+
+    def batches():
+        while True:
+            time.sleep(0.05)
+            yield {}
+
+    def step(state, batch):
+        time.sleep(0.01)
+        return state, {"train_loss": np.float32(1)}
+
+    done = loop.stretch(step, None, batches(), 4)
+    assert 0.2 <= done.waited <= done.seconds - 0.04
+    record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
+    for share, text in [
+        (0.09, "loss 1.000  5 images/s"),
+        (0.832, "5 images/s  waiting for data 83%"),
+    ]:
+        assert metrics.status(record, "images_per_second", share).endswith(text)
+
+
+def test_five_steps_are_traced(tmp_path, monkeypatch):
+    traced = []
+
+    @contextlib.contextmanager
+    def trace(folder):
+        traced.append(folder)
+        yield
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    settings = small_config(log_every=6, eval_every=12, checkpoint_every=12, num_epochs=12.2 / 44)
+    train.train(settings, tmp_path / "run", profile=True)
+    log = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in log] == [6, 11, 12]
+    assert traced == [str(tmp_path / "run" / "profile")]
 
 
 def test_compiled_functions_have_names():
@@ -263,7 +306,7 @@ def test_steps_that_are_not_finite_are_passed_over(tmp_path, monkeypatch, capsys
     for path, new in jax.tree.leaves_with_path(second):
         if jax.numpy.issubdtype(new.dtype, jax.numpy.floating):
             np.testing.assert_array_equal(new, arrays[path])
-    model, optimizer = nnx.merge(run.graph, second)
+    _, optimizer = nnx.merge(run.graph, second)
     assert (number, int(optimizer.step[...])) == (2, 2)
     optimiser = dataclasses.replace(optimiser, skip_nonfinite=2)
     allowed = dataclasses.replace(settings, optim=optimiser)

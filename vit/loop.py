@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +35,20 @@ from vit.task import Task
 AHEAD = 3
 """Steps that may wait for the devices: their batches lie in the devices' memory."""
 
+PROFILED = 5
+"""Steps that are traced: more make files that no viewer opens."""
+
+
+class Stretch(NamedTuple):
+    """What `stretch` gives."""
+
+    state: Any
+    values: list[dict[str, np.ndarray]]
+    """Of each step."""
+    seconds: float
+    waited: float
+    """Seconds of them in which the next batch was not there yet."""
+
 
 def stretch(
     train_step: Callable[[Any, data.Batch], tuple[Any, Any]],
@@ -43,7 +57,7 @@ def stretch(
     number: int,
     stopping: Callable[[], bool] = lambda: False,
     advance: Callable[[], object] = lambda: None,
-) -> tuple[Any, list[dict[str, np.ndarray]], float]:
+) -> Stretch:
     """That many steps; fewer, but one at least, when somebody asks to stop.
 
     Args:
@@ -53,18 +67,18 @@ def stretch(
         number: of steps.
         stopping: asked between two steps.
         advance: called after each.
-
-    Returns:
-        The state, the values of each step, and the seconds that all of them took.
     """
-    values, start = [], time.perf_counter()
+    values, waited, start = [], 0.0, time.perf_counter()
     while len(values) < number and not (values and stopping()):
-        state, new = train_step(state, next(batches))
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        state, new = train_step(state, batch)
         values.append(new)
         jax.block_until_ready(values[-AHEAD:][0]["train_loss"])
         advance()
     values = jax.device_get(values)
-    return state, values, time.perf_counter() - start
+    return Stretch(state, values, time.perf_counter() - start, waited)
 
 
 def compiled(
@@ -122,7 +136,7 @@ def train(
         dataset: what is learned from; the data set that the config names if None.
         task: what is learned; to classify the images if None. Fields of the config that mean
             nothing to it must be valid all the same.
-        profile: traces the second stretch of steps into `workdir`/profile.
+        profile: traces the first `PROFILED` steps after the first stretch into `workdir`/profile.
         log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
 
     Returns:
@@ -147,7 +161,7 @@ def train(
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     machine.check_shared_memory(batch_bytes, config.data.num_workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = runs.program(config, dataset, task, mesh)
+    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
     names = list(costs.parameters(program.abstract))
     flops = task.operations(config) if task.operations else 0.0
     step_flops, peak_flops = 3 * config.data.batch_size * flops, devices.peak_flops()
@@ -196,9 +210,11 @@ def train(
                     evaluate_now = False
                     shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
             else:
-                remaining = until_log(step, config, num_steps)
-                with profiler(workdir, profile and number == 1):
-                    state, values, seconds = stretch(
+                remaining, traced = until_log(step, config, num_steps), profile and number == 1
+                if traced:
+                    remaining = min(remaining, PROFILED)
+                with profiler(workdir, traced):
+                    state, values, seconds, waited = stretch(
                         program.train, state, batches, remaining, stopping, shown.advance
                     )
                 step += len(values)
@@ -222,12 +238,15 @@ def train(
                 record |= {"step": step, "epoch": step / steps_per_epoch, **means(values)}
                 if config.optim.skip_nonfinite:
                     record["skipped_steps"] = len(skipped)
+                record["learning_rate"] = float(rate(step - 1))
                 record[task.rate] = len(values) * config.data.batch_size / seconds
+                record["data_seconds"] = waited
                 if peak_flops and step_flops:
                     record["mfu"] = len(values) * step_flops / seconds / peak_flops
                 record |= {"bad_records": len(bad_records)} | devices.memory()
                 write(record | {"seconds": time.perf_counter() - start})
-                shown.progress(metrics.status(record, task.rate), seconds / len(values))
+                status = metrics.status(record, task.rate, waited / seconds)
+                shown.progress(status, seconds / len(values))
                 evaluate_now = due(step, config.eval_every, num_steps)
             stop, too_many = stopping(), len(bad_records) > config.data.max_bad_records
             if step != saved and (

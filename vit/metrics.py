@@ -120,10 +120,17 @@ def results(record: Record) -> str:
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
 
 
-def status(record: Record, rate: str) -> str:
-    """What the progress bar says of a record; `rate` is the name of its throughput."""
+def status(record: Record, rate: str, waiting: float = 0.0) -> str:
+    """What the progress bar says of a record.
+
+    Args:
+        record: of the log.
+        rate: the name of its throughput.
+        waiting: share of the time in which there was no batch; from a tenth on it is said.
+    """
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
     values = [f"{n.removeprefix('train_')} {record[n]:.3f}" for n in _loss_first(record)]
     noun = rate.removesuffix("_per_second")
-    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{mfu}{bad}"
+    waits = f"  waiting for data {waiting:.0%}" if waiting > 0.1 else ""
+    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}{bad}"

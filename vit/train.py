@@ -102,7 +102,7 @@ if __name__ == "__main__":
     )
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; made if it does not exist")
     _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what the run would cost, and stop")
-    _PROFILE = flags.DEFINE_bool("profile", False, "trace the second stretch of steps")
+    _PROFILE = flags.DEFINE_bool("profile", False, "trace five steps, after the first stretch")
     _INIT_FROM = flags.DEFINE_string(
         "init_from", None, "run whose parameters a new run in --workdir starts from"
     )
