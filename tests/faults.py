@@ -983,6 +983,20 @@ FAULTS = [
         "test_optim.py::test_running_mean",
     ),
     Fault(
+        "a host that sees another folder is not noticed",
+        "vit/hosts.py",
+        'failures("" if seen else',
+        'failures("" if True else',
+        "test_hosts.py::test_both_say_that_one_has_another_folder",
+    ),
+    Fault(
+        "hosts with other flags are not noticed",
+        "vit/hosts.py",
+        "        if said != first\n",
+        "        if said == 0\n",
+        "test_hosts.py::test_both_say_that_one_has_another_flag",
+    ),
+    Fault(
         "all seconds so far count as waiting for data",
         "vit/loop.py",
         "asked = time.perf_counter()",

@@ -6,6 +6,7 @@ Each array is saved with a checksum, for Orbax does not notice when its bytes ha
 
 import contextlib
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
-from vit import files
+from vit import files, hosts
 
 KEEP = 2
 
@@ -172,7 +174,8 @@ def _settle(checkpoints: Checkpoints) -> None:
 def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, Any]:
     """Step and state of the newest checkpoint that can be read; nothing is changed on disk.
 
-    A damaged one is named and passed over. With a step it is that checkpoint or none.
+    A damaged one is named and passed over. With a step it is that checkpoint or none. Several
+    processes, all of which must ask, take the newest that every one of them can read.
 
     Args:
         workdir: of the run.
@@ -195,15 +198,18 @@ def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, An
     if there and not chosen:
         steps = ", ".join(str(each.step) for each in there)
         raise ValueError(f"{workdir} holds no checkpoint of step {step}, but of {steps}")
-    for number, folder in reversed(chosen):
-        try:
-            files.check(folder)
-            loaded = ocp.load_checkpointables(str(folder.resolve()), content)
-            if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
-                raise ValueError("its checksums are wrong: the files were changed")
-        except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
-            reason = " ".join(str(error).split())[:300]
-            failures.append(f"{folder} cannot be read ({type(error).__name__}: {reason})")
+    numbers: list[int] = json.loads(hosts.gathered(json.dumps([each.step for each in chosen]))[0])
+    for number in reversed(numbers):
+        folder = workdir / "checkpoints" / str(number)
+        loaded, reason = _loaded(folder, content)
+        reasons = hosts.failures(reason)
+        _count_alike()
+        if not reasons:  # a checksum is computed by all together
+            same = jnp.array_equal(checksums(loaded["state"]), loaded["checksums"])
+            wrong = "ValueError: its checksums are wrong: the files were changed"
+            reasons = hosts.failures("" if same else wrong)
+        if reasons:
+            failures.append(f"{folder} cannot be read ({'; '.join(reasons)})")
             continue
         for failure in failures:
             print(f"{failure}; going back to step {number}")
@@ -211,6 +217,28 @@ def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, An
     if not failures:
         raise ValueError(f"{workdir} holds no checkpoint yet")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
+
+
+def _count_alike() -> None:
+    """Orbax's barriers have the number of its operation in their name, which all must have made."""
+    number = int(OperationIdGenerator.get_current_operation_id())
+    for _ in range(max(map(int, hosts.gathered(str(number)))) - number):
+        OperationIdGenerator.next_operation_id()
+
+
+def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
+    """What this process reads of a checkpoint, waiting for no other; or why it cannot."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None,
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=str(jax.process_index()),
+    )
+    try:
+        files.check(folder)
+        with ocp.Context(multiprocessing_options=alone):
+            return ocp.load_checkpointables(str(folder.resolve()), content), ""
+    except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def shapes(workdir: Path) -> Any:

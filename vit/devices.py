@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit.config import Config
@@ -127,13 +126,6 @@ def put(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A batch on the devices, of which each process gives its own rows."""
     sharding = of_batch(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
-
-
-def agree(value: bool) -> bool:
-    """What process 0 says."""
-    if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
 def memory() -> dict[str, float]:

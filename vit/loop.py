@@ -21,6 +21,7 @@ from vit import (
     data,
     devices,
     extension,
+    hosts,
     loggers,
     machine,
     metrics,
@@ -145,8 +146,8 @@ def train(
 
     Raises:
         ValueError: for a config that cannot work, a workdir that holds another run, is in use or
-            has lost its checkpoints, or more unreadable records than
-            `config.data.max_bad_records`.
+            has lost its checkpoints, more unreadable records than `config.data.max_bad_records`,
+            or hosts that were not started alike or do not see one folder.
         FloatingPointError: when loss, gradients or parameters are not finite, in more steps in a
             row than `config.optim.skip_nonfinite` passes over; nothing is saved.
         vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
@@ -156,8 +157,9 @@ def train(
     configs.validate(config)
     checkpoint.check_path(workdir)
     loggers.check(log)
-    mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
+    hosts.check_same(runs.said_by_all(config, dataset, task))
+    mesh = devices.mesh(config)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     machine.check_shared_memory(batch_bytes, config.data.num_workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
@@ -174,7 +176,7 @@ def train(
         stopping = stack.enter_context(safety.interruption())
 
         # Where the run stands.
-        devices.agree(lead)  # then all know that process 0 holds the folder
+        hosts.check_same_folder(workdir)  # then all know that process 0 holds it
         safety.own_shared_memory(workdir)
         step, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
@@ -188,7 +190,7 @@ def train(
             contextlib.closing(runs.train_batches(dataset, config, mesh, step))
         )
 
-        evaluate_now = due(step, config.eval_every, num_steps) and not devices.agree(
+        evaluate_now = due(step, config.eval_every, num_steps) and not hosts.agree(
             bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
         )
         saved, bad_records, number, evaluated, skips = step, set(), 0, False, 0

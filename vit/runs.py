@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import performer
-from vit import checkpoint, classification, data, devices, files, metrics, optim, steps
+from vit import checkpoint, classification, data, devices, files, hosts, metrics, optim, steps
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
 from vit.task import Task
@@ -172,6 +172,17 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     }
 
 
+PER_HOST = ("data.dir", "data.num_workers")
+"""Fields in which hosts may differ."""
+
+
+def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
+    """What must be the same on all hosts of a run, for each computes its part of the same step."""
+    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in PER_HOST}
+    evaluation = {"evaluation examples": len(dataset.evaluation)}
+    return fields | description(dataset, task) | evaluation
+
+
 def begin(
     workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
 ) -> None:
@@ -194,7 +205,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     Raises:
         ValueError: when none can be read, or the run has lost them.
     """
-    if not devices.agree(checkpoint.exists(workdir)):
+    if not hosts.agree(checkpoint.exists(workdir)):
         checkpoint.check_not_lost(workdir, last_step(workdir / "metrics.jsonl"))
         return 0, None
     step, state = checkpoint.restore(workdir, abstract)

@@ -17,7 +17,7 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, extension, loggers, metrics, runs, transfer
+from vit import costs, data, devices, extension, hosts, loggers, metrics, runs, transfer
 from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
@@ -82,7 +82,7 @@ def main(_: list[str]) -> None:
         if _EXTEND.value is not None:
             if lead:
                 extension.extend(workdir, _EXTEND.value, config)
-            devices.agree(lead)  # then all see it
+            hosts.agree(lead)  # then all see it
             config = extension.as_extended(config, workdir)
         record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
     except (ValueError, FloatingPointError, OSError) as error:
