@@ -102,6 +102,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "log_every": lambda every: every >= 1 and 220 % every == 0,
     "eval_every": lambda every: 1 <= every < 2**31 and every % 20 == 0,
     "checkpoint_every": lambda every: 1 <= every < 2**31 and every % 20 == 0,
+    "keep_every": lambda every: 0 <= every < 2**31 and every % 100 == 0,
 }
 
 

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW
 hosts.PATIENCE = 2.0
-settings = small_config(eval_every=1)
+settings = small_config()
 
 def start(settings, workdir):
     try:

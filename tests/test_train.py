@@ -78,6 +78,7 @@ def test_three_steps(finished):
 
     report = evaluate.evaluate_run(workdir)
     assert report["step"] == 3
+    assert evaluate.evaluate_run(workdir, step="best") == report
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
 

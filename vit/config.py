@@ -190,7 +190,9 @@ class Config:
     eval_every: int = 100
     """Steps between evaluations."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; the last two are kept."""
+    """Steps between checkpoints; the last two are kept, and that of the best evaluation."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps are kept as well; 0: none."""
 
 
 def _types() -> dict[str, type]:
@@ -320,6 +322,7 @@ RANGES = (
             "optim.warmup_steps",
             "optim.constant_steps",
             "optim.skip_nonfinite",
+            "keep_every",
             "seed",
         ),
         lambda count: 0 <= count <= LARGEST,
@@ -447,6 +450,11 @@ RELATIONS = (
     Rule(
         ("checkpoint_every", "log_every"),
         lambda every, log: every % log == 0,
+        "the first is not a multiple of the second",
+    ),
+    Rule(
+        ("keep_every", "checkpoint_every"),
+        lambda kept, every: kept % every == 0,
         "the first is not a multiple of the second",
     ),
 )
@@ -595,6 +603,7 @@ PLACEMENT = (
     "optim.skip_nonfinite",
     "fsdp",
     "checkpoint_every",
+    "keep_every",
 )
 """Fields that say where and how a run is computed, not what: a resumed run may change them."""
 

@@ -36,14 +36,18 @@ __getattr__ = moved(
 
 
 def evaluate_run(
-    workdir: Path, dataset: data.Dataset | None = None, task: Task | None = None
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    step: int | str | None = None,
 ) -> metrics.Record:
-    """The last checkpoint of a run on its evaluation split.
+    """A checkpoint of a run on its evaluation split.
 
     Args:
         workdir: of the run.
         dataset: as `runs.restore`.
         task: likewise.
+        step: likewise.
 
     Returns:
         step, eval_loss, eval_accuracy, eval_top5 or what else the task measures, eval_examples,
@@ -52,12 +56,12 @@ def evaluate_run(
     Raises:
         ValueError: as `runs.restore`.
     """
-    run = runs.restore(workdir, dataset, task)
+    run = runs.restore(workdir, dataset, task, step)
     count = partial(run.program.evaluate, run.state)
     return {"step": run.step, **evaluate(run.task, count, run.batches())}
 
 
-def report_classes(workdir: Path) -> str:
+def report_classes(workdir: Path, step: int | str | None = None) -> str:
     """Writes the accuracy of each class and the confusion matrix into the folder of the run.
 
     Returns:
@@ -66,7 +70,7 @@ def report_classes(workdir: Path) -> str:
     Raises:
         ValueError: as `runs.restore`.
     """
-    run = runs.restore(workdir)
+    run = runs.restore(workdir, step=step)
     counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
     records = class_report.write(counted, run.dataset.class_names, workdir)
     return class_report.summary(counted, records)
@@ -77,18 +81,21 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     try:
-        record = evaluate_run(workdir)
+        if _REPORT.value == "attention" and _STEP.value:
+            raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
+        record = evaluate_run(workdir, step=_STEP.value)
         for name, value in record.items():
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
             print(report_attention(workdir, workdir / "attention"))
         elif _REPORT.value == "classes":
-            print(report_classes(workdir))
+            print(report_classes(workdir, _STEP.value))
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
     app.run(main, flags_parser=parse_flags)

@@ -195,5 +195,5 @@ if __name__ == "__main__":
     _PARAMETERS = flags.DEFINE_enum(
         "parameters", "inside", ["inside", "beside"], "inside the program, or in .safetensors"
     )
-    _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the newest if not given", 0)
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     app.run(main, flags_parser=parse_flags)

@@ -182,7 +182,9 @@ def train(
         if lead and state is not None:
             print(f"{workdir}: at step {step} of {num_steps}")
         state = program.initial() if state is None else state
-        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
+        checkpoints = stack.enter_context(
+            checkpoint.open_checkpoints(workdir, write=True, keep_every=config.keep_every)
+        )
         past = metrics.keep_up_to(path, step) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
         write = stack.enter_context(loggers.writer(log, workdir, config, lead))
@@ -240,7 +242,7 @@ def train(
                 record |= {"step": step, "epoch": step / steps_per_epoch, **means(values)}
                 if config.optim.skip_nonfinite:
                     record["skipped_steps"] = len(skipped)
-                record["learning_rate"] = float(rate(step - 1))
+                record["learning_rate"] = float(np.asarray(rate(step - 1)))
                 record[task.rate] = len(values) * config.data.batch_size / seconds
                 record["data_seconds"] = waited
                 if peak_flops and step_flops:

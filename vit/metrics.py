@@ -1,7 +1,7 @@
 """Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,19 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> list[Record]:
     """The records of a log, lines of the same step as one; damaged lines are left out."""
     return _merged(_lines(path)[0])
+
+
+def best(log: Path, steps: Container[int]) -> int | None:
+    """That of the steps at which held-out examples did best; the first of equals.
+
+    By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
+    """
+    evaluated = [
+        (-record.get("eval_accuracy", 0.0), record["eval_loss"], record["step"])
+        for record in read(log)
+        if record["step"] in steps and isinstance(record.get("eval_loss"), float)
+    ]
+    return min(evaluated)[-1] if evaluated else None
 
 
 def keep_up_to(path: Path, step: int) -> list[Record]:

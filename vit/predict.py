@@ -153,7 +153,7 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the newest if not given", 0)
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _TOP = flags.DEFINE_integer("top", 5, "how many classes of each picture", 1)
     _CSV = flags.DEFINE_string("csv", None, "file of the predictions, instead of printing them")
     _ATTENTION = flags.DEFINE_string("attention", None, "folder of pictures of the attention")

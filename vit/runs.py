@@ -219,7 +219,10 @@ def last_step(log: Path) -> int:
 
 
 def restore(
-    workdir: Path, dataset: data.Dataset | None = None, task: Task | None = None
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    step: int | str | None = None,
 ) -> Restored:
     """Reads a run, on any number of devices; nothing in its folder changes.
 
@@ -227,9 +230,10 @@ def restore(
         workdir: of the run.
         dataset: what it was trained on, if not what its config names.
         task: what it has learned, if not to classify images.
+        step: of the checkpoint, or "best"; the newest if None.
 
     Raises:
-        ValueError: when the folder holds no run, or no checkpoint that can be read.
+        ValueError: when the folder holds no run, or no such checkpoint that can be read.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
@@ -239,5 +243,5 @@ def restore(
     mesh = devices.mesh(config)
     dataset, task = subject(config, dataset, task)
     functions = program(config, dataset, task, mesh)
-    step, state = checkpoint.restore(workdir, functions.abstract)
-    return Restored(config, dataset, task, mesh, functions, step, state)
+    number, state = checkpoint.restore(workdir, functions.abstract, step)
+    return Restored(config, dataset, task, mesh, functions, number, state)

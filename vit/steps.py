@@ -38,7 +38,10 @@ class Program(NamedTuple):
     """(state, batch) -> `eval_step`."""
 
 
-LOOP_ONLY = ("num_epochs", "restarts", "log_every", "eval_every", "checkpoint_every")
+LOOP_ONLY = (
+    *("num_epochs", "restarts"),
+    *("log_every", "eval_every", "checkpoint_every", "keep_every"),
+)
 """What of a config the programs do not read: numbers of steps are given to them."""
 
 
