@@ -845,8 +845,8 @@ FAULTS = [
     Fault(
         "the second signal is swallowed, too",
         "vit/safety.py",
-        "        event.set()\n        restore()\n",
-        "        event.set()\n",
+        "            signal.signal(number, previous[number])\n",
+        "            pass\n",
         "test_safety.py::test_the_second_signal_ends_the_process",
     ),
     Fault(
@@ -981,6 +981,13 @@ FAULTS = [
         "share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))",
         "share = 1 - decay",
         "test_optim.py::test_running_mean",
+    ),
+    Fault(
+        "a run that has lost its terminal prints to it",
+        "vit/safety.py",
+        "            _leave(terminals)\n",
+        "            pass\n",
+        "test_safety.py::test_a_terminal_that_closes_asks_to_stop",
     ),
     Fault(
         "the checkpoint of the worst evaluation is kept",

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -55,6 +56,54 @@ def test_the_second_signal_ends_the_process():
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is previous
     signal.signal(signal.SIGINT, outer)
+
+
+def test_other_signals_ask_to_stop_however_often():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with safety.interruption() as stopping:
+        assert not stopping()
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stopping()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with safety.interruption() as stopping:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stopping()
+    signal.signal(signal.SIGHUP, previous)
+
+
+CLOSED = """
+import fcntl, sys, termios, time
+from pathlib import Path
+from vit import safety
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+with safety.interruption() as stopping:
+    print("ready", flush=True)
+    while not stopping():
+        time.sleep(0.05)
+    print("stopped", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_closes_asks_to_stop(tmp_path):
+    """The kernel sends SIGHUP then, and to write to what is no longer there is an error."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSED, str(tmp_path / "end")],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    os.close(end)
+    while b"ready" not in os.read(terminal, 4096):
+        pass
+    os.close(terminal)
+    assert process.wait(60) == 0
+    assert (tmp_path / "end").read_text() == "saved"
 
 
 def test_until():
