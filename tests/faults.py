@@ -983,6 +983,13 @@ FAULTS = [
         "test_optim.py::test_running_mean",
     ),
     Fault(
+        "one worker of a slice waits for the others",
+        "vit/devices.py",
+        "    if number > 1:\n",
+        "    if number > 99:\n",
+        "test_devices.py::test_one_worker_of_a_slice_is_refused_instead_of_waiting_for_the_others",
+    ),
+    Fault(
         "a run that has lost its terminal prints to it",
         "vit/safety.py",
         "            _leave(terminals)\n",

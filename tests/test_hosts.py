@@ -17,7 +17,7 @@ from vit import devices
 coordinator, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 devices.initialize(coordinator, 2, process)
 from tests.small import SHALLOW, small_config
-from vit import checkpoint, config, hosts, train
+from vit import checkpoint, config, evaluate, hosts, train
 from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW
@@ -39,9 +39,12 @@ def damaged(path, *args, load=ocp.load_checkpointables, **options):
         raise OSError("input/output error")
     return load(path, *args, **options)
 
+load = ocp.load_checkpointables
 if process == 1:
     ocp.load_checkpointables = damaged
 start(settings, "run")
+ocp.load_checkpointables = load
+print("evaluated", json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
 """
 
 
@@ -102,6 +105,15 @@ def test_both_go_back_to_what_both_can_read(outputs):
     assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == ["2", "3"]
     log = metrics.read(folder / "run" / "metrics.jsonl")
     assert [r["step"] for r in log] == [1, 2, 3]
+
+
+def test_several_processes_evaluate_what_was_trained(outputs):
+    printed, folder = outputs
+    last = metrics.read(folder / "run" / "metrics.jsonl")[-1]
+    records = [json.loads(p.partition("evaluated ")[2].partition("\n")[0]) for p in printed]
+    assert records[0] == records[1]
+    assert records[0]["eval_examples"] == 360
+    assert records[0]["eval_accuracy"] == last["eval_accuracy"]
 
 
 def test_one_process_agrees_with_itself(tmp_path):

@@ -12,7 +12,10 @@ COMMAND = re.compile(
     r"(python -m (?:vit|experiments)\.|performer-vit |performer-experiments )(\w+)"
     r"((?: \\\n|[^\n`])*)"
 )
-SHARED = "".join(Path("experiments", name).read_text() for name in ("uci.py", "graph_data.py"))
+SHARED = "".join(
+    Path(name).read_text()
+    for name in ("experiments/uci.py", "experiments/graph_data.py", "vit/devices.py")
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

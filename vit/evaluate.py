@@ -11,16 +11,18 @@ coupling: refined ones of `vit.convert` are not measured here.
 
 The third one goes through the evaluation split once more, writes `classes.csv`, `classes.md` and
 `confusion.csv` into the folder of the run (see `vit.class_report`) and prints the worst classes.
+The first one runs on several hosts, too: on each the same command with --distributed.
 """
 
 import sys
 from functools import partial
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 
 from performer.choices import moved
-from vit import class_report, data, metrics, runs
+from vit import class_report, data, devices, metrics, runs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
@@ -81,10 +83,14 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     try:
+        _JOIN()
+        lead = jax.process_index() == 0
+        if _REPORT.value and jax.process_count() > 1:
+            raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
         if _REPORT.value == "attention" and _STEP.value:
             raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
         record = evaluate_run(workdir, step=_STEP.value)
-        for name, value in record.items():
+        for name, value in record.items() if lead else ():
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
             print(report_attention(workdir, workdir / "attention"))
@@ -96,6 +102,7 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
+    _JOIN = devices.define_flags()
     _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
     app.run(main, flags_parser=parse_flags)

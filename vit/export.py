@@ -30,7 +30,7 @@ from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
-from vit import files, use
+from vit import devices, files, use
 from vit.arguments import parse_flags
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -177,6 +177,7 @@ def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
     try:
+        devices.check_alone()
         out = Path(str(_OUT.value))
         written = named(out, beside=_PARAMETERS.value == "beside")
         trained = use.load(str(_WORKDIR.value), _STEP.value)

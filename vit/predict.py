@@ -23,7 +23,7 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.progress import Progress
 
-from vit import cli, report, rollout, use
+from vit import cli, devices, report, rollout, use
 from vit.arguments import parse_flags
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
@@ -118,6 +118,7 @@ def main(words: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     table, bad, seen = _CSV.value and Path(_CSV.value), [], []
     try:
+        devices.check_alone()
         if table and table.exists():
             raise ValueError(f"--csv={table} exists already: remove it or take another name")
         paths = pictures(map(Path, words[1:]))

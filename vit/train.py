@@ -64,9 +64,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     try:
-        processes = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-        if _DISTRIBUTED.value or processes != (None, None, None):
-            devices.initialize(*processes)
+        _JOIN()
         lead = jax.process_index() == 0
         given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
@@ -108,9 +106,6 @@ if __name__ == "__main__":
     )
     _EXTEND = flags.DEFINE_float("extend", None, "epochs by which a finished run is trained longer")
     _LOG = flags.DEFINE_list("log", [], "tensorboard, wandb, mlflow: metrics for these as well")
-    _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes")
-    _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
-    _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are")
-    _PROCESS_ID = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
+    _JOIN = devices.define_flags()
     flags.mark_flags_as_required(["workdir"])
     app.run(main, flags_parser=parse_flags)
