@@ -87,12 +87,14 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "data.num_workers": range(-1, 2000).__contains__,
     "data.max_bad_records": range(2**31).__contains__,
     "optim.loss": {"softmax", "sigmoid"}.__contains__,
+    "optim.skip_nonfinite": range(2**31).__contains__,
     "optim.learning_rate": _between(1e-5, 10),  # the final rate is 1e-5
     "optim.final_learning_rate": _between(0, 4e-3),
     "optim.warmup_steps": range(STEPS).__contains__,
     "optim.constant_steps": range(STEPS - 132).__contains__,
     "optim.weight_decay": _between(0, 1 / 4e-3),  # a step must not take more than the whole weight
     "optim.clip_norm": lambda norm: norm == 0 or 1e-8 < norm < 1e8,
+    "optim.b2": lambda p: p == 0 or 0 < p < 1,
     "optim.label_smoothing": lambda p: p == 0 or 0 < p < 1,
     "optim.accumulate": lambda parts: 1 <= parts <= 32 and 32 % parts == 0,
     "optim.ema": lambda p: p == 0 or 0 < p < 1,
@@ -104,6 +106,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "log_every": lambda every: every >= 1 and 220 % every == 0,
     "eval_every": lambda every: 1 <= every < 2**31 and every % 20 == 0,
     "checkpoint_every": lambda every: 1 <= every < 2**31 and every % 20 == 0,
+    "keep_every": lambda every: 0 <= every < 2**31 and every % 100 == 0,
 }
 
 

@@ -6,7 +6,7 @@ once take far less than eight times as long. With several devices the seeds are 
 
 The folder holds `metrics.jsonl`, with a list over the seeds where `vit.train` has a number, and
 checkpoints; a stopped or killed one goes on where it was. A seed that diverges is noted, and the
-others go on.
+others go on; `optim.skip_nonfinite` is not read.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit import checkpoint, costs, data, files, loop, machine, metrics, runs, steps
+from vit import config as configs
 from vit.config import Config
 from vit.model import ViT
 
@@ -67,6 +68,7 @@ def train(
         ValueError: for a config that cannot work, lost checkpoints or a log that lacks records.
     """
     checkpoint.check_path(folder)
+    config = configs.with_values(config, {"optim.skip_nonfinite": 0})
     dataset, task = runs.subject(config)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     rate = runs.rate(config, dataset)
@@ -121,7 +123,7 @@ def train(
             files.note(folder / "memory.json", memory)
         while step < num_steps and not all(diverged):
             remaining = loop.until_log(step, config, num_steps)
-            state, values, seconds = loop.stretch(
+            state, values, seconds, _ = loop.stretch(
                 partial(compiled, numbers), state, batches, remaining
             )
             step += len(values)

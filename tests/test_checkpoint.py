@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.small import small_config
-from vit import checkpoint, train
+from vit import checkpoint, metrics, train
 
 
 def state(seed=0):
@@ -64,6 +64,34 @@ def test_the_newest_two_are_kept_and_read(saved):
     with checkpoint.open_checkpoints(saved) as checkpoints:
         assert [c.step for c in checkpoints.checkpoints] == [1, 2]
     assert restored(saved) == 2
+
+
+def test_the_best_and_milestones_are_kept_beside_the_newest_two(tmp_path):
+    """Accuracy rules; equal ones differ by their loss, and where there is none the loss rules."""
+    log = tmp_path / "metrics.jsonl"
+    accuracies = {1: 0.5, 2: 0.7, 3: 0.7, 5: 0.6}
+    with checkpoint.open_checkpoints(tmp_path, write=True, keep_every=4) as checkpoints:
+        for step in range(1, 9):
+            checkpoint.save(checkpoints, step, state(step))
+            metrics.append(log, {"step": step, "train_loss": 1.0})
+            if step in accuracies:
+                results = {"eval_accuracy": accuracies[step], "eval_loss": 9.0 - step}
+                metrics.append(log, {"step": step, **results})
+    assert [c.step for c in checkpoint.found(tmp_path)] == [3, 4, 7, 8]
+    assert checkpoint.restore(tmp_path, state())[0] == 8
+    assert checkpoint.restore(tmp_path, state(), "best")[0] == 3
+    assert checkpoint.restore(tmp_path, state(), "4")[0] == 4
+    assert metrics.best(log, range(3)) == 2
+    assert metrics.best(log, [4, 7, 8]) is None
+    with pytest.raises(ValueError, match="step=beste: give the number of a checkpoint, or best"):
+        checkpoint.restore(tmp_path, state(), "beste")
+    log.write_text("")
+    metrics.append(log, {"step": 4, "eval_loss": 1.0})
+    metrics.append(log, {"step": 7, "eval_loss": 0.5})
+    assert checkpoint.restore(tmp_path, state(), "best")[0] == 7
+    log.unlink()
+    with pytest.raises(ValueError, match="holds no checkpoint of a step that was evaluated"):
+        checkpoint.restore(tmp_path, state(), "best")
 
 
 @pytest.mark.parametrize(

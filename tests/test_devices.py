@@ -153,6 +153,18 @@ def test_processes_are_all_described_or_not_at_all(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def test_one_worker_of_a_slice_is_refused_instead_of_waiting_for_the_others(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    devices.check_alone()
+    monkeypatch.setattr(devices.GkeTpuCluster, "is_env_present", classmethod(lambda cls: True))
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b,c,d")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
+    with pytest.raises(ValueError, match="one of 4 of a TPU slice.*JAX_PLATFORMS=cpu.*; or so$"):
+        devices.check_alone("; or so")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a")
+    devices.check_alone()
+
+
 def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch):
     class Device:
         device_kind = ""

@@ -72,6 +72,18 @@ def test_layers_learn_by_their_distance_from_the_head(tiny):
         optim.optimizer(config.Optim(layer_decay=0.5), lambda step: 0.1).init(params)
 
 
+def test_b2_is_that_of_adam():
+    """After gradients 2 and 0: m = .18 / .19 of its correction, v = b2 (1 - b2) 4 / (1 - b2^2)."""
+    section = config.Optim(weight_decay=0.0, clip_norm=0.0, b2=0.9)
+    transform = optim.optimizer(section, optax.constant_schedule(1.0))
+    params = {"bias": jnp.zeros(())}
+    state = transform.init(params)
+    for gradient in (2.0, 0.0):
+        updates, state = transform.update({"bias": jnp.asarray(gradient)}, state, params)
+    want = -(0.18 / 0.19) / np.sqrt(0.9 * 0.1 * 4 / 0.19)
+    assert float(updates["bias"]) == pytest.approx(want, rel=1e-6)
+
+
 def test_only_weights_of_linear_maps_decay(tiny):
     model = new_vit(small_config())
     params = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))

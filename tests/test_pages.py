@@ -14,7 +14,10 @@ WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+)((?: \\\n|[^\n`])*)"
 )
-SHARED = "".join(Path("experiments", name).read_text() for name in ("uci.py", "graph_data.py"))
+SHARED = "".join(
+    Path(name).read_text()
+    for name in ("experiments/uci.py", "experiments/graph_data.py", "vit/devices.py")
+)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -57,6 +58,54 @@ def test_the_second_signal_ends_the_process():
     signal.signal(signal.SIGINT, outer)
 
 
+def test_other_signals_ask_to_stop_however_often():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with safety.interruption() as stopping:
+        assert not stopping()
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stopping()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with safety.interruption() as stopping:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stopping()
+    signal.signal(signal.SIGHUP, previous)
+
+
+CLOSED = """
+import fcntl, sys, termios, time
+from pathlib import Path
+from vit import safety
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+with safety.interruption() as stopping:
+    print("ready", flush=True)
+    while not stopping():
+        time.sleep(0.05)
+    print("stopped", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_closes_asks_to_stop(tmp_path):
+    """The kernel sends SIGHUP then, and to write to what is no longer there is an error."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSED, str(tmp_path / "end")],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    os.close(end)
+    while b"ready" not in os.read(terminal, 4096):
+        pass
+    os.close(terminal)
+    assert process.wait(60) == 0
+    assert (tmp_path / "end").read_text() == "saved"
+
+
 def test_until():
     taken: list[int] = []
     items = safety.until(lambda: len(taken) == 2, range(9))
@@ -89,6 +138,15 @@ def test_the_first_step_that_diverged_is_named(bad, message):
         safety.check_finite([step(), bad, step(np.nan)], 13, NAMES, 0.5)
     assert "learning_rate=0.5" in str(error.value)
     safety.check_finite([step(), step()], 13, NAMES, 0.5)
+
+
+def test_so_many_steps_in_a_row_may_be_passed_over():
+    """In a row: a good one begins anew; those before the stretch count."""
+    bad = step(np.nan)
+    assert safety.check_finite([bad, bad, step(), bad], 4, NAMES, 0.5, allowed=2) == 1
+    assert safety.check_finite([bad], 5, NAMES, 0.5, allowed=2, row=1) == 2
+    with pytest.raises(FloatingPointError, match="nan at step 6, after 2 such .*nonfinite=4$"):
+        safety.check_finite([bad], 6, NAMES, 0.5, allowed=2, row=2)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.symlink_to(p.parent / "thesis"), os.mkfifo, os.mkdir])

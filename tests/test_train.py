@@ -1,5 +1,6 @@
 """Training: a few steps, resuming bit for bit, interruptions, refusals, several devices."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,6 +24,7 @@ from vit import (
     data,
     devices,
     evaluate,
+    loop,
     metrics,
     optim,
     runs,
@@ -68,14 +70,56 @@ def test_three_steps(finished):
     assert [r["step"] for r in log] == [1, 2, 3]
     assert log[0]["train_loss"] == pytest.approx(np.log(10), rel=1e-3)  # the head starts at zero
     assert log[2]["train_loss"] < log[0]["train_loss"]
+    assert [r["learning_rate"] for r in log[:2]] == pytest.approx([0.0, 1e-2])
+    assert all(0 <= r["data_seconds"] < r["seconds"] for r in log)
     assert (workdir / "learning_curve.png").exists()
     with checkpoint.open_checkpoints(workdir) as checkpoints:
         assert [c.step for c in checkpoints.checkpoints] == [2, 3]
 
     report = evaluate.evaluate_run(workdir)
     assert report["step"] == 3
+    assert evaluate.evaluate_run(workdir, step="best") == report
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
+
+
+def test_seconds_without_a_batch_are_counted_and_said():
+    """Batches that take .05 s, steps that take .01 s: five sixths of the time, or what a loaded
+    machine leaves of it."""
+
+    def batches():
+        while True:
+            time.sleep(0.05)
+            yield {}
+
+    def step(state, batch):
+        time.sleep(0.01)
+        return state, {"train_loss": np.float32(1)}
+
+    done = loop.stretch(step, None, batches(), 4)
+    assert 0.2 <= done.waited <= done.seconds - 0.04
+    record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
+    for share, text in [
+        (0.09, "loss 1.000  5 images/s"),
+        (0.832, "5 images/s  waiting for data 83%"),
+    ]:
+        assert metrics.status(record, "images_per_second", share).endswith(text)
+
+
+def test_five_steps_are_traced(tmp_path, monkeypatch):
+    traced = []
+
+    @contextlib.contextmanager
+    def trace(folder):
+        traced.append(folder)
+        yield
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    settings = small_config(log_every=6, eval_every=12, checkpoint_every=12, num_epochs=12.2 / 44)
+    train.train(settings, tmp_path / "run", profile=True)
+    log = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in log] == [6, 11, 12]
+    assert traced == [str(tmp_path / "run" / "profile")]
 
 
 def test_compiled_functions_have_names():
@@ -205,6 +249,69 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
         train.train(settings, tmp_path / "run")
     with checkpoint.open_checkpoints(tmp_path / "run") as checkpoints:
         assert [c.step for c in checkpoints.checkpoints] == [1, 2]
+
+
+def poisoned(monkeypatch, *numbers):
+    """The task of a run in whose steps of those numbers loss and gradients are not finite."""
+    train_batches = data.train_batches
+
+    def batches(dataset, section, seed, index, count, start):
+        stream = train_batches(dataset, section, seed, index, count, start)
+        for step, batch in enumerate(stream, start + 1):
+            black = {"image": np.zeros_like(batch["image"])} if step in numbers else {}
+            yield batch | black
+
+    dataset, task = runs.subject(small_config())
+
+    def loss(model, examples):
+        value, sums = task.loss(model, examples)
+        return value / jax.numpy.any(examples[0] != 0), sums
+
+    monkeypatch.setattr(data, "train_batches", batches)
+    return dataset, task._replace(loss=loss)
+
+
+@pytest.mark.optimised("asserts bits")
+def test_steps_that_are_not_finite_are_passed_over(tmp_path, monkeypatch, capsys):
+    """Parameters, moments and statistics stay; the step counts; a resumed run is bitwise the same.
+
+    Two in a row are too many for one that may pass over one; the same command, allowed more, ends.
+    """
+    optimiser = config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9, skip_nonfinite=1)
+    settings = small_config(attention=CALIBRATED, optim=optimiser)
+    subject = poisoned(monkeypatch, 2)
+    train.train(settings, tmp_path / "whole", *subject)
+    assert "not finite: passed over steps [2]" in capsys.readouterr().out
+    log = metrics.read(tmp_path / "whole" / "metrics.jsonl")
+    assert [r["skipped_steps"] for r in log] == [0, 1, 0]
+    assert "train_loss" not in log[1]
+    assert np.isfinite(log[2]["train_loss"])
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(SystemExit):
+            train.train(settings, tmp_path / "parts", *subject)
+    train.train(settings, tmp_path / "parts", *subject)
+    run = runs.restore(tmp_path / "whole", *subject).program
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(final_state(run, tmp_path / name) for name in ("whole", "parts")),
+    )
+
+    black = poisoned(monkeypatch, 2, 3)
+    with pytest.raises(FloatingPointError, match=r"inf at step 3, after 1 such .*nonfinite=3$"):
+        train.train(settings, tmp_path / "ends", *black)
+    (_, first), (number, second) = (
+        checkpoint.restore(tmp_path / "ends", run.abstract, step) for step in (1, 2)
+    )
+    arrays = dict(jax.tree.leaves_with_path(first))
+    for path, new in jax.tree.leaves_with_path(second):
+        if jax.numpy.issubdtype(new.dtype, jax.numpy.floating):
+            np.testing.assert_array_equal(new, arrays[path])
+    _, optimizer = nnx.merge(run.graph, second)
+    assert (number, int(optimizer.step[...])) == (2, 2)
+    optimiser = dataclasses.replace(optimiser, skip_nonfinite=2)
+    allowed = dataclasses.replace(settings, optim=optimiser)
+    assert train.train(allowed, tmp_path / "ends", *black)["skipped_steps"] == 1
 
 
 def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):

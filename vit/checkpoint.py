@@ -6,7 +6,9 @@ Each array is saved with a checksum, for Orbax does not notice when its bytes ha
 
 import contextlib
 import dataclasses
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +18,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
-from vit import files
+from vit import files, hosts, metrics
 
 KEEP = 2
 
@@ -35,6 +38,20 @@ class Checkpoint(NamedTuple):
 
     step: int
     folder: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class BestEvaluated:
+    """A preservation policy of Orbax: the checkpoint that `metrics.best` names."""
+
+    log: Path
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For each of them whether it stays."""
+        del context
+        steps = [each.step for each in checkpoints]
+        best = metrics.best(self.log, steps)
+        return [step == best for step in steps]
 
 
 @dataclasses.dataclass
@@ -80,18 +97,23 @@ def check_path(workdir: Path) -> None:
         )
 
 
-def open_checkpoints(workdir: Path, *, write: bool = False) -> Checkpoints:
+def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0) -> Checkpoints:
     """The checkpoints of a run. Close it with `finish`, or use it in a `with`.
 
     A checkpoint appears under its final name only when it is whole. With `write` the last `KEEP`
-    of them are kept, and what an interrupted process left half-written is removed; without it
-    nothing is changed, so that a run that is still going on can be read.
+    of them are kept, that of the best evaluation and those at multiples of `keep_every` steps, and
+    what an interrupted process left half-written is removed; without it nothing is changed, so that
+    a run that is still going on can be read.
 
     Raises:
         ValueError: as `check_path`.
     """
     check_path(workdir)
-    policy: Any = ocp.training.preservation_policies.LatestN(KEEP) if write else None
+    policies = ocp.training.preservation_policies
+    kept: list[Any] = [policies.LatestN(KEEP), BestEvaluated(workdir / "metrics.jsonl")]
+    if keep_every:
+        kept.append(policies.EveryNSteps(keep_every))
+    policy: Any = policies.AnyPreservationPolicy(kept) if write else None
     orbax = ocp.training.Checkpointer(
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
@@ -169,15 +191,32 @@ def _settle(checkpoints: Checkpoints) -> None:
         files.write(checkpoints.workdir / "saved", f"{step}\n")
 
 
-def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, Any]:
+def chosen_step(workdir: Path, step: int | str | None) -> int | None:
+    """The number that is meant: "best" is that of the best evaluation, "100" is 100.
+
+    Raises:
+        ValueError: for another word, or when none of the checkpoints was evaluated.
+    """
+    if step is None or isinstance(step, int) or step.isdecimal():
+        return step if step is None else int(step)
+    if step != "best":
+        raise ValueError(f"step={step}: give the number of a checkpoint, or best")
+    number = metrics.best(workdir / "metrics.jsonl", [each.step for each in found(workdir)])
+    if number is None:
+        raise ValueError(f"{workdir} holds no checkpoint of a step that was evaluated")
+    return number
+
+
+def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[int, Any]:
     """Step and state of the newest checkpoint that can be read; nothing is changed on disk.
 
-    A damaged one is named and passed over. With a step it is that checkpoint or none.
+    A damaged one is named and passed over. With a step it is that checkpoint or none. Several
+    processes, all of which must ask, take the newest that every one of them can read.
 
     Args:
         workdir: of the run.
         state: arrays, or `jax.ShapeDtypeStruct`s with shardings, like those that were saved.
-        step: of the checkpoint; the newest if None.
+        step: of the checkpoint, as `chosen_step`; the newest if None.
 
     Raises:
         ValueError: when there is no checkpoint, none of that step, or none can be read.
@@ -190,20 +229,23 @@ def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, An
     sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
     content = {"state": state, "checksums": sums}
     check_path(workdir)
-    there = found(workdir)
+    there, step = found(workdir), chosen_step(workdir, step)
     chosen = [each for each in there if step in (None, each.step)]
     if there and not chosen:
         steps = ", ".join(str(each.step) for each in there)
         raise ValueError(f"{workdir} holds no checkpoint of step {step}, but of {steps}")
-    for number, folder in reversed(chosen):
-        try:
-            files.check(folder)
-            loaded = ocp.load_checkpointables(str(folder.resolve()), content)
-            if not jnp.array_equal(checksums(loaded["state"]), loaded["checksums"]):
-                raise ValueError("its checksums are wrong: the files were changed")
-        except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
-            reason = " ".join(str(error).split())[:300]
-            failures.append(f"{folder} cannot be read ({type(error).__name__}: {reason})")
+    numbers: list[int] = json.loads(hosts.gathered(json.dumps([each.step for each in chosen]))[0])
+    for number in reversed(numbers):
+        folder = workdir / "checkpoints" / str(number)
+        loaded, reason = _loaded(folder, content)
+        reasons = hosts.failures(reason)
+        _count_alike()
+        if not reasons:  # a checksum is computed by all together
+            same = jnp.array_equal(checksums(loaded["state"]), loaded["checksums"])
+            wrong = "ValueError: its checksums are wrong: the files were changed"
+            reasons = hosts.failures("" if same else wrong)
+        if reasons:
+            failures.append(f"{folder} cannot be read ({'; '.join(reasons)})")
             continue
         for failure in failures:
             print(f"{failure}; going back to step {number}")
@@ -211,6 +253,28 @@ def restore(workdir: Path, state: Any, step: int | None = None) -> tuple[int, An
     if not failures:
         raise ValueError(f"{workdir} holds no checkpoint yet")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
+
+
+def _count_alike() -> None:
+    """Orbax's barriers have the number of its operation in their name, which all must have made."""
+    number = int(OperationIdGenerator.get_current_operation_id())
+    for _ in range(max(map(int, hosts.gathered(str(number)))) - number):
+        OperationIdGenerator.next_operation_id()
+
+
+def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
+    """What this process reads of a checkpoint, waiting for no other; or why it cannot."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None,
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=str(jax.process_index()),
+    )
+    try:
+        files.check(folder)
+        with ocp.Context(multiprocessing_options=alone):
+            return ocp.load_checkpointables(str(folder.resolve()), content), ""
+    except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def shapes(workdir: Path) -> Any:

@@ -162,8 +162,13 @@ class Optim:
     weight_decay: float = 1e-4
     """Decoupled, times the rate, on matrices only: biases, norms, the class token and positions are
     exempt. DeiT's and that of AugReg's paper are the same; big_vision's `wd` is this times `lr`."""
+    b2: float = 0.999
+    """Decay of Adam's mean of squared gradients; 0.95 to 0.99 recovers sooner from large ones."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm; 0: not."""
+    skip_nonfinite: int = 0
+    """Steps in a row that are passed over, parameters and moments staying as they were, where loss
+    or gradients are not finite; one more ends the run, as the first does with 0."""
     label_smoothing: float = 0.0
     """Share of the label that goes to all classes alike (Szegedy et al. 2016)."""
     accumulate: int = 1
@@ -198,7 +203,9 @@ class Config:
     eval_every: int = 100
     """Steps between evaluations."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; the last two are kept."""
+    """Steps between checkpoints; the last two are kept, and that of the best evaluation."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps are kept as well; 0: none."""
 
 
 def _types() -> dict[str, type]:
@@ -296,7 +303,13 @@ def _rising(numbers: Sequence[float]) -> bool:
 # NaN fails them all: every comparison with it is false.
 RANGES = (
     Rule(
-        ("model.dropout", "model.drop_path", "optim.label_smoothing", "optim.ema"),
+        (
+            "model.dropout",
+            "model.drop_path",
+            "optim.label_smoothing",
+            "optim.ema",
+            "optim.b2",
+        ),
         lambda share: 0 <= share < 1,
         "must be a number from 0 to below 1",
     ),
@@ -328,6 +341,8 @@ RANGES = (
             "data.max_bad_records",
             "optim.warmup_steps",
             "optim.constant_steps",
+            "optim.skip_nonfinite",
+            "keep_every",
             "seed",
         ),
         lambda count: 0 <= count <= LARGEST,
@@ -455,6 +470,11 @@ RELATIONS = (
     Rule(
         ("checkpoint_every", "log_every"),
         lambda every, log: every % log == 0,
+        "the first is not a multiple of the second",
+    ),
+    Rule(
+        ("keep_every", "checkpoint_every"),
+        lambda kept, every: kept % every == 0,
         "the first is not a multiple of the second",
     ),
 )
@@ -596,7 +616,15 @@ def of_run(workdir: Path) -> Config:
     return load(path)
 
 
-PLACEMENT = ("data.dir", "data.num_workers", "data.max_bad_records", "fsdp", "checkpoint_every")
+PLACEMENT = (
+    "data.dir",
+    "data.num_workers",
+    "data.max_bad_records",
+    "optim.skip_nonfinite",
+    "fsdp",
+    "checkpoint_every",
+    "keep_every",
+)
 """Fields that say where and how a run is computed, not what: a resumed run may change them."""
 
 

@@ -28,7 +28,7 @@ import jax
 from absl import app, flags, logging
 
 from performer.choices import moved
-from vit import checkpoint, data, metrics, report, runs, safety
+from vit import checkpoint, data, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
 from vit.conversion import compare, layers_of, measure, performer_of
@@ -195,6 +195,7 @@ def main(_: list[str]) -> None:
     if not all(m.isdecimal() for m in _NUM_FEATURES.value):
         sys.exit(f"--num_features={','.join(_NUM_FEATURES.value)}: give integers, as in 32,64")
     try:
+        devices.check_alone()
         table = convert(
             workdir,
             out,

@@ -231,7 +231,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def _start_worker(index: int, workers: int) -> None:
     """Leaves signals, which a terminal and a scheduler send to all, to the parent; ends with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     safety.name_shared_memory()
     threading.Thread(target=_follow_parent, daemon=True).start()

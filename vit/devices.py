@@ -6,15 +6,18 @@ it (fully sharded data parallelism, Rajbhandari et al. 2020). One process drives
 host; every process runs the same program.
 """
 
+import contextlib
+import os
 import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from absl import flags
+from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit.config import Config
@@ -99,6 +102,45 @@ def initialize(
         ) from error
 
 
+def define_flags() -> Callable[[], None]:
+    """Flags by which a process joins others; the function that is returned joins, if they say so.
+
+    That raises a ValueError as `initialize`, and as `check_alone` without these flags.
+    """
+    distributed = flags.DEFINE_bool("distributed", False, "one of several processes")
+    coordinator = flags.DEFINE_string("coordinator", None, "host:port of process 0")
+    num_processes = flags.DEFINE_integer("num_processes", None, "how many there are")
+    process_id = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
+
+    def join() -> None:
+        processes = coordinator.value, num_processes.value, process_id.value
+        if distributed.value or processes != (None, None, None):
+            initialize(*processes)
+        else:
+            check_alone("; or start it on every worker, with --distributed")
+
+    return join
+
+
+def check_alone(otherwise: str = "") -> None:
+    """Looks whether this host has devices of its own.
+
+    Raises:
+        ValueError: on one of several workers of a TPU slice, for there JAX would wait for the
+            others without end; the message ends with what else can be done.
+    """
+    number = 1
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        with contextlib.suppress(Exception):  # no such cluster, or not as this version of JAX asks
+            present = [c for c in (GkeTpuCluster, GceTpuCluster) if c.is_env_present()]
+            number = present[0].get_process_count() if present else 1
+    if number > 1:
+        raise ValueError(
+            f"this host is one of {number} of a TPU slice, whose devices start only together. Give"
+            f" JAX_PLATFORMS=cpu to compute on its processor{otherwise}"
+        )
+
+
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """All devices, or those given, as (data, fsdp).
 
@@ -148,13 +190,6 @@ def put(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A batch on the devices, of which each process gives its own rows."""
     sharding = of_batch(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
-
-
-def agree(value: bool) -> bool:
-    """What process 0 says."""
-    if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
 def memory() -> dict[str, float]:

@@ -16,6 +16,8 @@ The third one goes through the evaluation split once more, writes `classes.csv`,
 With --split, --name, --data_dir or --batch_size the evaluation is on other data than the run's own:
 another part of its data set, or another data set of the same classes or some of them, told by their
 names. Nothing is written then.
+
+The first one runs on several hosts, too: on each the same command with --distributed.
 """
 
 import sys
@@ -48,14 +50,18 @@ __getattr__ = moved(
 
 
 def evaluate_run(
-    workdir: Path, dataset: data.Dataset | None = None, task: Task | None = None
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    step: int | str | None = None,
 ) -> metrics.Record:
-    """The last checkpoint of a run on its evaluation split.
+    """A checkpoint of a run on its evaluation split.
 
     Args:
         workdir: of the run.
         dataset: as `runs.restore`.
         task: likewise.
+        step: likewise.
 
     Returns:
         step, eval_loss, eval_accuracy, eval_top5 or what else the task measures, eval_examples,
@@ -64,7 +70,7 @@ def evaluate_run(
     Raises:
         ValueError: as `runs.restore`.
     """
-    run = runs.restore(workdir, dataset, task)
+    run = runs.restore(workdir, dataset, task, step)
     count = partial(run.program.evaluate, run.state)
     return {"step": run.step, **evaluate(run.task, count, run.batches())}
 
@@ -122,7 +128,7 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
     return jnp.asarray(np.array([index[name] for name in of_data], np.int32))
 
 
-def report_classes(workdir: Path) -> str:
+def report_classes(workdir: Path, step: int | str | None = None) -> str:
     """Writes the accuracy of each class and the confusion matrix into the folder of the run.
 
     Returns:
@@ -131,7 +137,7 @@ def report_classes(workdir: Path) -> str:
     Raises:
         ValueError: as `runs.restore`.
     """
-    run = runs.restore(workdir)
+    run = runs.restore(workdir, step=step)
     counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
     records = class_report.write(counted, run.dataset.class_names, workdir)
     return class_report.summary(counted, records)
@@ -154,19 +160,29 @@ def main(_: list[str]) -> None:
                 f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
                 " --split, --name, --data_dir and --batch_size"
             )
-        record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir)
-        for name, value in record.items():
+        _JOIN()
+        lead = jax.process_index() == 0
+        if _REPORT.value and jax.process_count() > 1:
+            raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
+        if _REPORT.value == "attention" and _STEP.value:
+            raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
+        if fields and _STEP.value:
+            raise ValueError("other data are for the newest checkpoint: leave out --step")
+        record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir, step=_STEP.value)
+        for name, value in record.items() if lead else ():
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
             print(report_attention(workdir, workdir / "attention"))
         elif _REPORT.value == "classes":
-            print(report_classes(workdir))
+            print(report_classes(workdir, _STEP.value))
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
+    _JOIN = devices.define_flags()
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
     _SPLIT = flags.DEFINE_string("split", None, "evaluate this, as test or train[99%:]")
     _NAME = flags.DEFINE_string("name", None, "of a data set of the same classes, or some of them")

@@ -30,7 +30,7 @@ from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
-from vit import files, use
+from vit import devices, files, use
 from vit.arguments import parse_flags
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -178,6 +178,7 @@ def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
     try:
+        devices.check_alone()
         out = Path(str(_OUT.value))
         written = named(out, beside=_PARAMETERS.value == "beside")
         trained = use.load(str(_WORKDIR.value), _STEP.value)
@@ -196,5 +197,5 @@ if __name__ == "__main__":
     _PARAMETERS = flags.DEFINE_enum(
         "parameters", "inside", ["inside", "beside"], "inside the program, or in .safetensors"
     )
-    _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the newest if not given", 0)
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     app.run(main, flags_parser=parse_flags)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from vit import (
     data,
     devices,
     extension,
+    hosts,
     loggers,
     machine,
     metrics,
@@ -35,6 +36,20 @@ from vit.task import Task
 AHEAD = 3
 """Steps that may wait for the devices: their batches lie in the devices' memory."""
 
+PROFILED = 5
+"""Steps that are traced: more make files that no viewer opens."""
+
+
+class Stretch(NamedTuple):
+    """What `stretch` gives."""
+
+    state: Any
+    values: list[dict[str, np.ndarray]]
+    """Of each step."""
+    seconds: float
+    waited: float
+    """Seconds of them in which the next batch was not there yet."""
+
 
 def stretch(
     train_step: Callable[[Any, data.Batch], tuple[Any, Any]],
@@ -43,7 +58,7 @@ def stretch(
     number: int,
     stopping: Callable[[], bool] = lambda: False,
     advance: Callable[[], object] = lambda: None,
-) -> tuple[Any, list[dict[str, np.ndarray]], float]:
+) -> Stretch:
     """That many steps; fewer, but one at least, when somebody asks to stop.
 
     Args:
@@ -53,18 +68,18 @@ def stretch(
         number: of steps.
         stopping: asked between two steps.
         advance: called after each.
-
-    Returns:
-        The state, the values of each step, and the seconds that all of them took.
     """
-    values, start = [], time.perf_counter()
+    values, waited, start = [], 0.0, time.perf_counter()
     while len(values) < number and not (values and stopping()):
-        state, new = train_step(state, next(batches))
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        state, new = train_step(state, batch)
         values.append(new)
         jax.block_until_ready(values[-AHEAD:][0]["train_loss"])
         advance()
     values = jax.device_get(values)
-    return state, values, time.perf_counter() - start
+    return Stretch(state, values, time.perf_counter() - start, waited)
 
 
 def compiled(
@@ -80,9 +95,15 @@ def compiled(
 
 
 def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
-    """Of what is a number in each step, or one for each seed: the means over the steps."""
-    names = [name for name in values[0] if name not in ("finite", "bad")]
-    return {k: np.mean([v[k] for v in values], axis=0).astype(float).tolist() for k in names}
+    """Of what is a number in each step, or one for each seed: the means over the steps.
+
+    Steps that were passed over do not count; where there is no other, nothing is said.
+    """
+    taken = [v for v in values if not v.get("skipped", False)]
+    names = (
+        [name for name in values[0] if name not in ("finite", "bad", "skipped")] if taken else []
+    )
+    return {k: np.mean([v[k] for v in taken], axis=0).astype(float).tolist() for k in names}
 
 
 def until_log(step: int, config: configs.Config, num_steps: int) -> int:
@@ -116,7 +137,7 @@ def train(
         dataset: what is learned from; the data set that the config names if None.
         task: what is learned; to classify the images if None. Fields of the config that mean
             nothing to it must be valid all the same.
-        profile: traces the second stretch of steps into `workdir`/profile.
+        profile: traces the first `PROFILED` steps after the first stretch into `workdir`/profile.
         log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
 
     Returns:
@@ -125,9 +146,10 @@ def train(
 
     Raises:
         ValueError: for a config that cannot work, a workdir that holds another run, is in use or
-            has lost its checkpoints, or more unreadable records than
-            `config.data.max_bad_records`.
-        FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
+            has lost its checkpoints, more unreadable records than `config.data.max_bad_records`,
+            or hosts that were not started alike or do not see one folder.
+        FloatingPointError: when loss, gradients or parameters are not finite, in more steps in a
+            row than `config.optim.skip_nonfinite` passes over; nothing is saved.
         vit.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # What is asked for, checked before anything is written.
@@ -135,13 +157,14 @@ def train(
     configs.validate(config)
     checkpoint.check_path(workdir)
     loggers.check(log)
-    mesh = devices.mesh(config)
     dataset, task = runs.subject(config, dataset, task)
+    hosts.check_same(runs.said_by_all(config, dataset, task))
+    mesh = devices.mesh(config)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     workers = machine.workers(config.data.num_workers, batch_bytes)
     machine.check_shared_memory(batch_bytes, workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = runs.program(config, dataset, task, mesh)
+    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
     names = list(costs.parameters(program.abstract))
     flops = task.operations(config) if task.operations else 0.0
     step_flops, peak_flops = 3 * config.data.batch_size * flops, devices.peak_flops()
@@ -154,13 +177,15 @@ def train(
         stopping = stack.enter_context(safety.interruption())
 
         # Where the run stands.
-        devices.agree(lead)  # then all know that process 0 holds the folder
+        hosts.check_same_folder(workdir)  # then all know that process 0 holds it
         safety.own_shared_memory(workdir)
         step, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
             print(f"{workdir}: at step {step} of {num_steps}")
         state = program.initial() if state is None else state
-        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, write=True))
+        checkpoints = stack.enter_context(
+            checkpoint.open_checkpoints(workdir, write=True, keep_every=config.keep_every)
+        )
         past = metrics.keep_up_to(path, step) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
         write = stack.enter_context(loggers.writer(log, workdir, config, lead))
@@ -168,10 +193,10 @@ def train(
             contextlib.closing(runs.train_batches(dataset, config, mesh, step))
         )
 
-        evaluate_now = due(step, config.eval_every, num_steps) and not devices.agree(
+        evaluate_now = due(step, config.eval_every, num_steps) and not hosts.agree(
             bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
         )
-        saved, bad_records, number, evaluated = step, set(), 0, False
+        saved, bad_records, number, evaluated, skips = step, set(), 0, False, 0
 
         # The loop.
         shown = stack.enter_context(display(lead, step, num_steps))
@@ -190,25 +215,43 @@ def train(
                     evaluate_now = False
                     shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
             else:
-                remaining = until_log(step, config, num_steps)
-                with profiler(workdir, profile and number == 1):
-                    state, values, seconds = stretch(
+                remaining, traced = until_log(step, config, num_steps), profile and number == 1
+                if traced:
+                    remaining = min(remaining, PROFILED)
+                with profiler(workdir, traced):
+                    state, values, seconds, waited = stretch(
                         program.train, state, batches, remaining, stopping, shown.advance
                     )
                 step += len(values)
                 number += 1
-                safety.check_finite(values, step, names, config.optim.learning_rate)
+                skips = safety.check_finite(
+                    values,
+                    step,
+                    names,
+                    config.optim.learning_rate,
+                    allowed=config.optim.skip_nonfinite,
+                    row=skips,
+                )
+                skipped = [i for i, v in enumerate(values, 1 - len(values)) if v.get("skipped")]
+                if skipped:
+                    numbers = [step + i for i in skipped]
+                    shown.line(f"loss or gradients are not finite: passed over steps {numbers}")
                 bad = {int(i) for each in values for i in each["bad"] if i >= 0}
                 if bad - bad_records:
                     shown.line(f"cannot be decoded: records {sorted(bad - bad_records)}")
                 bad_records |= bad
-                record = {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+                record |= {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+                if config.optim.skip_nonfinite:
+                    record["skipped_steps"] = len(skipped)
+                record["learning_rate"] = float(np.asarray(rate(step - 1)))
                 record[task.rate] = len(values) * config.data.batch_size / seconds
+                record["data_seconds"] = waited
                 if peak_flops and step_flops:
                     record["mfu"] = len(values) * step_flops / seconds / peak_flops
                 record |= {"bad_records": len(bad_records)} | devices.memory()
                 write(record | {"seconds": time.perf_counter() - start})
-                shown.progress(metrics.status(record, task.rate), seconds / len(values))
+                status = metrics.status(record, task.rate, waited / seconds)
+                shown.progress(status, seconds / len(values))
                 evaluate_now = due(step, config.eval_every, num_steps)
             stop, too_many = stopping(), len(bad_records) > config.data.max_bad_records
             if step != saved and (

@@ -1,7 +1,7 @@
 """Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,19 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> list[Record]:
     """The records of a log, lines of the same step as one; damaged lines are left out."""
     return _merged(_lines(path)[0])
+
+
+def best(log: Path, steps: Container[int]) -> int | None:
+    """That of the steps at which held-out examples did best; the first of equals.
+
+    By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
+    """
+    evaluated = [
+        (-record.get("eval_accuracy", 0.0), record["eval_loss"], record["step"])
+        for record in read(log)
+        if record["step"] in steps and isinstance(record.get("eval_loss"), float)
+    ]
+    return min(evaluated)[-1] if evaluated else None
 
 
 def keep_up_to(path: Path, step: int) -> list[Record]:
@@ -120,10 +133,17 @@ def results(record: Record) -> str:
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
 
 
-def status(record: Record, rate: str) -> str:
-    """What the progress bar says of a record; `rate` is the name of its throughput."""
+def status(record: Record, rate: str, waiting: float = 0.0) -> str:
+    """What the progress bar says of a record.
+
+    Args:
+        record: of the log.
+        rate: the name of its throughput.
+        waiting: share of the time in which there was no batch; from a tenth on it is said.
+    """
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
     values = [f"{n.removeprefix('train_')} {record[n]:.3f}" for n in _loss_first(record)]
     noun = rate.removesuffix("_per_second")
-    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{mfu}{bad}"
+    waits = f"  waiting for data {waiting:.0%}" if waiting > 0.1 else ""
+    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}{bad}"

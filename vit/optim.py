@@ -68,7 +68,7 @@ def optimizer(
         distances: of a `Task`, for `optim.layer_decay`: what AdamW does to a parameter is
             multiplied by decay^distance.
     """
-    parts = [optax.adamw(rate, weight_decay=optim.weight_decay, mask=_is_kernel)]
+    parts = [optax.adamw(rate, b2=optim.b2, weight_decay=optim.weight_decay, mask=_is_kernel)]
     if optim.layer_decay != 1:
         parts = [*parts, _layer_wise(optim.layer_decay, distances)]
     if optim.clip_norm:

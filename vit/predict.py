@@ -23,7 +23,7 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.progress import Progress
 
-from vit import cli, report, rollout, use
+from vit import cli, devices, report, rollout, use
 from vit.arguments import parse_flags
 from vit.sources.source import READ, is_picture
 
@@ -118,6 +118,7 @@ def main(words: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     table, bad, seen = _CSV.value and Path(_CSV.value), [], []
     try:
+        devices.check_alone()
         if table and table.exists():
             raise ValueError(f"--csv={table} exists already: remove it or take another name")
         paths = pictures(map(Path, words[1:]))
@@ -153,7 +154,7 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the newest if not given", 0)
+    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _TOP = flags.DEFINE_integer("top", 5, "how many classes of each picture", 1)
     _CSV = flags.DEFINE_string("csv", None, "file of the predictions, instead of printing them")
     _ATTENTION = flags.DEFINE_string("attention", None, "folder of pictures of the attention")

@@ -37,7 +37,7 @@ from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import bounded, data, transfer
+from vit import bounded, data, devices, transfer
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 from vit.model import ViT
@@ -257,6 +257,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     try:
+        devices.check_alone()
         config = from_flag(_CONFIG)
         report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     except (ValueError, OSError) as error:

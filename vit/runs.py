@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import performer
-from vit import checkpoint, classification, data, devices, files, metrics, optim, steps
+from vit import checkpoint, classification, data, devices, files, hosts, metrics, optim, steps
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
 from vit.task import Task
@@ -173,6 +173,17 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     }
 
 
+PER_HOST = ("data.dir", "data.num_workers")
+"""Fields in which hosts may differ."""
+
+
+def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
+    """What must be the same on all hosts of a run, for each computes its part of the same step."""
+    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in PER_HOST}
+    evaluation = {"evaluation examples": len(dataset.evaluation)}
+    return fields | description(dataset, task) | evaluation
+
+
 def begin(
     workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
 ) -> None:
@@ -195,7 +206,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     Raises:
         ValueError: when none can be read, or the run has lost them.
     """
-    if not devices.agree(checkpoint.exists(workdir)):
+    if not hosts.agree(checkpoint.exists(workdir)):
         checkpoint.check_not_lost(workdir, last_step(workdir / "metrics.jsonl"))
         return 0, None
     step, state = checkpoint.restore(workdir, abstract)
@@ -209,7 +220,10 @@ def last_step(log: Path) -> int:
 
 
 def restore(
-    workdir: Path, dataset: data.Dataset | None = None, task: Task | None = None
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    step: int | str | None = None,
 ) -> Restored:
     """Reads a run, on any number of devices; nothing in its folder changes.
 
@@ -217,9 +231,10 @@ def restore(
         workdir: of the run.
         dataset: what it was trained on, if not what its config names.
         task: what it has learned, if not to classify images.
+        step: of the checkpoint, or "best"; the newest if None.
 
     Raises:
-        ValueError: when the folder holds no run, or no checkpoint that can be read.
+        ValueError: when the folder holds no run, or no such checkpoint that can be read.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
@@ -229,5 +244,5 @@ def restore(
     mesh = devices.mesh(config)
     dataset, task = subject(config, dataset, task)
     functions = program(config, dataset, task, mesh)
-    step, state = checkpoint.restore(workdir, functions.abstract)
-    return Restored(config, dataset, task, mesh, functions, step, state)
+    number, state = checkpoint.restore(workdir, functions.abstract, step)
+    return Restored(config, dataset, task, mesh, functions, number, state)

@@ -160,39 +160,54 @@ def name_shared_memory() -> None:
 
 @contextlib.contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C or SIGTERM asked to stop, instead of ending at once.
+    """A function that says whether Ctrl-C or a signal asked to stop, instead of ending at once.
 
-    A second signal does end the process at once. With several processes SIGTERM to any of them
-    stops all after the same step: every process must call the function equally often.
+    SIGTERM, SIGUSR1 and SIGHUP ask; a second Ctrl-C or SIGTERM does end the process at once. After
+    SIGHUP (which nohup keeps away) nothing more is printed to the terminal, for it may be gone.
+    With several processes a signal to any of them, but for Ctrl-C, stops all after the same step:
+    every process must call the function equally often.
     """
-    event = threading.Event()
-    if jax.process_count() > 1:
+    event, several = threading.Event(), jax.process_count() > 1
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-        def agreed() -> bool:
-            if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
-                event.set()
-            return event.is_set()
+    def agreed() -> bool:
+        if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
+            event.set()
+        return event.is_set()
 
-        yield agreed
-        return
-    if threading.current_thread() is not threading.main_thread():  # signals reach only the main one
-        yield event.is_set
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    def asked(number: int, _: Any) -> None:
+        if number == signal.SIGHUP:
+            _leave(terminals)
+        signal.raise_signal(signal.SIGTERM) if several else event.set()  # JAX listens to that one
 
     def first(*_: Any) -> None:
         event.set()
-        restore()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, previous[number])
 
-    def restore() -> None:
-        for number, handler in zip(numbers, previous, strict=True):
+    stopping = agreed if several else event.is_set
+    if threading.current_thread() is not threading.main_thread():  # signals reach only the main one
+        yield stopping
+        return
+    chosen: dict[int, Any] = {signal.SIGUSR1: asked}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        chosen[signal.SIGHUP] = asked
+    if not several:
+        chosen |= {signal.SIGINT: first, signal.SIGTERM: first}
+    previous = {number: signal.signal(number, handler) for number, handler in chosen.items()}
+    try:
+        yield stopping
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
-    previous = [signal.signal(number, first) for number in numbers]
-    try:
-        yield event.is_set
-    finally:
-        restore()
+
+def _leave(terminals: Sequence[int]) -> None:
+    """What is written to these descriptors from now on goes nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in terminals:
+        os.dup2(null, descriptor)
+    os.close(null)
 
 
 class Stopped(Exception):
@@ -212,9 +227,15 @@ def until(stopping: Callable[[], bool], items: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_finite(
-    stretch: Sequence[dict[str, Any]], last_step: int, names: Sequence[str], learning_rate: float
-) -> None:
-    """Looks for the first step that diverged.
+    stretch: Sequence[dict[str, Any]],
+    last_step: int,
+    names: Sequence[str],
+    learning_rate: float,
+    *,
+    allowed: int = 0,
+    row: int = 0,
+) -> int:
+    """Looks for the first step that diverged, and may not be passed over.
 
     Args:
         stretch: of each step `train_loss`, and `finite`: for each parameter whether its gradient
@@ -222,13 +243,19 @@ def check_finite(
         last_step: number of the last of them.
         names: of the parameters, in the order of `finite`.
         learning_rate: for the message.
+        allowed: steps in a row that were passed over (`config.optim.skip_nonfinite`).
+        row: those right before the stretch.
+
+    Returns:
+        Those at its end.
 
     Raises:
         FloatingPointError: naming the step, the loss and the first parameter.
     """
     for step, values in enumerate(stretch, last_step - len(stretch) + 1):
         loss, finite = float(values["train_loss"]), np.asarray(values["finite"])
-        if np.isfinite(loss) and finite.all():
+        row = 0 if np.isfinite(loss) and finite.all() else row + 1
+        if row <= allowed:
             continue
         first = "all parameters and gradients are finite"
         if not finite.all():
@@ -237,7 +264,11 @@ def check_finite(
                 f"the first parameter whose gradient or value is not finite is"
                 f" {names[int(np.argmin(finite))]} ({count} of {len(names)} are)"
             )
+        after = f", after {allowed} such steps that were passed over" if allowed else ""
         raise FloatingPointError(
-            f"the loss is {loss} at step {step}; {first}; nothing was saved since. Lower"
-            f" config.optim.learning_rate={learning_rate} and start again with another --workdir"
+            f"the loss is {loss} at step {step}{after}; {first}; nothing was saved since. Lower"
+            f" config.optim.learning_rate={learning_rate} and start again with another --workdir;"
+            f" or, if it is but a few steps, go on with"
+            f" --config.optim.skip_nonfinite={max(3, 2 * allowed)}"
         )
+    return row

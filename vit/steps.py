@@ -38,7 +38,10 @@ class Program(NamedTuple):
     """(state, batch) -> `eval_step`."""
 
 
-LOOP_ONLY = ("num_epochs", "restarts", "log_every", "eval_every", "checkpoint_every")
+LOOP_ONLY = (
+    *("num_epochs", "restarts"),
+    *("log_every", "eval_every", "checkpoint_every", "keep_every"),
+)
 """What of a config the programs do not read: numbers of steps are given to them."""
 
 
@@ -119,7 +122,8 @@ def train_step(
 
     Besides the state: train_loss, train_NAME for each sum of `task.loss` over the number of
     examples, gradient_norm, `finite` (for each parameter, whether its gradient and its new value
-    are) and `bad` (of the batch, as `data.train_batches`).
+    are) and `bad` (of the batch, as `data.train_batches`). With `optim.skip_nonfinite` a step whose
+    loss or any of these is not finite leaves the state as it was, and `skipped` says so.
     """
     model, optimizer = nnx.merge(graph, state)
     model.train()
@@ -127,6 +131,7 @@ def train_step(
     redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
+    before = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
     loss, sums, gradients = loss_and_gradients(task, model, examples, config.optim.accumulate)
     optimizer.update(model, gradients)
     finite = jax.tree.map(
@@ -134,13 +139,34 @@ def train_step(
         gradients,
         nnx.state(model, nnx.Param),
     )
-    return nnx.state((model, optimizer)), {
-        "train_loss": loss,
-        **{f"train_{name}": total / len(batch["bad"]) for name, total in sums.items()},
-        "gradient_norm": optax.tree.norm(gradients),
-        "finite": jnp.stack(jax.tree.leaves(finite)),
-        "bad": batch["bad"],
-    }
+    after, values = (
+        nnx.state((model, optimizer)),
+        {
+            "train_loss": loss,
+            **{f"train_{name}": total / len(batch["bad"]) for name, total in sums.items()},
+            "gradient_norm": optax.tree.norm(gradients),
+            "finite": jnp.stack(jax.tree.leaves(finite)),
+            "bad": batch["bad"],
+        },
+    )
+    if not config.optim.skip_nonfinite:
+        return after, values
+    good = jnp.isfinite(loss) & values["finite"].all()
+    return unless_skipped(good, before, after), values | {"skipped": ~good}
+
+
+def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.State:
+    """The state after a good step; else that before, in which only the optimiser's counts go on.
+
+    So the rate stays a function of the step. Adam's correction of its first moments, which reads
+    such a count, too, is then too small by what a step without a gradient would make it.
+    """
+
+    def chosen(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+        is_count = path[0].key == 1 and jnp.issubdtype(new.dtype, jnp.integer)
+        return new if is_count else jnp.where(good, new, old)
+
+    return jax.tree.map_with_path(chosen, before, after)
 
 
 def loss_and_gradients(

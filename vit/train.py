@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import devices, dry_run, extension, loggers, metrics, transfer
+from vit import devices, dry_run, extension, hosts, loggers, metrics, transfer
 from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
@@ -36,9 +36,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     try:
-        processes = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-        if _DISTRIBUTED.value or processes != (None, None, None):
-            devices.initialize(*processes)
+        _JOIN()
         given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
             raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
@@ -58,7 +56,7 @@ def main(_: list[str]) -> None:
         if _EXTEND.value is not None:
             if lead:
                 extension.extend(workdir, _EXTEND.value, config)
-            devices.agree(lead)  # then all see it
+            hosts.agree(lead)  # then all see it
             config = extension.as_extended(config, workdir)
         record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
     except (ValueError, FloatingPointError, OSError) as error:
@@ -85,15 +83,12 @@ if __name__ == "__main__":
         "data_size", [], "with --dry_run: examples of training and evaluation, classes, channels"
     )
     _JSON = flags.DEFINE_bool("json", False, "with --dry_run: print json")
-    _PROFILE = flags.DEFINE_bool("profile", False, "trace the second stretch of steps")
+    _PROFILE = flags.DEFINE_bool("profile", False, "trace five steps, after the first stretch")
     _INIT_FROM = flags.DEFINE_string(
         "init_from", None, "run whose parameters a new run in --workdir starts from"
     )
     _EXTEND = flags.DEFINE_float("extend", None, "epochs by which a finished run is trained longer")
     _LOG = flags.DEFINE_list("log", [], "tensorboard, wandb, mlflow: metrics for these as well")
-    _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes")
-    _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
-    _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are")
-    _PROCESS_ID = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
+    _JOIN = devices.define_flags()
     flags.mark_flags_as_required(["workdir"])
     app.run(main, flags_parser=parse_flags)

@@ -124,12 +124,13 @@ class Trained:
             raise ValueError(f"{name} cannot be read as an image: {error}") from error
 
 
-def load(workdir: str | os.PathLike, step: int | None = None) -> Trained:
+def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     """The model of a run, as its evaluation has it.
 
     Args:
         workdir: folder of the run.
-        step: of the checkpoint; the newest that can be read if None.
+        step: of the checkpoint, or "best", that of the best evaluation; the newest that can be read
+            if None.
 
     Raises:
         ValueError: when the folder holds no run, one that has learned something else than to
@@ -143,8 +144,8 @@ def load(workdir: str | os.PathLike, step: int | None = None) -> Trained:
     graph, arrays = steps.shapes(config, task)
     here = SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
-    step, state = checkpoint.restore(workdir, abstract, step)
-    return Trained(config, step, class_names, channels, steps.evaluated_model(graph, state))
+    number, state = checkpoint.restore(workdir, abstract, step)
+    return Trained(config, number, class_names, channels, steps.evaluated_model(graph, state))
 
 
 def described(workdir: Path) -> tuple[tuple[str, ...], int]:
