@@ -1257,6 +1257,13 @@ FAULTS = [
         "test_recipe.py::test_every_config_is_valid_and_its_run_has_a_length",
     ),
     Fault(
+        "pictures are encoded one after another",
+        "vit/prepare.py",
+        "with ThreadPoolExecutor(machine.cores()) as pool:",
+        "with ThreadPoolExecutor(1) as pool:",
+        "test_prepare.py::test_pictures_are_encoded_side_by_side_in_order",
+    ),
+    Fault(
         "labels of other data are taken for those of the run",
         "vit/evaluate.py",
         '{"label": label[batch["label"]]}',
@@ -1273,8 +1280,8 @@ FAULTS = [
     Fault(
         "as many workers as cores, whatever room there is",
         "vit/machine.py",
-        "return max(0, min((cores or 1) - 1, room or 0))",
-        "return max(0, (cores or 1) - 1)",
+        "return max(0, min(cores() - 1, room))",
+        "return max(0, cores() - 1)",
         "test_machine.py::test_workers_by_the_machine",
     ),
     Fault(
