@@ -1433,6 +1433,13 @@ FAULTS = [
         "test_recipe.py::test_every_config_is_valid_and_its_run_has_a_length",
     ),
     Fault(
+        "pictures are encoded one after another",
+        "vit/prepare.py",
+        "with ThreadPoolExecutor(machine.cores()) as pool:",
+        "with ThreadPoolExecutor(1) as pool:",
+        "test_prepare.py::test_pictures_are_encoded_side_by_side_in_order",
+    ),
+    Fault(
         "labels of other data are taken for those of the run",
         "vit/evaluate.py",
         '{"label": label[batch["label"]]}',
@@ -1449,8 +1456,8 @@ FAULTS = [
     Fault(
         "as many workers as cores, whatever room there is",
         "vit/machine.py",
-        "return max(0, min((cores or 1) - 1, room or 0))",
-        "return max(0, (cores or 1) - 1)",
+        "return max(0, min(cores() - 1, room))",
+        "return max(0, cores() - 1)",
         "test_machine.py::test_workers_by_the_machine",
     ),
     Fault(
@@ -1526,8 +1533,8 @@ FAULTS = [
     Fault(
         "a folder takes a run of another seed",
         "vit/config.py",
-        'PLACEMENT = ("data.dir", ',
-        'PLACEMENT = ("seed", "data.dir", ',
+        'PLACEMENT = (\n    "data.dir",',
+        'PLACEMENT = (\n    "seed",',
         "test_config.py::test_differences_name_field_and_both_values",
     ),
     Fault(

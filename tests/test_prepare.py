@@ -8,16 +8,19 @@ import re
 import resource
 import struct
 import tarfile
+import threading
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from vit import config, data
+from vit import config, data, machine
 from vit.bounded import read_idx
-from vit.prepare import VERSION, TooManyBadFilesError, encode, prepare
+from vit.prepare import VERSION, TooManyBadFilesError, encode, encoded, prepare
+from vit.sources.source import Example
 
 
 def idx(array):
@@ -362,6 +365,34 @@ def test_odd_images_are_converted():
         assert encode(picture(exif=exif), 3) == picture(exif=exif)
     bitmap = Image.open(io.BytesIO(encode(picture(kind="BMP"), 3)))
     assert bitmap.format == "PNG"
+
+
+def test_pictures_are_encoded_side_by_side_in_order(monkeypatch):
+    """Read one after another by one thread; what fails is told in its place."""
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    together, read = threading.Barrier(3, timeout=20), []
+
+    def content(number):
+        read.append((number, threading.get_ident()))
+        return b"" if number == 4 else [b"a", b"b", b"c"][number % 3]
+
+    def encode(content):
+        together.wait()  # breaks where fewer than three are encoded at a time
+        if not content:
+            raise OSError("empty")
+        return content * 2
+
+    examples = [Example(str(i), partial(content, i), "") for i in range(9)]
+    found: list[tuple[str, object]] = []
+    for example, result in encoded(examples, encode):
+        try:
+            found.append((example.name, result()))
+        except OSError as error:
+            found.append((example.name, str(error)))
+    want: list[tuple[str, object]] = [(str(i), 2 * [b"a", b"b", b"c"][i % 3]) for i in range(9)]
+    want[4] = ("4", "empty")
+    assert found == want
+    assert read == [(i, threading.get_ident()) for i in range(9)]
 
 
 def test_the_shorter_side_is_bounded():

@@ -51,9 +51,15 @@ def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
     """
     if asked >= 0:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    room = _room(folder) // (HELD * batch_bytes) if folder.is_dir() else cores
-    return max(0, min((cores or 1) - 1, room or 0))
+    room = _room(folder) // (HELD * batch_bytes) if folder.is_dir() else cores()
+    return max(0, min(cores() - 1, room))
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _room(folder: Path) -> int:

@@ -24,6 +24,7 @@ written then. Nor is it when the run is stopped, or the disk full; what SIGKILL 
 to more than memory holds; nothing is executed.
 """
 
+import collections
 import contextlib
 import fcntl
 import io
@@ -34,7 +35,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ from absl import app, flags, logging
 from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
-from vit import bounded
+from vit import bounded, machine
 from vit.arguments import parse_flags
 from vit.cli import command
 from vit.sources import forms, ilsvrc2012
@@ -54,6 +57,8 @@ VALIDATION = 0.1
 """Share that is held out where there is nothing to evaluate on."""
 LOOKED_AT = 200
 """Pictures that say whether all are grey."""
+AHEAD = 4
+"""Pictures for each core that are read before they are written."""
 
 
 class TooManyBadFilesError(ValueError):
@@ -112,9 +117,10 @@ def prepare(
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         written = 0
-        for number, example in enumerate(opened.splits[split]()):
+        whole = partial(encode, channels=opened.channels, max_side=max_side)
+        for number, (example, result) in enumerate(encoded(opened.splits[split](), whole)):
             try:
-                image = encode(example.read(), opened.channels, max_side)
+                image = result()
             except Exception as error:  # PIL raises many kinds for broken files
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
@@ -202,6 +208,32 @@ def _removed_if_empty(*folders: Path) -> Iterator[None]:
             for folder in folders:
                 folder.rmdir()
         raise
+
+
+def encoded(
+    examples: Iterable[Example], encode: Callable[[bytes], bytes]
+) -> Iterator[tuple[Example, Callable[[], bytes]]]:
+    """Each example in order, and a function that returns its encoded picture or raises.
+
+    They are read one after another, as archives must be, and encoded by a thread for each core,
+    a few ahead.
+    """
+    waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
+
+    def begun(example: Example) -> Future[bytes]:
+        try:
+            return pool.submit(encode, example.read())
+        except Exception as error:  # of whatever kind: who asks for the picture gets it
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
+
+    with ThreadPoolExecutor(machine.cores()) as pool:
+        for example in examples:
+            waiting.append((example, begun(example).result))
+            if len(waiting) > AHEAD * machine.cores():
+                yield waiting.popleft()
+        yield from waiting
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
