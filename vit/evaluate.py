@@ -22,7 +22,7 @@ import jax
 from absl import app, flags, logging
 
 from performer.choices import moved
-from vit import class_report, data, devices, metrics, runs
+from vit import class_report, data, devices, machine, metrics, runs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
@@ -84,6 +84,7 @@ def main(_: list[str]) -> None:
     workdir = Path(str(_WORKDIR.value))
     try:
         _JOIN()
+        machine.keep_programs()
         lead = jax.process_index() == 0
         if _REPORT.value and jax.process_count() > 1:
             raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")

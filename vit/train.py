@@ -17,7 +17,7 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import costs, data, devices, extension, hosts, loggers, metrics, runs, transfer
+from vit import costs, data, devices, extension, hosts, loggers, machine, metrics, runs, transfer
 from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
@@ -65,6 +65,7 @@ def main(_: list[str]) -> None:
     workdir = Path(str(_WORKDIR.value))
     try:
         _JOIN()
+        machine.keep_programs()
         lead = jax.process_index() == 0
         given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
