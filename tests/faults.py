@@ -1082,6 +1082,13 @@ FAULTS = [
         "test_optim.py::test_running_mean",
     ),
     Fault(
+        "the user's own folder of compiled programs is not taken",
+        "vit/machine.py",
+        ' or jax.config.values["jax_compilation_cache_dir"]:',
+        ":",
+        "test_machine.py::test_programs_are_kept_but_those_of_cpus",
+    ),
+    Fault(
         "one worker of a slice waits for the others",
         "vit/devices.py",
         "    if number > 1:\n",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from tests.small import small_config
@@ -80,3 +81,43 @@ def test_a_bucket_is_no_folder(address, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"bucket/run is an address: .* Mount the bucket"):
         loop.train(small_config(), Path(address))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "expected"),
+    [
+        ("gpu", (None, -1), ("{home}/performer-vit", machine.PROGRAMS)),
+        ("tpu", (None, 99), ("{home}/performer-vit", 99)),
+        ("gpu", ("/mine", -1), ("/mine", -1)),
+        ("cpu", (None, -1), (None, -1)),
+    ],
+)
+def test_programs_are_kept_but_those_of_cpus(tmp_path, monkeypatch, backend, given, expected):
+    """What the user has said stays."""
+    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = [jax.config.values[name] for name in names]
+    try:
+        for name, value in zip(names, given, strict=True):
+            jax.config.update(name, value)
+        machine.keep_programs()
+        folder, size = (jax.config.values[name] for name in names)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
+    assert folder == (expected[0] and expected[0].format(home=tmp_path))
+    assert size == expected[1]
+
+
+def test_a_bounded_cache_of_programs_works(tmp_path):
+    """JAX needs filelock for it, and else goes on without a cache and a warning."""
+    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    environment = {
+        "JAX_COMPILATION_CACHE_MAX_SIZE": "99999999",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
+    assert any(path.name.endswith("-cache") for path in tmp_path.iterdir())

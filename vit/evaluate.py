@@ -33,7 +33,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 from performer.choices import moved
-from vit import class_report, classification, data, devices, metrics, runs, steps, use
+from vit import class_report, classification, data, devices, machine, metrics, runs, steps, use
 from vit import config as configs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
@@ -161,6 +161,7 @@ def main(_: list[str]) -> None:
                 " --split, --name, --data_dir and --batch_size"
             )
         _JOIN()
+        machine.keep_programs()
         lead = jax.process_index() == 0
         if _REPORT.value and jax.process_count() > 1:
             raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")

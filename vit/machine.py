@@ -4,6 +4,8 @@ import os
 import resource
 from pathlib import Path
 
+import jax
+
 SPARE = 256
 """Descriptors for all else than data files: logs, sockets, libraries, the terminal."""
 
@@ -11,6 +13,24 @@ HELD = 2
 """Batches of each worker in shared memory: one that waits to be taken, one that is being made."""
 
 GIB = 2.0**30
+
+PROGRAMS = 4 * 2**30
+"""Bytes of compiled programs that are kept; those not used for longest go."""
+
+
+def keep_programs() -> None:
+    """Compiled programs are kept in the user's cache folder, for the next start.
+
+    Not where JAX has been told of a folder (JAX_COMPILATION_CACHE_DIR), and not on CPUs: their
+    programs are of one kind of processor, which JAX's name of a program does not say, and a home
+    directory may be shared by several. To be called before anything is compiled.
+    """
+    if jax.default_backend() == "cpu" or jax.config.values["jax_compilation_cache_dir"]:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(home / "performer-vit"))
+    if jax.config.values["jax_compilation_cache_max_size"] == -1:
+        jax.config.update("jax_compilation_cache_max_size", PROGRAMS)
 
 
 def allow_open_files(number: int) -> None:

@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from performer.choices import moved
 from vit import config as configs
-from vit import devices, dry_run, extension, hosts, loggers, metrics, transfer
+from vit import devices, dry_run, extension, hosts, loggers, machine, metrics, transfer
 from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
@@ -48,6 +48,7 @@ def main(_: list[str]) -> None:
             )
             print(dry_run.as_json(found) if _JSON.value else dry_run.text(found))
             sys.exit(found.fits is False)
+        machine.keep_programs()
         lead = jax.process_index() == 0
         loggers.check(_LOG.value)
         if _INIT_FROM.value:
