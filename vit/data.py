@@ -157,7 +157,9 @@ def train_batches(
     whole = _Batches(order.random_map(example), _local_size(data, processes), threads)
     own = grain.MapDataset.source(whole).slice(slice(start * processes + process, None, processes))
     batches = own.to_iter_dataset(_read_ahead(threads))
-    workers = machine.workers(data.num_workers, batch_bytes(dataset, data, processes))
+    workers = data.num_workers
+    if workers < 0:
+        workers = machine.workers(workers, batch_bytes(dataset, data, processes))
     if workers:
         options = grain.MultiprocessingOptions(num_workers=workers)
         batches = batches.mp_prefetch(options, _start_worker)
