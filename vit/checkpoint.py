@@ -264,17 +264,24 @@ def _count_alike() -> None:
 
 def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
     """What this process reads of a checkpoint, waiting for no other; or why it cannot."""
-    alone = ocp.options.MultiprocessingOptions(
+    try:
+        files.check(folder)
+        with _alone():
+            return ocp.load_checkpointables(str(folder.resolve()), content), ""
+    except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Orbax takes this process for the only one."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    options = ocp.options.MultiprocessingOptions(
         primary_host=None,
         active_processes={jax.process_index()},
         barrier_sync_key_prefix=str(jax.process_index()),
     )
-    try:
-        files.check(folder)
-        with ocp.Context(multiprocessing_options=alone):
-            return ocp.load_checkpointables(str(folder.resolve()), content), ""
-    except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ocp.Context(multiprocessing_options=options)
 
 
 def shapes(workdir: Path) -> Any:
