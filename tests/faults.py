@@ -1385,8 +1385,8 @@ FAULTS = [
     Fault(
         "a folder takes a run of another seed",
         "vit/config.py",
-        'PLACEMENT = ("data.dir", ',
-        'PLACEMENT = ("seed", "data.dir", ',
+        '    "checkpoint_every",\n    "keep_every",\n)',
+        '    "checkpoint_every",\n    "keep_every",\n    "seed",\n)',
         "test_config.py::test_differences_name_field_and_both_values",
     ),
     Fault(
