@@ -1540,8 +1540,8 @@ FAULTS = [
     Fault(
         "a folder takes a run of another seed",
         "vit/config.py",
-        'PLACEMENT = (\n    "data.dir",',
-        'PLACEMENT = (\n    "seed",',
+        '    "checkpoint_every",\n    "keep_every",\n)',
+        '    "checkpoint_every",\n    "keep_every",\n    "seed",\n)',
         "test_config.py::test_differences_name_field_and_both_values",
     ),
     Fault(
