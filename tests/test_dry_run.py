@@ -89,6 +89,13 @@ def test_gradients_are_reduced_over_eight_devices(eight_devices):
     assert 4 * count <= size < 4 * count + 4096  # float32, and a few sums
 
 
+def test_a_batch_in_parts_costs_as_much_as_whole(plan):
+    """XLA counts the inside of a loop once."""
+    settings = small_config(model=SETTINGS.model, optim=config.Optim(warmup_steps=1, accumulate=4))
+    parts = dry_run.plan(settings)
+    assert plan.train.operations < parts.train.operations < 1.5 * plan.train.operations
+
+
 @pytest.mark.parametrize(
     ("topology", "message"),
     [

@@ -57,11 +57,11 @@ class Cost(NamedTuple):
     memory: Mapping[str, int]
     """Bytes, as `costs.memory_of`."""
     operations: float
-    """As the compiler counts them, the inside of a loop once; that of GPUs does not: 0."""
+    """As the compiler counts them, for each part of a batch; that of GPUs does not: 0."""
     bytes: float
     """To and from memory, likewise."""
     collectives: Mapping[str, tuple[int, int]]
-    """By kind how many, and bytes of what they return."""
+    """By kind how many, and bytes of what they return; those inside a loop once."""
 
 
 class Plan(NamedTuple):
@@ -167,6 +167,8 @@ def plan(
     with jax.set_mesh(mesh):  # attention reads there for which devices it is compiled
         gpu = there[0].platform in ("cuda", "gpu")
         train = compiled(program.train, program.abstract, unmasked, gpu=gpu)
+        parts = config.optim.accumulate  # a loop, which the compiler counts as one turn
+        train = train._replace(operations=parts * train.operations, bytes=parts * train.bytes)
         evaluate = compiled(program.evaluate, program.abstract, batch, gpu=gpu)
     return Plan(
         there[0].device_kind,
