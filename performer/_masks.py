@@ -10,7 +10,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-Lead = tuple[int, ...]
+from performer.typing import Size
+
+Lead = tuple[Size, ...]
 """Sizes of the batch axes."""
 
 
@@ -112,7 +114,7 @@ def smallest(x: Any) -> float:
     return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
 
 
-def _broadcasts(shape: tuple[int, ...], want: tuple[int, ...]) -> bool:
+def _broadcasts(shape: Lead, want: Lead) -> bool:
     return len(shape) <= len(want) and all(
         have in (1, size) for have, size in zip(shape[::-1], want[::-1], strict=False)
     )

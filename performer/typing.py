@@ -17,12 +17,15 @@ given is computed in `float32_or_wider` of these points, and everything else is 
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 Key = PRNGKeyArray
+Size = Any
+"""Of an axis: an int, or a dimension of `jax.export.symbolic_shape`, whose type is not public."""
 Lengths = Float[Array, " m"]
 Frequencies = Float[Array, "m d"]
 

@@ -12,7 +12,7 @@ from performer import _masks, features
 from performer.attention.state import State
 from performer.calibration import Calibration
 from performer.features import FeatureMap
-from performer.typing import float32_or_wider
+from performer.typing import Size, float32_or_wider
 
 
 class Inputs(NamedTuple):
@@ -41,13 +41,13 @@ class Options(NamedTuple):
     is_causal: bool = False
     axis_name: str | None = None
     return_state: bool = False
-    chunk: int = 0
+    chunk: Size = 0
     """Tokens of a causal chunk."""
-    block: int = 0
+    block: Size = 0
     """Tokens whose features exist at a time."""
     robust: bool = False
 
-    def num_features(self, frequencies: Array) -> int:
+    def num_features(self, frequencies: Array) -> Size:
         """How many features these frequencies make."""
         return frequencies.shape[-2] * self.feature_map.features_per_frequency
 

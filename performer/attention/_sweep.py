@@ -30,11 +30,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from performer.attention._sizes import blocks, min_dim
 from performer.attention.state import (
     Features,
     Keys,
     State,
-    blocks,
     combine,
     dot,
     exponentials,
@@ -48,6 +48,7 @@ from performer.attention.state import (
     weighted,
 )
 from performer.features import Split
+from performer.typing import Size
 
 TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
@@ -89,8 +90,8 @@ def sweep(
     *,
     window: Window = "causal",
     finish: Callable[[Rows], Any],
-    chunk: int,
-    block: int,
+    chunk: Size,
+    block: Size,
     robust: bool = False,
 ) -> tuple[Any, State]:
     """One pass over the sequence: every query with all keys before its chunk, and in it a window.
@@ -112,7 +113,7 @@ def sweep(
     """
     query, keys, segments = tokens
     b, t, k, groups, _ = query.shape
-    chunk = min(chunk, t)
+    chunk = min_dim(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
     keys = extended(keys, 0, count * length - t)
 
@@ -220,7 +221,7 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
     return (state, previous), rows
 
 
-def _allowed(window: Window, segments: Array | None, groups: int, length: int) -> Array | None:
+def _allowed(window: Window, segments: Array | None, groups: int, length: Size) -> Array | None:
     """Which keys of its chunk a query sees, (g s, s) or (b, c, g s, s); None for all."""
     allowed = jnp.tril(jnp.ones((length, length), bool)) if window == "causal" else None
     if segments is not None:
@@ -277,7 +278,7 @@ def _within(
     return weights / total[..., None], maximum, below
 
 
-def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Float[Array, "*c t"]:
+def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: Size) -> Float[Array, "*c t"]:
     """max of mu over the keys that each row may see."""
     if allowed is None:
         return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))

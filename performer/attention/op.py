@@ -5,28 +5,21 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import state as states
 from performer.attention._checks import Inputs, Options, check
+from performer.attention._sizes import chunk_and_block, max_dim, min_dim
 from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import Keys, State, extended, pad
 from performer.calibration import Calibration, fold, for_heads, transform_keys
 from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import float32_or_wider
-
-CHUNK = {"cpu": 64}
-"""Tokens of a causal chunk, by platform; 128 on the others."""
-BLOCK_ROWS = {"cpu": 4096}
-"""Tokens x batch x heads whose features exist at a time, by platform; 2^17 on the others.
-
-Half as many in a sweep, which holds twice the features. Measured on two cores.
-"""
-
+from performer.typing import Size, float32_or_wider
 
 IMPLEMENTATIONS = ("direct", "blocked", "robust")
 
@@ -60,7 +53,9 @@ def performer_attention(
     (for feature maps that estimate softmax); with non-negative features the rows of the estimated
     attention matrix are non-negative and sum to 1 for any m. The memory grows with t + s, never
     with (t + s) m, in the backward pass too: features are computed again there. Gradients of any
-    order, forward mode, `vmap`, `jax.checkpoint` and `scan` work.
+    order, forward mode, `vmap`, `jax.checkpoint` and `scan` work. Batch, lengths and heads may be
+    symbols of `jax.export`: one program then serves all of their sizes, and works in blocks and
+    chunks that suit the platform it is run on; with numbers, those of the machine that traces it.
 
     Args:
         query: (b, t, n, h), with any number of batch axes or none; float32, bfloat16, float16 or
@@ -187,8 +182,7 @@ def performer_attention(
         robust=implementation == "robust",
     )
     inputs = check(given, options)
-    chunk, block = _block_sizes(implementation, inputs, options)
-    output, state = _attention(inputs, options._replace(chunk=chunk, block=block))
+    output, state = _where_it_runs(implementation, inputs, options)
     lead = query.shape[:-3]
     if len(lead) != 1:
         output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
@@ -220,6 +214,32 @@ def attention_weights(
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
     return jnp.moveaxis(output, -2, -3)
+
+
+def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options):
+    """Attention in the sizes of this machine; of symbolic shapes, in those of the one it is run on.
+
+    What has symbolic shapes is exported, and maybe for several platforms.
+    """
+
+    def on(platform):
+        chunk, block = _block_sizes(platform, implementation, inputs, options)
+        return partial(_attention, options=options._replace(chunk=chunk, block=block))
+
+    if any(map(is_symbolic_dim, (*inputs.query.shape, *inputs.key.shape))):
+        return jax.lax.platform_dependent(inputs, cpu=on("cpu"), default=on("other"))
+    return on(jax.default_backend())(inputs)
+
+
+def _block_sizes(
+    platform: str, implementation: str | None, inputs: Inputs, options: Options
+) -> tuple[Size, Size]:
+    """Tokens of a chunk and of a block."""
+    t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
+    if implementation == "direct":
+        return 2 * (t + s), 2 * (t + s)
+    sweeping = options.is_causal or inputs.segment_ids is not None
+    return chunk_and_block(platform, b * k, options.num_features(inputs.frequencies), sweeping)
 
 
 @partial(jax.jit, static_argnames="options")
@@ -255,7 +275,7 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
         state = states.combine(state, exchange(own, options.axis_name))
     if segments is not None:
         output = _packed(maps, query, keys, segments, nothing, options)
-    elif options.is_causal and t > 1:
+    elif options.is_causal and t not in (0, 1):
         output, state = _sweep(maps, options)(Tokens(query, keys, None), state, finish=ratio)
     else:
         if options.axis_name is None or options.is_causal:
@@ -356,9 +376,9 @@ def _importance(split: features.Split, log_weights: Array, per_frequency: int) -
     return exponent, factor * jnp.exp(log_weights)
 
 
-def _cut_keys(keys: Keys, t: int) -> Keys:
+def _cut_keys(keys: Keys, t: Size) -> Keys:
     """As many keys as queries: later ones are in the future of all."""
-    keys = extended(keys, 0, max(t - keys.key.shape[1], 0))
+    keys = extended(keys, 0, max_dim(t - keys.key.shape[1], 0))
     return jax.tree.map(lambda x: x[:, :t], keys)
 
 
@@ -377,7 +397,7 @@ def _packed(maps, query, keys: Keys, segments, initial, options: Options):
     else:
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
     # Whole chunks, for both sweeps to have the same ones.
-    padding = -order.shape[1] % min(options.chunk, order.shape[1])
+    padding = -order.shape[1] % min_dim(options.chunk, order.shape[1])
     query, keys, ids = jax.tree.map(partial(_take, order=order), (query, keys, ids))
     query, ids = (pad(x, 0, padding) for x in (query, ids))
     tokens = Tokens(query, extended(keys, 0, padding), ids)
@@ -402,18 +422,3 @@ def _take(x: Array, order: Array) -> Array:
     """Tokens of (b, t, ...) in the order (b, t)."""
     index = order.reshape(*order.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
-
-
-def _block_sizes(implementation: str | None, inputs: Inputs, options: Options) -> tuple[int, int]:
-    """Tokens of a chunk and of a block."""
-    t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
-    if implementation == "direct":
-        return 2 * (t + s), 2 * (t + s)
-    platform = jax.default_backend()
-    sweeping = options.is_causal or inputs.segment_ids is not None
-    rows = BLOCK_ROWS.get(platform, 2**17) // (2 if sweeping else 1)
-    chunk = CHUNK.get(platform, 128)
-    # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
-    # themselves if a block has at least m tokens.
-    m = options.num_features(inputs.frequencies)
-    return chunk, max(chunk, m, rows // max(b * k, 1))

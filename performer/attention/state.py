@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from performer.attention._sizes import blocks
 from performer.features import Split
-from performer.typing import float32_or_wider
+from performer.typing import Size, float32_or_wider
 
 Features = Callable[[Array], Split]
 """Of queries or of keys (k, b, ..., t, h)."""
@@ -48,7 +49,7 @@ class State(NamedTuple):
 
 
 def empty(
-    key: Float[Array, "b s k h"], num_features: int, value_width: int, *like: Array | None
+    key: Float[Array, "b s k h"], num_features: Size, value_width: Size, *like: Array | None
 ) -> State:
     """The state (k, b, m) of no keys, the neutral element of `combine`.
 
@@ -137,7 +138,7 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
 
 
-def summarise(key_map: Features, keys: Keys, initial: State, block: int) -> State:
+def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
     """The initial state (k, b, m) and all keys, `block` at a time; features are never stored."""
     s = keys.key.shape[1]
     count, length = blocks(s, block)
@@ -163,7 +164,7 @@ def attend(
     query: Float[Array, "b t k g h"],
     state: State,
     dtype: jnp.dtype,
-    block: int,
+    block: Size,
 ) -> Float[Array, "b t k g v"]:
     """Every query attends over the features: sum_j a_j z_j / sum_j a_j s_j."""
     (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
@@ -195,24 +196,13 @@ def normalised(numerator: Array, denominator: Array) -> Array:
     return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
 
 
-def blocks(length: int, block: int, multiple: int = 1) -> tuple[int, int]:
-    """Number and length of equal blocks, at most `block` long, each a multiple of `multiple`.
-
-    A few more blocks are taken where they need no padding, which costs copies and a mask.
-    """
-    least = max(1, -(-length // block))
-    even = (count for count in range(least, 2 * least) if length % (count * multiple) == 0)
-    count = next(even, least)
-    return count, -(-length // (count * multiple)) * multiple
-
-
-def pad(x: Array, before: int, after: int, fill: float = 0) -> Array:
+def pad(x: Array, before: Size, after: Size, fill: float = 0) -> Array:
     """Zeros, or `fill`, before and after the tokens of (b, t, ...)."""
     widths = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, widths, constant_values=fill)
 
 
-def extended(keys: Keys, before: int, after: int) -> Keys:
+def extended(keys: Keys, before: Size, after: Size) -> Keys:
     """With keys that do not exist before and after."""
     if before == after == 0:
         return keys
@@ -223,7 +213,7 @@ def extended(keys: Keys, before: int, after: int) -> Keys:
     return Keys(key, value, pad(log_weights, before, after, -jnp.inf))
 
 
-def heads_first(x: Array, count: int, length: int) -> Array:
+def heads_first(x: Array, count: Size, length: Size) -> Array:
     """(b, t, k, ...) -> (count, k, b, length, ...), padded with zeros, in one copy."""
     x = pad(x, 0, count * length - x.shape[1])
     x = x.reshape(x.shape[0], count, length, *x.shape[2:])

@@ -1,0 +1,50 @@
+"""How many tokens are worked on at once: chunks and blocks, of sizes that may be symbolic.
+
+A size of `jax.export.symbolic_shape` stands for every number from 1: no comparison of it is decided
+while a function is traced. The formulas therefore have the largest and the smallest of two sizes as
+JAX writes them, and an exported program chooses, once it is called, what a direct call would.
+"""
+
+from jax.core import max_dim, min_dim
+from jax.export import is_symbolic_dim
+
+from performer.typing import Size
+
+CHUNK = {"cpu": 64}
+"""Tokens of a causal chunk, by platform; 128 on the others."""
+BLOCK_ROWS = {"cpu": 4096}
+"""Tokens x batch x heads whose features exist at a time, by platform; 2^17 on the others.
+
+Half as many in a sweep, which holds twice the features. Measured on two cores.
+"""
+
+
+def chunk_and_block(
+    platform: str, batch_and_heads: Size, num_features: Size, sweeping: bool
+) -> tuple[Size, Size]:
+    """Tokens of a causal chunk, and those whose features exist at a time, on a platform.
+
+    They change the result by no more than rounding.
+    """
+    rows = BLOCK_ROWS.get(platform, 2**17) // (2 if sweeping else 1)
+    chunk = CHUNK.get(platform, 128)
+    # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
+    # themselves if a block has at least m tokens.
+    least = max_dim(chunk, num_features)
+    return chunk, max_dim(least, rows // max_dim(batch_and_heads, 1))
+
+
+def blocks(length: Size, block: Size, multiple: Size = 1) -> tuple[Size, Size]:
+    """Number and length of equal blocks, at most `block` long, each a multiple of `multiple`.
+
+    A few more blocks are taken where they need no padding, which costs copies and a mask; not where
+    a size is symbolic.
+    """
+    count = max_dim(1, -(-length // block))
+    if not any(map(is_symbolic_dim, (length, block, multiple))):
+        even = (more for more in range(count, 2 * count) if length % (more * multiple) == 0)
+        count = next(even, count)
+    return count, -(-length // (count * multiple)) * multiple
+
+
+__all__ = ["blocks", "chunk_and_block", "max_dim", "min_dim"]

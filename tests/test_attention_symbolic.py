@@ -1,0 +1,142 @@
+"""Exported with sizes that are symbols, attention is what it is called directly."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_inputs import close, inputs
+from jax import export
+
+from performer import calibration, performer_attention
+from performer.attention import _sizes
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Chunks of 4 tokens, of 8 but on a CPU; blocks of 12 tokens, more for a small batch."""
+    monkeypatch.setattr(_sizes, "CHUNK", {"cpu": 4, "other": 8})
+    monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 100, "other": 200})
+
+
+def exported(function, example, names, platforms=("cpu", "tpu", "cuda")):
+    """By way of bytes; `names` are the axes of each argument, as in "b, t, 4, 8"."""
+    scope = export.SymbolicScope()
+    shapes = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(axes, scope=scope, like=x.shape), x.dtype)
+        for x, axes in zip(example, names, strict=True)
+    ]
+    program = export.export(jax.jit(function), platforms=platforms)(*shapes)
+    return export.deserialize(program.serialize())
+
+
+SELF = ("b, t, ...", "b, t, ...", "b, t, ...", "...")
+CROSS = ("b, t, ...", "b, s, ...", "b, s, ...", "...")
+SIZES = [(1, 1), (2, 7), (3, 50)]
+
+
+def causal(query, key, value, frequencies, lengths):
+    return performer_attention(
+        query, key, value, frequencies, is_causal=True, key_value_seq_lengths=lengths
+    )
+
+
+@pytest.fixture(scope="module")
+def causal_program():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sizes, "CHUNK", {"cpu": 4})
+        patch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 100})
+        return exported(causal, (*inputs(), jnp.ones(2, int)), (*SELF, "b"))
+
+
+@pytest.mark.parametrize(("b", "t"), SIZES)
+def test_causal_with_lengths_of_any_batch_and_length(causal_program, b, t):
+    lengths = jnp.arange(1, b + 1) * t // b
+    given = *inputs(b=b, t=t), lengths
+    close(causal_program.call(*given), causal(*given))
+
+
+def test_later_keys_change_nothing_bit_for_bit(causal_program):
+    query, key, value, frequencies = inputs(b=2, t=30)
+    lengths = jnp.full(2, 30)
+    changed = (x.at[:, 17:].mul(-3) for x in (key, value))
+    before = causal_program.call(query, key, value, frequencies, lengths)
+    after = causal_program.call(query, *changed, frequencies, lengths)
+    np.testing.assert_array_equal(before[:, :17], after[:, :17])
+    assert np.all(before[:, 17:] != after[:, 17:])
+
+
+def test_cross_attention_with_two_lengths_and_a_mask_in_bfloat16():
+    def cross(query, key, value, frequencies, mask):
+        return performer_attention(query, key, value, frequencies, mask=mask)
+
+    def given(b, t, s):
+        tokens = (x.astype(jnp.bfloat16) for x in inputs(b=b, t=t, s=s)[:3])
+        mask = np.random.default_rng(t).random((b, 1, 1, s)) < 0.7
+        return *tokens, inputs()[3], jnp.asarray(mask)
+
+    program = exported(cross, given(2, 7, 9), (*CROSS, "b, 1, 1, s"))
+    for sizes in [(1, 1, 1), (3, 50, 20), (2, 5, 60)]:
+        got = program.call(*given(*sizes))
+        assert got.dtype == jnp.bfloat16
+        close(got.astype(np.float32), cross(*given(*sizes)).astype(np.float32), 1e-2)
+
+
+@pytest.mark.parametrize("implementation", [None, "direct"])
+def test_causal_cross_attention_with_a_calibration(implementation):
+    """More queries than keys, and fewer."""
+    fitted = calibration.calibrate(*inputs(t=40)[:2])
+
+    def calibrated(*given):
+        options = dict(calibration=fitted, is_causal=True, implementation=implementation)
+        return performer_attention(*given, **options)
+
+    program = exported(calibrated, inputs(s=9), CROSS)
+    for t, s in [(1, 5), (21, 6), (6, 21)]:
+        given = inputs(t=t, s=s)
+        close(program.call(*given), calibrated(*given))
+
+
+@pytest.mark.parametrize("number", [3, 40])
+def test_a_batch_alone_may_be_symbolic(number):
+    """As an image model has it: blocks follow the batch, and the length is a number."""
+    program = exported(performer_attention, inputs(t=33), ("b, ...",) * 3 + ("...",))
+    given = inputs(b=number, t=33)
+    close(program.call(*given), performer_attention(*given))
+
+
+def test_sizes_are_those_of_the_platform_that_runs_it():
+    """The mask within a chunk is 4 x 4 on a CPU, 8 x 8 elsewhere, whatever this machine is."""
+
+    def masks(*platforms):
+        names = ("b, ...",) * 3 + ("...", "b")
+        program = exported(causal, (*inputs(t=33, k=4), jnp.ones(2, int)), names, platforms)
+        return set(re.findall(r"tensor<(4|8)x\1xi1>", program.mlir_module()))
+
+    assert masks("cpu") == {"4"}
+    assert masks("tpu") == {"8"}
+    assert masks("cpu", "cuda") == {"4", "8"}
+
+
+def test_blocks_are_those_of_numbers_but_for_those_without_padding():
+    (t,) = export.symbolic_shape("t")
+    blocks = _sizes.blocks(t, 12, 4)
+    for number in (1, 11, 12, 13, 50, 97):
+        least = -(-number // 12)
+        got = [size._evaluate({"t": number}) for size in blocks]
+        assert got == [least, -(-number // (least * 4)) * 4]
+
+
+@pytest.mark.slow  # its program is large
+def test_packed_sequences():
+    def packed(*given):
+        return performer_attention(*given[:4], segment_ids=given[4])
+
+    def given(b, t):
+        ids = np.random.default_rng(t).integers(0, 3, (b, t))
+        return *inputs(b=b, t=t), jnp.asarray(ids, jnp.int32)
+
+    program = exported(packed, given(2, 7), (*SELF, "b, t"))
+    for b, t in SIZES:
+        close(program.call(*given(b, t)), packed(*given(b, t)))
