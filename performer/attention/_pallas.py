@@ -1,0 +1,369 @@
+"""Bidirectional attention in one kernel for TPU (Pallas): features never leave the core's memory.
+
+Positive features, tokens in the lanes: queries (n, h, t), keys (n, h, s), values (n, v, s),
+features (n, m, t), for the heads and tokens of a block. With the exponents
+
+    l = W_k k - scale |k|^2 / 2 + log-weights of the keys + log-weights of the features
+    x = W_q q + c
+
+    keys      c_j = max_k l_j(k),   f = e^{l - c},   [z s] = f [v; 1]^T
+    queries   r = max_j x_j,   [o; d] = [z s]^T e^{x - r},   output = o / d,   L = r + log d
+
+The backward pass computes features again, those of queries normalised: p = e^{x - L}, for which
+z^T p is the output and s^T p = 1. With g the gradient of the output, and d for "gradient of",
+
+    queries   u = z^T g,  a = p.u / p.s,  dx = p (u - s a),  dq = W_q^T dx,  [dz ds] = p [g; -a]^T
+    keys      dl = f (dz v + ds),   dk = W_k^T dl - scale k sum_j dl_j,   dv = dz^T f
+
+c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
+of the frequencies are dx q^T and dl k^T. Where the tokens fit into one block, keys and queries are
+one kernel, and the backward pass folds its keys again. Else each is a kernel that goes over blocks.
+
+Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
+make the normaliser and its gradient, are three operands each, that add up to 24 bits.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from performer.attention.state import finite
+
+Out = jax.ShapeDtypeStruct
+ROWS = 8
+"""Rows of ones, or of the parts of a number, beside the values: a tile is eight rows high."""
+
+
+class Operands(NamedTuple):
+    """What attention is of, tokens last."""
+
+    query: Float[Array, "b n h t"]
+    key: Float[Array, "b k h s"]
+    value: Float[Array, "b k v s"]
+    of_query: Float[Array, "k m h"]
+    of_key: Float[Array, "k m h"]
+    of_features: Float[Array, "k m 1"] | None = None
+    log_weights: Float[Array, "b k 1 s"] | None = None
+
+
+class Settings(NamedTuple):
+    """What is static in a call."""
+
+    scale: float
+    heads: int
+    """Key heads of a block."""
+    block: int
+    """Tokens of a block."""
+    interpret: bool = False
+
+
+def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
+    """Products of heads (n, ., .), summed over these axes in float32."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((over[0],), (over[1],)), ((0,), (0,))),
+        precision=None if left.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
+    """Eight rows (axis 1) or columns (axis 2) that add up to x, the float32 of one, in `dtype`."""
+    rows = [x]
+    if dtype == jnp.bfloat16:
+        high = x.astype(dtype).astype(x.dtype)
+        middle = (x - high).astype(dtype).astype(x.dtype)
+        rows = [high, middle, x - high - middle]
+    return jnp.concatenate(rows + [jnp.zeros_like(x)] * (ROWS - len(rows)), axis).astype(dtype)
+
+
+def shared(x: Array, n: int) -> Array:
+    """One for each of n query heads, of which consecutive ones share a key head."""
+    if len(x) == n:
+        return x
+    each = jnp.broadcast_to(x[:, None], (len(x), n // len(x), *x.shape[1:]))
+    return each.reshape(n, *x.shape[1:])
+
+
+def gathered(x: Array, k: int) -> Array:
+    """The sums over the query heads of each key head."""
+    return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
+
+
+def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
+    """l."""
+    squares = jnp.square(x.key.astype(jnp.float32))
+    of_tokens = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
+    if x.log_weights is not None:
+        of_tokens += x.log_weights
+    exponents = dot(x.of_key, x.key) + of_tokens
+    return exponents if x.of_features is None else exponents + x.of_features
+
+
+def fold(exponents: Array, value: Array, c: Array | None = None, z: Array | None = None):
+    """f, c and [z s], after those of earlier keys; s eight times."""
+    largest = jnp.max(exponents, axis=2, keepdims=True)
+    largest = largest if c is None else jnp.maximum(c, largest)
+    f = jnp.exp(exponents - finite(largest))
+    ones = jnp.ones((len(value), ROWS, value.shape[2]), value.dtype)
+    own = dot(f.astype(value.dtype), jnp.concatenate([value, ones], axis=1), (2, 2))
+    return f, largest, own if z is None else own + z * jnp.exp(c - finite(largest))
+
+
+def numerators(z: Float[Array, "k m v+8"], dtype: jnp.dtype) -> Float[Array, "k v+8 m"]:
+    """[z s]^T as an operand, s in parts."""
+    width = z.shape[2] - ROWS
+    s = parts(z[:, :, width : width + 1], 2, dtype).astype(z.dtype)
+    return jnp.concatenate([z[:, :, :width], s], axis=2).swapaxes(1, 2).astype(dtype)
+
+
+def attend(x: Operands, c: Array, zs: Array) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
+    """The output and L, which is inf for a query without any key."""
+    n, dtype, width = len(x.query), x.query.dtype, zs.shape[1] - ROWS
+    exponents = dot(shared(x.of_query, n), x.query) + shared(c, n)
+    largest = finite(jnp.max(exponents, axis=1, keepdims=True))
+    rows = dot(shared(zs, n), jnp.exp(exponents - largest).astype(dtype))
+    d = jnp.sum(rows[:, width:], axis=1, keepdims=True)
+    output = rows[:, :width] * (1 / jnp.where(d == 0, 1.0, d))
+    return output, jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
+
+
+def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array):
+    """dq, [dz ds] and dx."""
+    (n, k), dtype, width = (len(x.query), len(c)), x.query.dtype, gradient.shape[1]
+    p = jnp.exp(dot(shared(x.of_query, n), x.query) + shared(c, n) - logsum)
+    s = shared(z[:, :, width : width + 1], n)
+    u = dot(shared(z[:, :, :width].astype(dtype), n), gradient)
+    total = jnp.sum(p * s, axis=1, keepdims=True)
+    a = jnp.sum(p * u, axis=1, keepdims=True) / jnp.where(total == 0, 1.0, total)
+    dx = (p * (u - s * a)).astype(dtype)
+    columns = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
+    dz = gathered(dot(p.astype(dtype), columns, (2, 2)), k)
+    ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
+    dz = jnp.concatenate([dz[:, :, :width], jnp.broadcast_to(ds, (*ds.shape[:2], ROWS))], axis=2)
+    return dot(shared(x.of_query, n).swapaxes(1, 2), dx), dz, dx
+
+
+def from_keys(x: Operands, f: Array, dz: Array, scale: float):
+    """dk, dv and dl."""
+    dtype, width = x.key.dtype, x.value.shape[1]
+    dz, ds = dz[:, :, :width].astype(dtype), dz[:, :, width : width + 1]
+    dl = f * (dot(dz, x.value) + ds)
+    dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
+    dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
+    return dk, dot(dz.swapaxes(1, 2), f.astype(dtype)), dl
+
+
+def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
+    """The i-th block of keys; past their number zeros, that do not count."""
+    inside = within(x.key.shape[2], length, i)
+    if inside is None:
+        return x
+    weights = x.log_weights
+    if weights is None:
+        weights = jnp.zeros(inside.shape, jnp.float32)
+    key, value = (jnp.where(inside, y, 0) for y in (x.key, x.value))
+    weights = jnp.where(inside, weights, -jnp.inf)
+    return x._replace(key=key, value=value, log_weights=weights)
+
+
+def real_queries(x: Operands, logsum: Array, gradient: Array, length: int, i: Array | int = 0):
+    """The i-th block of queries, their L and g; past their number p is 0."""
+    inside = within(x.query.shape[2], length, i)
+    if inside is None:
+        return x, logsum, gradient
+    query, gradient = (jnp.where(inside, y, 0) for y in (x.query, gradient))
+    return x._replace(query=query), jnp.where(inside, logsum, jnp.inf), gradient
+
+
+def within(block: int, length: int, i: Array | int) -> Array | None:
+    """Which tokens of the i-th block there are, (1, 1, block); None for all of every block."""
+    if length % block == 0:
+        return None
+    return i * block + jax.lax.broadcasted_iota(jnp.int32, (1, 1, block), 2) < length
+
+
+def read(refs):
+    """The arrays of references."""
+    return jax.tree.map(lambda ref: ref[...], refs)
+
+
+def add(refs, values, first: Array) -> None:
+    """Sums over steps of the grid, from nothing at the first; None is not wanted."""
+    for ref, value in zip(refs, values, strict=True):
+        if ref is not None:
+
+            @pl.when(first)
+            def _(ref=ref):
+                ref[...] = jnp.zeros_like(ref)
+
+            ref[...] += value
+
+
+def _forward(x, output, logsum, *, scale, lengths):
+    x = real_keys(read(x), lengths[1])
+    _, c, z = fold(exponents_of_keys(x, scale), x.value)
+    out, logsum[...] = attend(x, c, numerators(z, x.query.dtype))
+    output[...] = out.astype(output.dtype)
+
+
+def _keys(x, c, z, *, scale, lengths):
+    i = pl.program_id(2)
+
+    @pl.when(i == 0)
+    def _():
+        c[...] = jnp.full_like(c, -jnp.inf)
+        z[...] = jnp.zeros_like(z)
+
+    x = real_keys(read(x), lengths[1], i)
+    _, c[...], z[...] = fold(exponents_of_keys(x, scale), x.value, c[...], z[...])
+
+
+def _queries(x, c, zs, output, logsum, *, scale, lengths):
+    out, logsum[...] = attend(read(x), c[...], zs[...])
+    output[...] = out.astype(output.dtype)
+
+
+def _backward(x, logsum, gradient, grads, *, scale, lengths):
+    x = real_keys(read(x), lengths[1])
+    exponents = exponents_of_keys(x, scale)
+    f, c, z = fold(exponents, x.value)
+    x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
+    dz = _write_queries(x, c, z, logsum, gradient, grads)
+    _write_keys(x, f, dz, grads, scale)
+
+
+def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
+    i = pl.program_id(2)
+    x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
+    add([dz], [_write_queries(x, c[...], z[...], logsum, gradient, grads)], i == 0)
+
+
+def _keys_backward(x, c, dz, grads, *, scale, lengths):
+    x = real_keys(read(x), lengths[1], pl.program_id(2))
+    f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
+    _write_keys(x, f, dz[...], grads, scale)
+
+
+def _first() -> Array:
+    return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
+
+
+def _write_queries(x, c, z, logsum, gradient, grads) -> Array:
+    dq, dz, dx = from_queries(x, c, z, logsum, gradient)
+    grads.query[...] = dq.astype(grads.query.dtype)
+    if grads.of_query is not None:
+        add([grads.of_query], [gathered(dot(dx, x.query, (2, 2)), len(x.of_query))], _first())
+    return dz
+
+
+def _write_keys(x, f, dz, grads, scale) -> None:
+    dk, dv, dl = from_keys(x, f, dz, scale)
+    grads.key[...], grads.value[...] = dk.astype(grads.key.dtype), dv.astype(grads.value.dtype)
+    if grads.log_weights is not None:
+        grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
+    if grads.of_key is not None:
+        add([grads.of_key], [dot(dl.astype(x.key.dtype), x.key, (2, 2))], _first())
+    if grads.of_features is not None:
+        add([grads.of_features], [jnp.sum(dl, axis=2, keepdims=True)], _first())
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """An array, or that of a kernel's result, and whether it is cut along tokens, or is a state."""
+
+    array: Any
+    kind: str
+
+    def spec(self, settings: Settings, k: int) -> pl.BlockSpec:
+        """The block of a step (group of heads, batch entry, tokens) of the grid."""
+        shape = self.array.shape
+        if self.kind == "weights":
+            return pl.BlockSpec((settings.heads, *shape[1:]), lambda g, b, i: (g, 0, 0))
+        here = (None, settings.heads * shape[1] // k)
+        if self.kind == "state":
+            return pl.BlockSpec((*here, *shape[2:]), lambda g, b, i: (b, g, 0, 0))
+        return pl.BlockSpec((*here, shape[2], settings.block), lambda g, b, i: (b, g, 0, i))
+
+
+def _pieces(tree, kind: str):
+    return jax.tree.map(partial(Piece, kind=kind), tree)
+
+
+def _operands(x: Operands) -> Operands:
+    kinds = ("tokens", "tokens", "tokens", "weights", "weights", "weights", "tokens")
+    return Operands(*(_pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
+
+
+def _call(kernel, settings: Settings, lengths: tuple[int, int], ins, outs):
+    """The arrays of the pieces `outs`, by a kernel that sees a block of each piece at a time."""
+    pieces = jax.tree.leaves((ins, outs))
+    blocks = max(-(-x.array.shape[-1] // settings.block) for x in pieces if x.kind == "tokens")
+    b, k = (
+        next(x.array.shape[axis] for x in pieces if x.kind == kind)
+        for axis, kind in ((0, "tokens"), (0, "weights"))
+    )
+    specs, arrays, results = (
+        jax.tree.map(lambda x: x.spec(settings, k), (ins, outs)),
+        jax.tree.map(lambda x: x.array, ins),
+        jax.tree.map(lambda x: x.array, outs),
+    )
+    sums = any(x.kind == "weights" for x in jax.tree.leaves(outs))
+    return pl.pallas_call(
+        partial(kernel, scale=settings.scale, lengths=lengths),
+        grid=(k // settings.heads, b, blocks),
+        in_specs=specs[0],
+        out_specs=specs[1],
+        out_shape=results,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary" if sums else "parallel", "arbitrary")
+        ),
+        interpret=settings.interpret,
+    )(*arrays)
+
+
+def forward(x: Operands, settings: Settings):
+    """The output (b, n, v, t), and what the backward pass needs besides: L, c and [z s]."""
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+    call = partial(_call, settings=settings, lengths=(t, x.key.shape[3]))
+    output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
+    output = _pieces(output, "tokens")
+    if settings.block >= max(t, x.key.shape[3]):
+        return *call(_forward, ins=(_operands(x),), outs=output), None, None
+    state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
+    c, z = call(_keys, ins=(_operands(_of_keys(x)),), outs=_pieces(state, "state"))
+    zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
+    ins = _operands(_of_queries(x)), *_pieces((c, zs), "state")
+    return *call(_queries, ins=ins, outs=output), c, z
+
+
+def backward(x: Operands, settings: Settings, wanted: Operands, logsum, c, z, gradient):
+    """The gradients of the operands, None for those that are not wanted."""
+    t, s = x.query.shape[3], x.key.shape[3]
+    call = partial(_call, settings=settings, lengths=(t, s))
+    like = Operands(*(y if yes else None for y, yes in zip(x, wanted, strict=True)))
+    grads = jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
+    rows = _pieces((logsum, gradient), "tokens")
+    if settings.block >= max(t, s):
+        return call(_backward, ins=(_operands(x), *rows), outs=(_operands(grads),))[0]
+    state, dz = _pieces((c, z), "state"), _pieces(Out(z.shape, z.dtype), "state")
+    ins, outs = (_operands(_of_queries(x)), *state, *rows), (_operands(_of_queries(grads)), dz)
+    of_queries, dz = call(_queries_backward, ins=ins, outs=outs)
+    ins = _operands(_of_keys(x)), *_pieces((c, dz), "state")
+    (of_keys,) = call(_keys_backward, ins=ins, outs=(_operands(_of_keys(grads)),))
+    return of_keys._replace(query=of_queries.query, of_query=of_queries.of_query)
+
+
+def _of_keys(x: Operands) -> Operands:
+    return x._replace(query=None, of_query=None)
+
+
+def _of_queries(x: Operands) -> Operands:
+    return Operands(x.query, None, None, x.of_query, None)
