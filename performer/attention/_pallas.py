@@ -108,13 +108,18 @@ def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
 
 
 def fold(exponents: Array, value: Array, c: Array | None = None, z: Array | None = None):
-    """f, c and [z s], after those of earlier keys; s eight times."""
+    """f, c and [z s], after those of earlier keys."""
     largest = jnp.max(exponents, axis=2, keepdims=True)
     largest = largest if c is None else jnp.maximum(c, largest)
     f = jnp.exp(exponents - finite(largest))
-    ones = jnp.ones((len(value), ROWS, value.shape[2]), value.dtype)
-    own = dot(f.astype(value.dtype), jnp.concatenate([value, ones], axis=1), (2, 2))
+    own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
     return f, largest, own if z is None else own + z * jnp.exp(c - finite(largest))
+
+
+def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k v+8 s"]:
+    """[v; 1], and seven rows of zeros."""
+    one = jnp.ones((len(value), 1, value.shape[2]), jnp.float32)
+    return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
 
 
 def numerators(z: Float[Array, "k m v+8"], dtype: jnp.dtype) -> Float[Array, "k v+8 m"]:
@@ -144,18 +149,24 @@ def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array
     total = jnp.sum(p * s, axis=1, keepdims=True)
     a = jnp.sum(p * u, axis=1, keepdims=True) / jnp.where(total == 0, 1.0, total)
     dx = (p * (u - s * a)).astype(dtype)
-    columns = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
-    dz = gathered(dot(p.astype(dtype), columns, (2, 2)), k)
-    ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
-    dz = jnp.concatenate([dz[:, :, :width], jnp.broadcast_to(ds, (*ds.shape[:2], ROWS))], axis=2)
+    dz = gradient_of_state(p, gradient, a, k)
     return dot(shared(x.of_query, n).swapaxes(1, 2), dx), dz, dx
 
 
-def from_keys(x: Operands, f: Array, dz: Array, scale: float):
-    """dk, dv and dl."""
+def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m v+8"]:
+    """[dz ds] of k key heads."""
+    width, dtype = gradient.shape[1], gradient.dtype
+    rows = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
+    dz = gathered(dot(p.astype(dtype), rows, (2, 2)), k)
+    ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
+    return jnp.concatenate([dz[:, :, :width], ds, jnp.zeros_like(dz[:, :, width + 1 :])], axis=2)
+
+
+def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
+    """dk, dv and dl, to which `within` is added."""
     dtype, width = x.key.dtype, x.value.shape[1]
     dz, ds = dz[:, :, :width].astype(dtype), dz[:, :, width : width + 1]
-    dl = f * (dot(dz, x.value) + ds)
+    dl = within + f * (dot(dz, x.value) + ds)
     dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
     dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
     return dk, dot(dz.swapaxes(1, 2), f.astype(dtype)), dl
@@ -174,13 +185,14 @@ def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
     return x._replace(key=key, value=value, log_weights=weights)
 
 
-def real_queries(x: Operands, logsum: Array, gradient: Array, length: int, i: Array | int = 0):
+def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
     """The i-th block of queries, their L and g; past their number p is 0."""
     inside = within(x.query.shape[2], length, i)
     if inside is None:
         return x, logsum, gradient
     query, gradient = (jnp.where(inside, y, 0) for y in (x.query, gradient))
-    return x._replace(query=query), jnp.where(inside, logsum, jnp.inf), gradient
+    logsum = jax.tree.map(lambda y: jnp.where(inside, y, jnp.inf), logsum)
+    return x._replace(query=query), logsum, gradient
 
 
 def within(block: int, length: int, i: Array | int) -> Array | None:
@@ -193,18 +205,6 @@ def within(block: int, length: int, i: Array | int) -> Array | None:
 def read(refs):
     """The arrays of references."""
     return jax.tree.map(lambda ref: ref[...], refs)
-
-
-def add(refs, values, first: Array) -> None:
-    """Sums over steps of the grid, from nothing at the first; None is not wanted."""
-    for ref, value in zip(refs, values, strict=True):
-        if ref is not None:
-
-            @pl.when(first)
-            def _(ref=ref):
-                ref[...] = jnp.zeros_like(ref)
-
-            ref[...] += value
 
 
 def _forward(x, output, logsum, *, scale, lengths):
@@ -233,46 +233,57 @@ def _queries(x, c, zs, output, logsum, *, scale, lengths):
 
 def _backward(x, logsum, gradient, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
-    exponents = exponents_of_keys(x, scale)
-    f, c, z = fold(exponents, x.value)
+    f, c, z = fold(exponents_of_keys(x, scale), x.value)
     x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
-    dz = _write_queries(x, c, z, logsum, gradient, grads)
-    _write_keys(x, f, dz, grads, scale)
+    dq, dz, dx = from_queries(x, c, z, logsum, gradient)
+    write_queries(x, dq, dx, grads)
+    write_keys(x, *from_keys(x, f, dz, scale), grads)
 
 
 def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
     x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    add([dz], [_write_queries(x, c[...], z[...], logsum, gradient, grads)], i == 0)
+    dq, of_block, dx = from_queries(x, c[...], z[...], logsum, gradient)
+    add(dz, of_block, i == 0)
+    write_queries(x, dq, dx, grads)
 
 
 def _keys_backward(x, c, dz, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1], pl.program_id(2))
     f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
-    _write_keys(x, f, dz[...], grads, scale)
+    write_keys(x, *from_keys(x, f, dz[...], scale), grads)
 
 
-def _first() -> Array:
-    return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
-
-
-def _write_queries(x, c, z, logsum, gradient, grads) -> Array:
-    dq, dz, dx = from_queries(x, c, z, logsum, gradient)
+def write_queries(x: Operands, dq: Array, dx: Array, grads: Operands) -> None:
+    """Gradients of the queries and, if they are wanted, of their frequencies."""
     grads.query[...] = dq.astype(grads.query.dtype)
     if grads.of_query is not None:
-        add([grads.of_query], [gathered(dot(dx, x.query, (2, 2)), len(x.of_query))], _first())
-    return dz
+        add(grads.of_query, gathered(dot(dx, x.query, (2, 2)), len(x.of_query)), _first())
 
 
-def _write_keys(x, f, dz, grads, scale) -> None:
-    dk, dv, dl = from_keys(x, f, dz, scale)
+def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) -> None:
+    """Gradients of keys and values and of what else has to do with the keys and is wanted."""
     grads.key[...], grads.value[...] = dk.astype(grads.key.dtype), dv.astype(grads.value.dtype)
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
     if grads.of_key is not None:
-        add([grads.of_key], [dot(dl.astype(x.key.dtype), x.key, (2, 2))], _first())
+        add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
     if grads.of_features is not None:
-        add([grads.of_features], [jnp.sum(dl, axis=2, keepdims=True)], _first())
+        add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
+
+
+def add(ref, value: Array, first: Array) -> None:
+    """A sum over steps of the grid, from nothing at the first."""
+
+    @pl.when(first)
+    def _():
+        ref[...] = jnp.zeros_like(ref)
+
+    ref[...] += value
+
+
+def _first() -> Array:
+    return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,83 +293,101 @@ class Piece:
     array: Any
     kind: str
 
-    def spec(self, settings: Settings, k: int) -> pl.BlockSpec:
-        """The block of a step (group of heads, batch entry, tokens) of the grid."""
+    def spec(self, settings: Settings, k: int, last: int | None) -> pl.BlockSpec:
+        """The block of a step (group of heads, batch entry, tokens) of the grid.
+
+        Of the steps of tokens, `last` is the first if it is not None.
+        """
         shape = self.array.shape
+
+        def at(i):
+            return i if last is None else last - i
+
         if self.kind == "weights":
             return pl.BlockSpec((settings.heads, *shape[1:]), lambda g, b, i: (g, 0, 0))
+        if self.kind == "states":
+            sizes = (None, None, settings.heads, *shape[3:])
+            return pl.BlockSpec(sizes, lambda g, b, i: (b, at(i), g, 0, 0))
         here = (None, settings.heads * shape[1] // k)
         if self.kind == "state":
             return pl.BlockSpec((*here, *shape[2:]), lambda g, b, i: (b, g, 0, 0))
-        return pl.BlockSpec((*here, shape[2], settings.block), lambda g, b, i: (b, g, 0, i))
+        return pl.BlockSpec((*here, shape[2], settings.block), lambda g, b, i: (b, g, 0, at(i)))
 
 
-def _pieces(tree, kind: str):
+def pieces(tree, kind: str):
     return jax.tree.map(partial(Piece, kind=kind), tree)
 
 
-def _operands(x: Operands) -> Operands:
+def operands(x: Operands) -> Operands:
     kinds = ("tokens", "tokens", "tokens", "weights", "weights", "weights", "tokens")
-    return Operands(*(_pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
+    return Operands(*(pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
 
 
-def _call(kernel, settings: Settings, lengths: tuple[int, int], ins, outs):
-    """The arrays of the pieces `outs`, by a kernel that sees a block of each piece at a time."""
-    pieces = jax.tree.leaves((ins, outs))
-    blocks = max(-(-x.array.shape[-1] // settings.block) for x in pieces if x.kind == "tokens")
-    b, k = (
-        next(x.array.shape[axis] for x in pieces if x.kind == kind)
-        for axis, kind in ((0, "tokens"), (0, "weights"))
+def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: bool = False):
+    """The arrays of the pieces `outs`, by a kernel that sees one block of each piece at a time.
+
+    The kernel gets references to the blocks of `ins`, `outs` and, to keep from step to step of the
+    tokens, to arrays of the shapes `scratch` for its heads.
+    """
+    leaves = jax.tree.leaves((ins, outs))
+    k = next(len(x.array) for x in leaves if x.kind == "weights")
+    tokens = [x.array.shape for x in leaves if x.kind == "tokens"]
+    steps = max(-(-shape[-1] // settings.block) for shape in tokens)
+    last = steps - 1 if backwards else None
+    ins, outs = (
+        [jax.tree.map(look, tree) for look in (lambda x: x.array, lambda x: x.spec(settings, k, last))]
+        for tree in (ins, outs)
     )
-    specs, arrays, results = (
-        jax.tree.map(lambda x: x.spec(settings, k), (ins, outs)),
-        jax.tree.map(lambda x: x.array, ins),
-        jax.tree.map(lambda x: x.array, outs),
-    )
-    sums = any(x.kind == "weights" for x in jax.tree.leaves(outs))
+    sums = any(len(x.shape) == 3 for x in jax.tree.leaves(outs[0]))
     return pl.pallas_call(
         partial(kernel, scale=settings.scale, lengths=lengths),
-        grid=(k // settings.heads, b, blocks),
-        in_specs=specs[0],
-        out_specs=specs[1],
-        out_shape=results,
+        grid=(k // settings.heads, tokens[0][0], steps),
+        in_specs=ins[1],
+        out_specs=outs[1],
+        out_shape=outs[0],
+        scratch_shapes=[pltpu.VMEM((settings.heads, *shape), jnp.float32) for shape in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel", "arbitrary")
         ),
         interpret=settings.interpret,
-    )(*arrays)
+    )(*ins[0])
 
 
 def forward(x: Operands, settings: Settings):
     """The output (b, n, v, t), and what the backward pass needs besides: L, c and [z s]."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
-    call = partial(_call, settings=settings, lengths=(t, x.key.shape[3]))
+    run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
-    output = _pieces(output, "tokens")
+    output = pieces(output, "tokens")
     if settings.block >= max(t, x.key.shape[3]):
-        return *call(_forward, ins=(_operands(x),), outs=output), None, None
+        return *run(_forward, ins=(operands(x),), outs=output), None, None
     state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
-    c, z = call(_keys, ins=(_operands(_of_keys(x)),), outs=_pieces(state, "state"))
+    c, z = run(_keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"))
     zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
-    ins = _operands(_of_queries(x)), *_pieces((c, zs), "state")
-    return *call(_queries, ins=ins, outs=output), c, z
+    ins = operands(_of_queries(x)), *pieces((c, zs), "state")
+    return *run(_queries, ins=ins, outs=output), c, z
 
 
 def backward(x: Operands, settings: Settings, wanted: Operands, logsum, c, z, gradient):
     """The gradients of the operands, None for those that are not wanted."""
     t, s = x.query.shape[3], x.key.shape[3]
-    call = partial(_call, settings=settings, lengths=(t, s))
-    like = Operands(*(y if yes else None for y, yes in zip(x, wanted, strict=True)))
-    grads = jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
-    rows = _pieces((logsum, gradient), "tokens")
+    run = partial(call, settings=settings, lengths=(t, s))
+    grads = gradients(x, wanted)
+    rows = pieces((logsum, gradient), "tokens")
     if settings.block >= max(t, s):
-        return call(_backward, ins=(_operands(x), *rows), outs=(_operands(grads),))[0]
-    state, dz = _pieces((c, z), "state"), _pieces(Out(z.shape, z.dtype), "state")
-    ins, outs = (_operands(_of_queries(x)), *state, *rows), (_operands(_of_queries(grads)), dz)
-    of_queries, dz = call(_queries_backward, ins=ins, outs=outs)
-    ins = _operands(_of_keys(x)), *_pieces((c, dz), "state")
-    (of_keys,) = call(_keys_backward, ins=ins, outs=(_operands(_of_keys(grads)),))
+        return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
+    state, dz = pieces((c, z), "state"), pieces(Out(z.shape, z.dtype), "state")
+    ins, outs = (operands(_of_queries(x)), *state, *rows), (operands(_of_queries(grads)), dz)
+    of_queries, dz = run(_queries_backward, ins=ins, outs=outs)
+    ins = operands(_of_keys(x)), *pieces((c, dz), "state")
+    (of_keys,) = run(_keys_backward, ins=ins, outs=(operands(_of_keys(grads)),))
     return of_keys._replace(query=of_queries.query, of_query=of_queries.of_query)
+
+
+def gradients(x: Operands, wanted: Operands) -> Operands:
+    """Shapes and dtypes of the gradients that are wanted; those of weights are float32."""
+    like = Operands(*(y if yes else None for y, yes in zip(x, wanted, strict=True)))
+    return jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
 
 
 def _of_keys(x: Operands) -> Operands:
