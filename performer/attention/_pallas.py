@@ -36,8 +36,10 @@ from jaxtyping import Array, Float
 from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
-ROWS = 8
-"""Rows of ones, or of the parts of a number, beside the values: a tile is eight rows high."""
+LANES = 128
+"""Tokens beside each other in a register."""
+ROWS = 16
+"""Rows beside the values, for ones or the parts of a number: a tile of bfloat16 has as many."""
 
 
 class Operands(NamedTuple):
@@ -75,7 +77,7 @@ def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
 
 
 def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
-    """Eight rows (axis 1) or columns (axis 2) that add up to x, the float32 of one, in `dtype`."""
+    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, of one, in float32."""
     rows = [x]
     if dtype == jnp.bfloat16:
         high = x.astype(dtype).astype(x.dtype)
@@ -111,22 +113,31 @@ def fold(exponents: Array, value: Array, c: Array | None = None, z: Array | None
     """f, c and [z s], after those of earlier keys."""
     largest = jnp.max(exponents, axis=2, keepdims=True)
     largest = largest if c is None else jnp.maximum(c, largest)
-    f = jnp.exp(exponents - finite(largest))
+    f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
     own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
-    return f, largest, own if z is None else own + z * jnp.exp(c - finite(largest))
+    if z is not None:
+        own += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
+    return f, largest, own
 
 
-def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k v+8 s"]:
-    """[v; 1], and seven rows of zeros."""
+def columns(x: Array, count: int) -> Array:
+    """So many columns, if there are `LANES` equal ones: one must be copied to all lanes first."""
+    if x.shape[2] == 1:
+        return x
+    return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
+
+
+def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k v+16 s"]:
+    """[v; 1], and rows of zeros."""
     one = jnp.ones((len(value), 1, value.shape[2]), jnp.float32)
     return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
 
 
-def numerators(z: Float[Array, "k m v+8"], dtype: jnp.dtype) -> Float[Array, "k v+8 m"]:
+def numerators(z: Float[Array, "k m v+16"], dtype: jnp.dtype) -> Float[Array, "k v+16 m"]:
     """[z s]^T as an operand, s in parts."""
     width = z.shape[2] - ROWS
-    s = parts(z[:, :, width : width + 1], 2, dtype).astype(z.dtype)
-    return jnp.concatenate([z[:, :, :width], s], axis=2).swapaxes(1, 2).astype(dtype)
+    s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype)
+    return jnp.concatenate([z[:, :, :width].astype(dtype).swapaxes(1, 2), s], axis=1)
 
 
 def attend(x: Operands, c: Array, zs: Array) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
@@ -153,7 +164,7 @@ def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array
     return dot(shared(x.of_query, n).swapaxes(1, 2), dx), dz, dx
 
 
-def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m v+8"]:
+def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m v+16"]:
     """[dz ds] of k key heads."""
     width, dtype = gradient.shape[1], gradient.dtype
     rows = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
@@ -214,16 +225,12 @@ def _forward(x, output, logsum, *, scale, lengths):
     output[...] = out.astype(output.dtype)
 
 
-def _keys(x, c, z, *, scale, lengths):
+def _keys(x, c, z, wide, *, scale, lengths):
     i = pl.program_id(2)
-
-    @pl.when(i == 0)
-    def _():
-        c[...] = jnp.full_like(c, -jnp.inf)
-        z[...] = jnp.zeros_like(z)
-
+    start(wide, z, i == 0)
     x = real_keys(read(x), lengths[1], i)
-    _, c[...], z[...] = fold(exponents_of_keys(x, scale), x.value, c[...], z[...])
+    _, wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])
+    c[...] = wide[:, :, :1]
 
 
 def _queries(x, c, zs, output, logsum, *, scale, lengths):
@@ -270,6 +277,15 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
         add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
     if grads.of_features is not None:
         add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
+
+
+def start(c, z, first: Array) -> None:
+    """The state of no keys, at the first step of the grid."""
+
+    @pl.when(first)
+    def _():
+        c[...] = jnp.full_like(c, -jnp.inf)
+        z[...] = jnp.zeros_like(z)
 
 
 def add(ref, value: Array, first: Array) -> None:
@@ -362,7 +378,7 @@ def forward(x: Operands, settings: Settings):
     if settings.block >= max(t, x.key.shape[3]):
         return *run(_forward, ins=(operands(x),), outs=output), None, None
     state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
-    c, z = run(_keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"))
+    c, z = run(_keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"), scratch=[(m, LANES)])
     zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
     ins = operands(_of_queries(x)), *pieces((c, zs), "state")
     return *run(_queries, ins=ins, outs=output), c, z

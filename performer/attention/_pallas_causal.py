@@ -23,12 +23,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from performer.attention import _pallas as blocks
-from performer.attention._pallas import Operands, Out, ROWS, Settings, dot, gathered, pieces, shared
+from performer.attention._pallas import LANES, Operands, Out, ROWS, Settings, dot, gathered, pieces, shared
 from performer.attention._sweep import LAST, LOST, TINY
 from performer.attention.state import finite
 
-CHUNK = 128
-"""Tokens: the lanes of a register."""
+CHUNK = LANES
+"""Tokens."""
 
 
 def within_chunk(x: Operands, exponents: Array):
@@ -91,17 +91,12 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
 
 def _forward(x, output, logs, states, c, z, *, scale, lengths):
     i = pl.program_id(2)
-
-    @pl.when(i == 0)
-    def _():
-        c[...] = jnp.full_like(c, -jnp.inf)
-        z[...] = jnp.zeros_like(z)
-
+    blocks.start(c, z, i == 0)
     x = blocks.real_keys(blocks.read(x), lengths[1], i)
     exponents = blocks.exponents_of_keys(x, scale)
     before = c[...], z[...]
     if states is not None:
-        states[0][...], states[1][...] = before
+        states[0][...], states[1][...] = before[0][:, :, :1], before[1]
     out, *both = attend(x, exponents, before[0], blocks.numerators(before[1], x.query.dtype))
     output[...] = out.astype(output.dtype)
     if logs is not None:
@@ -138,7 +133,8 @@ def forward(x: Operands, settings: Settings, residuals: bool = True):
         states = tuple(Out((b, chunks, k, *shape), jnp.float32) for shape in state)
     outs = pieces(Out((b, n, width, t), x.value.dtype), "tokens"), pieces(logs, "tokens")
     outs = *outs, pieces(states, "states")
-    return blocks.call(_forward, settings, (t, t), (blocks.operands(x),), outs, state)
+    scratch = (m, CHUNK), (m, width + ROWS)
+    return blocks.call(_forward, settings, (t, t), (blocks.operands(x),), outs, scratch)
 
 
 def backward(x: Operands, settings: Settings, wanted: Operands, logs, states, gradient):
