@@ -46,6 +46,10 @@ class Options(NamedTuple):
     block: Size = 0
     """Tokens whose features exist at a time."""
     robust: bool = False
+    fused: bool = False
+    """By the kernels where they run."""
+    interpret: bool = False
+    """As they would be there, slowly and anywhere, for tests."""
 
     def num_features(self, frequencies: Array) -> Size:
         """How many features these frequencies make."""

@@ -369,22 +369,22 @@ def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: 
     )(*ins[0])
 
 
-def forward(x: Operands, settings: Settings):
-    """The output (b, n, v, t), and what the backward pass needs besides: L, c and [z s]."""
+def forward(x: Operands, settings: Settings, residuals: bool = True):
+    """The output (b, n, v, t), and what the backward pass needs besides: L and (c, [z s])."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
     output = pieces(output, "tokens")
     if settings.block >= max(t, x.key.shape[3]):
-        return *run(_forward, ins=(operands(x),), outs=output), None, None
+        return *run(_forward, ins=(operands(x),), outs=output), None
     state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
     c, z = run(_keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"), scratch=[(m, LANES)])
     zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
     ins = operands(_of_queries(x)), *pieces((c, zs), "state")
-    return *run(_queries, ins=ins, outs=output), c, z
+    return *run(_queries, ins=ins, outs=output), (c, z)
 
 
-def backward(x: Operands, settings: Settings, wanted: Operands, logsum, c, z, gradient):
+def backward(x: Operands, settings: Settings, wanted, logsum, state, gradient: Array) -> Operands:
     """The gradients of the operands, None for those that are not wanted."""
     t, s = x.query.shape[3], x.key.shape[3]
     run = partial(call, settings=settings, lengths=(t, s))
@@ -392,7 +392,8 @@ def backward(x: Operands, settings: Settings, wanted: Operands, logsum, c, z, gr
     rows = pieces((logsum, gradient), "tokens")
     if settings.block >= max(t, s):
         return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
-    state, dz = pieces((c, z), "state"), pieces(Out(z.shape, z.dtype), "state")
+    c, _ = state
+    state, dz = pieces(state, "state"), pieces(Out(z.shape, z.dtype), "state")
     ins, outs = (operands(_of_queries(x)), *state, *rows), (operands(_of_queries(grads)), dz)
     of_queries, dz = run(_queries_backward, ins=ins, outs=outs)
     ins = operands(_of_keys(x)), *pieces((c, dz), "state")
@@ -400,9 +401,9 @@ def backward(x: Operands, settings: Settings, wanted: Operands, logsum, c, z, gr
     return of_keys._replace(query=of_queries.query, of_query=of_queries.of_query)
 
 
-def gradients(x: Operands, wanted: Operands) -> Operands:
+def gradients(x: Operands, wanted) -> Operands:
     """Shapes and dtypes of the gradients that are wanted; those of weights are float32."""
-    like = Operands(*(y if yes else None for y, yes in zip(x, wanted, strict=True)))
+    like = Operands(*(y if getattr(wanted, name, True) else None for name, y in x._asdict().items()))
     return jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
 
 

@@ -137,7 +137,7 @@ def forward(x: Operands, settings: Settings, residuals: bool = True):
     return blocks.call(_forward, settings, (t, t), (blocks.operands(x),), outs, scratch)
 
 
-def backward(x: Operands, settings: Settings, wanted: Operands, logs, states, gradient):
+def backward(x: Operands, settings: Settings, wanted, logs, states, gradient) -> Operands:
     """The gradients of the operands, None for those that are not wanted."""
     t, width = x.query.shape[3], x.value.shape[2]
     ins = blocks.operands(x), pieces(states, "states"), pieces(logs, "tokens")
