@@ -148,14 +148,12 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
     return jax.lax.platform_dependent(*args, tpu=kernel, default=otherwise)
 
 
-def _kernels(x: Arguments, options: Options):
+def _kernels(options: Options):
     """The module of the kernels, and their settings."""
     from performer.attention import _pallas, _pallas_causal
 
-    of_shapes = Inputs(x.query, x.keys.key, x.keys.value, x.of_query)
-    found = heads_and_block(of_shapes, options)
-    assert found is not None
-    settings = _pallas.Settings(options.scale, *found, options.interpret)
+    assert options.kernel is not None
+    settings = _pallas.Settings(options.scale, *options.kernel, options.interpret)
     return _pallas_causal if options.is_causal else _pallas, settings
 
 
@@ -177,13 +175,13 @@ def _operands(x: Arguments, scale: float):
 
 
 def _forward(x: Arguments, options: Options, residuals: bool):
-    kernels, settings = _kernels(x, options)
+    kernels, settings = _kernels(options)
     output, *rest = kernels.forward(_operands(x, options.scale), settings, residuals)
     return output.transpose(0, 3, 1, 2), rest
 
 
 def _backward(x: Arguments, rest, gradient: Array, options: Options, wanted: Wanted) -> Arguments:
-    kernels, settings = _kernels(x, options)
+    kernels, settings = _kernels(options)
     operands, pull = jax.vjp(partial(_operands, scale=options.scale), x)
     gradient = gradient.transpose(0, 2, 3, 1)
     grads = kernels.backward(operands, settings, wanted, *rest, gradient)

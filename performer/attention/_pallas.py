@@ -20,7 +20,8 @@ of the frequencies are dx q^T and dl k^T. Where the tokens fit into one block, k
 one kernel, and the backward pass folds its keys again. Else each is a kernel that goes over blocks.
 
 Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
-make the normaliser and its gradient, are three operands each, that add up to 24 bits.
+make the normaliser and its gradient, are three operands each, that add up to 24 bits, and z and dz
+are two in z^T g and dz v, from which s a and -ds take the largest part away.
 """
 
 import dataclasses
@@ -86,6 +87,18 @@ def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
     return jnp.concatenate(rows + [jnp.zeros_like(x)] * (ROWS - len(rows)), axis).astype(dtype)
 
 
+def fine(left: Array, right: Array) -> Array:
+    """The product of float32 with an operand: in bfloat16 the left side is two operands.
+
+    They lie side by side in the sum, where 64 of its 128 places would be empty.
+    """
+    if right.dtype != jnp.bfloat16:
+        return dot(left, right)
+    high = left.astype(right.dtype)
+    low = (left - high.astype(left.dtype)).astype(right.dtype)
+    return dot(jnp.concatenate([high, low], axis=2), jnp.concatenate([right, right], axis=1))
+
+
 def shared(x: Array, n: int) -> Array:
     """One for each of n query heads, of which consecutive ones share a key head."""
     if len(x) == n:
@@ -127,13 +140,13 @@ def columns(x: Array, count: int) -> Array:
     return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
 
 
-def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k v+16 s"]:
+def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k w s"]:
     """[v; 1], and rows of zeros."""
     one = jnp.ones((len(value), 1, value.shape[2]), jnp.float32)
     return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
 
 
-def numerators(z: Float[Array, "k m v+16"], dtype: jnp.dtype) -> Float[Array, "k v+16 m"]:
+def numerators(z: Float[Array, "k m w"], dtype: jnp.dtype) -> Float[Array, "k w m"]:
     """[z s]^T as an operand, s in parts."""
     width = z.shape[2] - ROWS
     s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype)
@@ -156,7 +169,7 @@ def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array
     (n, k), dtype, width = (len(x.query), len(c)), x.query.dtype, gradient.shape[1]
     p = jnp.exp(dot(shared(x.of_query, n), x.query) + shared(c, n) - logsum)
     s = shared(z[:, :, width : width + 1], n)
-    u = dot(shared(z[:, :, :width].astype(dtype), n), gradient)
+    u = fine(shared(z[:, :, :width], n), gradient)
     total = jnp.sum(p * s, axis=1, keepdims=True)
     a = jnp.sum(p * u, axis=1, keepdims=True) / jnp.where(total == 0, 1.0, total)
     dx = (p * (u - s * a)).astype(dtype)
@@ -164,7 +177,7 @@ def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array
     return dot(shared(x.of_query, n).swapaxes(1, 2), dx), dz, dx
 
 
-def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m v+16"]:
+def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m w"]:
     """[dz ds] of k key heads."""
     width, dtype = gradient.shape[1], gradient.dtype
     rows = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
@@ -176,11 +189,11 @@ def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Arra
 def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
     """dk, dv and dl, to which `within` is added."""
     dtype, width = x.key.dtype, x.value.shape[1]
-    dz, ds = dz[:, :, :width].astype(dtype), dz[:, :, width : width + 1]
-    dl = within + f * (dot(dz, x.value) + ds)
+    dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
+    dl = within + f * (fine(dz, x.value) + ds)
     dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
     dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
-    return dk, dot(dz.swapaxes(1, 2), f.astype(dtype)), dl
+    return dk, dot(dz.astype(dtype).swapaxes(1, 2), f.astype(dtype)), dl
 
 
 def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
@@ -392,7 +405,7 @@ def backward(x: Operands, settings: Settings, wanted, logsum, state, gradient: A
     rows = pieces((logsum, gradient), "tokens")
     if settings.block >= max(t, s):
         return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
-    c, _ = state
+    c, z = state
     state, dz = pieces(state, "state"), pieces(Out(z.shape, z.dtype), "state")
     ins, outs = (operands(_of_queries(x)), *state, *rows), (operands(_of_queries(grads)), dz)
     of_queries, dz = run(_queries_backward, ins=ins, outs=outs)

@@ -73,7 +73,7 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
     near = jnp.exp(shared(M, n) - F)
     w = (K + TINY) * near
     s = shared(z[:, :, width : width + 1], n)
-    u = dot(shared(z[:, :, :width].astype(dtype), n), gradient)
+    u = blocks.fine(shared(z[:, :, :width], n), gradient)
     r = dot(shared(x.value, n), gradient, (1, 1))
     total = jnp.sum(p * s, axis=1, keepdims=True) + jnp.sum(w, axis=1, keepdims=True)
     a = jnp.sum(p * u, axis=1, keepdims=True) + jnp.sum(w * r, axis=1, keepdims=True)

@@ -229,7 +229,8 @@ def _with_kernels(inputs: Inputs, options: Options) -> Options:
         _fused.warn(f"does not take {reason}: attention is computed without the kernel")
     elif platform != "tpu" and not INTERPRET:
         _fused.warn(f"is for programs compiled for a TPU: those for {platform} have no kernel")
-    return options._replace(fused=reason is None, interpret=INTERPRET)
+    kernel = None if reason else _fused.heads_and_block(inputs, options)
+    return options._replace(kernel=kernel, interpret=INTERPRET)
 
 
 def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options):
@@ -275,7 +276,7 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
     if options.is_causal:
         keys = _cut_keys(keys, max(t, 1))
     arguments = Arguments(query, keys, of_query, of_key, of_features)
-    if options.fused:
+    if options.kernel is not None:
         return _fused.attention(arguments, partial(_alone, options=options), options), None
     state = inputs.initial_state
     if state is not None:
