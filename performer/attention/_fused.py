@@ -19,15 +19,15 @@ from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention._checks import Inputs, Options
+from performer.attention._sizes import LANES, ROWS
 from performer.attention.state import Keys
 
-LANES = 128
 MEMORY = 15 * 2**20
 """Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
-WIDTHS, FEATURES = 10, {"one block": (12, 33), "blocks": (8, 12), "causal": (40, 80)}
+WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
 """What it takes for each token and query head: so many times (h + v) elements, and so many bytes
-for each feature, with elements of two and of four bytes. As the compiler for TPU v5e says of the
-backward passes, rounded up."""
+for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
+than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
 
 
 class Arguments(NamedTuple):
@@ -89,14 +89,16 @@ def heads_and_block(inputs: Inputs, options: Options) -> tuple[int, int] | None:
     size, longest = value.dtype.itemsize, -(-max(t, s) // LANES) * LANES
 
     def heads(kind: str, block: int) -> int:
-        of_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m
+        wide = 1.5 if v + ROWS > LANES else 1.0
+        of_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
         most = MEMORY // (of_token * block * (n // k))
-        return max((count for count in range(1, k + 1) if k % count == 0 and count <= most), default=0)
+        return max((x for x in range(1, k + 1) if k % x == 0 and x <= most), default=0)
 
-    choices = [("blocks", block) for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES)]
+    several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
+    choices = [("blocks", block) for block in several]
     if options.is_causal:
         choices = [("causal", LANES)]
-    elif longest <= choices[0][1]:
+    elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
     found = [(heads(*choice), choice[1]) for choice in choices]
     # While one head waits another computes: two at least, where that is possible.
@@ -109,6 +111,7 @@ def attention(
 ) -> Float[Array, "b t n v"]:
     """Attention by the kernels on a TPU, by `ordinary` elsewhere."""
     by_platform = partial(_by_platform, interpret=options.interpret)
+    x = _varying(x)
 
     @jax.custom_vjp
     def run(x):
@@ -123,11 +126,12 @@ def attention(
 
         def otherwise(x):
             _, rest = jax.eval_shape(kernel, x)
-            return ordinary(x), jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
+            zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
+            return ordinary(x), _varying(zeros, x)
 
         output, rest = by_platform(kernel, otherwise, x)
-        of_frequencies = (bool(y) for y in perturbed[2:])
-        return output, (x, rest, Wanted(*of_frequencies, bool(perturbed.keys.log_weights)))
+        asked = (*perturbed[2:], perturbed.keys.log_weights)
+        return output, (x, rest, Wanted(*map(bool, asked)))
 
     def backward(saved, gradient):
         x, rest, wanted = saved
@@ -140,6 +144,18 @@ def attention(
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(x)
+
+
+def _varying(tree, *like):
+    """Inside `jax.shard_map` all vary over the axes that one of them, or of `like`, varies over."""
+    of_each = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*of_each)
+
+    def cast(y):
+        missing = axes - jax.typeof(y).manual_axis_type.varying
+        return jax.lax.pcast(y, tuple(sorted(missing)), to="varying") if missing else y
+
+    return jax.tree.map(cast, tree)
 
 
 def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
@@ -162,16 +178,17 @@ def _operands(x: Arguments, scale: float):
     from performer.attention._pallas import Operands
 
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
-    tokens = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
+    query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # As in the sums without kernels: the root of the scale goes into W, rounded once.
-    frequencies = ((y * scale**0.5).astype(dtype) for y in (x.of_query, x.of_key))
-    frequencies = (jnp.broadcast_to(y, (k, m, h)) for y in frequencies)
+    of_query, of_key = (
+        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.of_query, x.of_key)
+    )
     of_features, log_weights = x.of_features, x.keys.log_weights
     if of_features is not None:
         of_features = jnp.broadcast_to(of_features, (k, m))[..., None]
     if log_weights is not None:
         log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
-    return Operands(*tokens, *frequencies, of_features, log_weights)
+    return Operands(query, key, value, of_query, of_key, of_features, log_weights)
 
 
 def _forward(x: Arguments, options: Options, residuals: bool):
@@ -184,7 +201,7 @@ def _backward(x: Arguments, rest, gradient: Array, options: Options, wanted: Wan
     kernels, settings = _kernels(options)
     operands, pull = jax.vjp(partial(_operands, scale=options.scale), x)
     gradient = gradient.transpose(0, 2, 3, 1)
-    grads = kernels.backward(operands, settings, wanted, *rest, gradient)
+    grads = kernels.backward(operands, settings, wanted, *rest, gradient=gradient)
     grads = (
         None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
         for y, dy in zip(operands, grads, strict=True)

@@ -34,25 +34,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from performer.attention._sizes import LANES, ROWS
 from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
-LANES = 128
-"""Tokens beside each other in a register."""
-ROWS = 16
-"""Rows beside the values, for ones or the parts of a number: a tile of bfloat16 has as many."""
 
 
 class Operands(NamedTuple):
-    """What attention is of, tokens last."""
+    """What attention is of, or a gradient for each, or blocks or references: None for none.
 
-    query: Float[Array, "b n h t"]
-    key: Float[Array, "b k h s"]
-    value: Float[Array, "b k v s"]
-    of_query: Float[Array, "k m h"]
-    of_key: Float[Array, "k m h"]
-    of_features: Float[Array, "k m 1"] | None = None
-    log_weights: Float[Array, "b k 1 s"] | None = None
+    Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
+    (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
+    """
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    of_query: Any = None
+    of_key: Any = None
+    of_features: Any = None
+    log_weights: Any = None
 
 
 class Settings(NamedTuple):
@@ -128,7 +129,7 @@ def fold(exponents: Array, value: Array, c: Array | None = None, z: Array | None
     largest = largest if c is None else jnp.maximum(c, largest)
     f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
     own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
-    if z is not None:
+    if c is not None and z is not None:
         own += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
     return f, largest, own
 
@@ -364,16 +365,22 @@ def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: 
     steps = max(-(-shape[-1] // settings.block) for shape in tokens)
     last = steps - 1 if backwards else None
     ins, outs = (
-        [jax.tree.map(look, tree) for look in (lambda x: x.array, lambda x: x.spec(settings, k, last))]
+        [
+            jax.tree.map(look, tree)
+            for look in (lambda x: x.array, lambda x: x.spec(settings, k, last))
+        ]
         for tree in (ins, outs)
     )
+    # Inside `jax.shard_map` the results vary over the axes that an argument varies over.
+    varies = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(ins[0])]
+    results = jax.tree.map(lambda x: Out(x.shape, x.dtype, manual_axis_type=varies[0]), outs[0])
     sums = any(len(x.shape) == 3 for x in jax.tree.leaves(outs[0]))
     return pl.pallas_call(
         partial(kernel, scale=settings.scale, lengths=lengths),
         grid=(k // settings.heads, tokens[0][0], steps),
         in_specs=ins[1],
         out_specs=outs[1],
-        out_shape=outs[0],
+        out_shape=results,
         scratch_shapes=[pltpu.VMEM((settings.heads, *shape), jnp.float32) for shape in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel", "arbitrary")
@@ -391,7 +398,9 @@ def forward(x: Operands, settings: Settings, residuals: bool = True):
     if settings.block >= max(t, x.key.shape[3]):
         return *run(_forward, ins=(operands(x),), outs=output), None
     state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
-    c, z = run(_keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"), scratch=[(m, LANES)])
+    c, z = run(
+        _keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"), scratch=[(m, LANES)]
+    )
     zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
     ins = operands(_of_queries(x)), *pieces((c, zs), "state")
     return *run(_queries, ins=ins, outs=output), (c, z)
@@ -416,7 +425,9 @@ def backward(x: Operands, settings: Settings, wanted, logsum, state, gradient: A
 
 def gradients(x: Operands, wanted) -> Operands:
     """Shapes and dtypes of the gradients that are wanted; those of weights are float32."""
-    like = Operands(*(y if getattr(wanted, name, True) else None for name, y in x._asdict().items()))
+    like = Operands(
+        *(y if getattr(wanted, name, True) else None for name, y in x._asdict().items())
+    )
     return jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
 
 
@@ -425,4 +436,4 @@ def _of_keys(x: Operands) -> Operands:
 
 
 def _of_queries(x: Operands) -> Operands:
-    return Operands(x.query, None, None, x.of_query, None)
+    return Operands(query=x.query, of_query=x.of_query)

@@ -20,10 +20,11 @@ and [dz ds] of the state before is e^{c - c'} times that after, plus p [g; -a]^T
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from performer.attention import _pallas as blocks
-from performer.attention._pallas import LANES, Operands, Out, ROWS, Settings, dot, gathered, pieces, shared
+from performer.attention._pallas import Operands, Out, Settings, dot, gathered, pieces, shared
+from performer.attention._sizes import LANES, ROWS
 from performer.attention._sweep import LAST, LOST, TINY
 from performer.attention.state import finite
 

@@ -1,6 +1,6 @@
 """`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, cast
 
 import jax
@@ -262,7 +262,7 @@ def _block_sizes(
 @partial(jax.jit, static_argnames="options")
 def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
     query, key, value, frequencies = inputs[:4]
-    (b, t, n, h), dtype, wide = query.shape, value.dtype, float32_or_wider(query, key, value)
+    t, n, dtype, wide = *query.shape[1:3], value.dtype, float32_or_wider(query, key, value)
     if wide == jnp.float64:
         query, key, value = (x.astype(wide) for x in (query, key, value))
     if inputs.key_log_weights is not None:
@@ -293,14 +293,14 @@ def _alone(arguments: Arguments, options: Options) -> Array:
 
 def _sums(arguments: Arguments, segments, state: State | None, options: Options):
     """The output, and the state after all keys, that of earlier ones included."""
-    query, keys, *frequencies = arguments
+    query, keys, of_query, of_key, of_features = arguments
     (b, t, n, h), (_, s, k, v) = query.shape, keys.value.shape
     if s == 0:
         keys, segments = extended(keys, 0, 1), None
     query = query.reshape(b, t, k, n // k, h)
-    maps = _feature_maps(query, keys, *frequencies, options)
-    m = options.num_features(frequencies[1])
-    nothing = states.empty(keys.key, m, v, query, *keys, *frequencies[:2])
+    maps = _feature_maps(query, keys, of_query, of_key, of_features, options)
+    m = options.num_features(of_key)
+    nothing = states.empty(keys.key, m, v, query, *keys, of_query, of_key)
     state = nothing if state is None else state
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
@@ -335,7 +335,7 @@ def _transformed(key, inputs: Inputs, options: Options):
         calibration = for_heads(calibration, frequencies.shape[0])
     of_query, of_key, tilt = fold(calibration, of_key)
     both = [x for x in (of_features, tilt) if x is not None]
-    of_features = sum(jnp.broadcast_arrays(*both)) if both else None
+    of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return (moved / root).astype(key.dtype), of_query, of_key, of_features
 
 
