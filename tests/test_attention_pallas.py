@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import benchmark_kernels
+from experiments.benchmark_attention import Scale
 from performer import calibration, performer_attention
 from performer.attention import _fused, op
 from tests import oracles
@@ -260,6 +262,20 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
         text = jax.export.export(function, platforms=[platform])(*args).mlir_module()
         assert text.count("@tpu_custom_call") == kernels
         assert ("stablehlo.exponential" in text) == (kernels == 0)
+
+
+def test_the_benchmark_compares_before_it_times(monkeypatch):
+    """Both ways at a sixteenth of a size; and what is further away than bfloat16 is refused."""
+    monkeypatch.setattr(benchmark_kernels, "SIZES", ((1, 256, 2, ", causal"),))
+    rows, times = benchmark_kernels.tpu(Scale(repeats=1, divisor=16))
+    assert [row["quantity"] for row in rows[:2]] == [
+        "relative difference: kernel, causal / ours, causal",
+        "time: ours, causal / kernel, causal",
+    ]
+    assert 0 < rows[2]["measured"] < benchmark_kernels.DIFFERENCE
+    assert len(rows) == len(times) == 4
+    with pytest.raises(ValueError, match="do not use implementation='pallas' here"):
+        benchmark_kernels.differences([np.ones(3), np.ones(3)], [np.ones(3), np.full(3, 1.05)])
 
 
 COMPILE = """

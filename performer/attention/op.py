@@ -114,7 +114,14 @@ def performer_attention(
             exact for queries and keys of any norm where the others are not: causal and packed rows
             go wrong, without a sign, once norms are past some 10 after the factor sqrt(scale) if
             all keys that a query sees are opposite to it, 35 if they are orthogonal. It is the
-            check, too: the two differ by more than rounding just there.
+            check, too: the two differ by more than rounding just there. "pallas" is a kernel for
+            TPU, forward and backward, compiled and counted but not yet run on one: features never
+            leave the core's memory. It takes positive features with the exact stabiliser, masks,
+            lengths, log-weights, calibration and grouped heads, in float32 or bfloat16, for widths
+            and numbers of features that 16 divides. What it does not take, and what is compiled for
+            anything but a TPU, is computed without it, and a warning says so once. It has first
+            gradients in reverse mode alone; on several devices it needs `jax.shard_map`, and
+            `jax.export` one platform at a time.
         initial_state: the state of keys that came before, from `return_state`.
         return_state: also return the state after all keys, for the next call.
         axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
