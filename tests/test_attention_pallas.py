@@ -80,14 +80,14 @@ TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal, dtype, two_blocks):
-    """Of everything that may have one, over two blocks, calibration included."""
-    sizes = dict(n=2, k=1, m=16, v=16)
-    query, key, value, frequencies = inputs(150, 200 - 50 * is_causal, dtype=dtype, **sizes)
+    """Of everything that may have one, over two blocks or three chunks, calibration included."""
+    t, s = (300, 300) if is_causal else (150, 200)
+    query, key, value, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
     fitted = calibration.calibrate(query, key, method="shift+scale+proposal")
     rng = np.random.default_rng(2)
     weights = jnp.asarray(rng.random((1, 16)), jnp.float32)
-    log_weights = jnp.asarray(rng.standard_normal((2, key.shape[1])), jnp.float32)
-    lengths = jnp.array([key.shape[1], 131])
+    log_weights = jnp.asarray(rng.standard_normal((2, s)), jnp.float32)
+    lengths = jnp.array([s, 131])
 
     def function(*args, **options):
         query, key, value, frequencies, fitted, weights, log_weights = args
@@ -102,7 +102,7 @@ def test_gradients(is_causal, dtype, two_blocks):
         )
 
     args = (query, key, value, frequencies, fitted, weights, log_weights)
-    gradient = jnp.asarray(rng.standard_normal((2, 150, 2, 16)), dtype)
+    gradient = jnp.asarray(rng.standard_normal((2, t, 2, 16)), dtype)
     kernel = partial(function, implementation=PALLAS)
     got = gradients(kernel, *args, gradient=gradient)
     want = gradients(function, *args, gradient=gradient)
@@ -185,13 +185,14 @@ def test_later_keys_change_no_bit():
     assert np.any(outputs[0][:, 140:] != outputs[1][:, 140:])
 
 
-def test_lost_rows_are_those_without_the_kernel():
-    """Keys that are opposite to the query and long, in the only chunk: `_sweep` says what then."""
-    query, key, value, frequencies = far_apart(40.0)
-    pad = partial(jnp.pad, constant_values=0)
-    query, key = (pad(x, [(0, 0)] * 3 + [(0, 8)]) for x in (query, key))
-    value = pad(value, [(0, 0)] * 3 + [(0, 11)])
-    frequencies = pad(frequencies, [(0, 4), (0, 8)])
+def test_lost_rows_are_those_without_the_kernel(monkeypatch):
+    """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
+    monkeypatch.setattr(op, "_block_sizes", lambda *_: (128, 256))
+    query, key, value, frequencies = (
+        jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 0 if x.ndim == 4 else 4), (0, -x.shape[-1] % 16)])
+        for x in far_apart(40.0, t=150)
+    )
+    key = key.at[:, :128].multiply(1.5)
     args, options = (query, key, value, frequencies), dict(is_causal=True)
     got = performer_attention(*args, implementation=PALLAS, **options)
     close(got, performer_attention(*args, **options), 1e-4)
