@@ -550,21 +550,21 @@ FAULTS = [
     ),
     Fault(
         "the kernel counts keys past the last",
-        "performer/attention/_pallas.py",
+        "performer/attention/_tiles.py",
         "    weights = jnp.where(inside, weights, -jnp.inf)\n",
         "    weights = jnp.where(inside, weights, 0.0)\n",
         "test_attention_pallas.py::test_values_against_the_oracle",
     ),
     Fault(
         "the kernel's gradient of queries forgets the normaliser",
-        "performer/attention/_pallas.py",
+        "performer/attention/_tiles.py",
         "dx = (p * (u - s * a)).astype(dtype)",
         "dx = (p * u).astype(dtype)",
         "test_attention_pallas.py::test_gradients",
     ),
     Fault(
         "the kernel's gradient of keys forgets their norm",
-        "performer/attention/_pallas.py",
+        "performer/attention/_tiles.py",
         "dk -= scale * x.key",
         "dk -= 0 * scale * x.key",
         "test_attention_pallas.py::test_gradients",
@@ -578,7 +578,7 @@ FAULTS = [
     ),
     Fault(
         "the kernel rounds z in its own gradient",
-        "performer/attention/_pallas.py",
+        "performer/attention/_tiles.py",
         "jnp.concatenate([high, low], axis=2)",
         "jnp.concatenate([high, 0 * low], axis=2)",
         "test_attention_pallas.py::test_bfloat16_gradients_are_as_good_as_those_of_softmax",

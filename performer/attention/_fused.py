@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from performer import features
 from performer.attention._checks import Inputs, Options
 from performer.attention._sizes import LANES, ROWS
+from performer.attention._tiles import Operands
 from performer.attention.state import Keys
 
 MEMORY = 15 * 2**20
@@ -175,8 +176,6 @@ def _kernels(options: Options):
 
 def _operands(x: Arguments, scale: float):
     """As the kernels have them: tokens last, one of everything for each key head."""
-    from performer.attention._pallas import Operands
-
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # As in the sums without kernels: the root of the scale goes into W, rounded once.

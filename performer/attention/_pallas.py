@@ -1,27 +1,7 @@
-"""Bidirectional attention in one kernel for TPU (Pallas): features never leave the core's memory.
+"""Bidirectional attention in kernels for TPU (Pallas): features never leave the core's memory.
 
-Positive features, tokens in the lanes: queries (n, h, t), keys (n, h, s), values (n, v, s),
-features (n, m, t), for the heads and tokens of a block. With the exponents
-
-    l = W_k k - scale |k|^2 / 2 + log-weights of the keys + log-weights of the features
-    x = W_q q + c
-
-    keys      c_j = max_k l_j(k),   f = e^{l - c},   [z s] = f [v; 1]^T
-    queries   r = max_j x_j,   [o; d] = [z s]^T e^{x - r},   output = o / d,   L = r + log d
-
-The backward pass computes features again, those of queries normalised: p = e^{x - L}, for which
-z^T p is the output and s^T p = 1. With g the gradient of the output, and d for "gradient of",
-
-    queries   u = z^T g,  a = p.u / p.s,  dx = p (u - s a),  dq = W_q^T dx,  [dz ds] = p [g; -a]^T
-    keys      dl = f (dz v + ds),   dk = W_k^T dl - scale k sum_j dl_j,   dv = dz^T f
-
-c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
-of the frequencies are dx q^T and dl k^T. Where the tokens fit into one block, keys and queries are
-one kernel, and the backward pass folds its keys again. Else each is a kernel that goes over blocks.
-
-Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
-make the normaliser and its gradient, are three operands each, that add up to 24 bits, and z and dz
-are two in z^T g and dz v, from which s a and -ds take the largest part away.
+The sums are those of `_tiles`. Where the tokens fit into one block, keys and queries are one
+kernel, and the backward pass folds its keys again; else each is a kernel that goes over blocks.
 """
 
 import dataclasses
@@ -32,28 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from performer.attention import _tiles as tiles
 from performer.attention._sizes import LANES, ROWS
+from performer.attention._tiles import Operands
 from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
-
-
-class Operands(NamedTuple):
-    """What attention is of, or a gradient for each, or blocks or references: None for none.
-
-    Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
-    (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
-    """
-
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    of_query: Any = None
-    of_key: Any = None
-    of_features: Any = None
-    log_weights: Any = None
 
 
 class Settings(NamedTuple):
@@ -67,219 +33,69 @@ class Settings(NamedTuple):
     interpret: bool = False
 
 
-def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
-    """Products of heads (n, ., .), summed over these axes in float32."""
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((over[0],), (over[1],)), ((0,), (0,))),
-        precision=None if left.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
-    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, of one, in float32."""
-    rows = [x]
-    if dtype == jnp.bfloat16:
-        high = x.astype(dtype).astype(x.dtype)
-        middle = (x - high).astype(dtype).astype(x.dtype)
-        rows = [high, middle, x - high - middle]
-    return jnp.concatenate(rows + [jnp.zeros_like(x)] * (ROWS - len(rows)), axis).astype(dtype)
-
-
-def fine(left: Array, right: Array) -> Array:
-    """The product of float32 with an operand: in bfloat16 the left side is two operands.
-
-    They lie side by side in the sum, where 64 of its 128 places would be empty.
-    """
-    if right.dtype != jnp.bfloat16:
-        return dot(left, right)
-    high = left.astype(right.dtype)
-    low = (left - high.astype(left.dtype)).astype(right.dtype)
-    return dot(jnp.concatenate([high, low], axis=2), jnp.concatenate([right, right], axis=1))
-
-
-def shared(x: Array, n: int) -> Array:
-    """One for each of n query heads, of which consecutive ones share a key head."""
-    if len(x) == n:
-        return x
-    each = jnp.broadcast_to(x[:, None], (len(x), n // len(x), *x.shape[1:]))
-    return each.reshape(n, *x.shape[1:])
-
-
-def gathered(x: Array, k: int) -> Array:
-    """The sums over the query heads of each key head."""
-    return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
-
-
-def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
-    """l."""
-    squares = jnp.square(x.key.astype(jnp.float32))
-    of_tokens = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
-    if x.log_weights is not None:
-        of_tokens += x.log_weights
-    exponents = dot(x.of_key, x.key) + of_tokens
-    return exponents if x.of_features is None else exponents + x.of_features
-
-
-def fold(exponents: Array, value: Array, c: Array | None = None, z: Array | None = None):
-    """f, c and [z s], after those of earlier keys."""
-    largest = jnp.max(exponents, axis=2, keepdims=True)
-    largest = largest if c is None else jnp.maximum(c, largest)
-    f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
-    own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
-    if c is not None and z is not None:
-        own += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
-    return f, largest, own
-
-
-def columns(x: Array, count: int) -> Array:
-    """So many columns, if there are `LANES` equal ones: one must be copied to all lanes first."""
-    if x.shape[2] == 1:
-        return x
-    return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
-
-
-def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k w s"]:
-    """[v; 1], and rows of zeros."""
-    one = jnp.ones((len(value), 1, value.shape[2]), jnp.float32)
-    return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
-
-
-def numerators(z: Float[Array, "k m w"], dtype: jnp.dtype) -> Float[Array, "k w m"]:
-    """[z s]^T as an operand, s in parts."""
-    width = z.shape[2] - ROWS
-    s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype)
-    return jnp.concatenate([z[:, :, :width].astype(dtype).swapaxes(1, 2), s], axis=1)
-
-
-def attend(x: Operands, c: Array, zs: Array) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
-    """The output and L, which is inf for a query without any key."""
-    n, dtype, width = len(x.query), x.query.dtype, zs.shape[1] - ROWS
-    exponents = dot(shared(x.of_query, n), x.query) + shared(c, n)
-    largest = finite(jnp.max(exponents, axis=1, keepdims=True))
-    rows = dot(shared(zs, n), jnp.exp(exponents - largest).astype(dtype))
-    d = jnp.sum(rows[:, width:], axis=1, keepdims=True)
-    output = rows[:, :width] * (1 / jnp.where(d == 0, 1.0, d))
-    return output, jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
-
-
-def from_queries(x: Operands, c: Array, z: Array, logsum: Array, gradient: Array):
-    """dq, [dz ds] and dx."""
-    (n, k), dtype, width = (len(x.query), len(c)), x.query.dtype, gradient.shape[1]
-    p = jnp.exp(dot(shared(x.of_query, n), x.query) + shared(c, n) - logsum)
-    s = shared(z[:, :, width : width + 1], n)
-    u = fine(shared(z[:, :, :width], n), gradient)
-    total = jnp.sum(p * s, axis=1, keepdims=True)
-    a = jnp.sum(p * u, axis=1, keepdims=True) / jnp.where(total == 0, 1.0, total)
-    dx = (p * (u - s * a)).astype(dtype)
-    dz = gradient_of_state(p, gradient, a, k)
-    return dot(shared(x.of_query, n).swapaxes(1, 2), dx), dz, dx
-
-
-def gradient_of_state(p: Array, gradient: Array, a: Array, k: int) -> Float[Array, "k m w"]:
-    """[dz ds] of k key heads."""
-    width, dtype = gradient.shape[1], gradient.dtype
-    rows = jnp.concatenate([gradient, parts(-a, 1, dtype)], axis=1)
-    dz = gathered(dot(p.astype(dtype), rows, (2, 2)), k)
-    ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
-    return jnp.concatenate([dz[:, :, :width], ds, jnp.zeros_like(dz[:, :, width + 1 :])], axis=2)
-
-
-def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
-    """dk, dv and dl, to which `within` is added."""
-    dtype, width = x.key.dtype, x.value.shape[1]
-    dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
-    dl = within + f * (fine(dz, x.value) + ds)
-    dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
-    dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
-    return dk, dot(dz.astype(dtype).swapaxes(1, 2), f.astype(dtype)), dl
-
-
-def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
-    """The i-th block of keys; past their number zeros, that do not count."""
-    inside = within(x.key.shape[2], length, i)
-    if inside is None:
-        return x
-    weights = x.log_weights
-    if weights is None:
-        weights = jnp.zeros(inside.shape, jnp.float32)
-    key, value = (jnp.where(inside, y, 0) for y in (x.key, x.value))
-    weights = jnp.where(inside, weights, -jnp.inf)
-    return x._replace(key=key, value=value, log_weights=weights)
-
-
-def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
-    """The i-th block of queries, their L and g; past their number p is 0."""
-    inside = within(x.query.shape[2], length, i)
-    if inside is None:
-        return x, logsum, gradient
-    query, gradient = (jnp.where(inside, y, 0) for y in (x.query, gradient))
-    logsum = jax.tree.map(lambda y: jnp.where(inside, y, jnp.inf), logsum)
-    return x._replace(query=query), logsum, gradient
-
-
-def within(block: int, length: int, i: Array | int) -> Array | None:
-    """Which tokens of the i-th block there are, (1, 1, block); None for all of every block."""
-    if length % block == 0:
-        return None
-    return i * block + jax.lax.broadcasted_iota(jnp.int32, (1, 1, block), 2) < length
-
-
 def read(refs):
     """The arrays of references."""
     return jax.tree.map(lambda ref: ref[...], refs)
 
 
 def _forward(x, output, logsum, *, scale, lengths):
-    x = real_keys(read(x), lengths[1])
-    _, c, z = fold(exponents_of_keys(x, scale), x.value)
-    out, logsum[...] = attend(x, c, numerators(z, x.query.dtype))
+    x = tiles.real_keys(read(x), lengths[1])
+    _, c, z = tiles.fold(tiles.exponents_of_keys(x, scale), x.value)
+    out, logsum[...] = tiles.attend(x, c, tiles.numerators(z, x.query.dtype))
     output[...] = out.astype(output.dtype)
 
 
-def _keys(x, c, z, wide, *, scale, lengths):
+def _keys(x, c, z, zs, wide, *, scale, lengths):
     i = pl.program_id(2)
     start(wide, z, i == 0)
-    x = real_keys(read(x), lengths[1], i)
-    _, wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])
+    x = tiles.real_keys(read(x), lengths[1], i)
+    wide[...], z[...] = tiles.fold(tiles.exponents_of_keys(x, scale), x.value, wide[...], z[...])[
+        1:
+    ]
     c[...] = wide[:, :, :1]
+
+    @pl.when(i == pl.num_programs(2) - 1)  # in the kernel: outside XLA may skip a rounding
+    def _():
+        zs[...] = tiles.numerators(z[...], zs.dtype)
 
 
 def _queries(x, c, zs, output, logsum, *, scale, lengths):
-    out, logsum[...] = attend(read(x), c[...], zs[...])
+    out, logsum[...] = tiles.attend(read(x), c[...], zs[...])
     output[...] = out.astype(output.dtype)
 
 
 def _backward(x, logsum, gradient, grads, *, scale, lengths):
-    x = real_keys(read(x), lengths[1])
-    f, c, z = fold(exponents_of_keys(x, scale), x.value)
-    x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
-    dq, dz, dx = from_queries(x, c, z, logsum, gradient)
+    x = tiles.real_keys(read(x), lengths[1])
+    f, c, z = tiles.fold(tiles.exponents_of_keys(x, scale), x.value)
+    x, logsum, gradient = tiles.real_queries(x, logsum[...], gradient[...], lengths[0])
+    dq, dz, dx = tiles.from_queries(x, c, z, logsum, gradient)
     write_queries(x, dq, dx, grads)
-    write_keys(x, *from_keys(x, f, dz, scale), grads)
+    write_keys(x, *tiles.from_keys(x, f, dz, scale), grads)
 
 
 def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
-    x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    dq, of_block, dx = from_queries(x, c[...], z[...], logsum, gradient)
+    x, logsum, gradient = tiles.real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
+    dq, of_block, dx = tiles.from_queries(x, c[...], z[...], logsum, gradient)
     add(dz, of_block, i == 0)
     write_queries(x, dq, dx, grads)
 
 
 def _keys_backward(x, c, dz, grads, *, scale, lengths):
-    x = real_keys(read(x), lengths[1], pl.program_id(2))
-    f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
-    write_keys(x, *from_keys(x, f, dz[...], scale), grads)
+    x = tiles.real_keys(read(x), lengths[1], pl.program_id(2))
+    f = jnp.exp(tiles.exponents_of_keys(x, scale) - finite(c[...]))
+    write_keys(x, *tiles.from_keys(x, f, dz[...], scale), grads)
 
 
 def write_queries(x: Operands, dq: Array, dx: Array, grads: Operands) -> None:
     """Gradients of the queries and, if they are wanted, of their frequencies."""
     grads.query[...] = dq.astype(grads.query.dtype)
     if grads.of_query is not None:
-        add(grads.of_query, gathered(dot(dx, x.query, (2, 2)), len(x.of_query)), _first())
+        add(
+            grads.of_query,
+            tiles.gathered(tiles.dot(dx, x.query, (2, 2)), len(x.of_query)),
+            _first(),
+        )
 
 
 def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) -> None:
@@ -288,7 +104,7 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
     if grads.of_key is not None:
-        add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
+        add(grads.of_key, tiles.dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
     if grads.of_features is not None:
         add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
 
@@ -390,18 +206,18 @@ def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: 
 
 
 def forward(x: Operands, settings: Settings, residuals: bool = True):
-    """The output (b, n, v, t), and what the backward pass needs besides: L and (c, [z s])."""
+    """The output (b, n, v, t), and for the backward pass L and (c, [z s]): small, so always."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
     output = pieces(output, "tokens")
     if settings.block >= max(t, x.key.shape[3]):
         return *run(_forward, ins=(operands(x),), outs=output), None
-    state = Out((b, k, m, 1), jnp.float32), Out((b, k, m, width + ROWS), jnp.float32)
-    c, z = run(
-        _keys, ins=(operands(_of_keys(x)),), outs=pieces(state, "state"), scratch=[(m, LANES)]
-    )
-    zs = jax.vmap(partial(numerators, dtype=x.query.dtype))(z)
+    shapes = (m, 1), (m, width + ROWS), (width + ROWS, m)
+    dtypes = jnp.float32, jnp.float32, x.query.dtype
+    outs = [Out((b, k, *y), dtype) for y, dtype in zip(shapes, dtypes, strict=True)]
+    ins, outs = (operands(_of_keys(x)),), pieces(outs, "state")
+    c, z, zs = run(_keys, ins=ins, outs=outs, scratch=[(m, LANES)])
     ins = operands(_of_queries(x)), *pieces((c, zs), "state")
     return *run(_queries, ins=ins, outs=output), (c, z)
 

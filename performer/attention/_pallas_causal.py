@@ -1,4 +1,4 @@
-"""Causal attention in one kernel for TPU (Pallas), chunk by chunk; the notation is `_pallas`'s.
+"""Causal attention in one kernel for TPU (Pallas), chunk by chunk; the notation is `_tiles`'s.
 
 Of the keys before its chunk a query sees the state (c, s, z), which stays in the core's memory from
 chunk to chunk; those of its chunk it sees in pairs, stabilised as in `_sweep`: with mu_s the
@@ -23,9 +23,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from performer.attention import _pallas as blocks
-from performer.attention._pallas import Operands, Out, Settings, dot, gathered, pieces, shared
+from performer.attention import _tiles as tiles
+from performer.attention._pallas import Out, Settings, pieces
 from performer.attention._sizes import LANES, ROWS
 from performer.attention._sweep import LAST, LOST, TINY
+from performer.attention._tiles import Operands, dot, gathered, shared
 from performer.attention.state import finite
 
 CHUNK = LANES
@@ -59,7 +61,7 @@ def attend(x: Operands, exponents: Array, c: Array, zs: Array):
     top = finite(jnp.maximum(jnp.max(past, axis=1, keepdims=True), maximum))
     weights *= jnp.exp(maximum - top) / total
     rows = dot(shared(zs, n), jnp.exp(past - top).astype(dtype))
-    rows += dot(shared(blocks.with_ones(x.value), n), weights.astype(dtype))
+    rows += dot(shared(tiles.with_ones(x.value), n), weights.astype(dtype))
     d = jnp.sum(rows[:, width:], axis=1, keepdims=True)
     log_d = jnp.where(d == 0, jnp.inf, jnp.log(d))
     output = rows[:, :width] * (1 / jnp.where(d == 0, 1.0, d))
@@ -74,7 +76,7 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
     near = jnp.exp(shared(M, n) - F)
     w = (K + TINY) * near
     s = shared(z[:, :, width : width + 1], n)
-    u = blocks.fine(shared(z[:, :, :width], n), gradient)
+    u = tiles.fine(shared(z[:, :, :width], n), gradient)
     r = dot(shared(x.value, n), gradient, (1, 1))
     total = jnp.sum(p * s, axis=1, keepdims=True) + jnp.sum(w, axis=1, keepdims=True)
     a = jnp.sum(p * u, axis=1, keepdims=True) + jnp.sum(w * r, axis=1, keepdims=True)
@@ -83,9 +85,9 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
     dy = p * (u - s * a) + B * dot(A.astype(dtype), D)
     within = gathered(A * dot(B.astype(dtype), D, (2, 2)), k)
     f = jnp.exp(exponents - finite(after))
-    dk, dv, dl = blocks.from_keys(x, f, dz, scale, within)
+    dk, dv, dl = tiles.from_keys(x, f, dz, scale, within)
     dv += gathered(dot(gradient, w.astype(dtype), (2, 2)), k)
-    dz = dz * jnp.exp(c - finite(after)) + blocks.gradient_of_state(p, gradient, a, k)
+    dz = dz * jnp.exp(c - finite(after)) + tiles.gradient_of_state(p, gradient, a, k)
     dy = dy.astype(dtype)
     return dot(shared(x.of_query, n).swapaxes(1, 2), dy), dk, dv, dy, dl, dz
 
@@ -93,16 +95,16 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
 def _forward(x, output, logs, states, c, z, *, scale, lengths):
     i = pl.program_id(2)
     blocks.start(c, z, i == 0)
-    x = blocks.real_keys(blocks.read(x), lengths[1], i)
-    exponents = blocks.exponents_of_keys(x, scale)
+    x = tiles.real_keys(blocks.read(x), lengths[1], i)
+    exponents = tiles.exponents_of_keys(x, scale)
     before = c[...], z[...]
     if states is not None:
         states[0][...], states[1][...] = before[0][:, :, :1], before[1]
-    out, *both = attend(x, exponents, before[0], blocks.numerators(before[1], x.query.dtype))
+    out, *both = attend(x, exponents, before[0], tiles.numerators(before[1], x.query.dtype))
     output[...] = out.astype(output.dtype)
     if logs is not None:
         logs[0][...], logs[1][...] = both
-    _, c[...], z[...] = blocks.fold(exponents, x.value, *before)
+    _, c[...], z[...] = tiles.fold(exponents, x.value, *before)
 
 
 def _backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
@@ -112,11 +114,11 @@ def _backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
     def _():
         dz[...] = jnp.zeros_like(dz)
 
-    x = blocks.real_keys(blocks.read(x), lengths[1], i)
-    exponents = blocks.exponents_of_keys(x, scale)
+    x = tiles.real_keys(blocks.read(x), lengths[1], i)
+    exponents = tiles.exponents_of_keys(x, scale)
     c, z = blocks.read(states)
     after = jnp.maximum(c, jnp.max(exponents, axis=2, keepdims=True))
-    x, (L, F), gradient = blocks.real_queries(x, blocks.read(logs), gradient[...], lengths[0], i)
+    x, (L, F), gradient = tiles.real_queries(x, blocks.read(logs), gradient[...], lengths[0], i)
     dq, dk, dv, dy, dl, dz[...] = backward_of_chunk(
         x, exponents, c, z, after, dz[...], L, F, gradient, scale
     )
