@@ -108,9 +108,19 @@ def exact(
     )
 
 
-def ours(query, key, value, frequencies, *, is_causal=False):
+def ours(
+    query,
+    key,
+    value,
+    frequencies,
+    *,
+    is_causal=False,
+    implementation: Literal["pallas"] | None = None,
+):
     """What they are compared with."""
-    return performer_attention(query, key, value, frequencies, is_causal=is_causal)
+    return performer_attention(
+        query, key, value, frequencies, is_causal=is_causal, implementation=implementation
+    )
 
 
 IMPLEMENTATIONS = {
@@ -122,6 +132,8 @@ IMPLEMENTATIONS = {
     "public, causal, reverse scan": public_reversed,
     "exact, causal": partial(exact, is_causal=True),
     "cuDNN": partial(exact, implementation="cudnn"),
+    "kernel": partial(ours, implementation="pallas"),
+    "kernel, causal": partial(ours, implementation="pallas", is_causal=True),
 }
 
 

@@ -9,8 +9,9 @@ and of 144 at once (12 layers x 12 heads), the best of 7; how often the sampler 
 keys; and the ratio of dense to structured products of 1,024 vectors with d frequencies,
 implementations in turn.
 
-`attention`: `benchmark_attention` says what is measured, and `benchmark_lengths` what besides. With
---quick everything runs at a 16th of the length, to see that it runs: the numbers mean nothing.
+`attention`: `benchmark_attention` says what is measured, `benchmark_lengths` what besides, and
+`benchmark_kernels` what on a TPU. With --quick everything runs at a 16th of the length, to see that
+it runs: the numbers mean nothing.
 
 `data`: images per second of one core, of the JPEG files in a folder (those that come with
 scikit-learn if none is given), beside tf.data; `benchmark_data` says what differs. Then the
@@ -26,7 +27,13 @@ from typing import Any
 
 import jax
 
-from experiments import benchmark_attention, benchmark_data, benchmark_lengths, timing
+from experiments import (
+    benchmark_attention,
+    benchmark_data,
+    benchmark_kernels,
+    benchmark_lengths,
+    timing,
+)
 from performer import couplings, structured
 from vit import report
 
@@ -102,11 +109,13 @@ def attention(quick: bool) -> None:
     if jax.default_backend() == "cpu":
         rows = benchmark_lengths.package(scale)
         print(report.table(rows, out / "package") if rows else "performer_pytorch: not installed\n")
-    if jax.default_backend() != "gpu":
-        return
-    rows, times = benchmark_lengths.gpu(scale)
-    print(report.table(times, out / "times_gpu"))
-    print(report.table(rows, out / "summary_gpu"))
+    accelerators = {"gpu": benchmark_lengths.gpu, "tpu": benchmark_kernels.tpu}
+    if (platform := jax.default_backend()) in accelerators:
+        rows, times = accelerators[platform](scale)
+        print(report.table(times, out / f"times_{platform}"))
+        print(report.table(rows, out / f"summary_{platform}"))
+    if platform != "tpu":
+        print(f"implementation='pallas': its kernel is for TPUs, not measured on {platform}")
 
 
 def pipeline(images: Path) -> None:

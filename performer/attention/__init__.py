@@ -16,6 +16,7 @@ and states combine associatively. All the rest follows from that:
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
     op         `performer_attention`
+    pallas     the same in kernels for TPU
     parallel   the same over devices that hold parts of the sequence
 """
 

@@ -46,6 +46,10 @@ class Options(NamedTuple):
     block: Size = 0
     """Tokens whose features exist at a time."""
     robust: bool = False
+    kernel: tuple[int, int] | None = None
+    """Key heads and tokens of a step of the kernels for TPU; None is without them."""
+    interpret: bool = False
+    """The kernels run anywhere, slowly."""
 
     def num_features(self, frequencies: Array) -> Size:
         """How many features these frequencies make."""

@@ -18,6 +18,11 @@ BLOCK_ROWS = {"cpu": 4096}
 Half as many in a sweep, which holds twice the features. Measured on two cores.
 """
 
+LANES = 128
+"""Tokens beside each other in a register of a TPU."""
+ROWS = 16
+"""Rows that its kernels have below the values, for ones or the parts of a number: a whole tile."""
+
 
 def chunk_and_block(
     platform: str, batch_and_heads: Size, num_features: Size, sweeping: bool
@@ -47,4 +52,4 @@ def blocks(length: Size, block: Size, multiple: Size = 1) -> tuple[Size, Size]:
     return count, -(-length // (count * multiple)) * multiple
 
 
-__all__ = ["blocks", "chunk_and_block", "max_dim", "min_dim"]
+__all__ = ["LANES", "ROWS", "blocks", "chunk_and_block", "max_dim", "min_dim"]

@@ -1,6 +1,6 @@
 """`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, cast
 
 import jax
@@ -10,8 +10,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
+from performer.attention import _fused
 from performer.attention import state as states
 from performer.attention._checks import Inputs, Options, check
+from performer.attention._fused import Arguments
 from performer.attention._sizes import chunk_and_block, max_dim, min_dim
 from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
 from performer.attention.parallel import earlier_devices, over_devices
@@ -21,7 +23,9 @@ from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Size, float32_or_wider
 
-IMPLEMENTATIONS = ("direct", "blocked", "robust")
+IMPLEMENTATIONS = ("direct", "blocked", "robust", "pallas")
+INTERPRET = False
+"""Kernels are interpreted, for tests: slow, and without a TPU."""
 
 
 def performer_attention(
@@ -42,7 +46,7 @@ def performer_attention(
     calibration: Calibration | None = None,
     feature_map: str | FeatureMap = "positive",
     stabilizer: Literal["exact", "google"] = "exact",
-    implementation: Literal["direct", "blocked", "robust"] | None = None,
+    implementation: Literal["direct", "blocked", "robust", "pallas"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
@@ -110,7 +114,14 @@ def performer_attention(
             exact for queries and keys of any norm where the others are not: causal and packed rows
             go wrong, without a sign, once norms are past some 10 after the factor sqrt(scale) if
             all keys that a query sees are opposite to it, 35 if they are orthogonal. It is the
-            check, too: the two differ by more than rounding just there.
+            check, too: the two differ by more than rounding just there. "pallas" is a kernel for
+            TPU, forward and backward, compiled and counted but not yet run on one: features never
+            leave the core's memory. It takes positive features with the exact stabiliser, masks,
+            lengths, log-weights, calibration and grouped heads, in float32 or bfloat16, for widths
+            and numbers of features that 16 divides. What it does not take, and what is compiled for
+            anything but a TPU, is computed without it, and a warning says so once. It has first
+            gradients in reverse mode alone; on several devices it needs `jax.shard_map`, and
+            `jax.export` one platform at a time.
         initial_state: the state of keys that came before, from `return_state`.
         return_state: also return the state after all keys, for the next call.
         axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
@@ -182,6 +193,8 @@ def performer_attention(
         robust=implementation == "robust",
     )
     inputs = check(given, options)
+    if implementation == "pallas":
+        options = _with_kernels(inputs, options)
     output, state = _where_it_runs(implementation, inputs, options)
     lead = query.shape[:-3]
     if len(lead) != 1:
@@ -214,6 +227,17 @@ def attention_weights(
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
     return jnp.moveaxis(output, -2, -3)
+
+
+def _with_kernels(inputs: Inputs, options: Options) -> Options:
+    """The options for the kernels if they take the call, else as they are, with a warning."""
+    reason, platform = _fused.refused(inputs, options), jax.default_backend()
+    if reason is not None:
+        _fused.warn(f"does not take {reason}: attention is computed without the kernel")
+    elif platform != "tpu" and not INTERPRET:
+        _fused.warn(f"is for programs compiled for a TPU: those for {platform} have no kernel")
+    kernel = None if reason else _fused.heads_and_block(inputs, options)
+    return options._replace(kernel=kernel, interpret=INTERPRET)
 
 
 def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options):
@@ -251,7 +275,7 @@ def _block_sizes(
 @partial(jax.jit, static_argnames="options")
 def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
     query, key, value, frequencies = inputs[:4]
-    (b, t, n, h), dtype, wide = query.shape, value.dtype, float32_or_wider(query, key, value)
+    t, n, dtype, wide = *query.shape[1:3], value.dtype, float32_or_wider(query, key, value)
     if wide == jnp.float64:
         query, key, value = (x.astype(wide) for x in (query, key, value))
     if inputs.key_log_weights is not None:
@@ -262,35 +286,49 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
     keys = Keys(key, value, inputs.key_log_weights)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         keys = jax.tree.map(lambda x: jnp.repeat(x, n // x.shape[2], axis=2), keys)
-    segments = inputs.segment_ids if t and key.shape[1] else None  # nobody sees anything anyway
-    if key.shape[1] == 0:
-        keys = extended(keys, 0, 1)
-    k = keys.key.shape[2]
-    query = query.reshape(b, t, k, n // k, h)
-    maps = _feature_maps(query, keys, of_query, of_key, of_features, options)
-    m = options.num_features(frequencies)
-    nothing = states.empty(keys.key, m, value.shape[-1], query, *keys, frequencies)
-    state = nothing
-    if inputs.initial_state is not None:
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), inputs.initial_state)
     if options.is_causal:
         keys = _cut_keys(keys, max(t, 1))
+    arguments = Arguments(query, keys, of_query, of_key, of_features)
+    if options.kernel is not None:
+        return _fused.attention(arguments, partial(_alone, options=options), options), None
+    state = inputs.initial_state
+    if state is not None:
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), state)
+    output, state = _sums(arguments, inputs.segment_ids, state, options)
+    state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+    return output.astype(dtype), state if options.return_state else None
+
+
+def _alone(arguments: Arguments, options: Options) -> Array:
+    """Without earlier keys and segments, in the dtype of the values."""
+    return _sums(arguments, None, None, options)[0].astype(arguments.keys.value.dtype)
+
+
+def _sums(arguments: Arguments, segments, state: State | None, options: Options):
+    """The output, and the state after all keys, that of earlier ones included."""
+    query, keys, of_query, of_key, of_features = arguments
+    (b, t, n, h), (_, s, k, v) = query.shape, keys.value.shape
+    if s == 0:
+        keys, segments = extended(keys, 0, 1), None
+    query = query.reshape(b, t, k, n // k, h)
+    maps = _feature_maps(query, keys, of_query, of_key, of_features, options)
+    m = options.num_features(of_key)
+    nothing = states.empty(keys.key, m, v, query, *keys, of_query, of_key)
+    state = nothing if state is None else state
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
         own = states.summarise(maps[1], keys, nothing, options.block)
         state = states.combine(state, exchange(own, options.axis_name))
-    if segments is not None:
+    if segments is not None and t:
         output = _packed(maps, query, keys, segments, nothing, options)
     elif options.is_causal and t not in (0, 1):
         output, state = _sweep(maps, options)(Tokens(query, keys, None), state, finish=ratio)
     else:
         if options.axis_name is None or options.is_causal:
             state = states.summarise(maps[1], keys, state, options.block)
-        operands = states.operand_dtype(value)
+        operands = states.operand_dtype(keys.value)
         output = states.attend(maps[0], query, state, operands, options.block)
-    output = output.reshape(b, t, n, value.shape[-1]).astype(dtype)
-    state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-    return output, state if options.return_state else None
+    return output.reshape(b, t, n, v), state
 
 
 def _transformed(key, inputs: Inputs, options: Options):
@@ -310,7 +348,7 @@ def _transformed(key, inputs: Inputs, options: Options):
         calibration = for_heads(calibration, frequencies.shape[0])
     of_query, of_key, tilt = fold(calibration, of_key)
     both = [x for x in (of_features, tilt) if x is not None]
-    of_features = sum(jnp.broadcast_arrays(*both)) if both else None
+    of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return (moved / root).astype(key.dtype), of_query, of_key, of_features
 
 

@@ -1,0 +1,208 @@
+"""The kernels for TPU as an implementation of `performer_attention`: what they take, and where.
+
+A program compiled for a TPU has the kernels of `_pallas` and `_pallas_causal`, forward and
+backward; compiled for something else, what `performer_attention` does without them. Which of the
+two is not known while a function is traced, so it is `jax.lax.platform_dependent`, inside one
+`jax.custom_vjp`.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.export import is_symbolic_dim
+from jaxtyping import Array, Float
+
+from performer import features
+from performer.attention._checks import Inputs, Options
+from performer.attention._sizes import LANES, ROWS
+from performer.attention._tiles import Operands
+from performer.attention.state import Keys
+
+MEMORY = 15 * 2**20
+"""Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
+WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
+"""What it takes for each token and query head: so many times (h + v) elements, and so many bytes
+for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
+than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
+
+
+class Arguments(NamedTuple):
+    """What a call computes with, after shift and calibration; heads of keys as of frequencies."""
+
+    query: Float[Array, "b t n h"]
+    keys: Keys
+    of_query: Float[Array, "*k m h"]
+    of_key: Float[Array, "*k m h"]
+    of_features: Float[Array, "*k m"] | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which gradients are asked for, beside those of queries, keys and values."""
+
+    of_query: bool
+    of_key: bool
+    of_features: bool
+    log_weights: bool
+
+
+def refused(inputs: Inputs, options: Options) -> str | None:
+    """What of a call the kernels do not take; None if they take it."""
+    query, key, value, frequencies = inputs[:4]
+    sizes = (*query.shape, *key.shape, *value.shape, *frequencies.shape)
+    widths = query.shape[-1], value.shape[-1], frequencies.shape[-2]
+    if any(map(is_symbolic_dim, sizes)):
+        return "symbolic shapes"
+    if 0 in sizes:
+        return "empty arrays"
+    if options.feature_map != features.positive or options.google:
+        return f"feature_map={options.feature_map} or stabilizer='google'"
+    if inputs.segment_ids is not None:
+        return "segment_ids"
+    if inputs.initial_state is not None or options.return_state or options.axis_name is not None:
+        return "initial_state, return_state or axis_name"
+    if {x.dtype.name for x in (query, key, value)} not in ({"float32"}, {"bfloat16"}):
+        return f"query, key and value of dtype {query.dtype}, {key.dtype} and {value.dtype}"
+    if any(width % 16 for width in widths):
+        return f"(head_dim, width of value, num_features) = {widths}, not multiples of 16"
+    if heads_and_block(inputs, options) is None:
+        return f"(head_dim, width of value, num_features) = {widths}, so large"
+    return None
+
+
+@cache
+def warn(what: str) -> None:
+    """Says once that there is no kernel, and why."""
+    warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
+
+
+def heads_and_block(inputs: Inputs, options: Options) -> tuple[int, int] | None:
+    """Key heads and tokens of a step of the kernels; None if not even one head fits."""
+    query, key, value, frequencies = inputs[:4]
+    (t, n, h), s, (v, m) = query.shape[-3:], key.shape[-3], (value.shape[-1], frequencies.shape[-2])
+    k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
+    size, longest = value.dtype.itemsize, -(-max(t, s) // LANES) * LANES
+
+    def heads(kind: str, block: int) -> int:
+        wide = 1.5 if v + ROWS > LANES else 1.0
+        of_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
+        most = MEMORY // (of_token * block * (n // k))
+        return max((x for x in range(1, k + 1) if k % x == 0 and x <= most), default=0)
+
+    several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
+    choices = [("blocks", block) for block in several]
+    if options.is_causal:
+        choices = [("causal", LANES)]
+    elif longest <= 8 * LANES:
+        choices = [("one block", longest), *choices]
+    found = [(heads(*choice), choice[1]) for choice in choices]
+    # While one head waits another computes: two at least, where that is possible.
+    pairs = [x for x in found if x[0] * (n // k) >= min(2, n)]
+    return next((x for x in [*pairs, *found] if x[0]), None)
+
+
+def attention(
+    x: Arguments, ordinary: Callable[[Arguments], Array], options: Options
+) -> Float[Array, "b t n v"]:
+    """Attention by the kernels on a TPU, by `ordinary` elsewhere."""
+    by_platform = partial(_by_platform, interpret=options.interpret)
+    x = _varying(x)
+
+    @jax.custom_vjp
+    def run(x):
+        return by_platform(lambda x: _forward(x, options, residuals=False)[0], ordinary, x)
+
+    def forward(primals):
+        x, perturbed = (
+            jax.tree.map(lambda p, name=name: getattr(p, name), primals)
+            for name in ("value", "perturbed")
+        )
+        kernel = partial(_forward, options=options, residuals=True)
+
+        def otherwise(x):
+            _, rest = jax.eval_shape(kernel, x)
+            zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
+            return ordinary(x), _varying(zeros, x)
+
+        output, rest = by_platform(kernel, otherwise, x)
+        asked = (*perturbed[2:], perturbed.keys.log_weights)
+        return output, (x, rest, Wanted(*map(bool, asked)))
+
+    def backward(saved, gradient):
+        x, rest, wanted = saved
+        kernel = partial(_backward, options=options, wanted=wanted)
+
+        def otherwise(x, rest, gradient):
+            return jax.vjp(ordinary, x)[1](gradient)[0]
+
+        return (by_platform(kernel, otherwise, x, rest, gradient),)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(x)
+
+
+def _varying(tree, *like):
+    """Inside `jax.shard_map` all vary over the axes that one of them, or of `like`, varies over."""
+    of_each = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*of_each)
+
+    def cast(y):
+        missing = axes - jax.typeof(y).manual_axis_type.varying
+        return jax.lax.pcast(y, tuple(sorted(missing)), to="varying") if missing else y
+
+    return jax.tree.map(cast, tree)
+
+
+def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
+    if interpret:
+        return kernel(*args)
+    return jax.lax.platform_dependent(*args, tpu=kernel, default=otherwise)
+
+
+def _kernels(options: Options):
+    """The module of the kernels, and their settings."""
+    from performer.attention import _pallas, _pallas_causal
+
+    assert options.kernel is not None
+    settings = _pallas.Settings(options.scale, *options.kernel, options.interpret)
+    return _pallas_causal if options.is_causal else _pallas, settings
+
+
+def _operands(x: Arguments, scale: float):
+    """As the kernels have them: tokens last, one of everything for each key head."""
+    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
+    query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
+    # As in the sums without kernels: the root of the scale goes into W, rounded once.
+    of_query, of_key = (
+        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.of_query, x.of_key)
+    )
+    of_features, log_weights = x.of_features, x.keys.log_weights
+    if of_features is not None:
+        of_features = jnp.broadcast_to(of_features, (k, m))[..., None]
+    if log_weights is not None:
+        log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
+    return Operands(query, key, value, of_query, of_key, of_features, log_weights)
+
+
+def _forward(x: Arguments, options: Options, residuals: bool):
+    kernels, settings = _kernels(options)
+    output, *rest = kernels.forward(_operands(x, options.scale), settings, residuals)
+    return output.transpose(0, 3, 1, 2), rest
+
+
+def _backward(x: Arguments, rest, gradient: Array, options: Options, wanted: Wanted) -> Arguments:
+    kernels, settings = _kernels(options)
+    operands, pull = jax.vjp(partial(_operands, scale=options.scale), x)
+    gradient = gradient.transpose(0, 2, 3, 1)
+    grads = kernels.backward(operands, settings, wanted, *rest, gradient=gradient)
+    grads = (
+        None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
+        for y, dy in zip(operands, grads, strict=True)
+    )
+    return pull(type(operands)(*grads))[0]

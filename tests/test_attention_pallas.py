@@ -1,0 +1,322 @@
+"""The kernels for TPU: interpreted, against float64; lowered; compiled, where libtpu is there.
+
+None of this has run on a TPU.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import benchmark_kernels
+from experiments.benchmark_attention import Scale
+from performer import calibration, performer_attention
+from performer.attention import _fused, op
+from tests import oracles
+from tests.attention_inputs import causal, close, far_apart
+
+PALLAS = "pallas"
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(op, "INTERPRET", True)
+
+
+@pytest.fixture
+def two_blocks(monkeypatch):
+    """Blocks of 128 tokens and one head, for which short sequences are long."""
+    monkeypatch.setattr(_fused, "heads_and_block", lambda *_: (1, 128))
+
+
+def inputs(t, s, n=4, k=2, h=16, v=32, m=32, b=2, heads=True, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, v)]
+    tokens = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    frequencies = rng.standard_normal((k, m, h) if heads else (m, h))
+    return *tokens, jnp.asarray(frequencies, np.float32)
+
+
+def gradients(function, *args, gradient):
+    output, pull = jax.vjp(function, *args)
+    return output, pull(gradient.astype(output.dtype))
+
+
+def distance(got, want):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def test_values_against_the_oracle():
+    """Grouped heads, masked keys, weights of the features; a length that is no block's."""
+    args, rng = inputs(20, 30), np.random.default_rng(1)
+    log_weights = rng.standard_normal((2, 30, 2)).astype(np.float32)
+    options = dict(key_log_weights=log_weights, weights=jnp.arange(32.0))
+    mask = rng.random((2, 30)) < 0.8
+    got = performer_attention(*args, mask=mask[:, None, None], implementation=PALLAS, **options)
+    want, _ = oracles.full_attention(
+        *args, mask=mask, log_weights=log_weights, weights=options["weights"]
+    )
+    close(got, want)
+
+
+def test_causal_values_against_the_oracle():
+    """Two chunks, the second short."""
+    args = inputs(140, 140, n=2, m=16, b=1)
+    want = oracles.kernel_attention(*args, allowed=causal(140))
+    close(performer_attention(*args, is_causal=True, implementation=PALLAS), want)
+
+
+TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to bfloat16
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients(is_causal, dtype, two_blocks):
+    """Of everything that may have one, over two blocks or three chunks, calibration included."""
+    t, s = (300, 300) if is_causal else (150, 200)
+    query, key, value, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
+    fitted = calibration.calibrate(query, key, method="shift+scale+proposal")
+    rng = np.random.default_rng(2)
+    weights = jnp.asarray(rng.random((1, 16)), jnp.float32)
+    log_weights = jnp.asarray(rng.standard_normal((2, s)), jnp.float32)
+    lengths = jnp.array([s, 131])
+
+    def function(*args, **options):
+        query, key, value, frequencies, fitted, weights, log_weights = args
+        return performer_attention(
+            *(query, key, value, frequencies),
+            calibration=fitted,
+            weights=weights,
+            key_log_weights=log_weights,
+            key_value_seq_lengths=lengths,
+            is_causal=is_causal,
+            **options,
+        )
+
+    args = (query, key, value, frequencies, fitted, weights, log_weights)
+    gradient = jnp.asarray(rng.standard_normal((2, t, 2, 16)), dtype)
+    kernel = partial(function, implementation=PALLAS)
+    got = gradients(kernel, *args, gradient=gradient)
+    want = gradients(function, *args, gradient=gradient)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(x, y) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bfloat16_gradients_are_as_good_as_those_of_softmax(is_causal):
+    """Each against itself in float64; values with a common mean, which what follows must cancel."""
+    tokens = inputs(150, 150, n=2, h=64, v=64, m=128, b=1, dtype=jnp.bfloat16)
+    query, key, value, frequencies = tokens
+    value += 2
+    # Rounded to bfloat16, as in the kernel, after the root of the scale.
+    frequencies = (frequencies / 8**0.5).astype(jnp.bfloat16).astype(jnp.float32) * 8**0.5
+    gradient = inputs(150, 150, n=2, v=64, b=1, dtype=jnp.bfloat16, seed=3)[2]
+
+    def softmax(*args):
+        return jax.nn.dot_product_attention(*args, is_causal=is_causal)
+
+    def ours(*args, implementation=PALLAS):
+        return performer_attention(
+            *args, frequencies, is_causal=is_causal, implementation=implementation
+        )
+
+    errors = {}
+    for name, function, exact in [
+        ("ours", ours, partial(ours, implementation="direct")),
+        ("softmax", softmax, softmax),
+    ]:
+        _, got = gradients(function, query, key, value, gradient=gradient)
+        with jax.enable_x64(True):
+            wide = (x.astype(jnp.float64) for x in (query, key, value))
+            _, want = gradients(exact, *wide, gradient=gradient)
+        errors[name] = [distance(x, y) for x, y in zip(got, want, strict=True)]
+    assert max(errors["ours"]) < 1.5 * max(errors["softmax"]), errors
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_absent_keys(is_causal):
+    """NaN where no key is stays there; a query without any key is 0, and so are its gradients."""
+    query, key, value, frequencies = inputs(20, 20)
+    mask = np.ones((2, 20), bool)
+    mask[0], mask[1, :3] = False, False
+
+    def function(query, key, value, implementation):
+        output = performer_attention(
+            *(query, key, value, frequencies),
+            mask=mask[:, None, None],
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+        return jnp.sum(output**2), output
+
+    absent = ~mask[..., None, None]
+    args = query, jnp.where(absent, jnp.nan, key), jnp.where(absent, jnp.nan, value)
+    (got, want) = (
+        jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*args, name)
+        for name in (PALLAS, None)
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(x, y)
+    assert not np.any(got[0][1][0])
+
+
+def test_later_keys_change_no_bit():
+    query, key, value, frequencies = inputs(150, 150, b=1)
+    outputs = [
+        performer_attention(
+            query,
+            key.at[:, 140:].multiply(factor),
+            value.at[:, 140:].multiply(factor),
+            frequencies,
+            is_causal=True,
+            implementation=PALLAS,
+        )
+        for factor in (1, -30)
+    ]
+    np.testing.assert_array_equal(outputs[0][:, :140], outputs[1][:, :140])
+    assert np.any(outputs[0][:, 140:] != outputs[1][:, 140:])
+
+
+def test_lost_rows_are_those_without_the_kernel(monkeypatch):
+    """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
+    monkeypatch.setattr(op, "_block_sizes", lambda *_: (128, 256))
+    query, key, value, frequencies = (
+        jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 0 if x.ndim == 4 else 4), (0, -x.shape[-1] % 16)])
+        for x in far_apart(40.0, t=150)
+    )
+    key = key.at[:, :128].multiply(1.5)
+    args, options = (query, key, value, frequencies), dict(is_causal=True)
+    got = performer_attention(*args, implementation=PALLAS, **options)
+    close(got, performer_attention(*args, **options), 1e-4)
+
+
+def test_transformations():
+    args = inputs(20, 20, b=6, heads=False)
+    attend = partial(performer_attention, implementation=PALLAS)
+    want = performer_attention(*args)
+    two = tuple(x.reshape(2, 3, *x.shape[1:]) for x in args[:3])
+    mapped = jax.vmap(attend, in_axes=(0, 0, 0, None))(*two, args[3])
+    close(mapped.reshape(want.shape), want)
+    loss = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) ** 2))  # noqa: E731
+    close(loss(jax.checkpoint(attend))(*args), loss(performer_attention)(*args))
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("feature_map", dict(feature_map="relu")),
+        ("stabilizer", dict(stabilizer="google")),
+        ("segment_ids", dict(segment_ids=np.zeros((2, 20), np.int32))),
+        ("return_state", dict(return_state=True)),
+        ("float16", dict(dtype=np.float16)),
+        ("multiples of 16", dict(m=20)),
+        ("so large", dict(m=4096, h=256, v=256, is_causal=True)),
+    ],
+)
+def test_what_it_does_not_take(named, options):
+    """Goes the ordinary way, and is said once."""
+    _fused.warn.cache_clear()
+    sizes = {name: options.pop(name) for name in ("dtype", "m", "h", "v") if name in options}
+    args = inputs(20, 20, b=2, **sizes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got, _ = (performer_attention(*args, implementation=PALLAS, **options) for _ in range(2))
+    assert [named in str(w.message) for w in caught] == [True]
+    jax.tree.map(np.testing.assert_array_equal, got, performer_attention(*args, **options))
+
+
+def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
+    """On a CPU, with gradients; and that is said."""
+    monkeypatch.setattr(op, "INTERPRET", False)
+    _fused.warn.cache_clear()
+    args = inputs(20, 20)
+    loss = lambda *x, **options: jnp.sum(performer_attention(*x, **options) ** 2)  # noqa: E731
+    with pytest.warns(UserWarning, match="'pallas' is for programs compiled for a TPU: those for"):
+        got = jax.grad(loss, (0, 1, 2, 3))(*args, implementation=PALLAS)
+    for x, y in zip(got, jax.grad(loss, (0, 1, 2, 3))(*args), strict=True):
+        close(x, y, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:implementation='pallas'")
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
+    """Without one: a program with one kernel each way and no exponential of XLA's."""
+    monkeypatch.setattr(op, "INTERPRET", False)
+    shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
+    args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
+
+    def loss(*args):
+        output = performer_attention(*args, is_causal=is_causal, implementation=PALLAS)
+        return jnp.sum(output.astype(jnp.float32) ** 2)
+
+    function = jax.jit(jax.grad(loss, (0, 1, 2)))
+    for platform, kernels in [("tpu", 2), ("cpu", 0)]:
+        text = jax.export.export(function, platforms=[platform])(*args).mlir_module()
+        assert text.count("@tpu_custom_call") == kernels
+        assert ("stablehlo.exponential" in text) == (kernels == 0)
+
+
+def test_the_benchmark_compares_before_it_times(monkeypatch):
+    """Both ways at a sixteenth of a size; and what is further away than bfloat16 is refused."""
+    monkeypatch.setattr(benchmark_kernels, "SIZES", ((1, 256, 2, ", causal"),))
+    rows, times = benchmark_kernels.tpu(Scale(repeats=1, divisor=16))
+    assert [row["quantity"] for row in rows[:2]] == [
+        "relative difference: kernel, causal / ours, causal",
+        "time: ours, causal / kernel, causal",
+    ]
+    assert 0 < rows[2]["measured"] < benchmark_kernels.DIFFERENCE
+    assert len(rows) == len(times) == 4
+    with pytest.raises(ValueError, match="do not use implementation='pallas' here"):
+        benchmark_kernels.differences([np.ones(3), np.ones(3)], [np.ones(3), np.full(3, 1.05)])
+
+
+COMPILE = """
+import os
+os.environ |= dict(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", JAX_PLATFORMS="cpu",
+    TPU_ACCELERATOR_TYPE="v5litepod-4", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from performer import performer_attention
+for name in ("v5e:2x2", "v6e:2x2"):
+    devices = topologies.get_topology_desc(topology_name=name, platform="tpu").devices
+    one = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    for t, n, k, h, m, dtype, causal in [
+        (197, 12, 12, 64, 128, "bfloat16", False),
+        (2000, 8, 2, 64, 128, "bfloat16", False),
+        (1000, 4, 4, 64, 128, "float32", False),
+        (300, 12, 12, 64, 128, "bfloat16", True),
+        (300, 4, 2, 128, 256, "float32", True),
+    ]:
+        def shape(*sizes, dtype=dtype):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=one)
+        def loss(q, k, v, w, l):
+            output = performer_attention(
+                q, k, v, w, key_log_weights=l, is_causal=causal, implementation="pallas"
+            )
+            return jnp.sum(output.astype(jnp.float32) ** 2)
+        args = shape(2, t, n, h), shape(2, t, k, h), shape(2, t, k, h)
+        args = *args, shape(k, m, h, dtype="float32"), shape(2, t, dtype="float32")
+        jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(*args).compile()
+        print("compiled", name, t, dtype, causal, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install libtpu")
+def test_compiles_for_tpu():
+    """By the compiler of TPU v5e and v6e: compiled, not run."""
+    # libtpu does not know flags for CPUs; its programs are not for the tests' cache.
+    env = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    assert run.stdout.count("compiled") == 10, run.stderr[-3000:]
