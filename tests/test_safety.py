@@ -74,7 +74,8 @@ def test_other_signals_ask_to_stop_however_often():
 
 
 CLOSED = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, as the tests may be
 from pathlib import Path
 from vit import safety
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
