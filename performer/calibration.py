@@ -250,7 +250,7 @@ def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
 
 def fold(
     calibration: Calibration, frequencies: Float[Array, "*n m h"]
-) -> tuple[Float[Array, "*k m h"], Float[Array, "*k m h"], Float[Array, "*k m"] | None]:
+) -> tuple[Float[Array, "*k m h"], Float[Array, "*l m h"], Float[Array, "*l m"] | None]:
     """Frequencies for the queries, for the keys, and the logarithm of each feature's weight.
 
     For queries as they are and keys from `transform_keys`, w = mu + L g for the rows g of
@@ -294,6 +294,33 @@ def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Flo
         heads = "k" if calibration.inverse_scale.ndim == 3 else ""
         key = _dot(f"...kx,{heads}xy->...ky", key, calibration.inverse_scale)
     return key
+
+
+def transform_queries(
+    calibration: Calibration, query: Float[Array, "*b n h"]
+) -> Float[Array, "*b n h"]:
+    """M q, in the dtype of the queries; of each head, or of those that share a key head."""
+    scale, query_heads = calibration.scale, query.shape[-2]
+    if scale is None:
+        return query
+    if scale.ndim == 3:
+        scale = jnp.repeat(scale, query_heads // scale.shape[0], axis=0)
+    heads = "n" if scale.ndim == 3 else ""
+    dtype = float32_or_wider(query, scale)
+    moved = _dot(f"...nx,{heads}xy->...ny", query.astype(dtype), scale.astype(dtype))
+    return moved.astype(query.dtype)
+
+
+def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
+    """log det L of positive definite matrices, by elimination: nothing of LAPACK (see above)."""
+
+    def step(matrix, i):
+        pivot = matrix[..., i, i]
+        rows, columns = matrix[..., i, :], matrix[..., :, i] / pivot[..., None]
+        return matrix - columns[..., :, None] * rows[..., None, :], jnp.log(pivot)
+
+    _, logarithms = jax.lax.scan(step, root, jnp.arange(root.shape[-1]))
+    return jnp.sum(logarithms, axis=0)
 
 
 def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...]:

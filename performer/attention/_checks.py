@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import _masks, features
-from performer.attention.state import State
+from performer.attention.state import State, WindowState
 from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.typing import Size, float32_or_wider
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     shift: Float[Array, "*c h"] | None = None
     weights: Float[Array, "*w m"] | None = None
     calibration: Calibration | None = None
-    initial_state: State | None = None
+    initial_state: State | WindowState | None = None
 
 
 class Options(NamedTuple):
@@ -46,6 +46,10 @@ class Options(NamedTuple):
     block: Size = 0
     """Tokens whose features exist at a time."""
     robust: bool = False
+    exact_window: int = 0
+    """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
+    exact_first: int = 0
+    """The first so many keys are exact for all."""
     kernel: tuple[int, int] | None = None
     """Key heads and tokens of a step of the kernels for TPU; None is without them."""
     interpret: bool = False
@@ -82,7 +86,7 @@ def check(inputs: Inputs, options: Options) -> Inputs:
 
     query, key, value = map(one_axis, tokens)
     flat = inputs._replace(query=query, key=key, value=value)
-    for look in (_check_shapes, _check_weights, _check_combinations, _check_split):
+    for look in (_check_shapes, _check_weights, _check_combinations, _check_window, _check_split):
         look(flat, options)
     _check_state(inputs, options)
     exists = _masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
@@ -194,6 +198,37 @@ def _check_combinations(inputs: Inputs, options: Options) -> None:
         )
 
 
+def _check_window(inputs: Inputs, options: Options) -> None:
+    """Exact near keys."""
+    w, f = options.exact_window, options.exact_first
+    t, s = inputs.query.shape[1], inputs.key.shape[1]
+    if w < 0 or f < 0:
+        raise ValueError(f"exact_window={w} and exact_first={f} must not be negative")
+    if f and not w:
+        raise ValueError(f"exact_first={f} goes with an exact_window; give that one, too")
+    if not w:
+        return
+    if not options.feature_map.estimates_softmax or options.google:
+        raise ValueError(
+            f"exact_window={w} needs an estimate of softmax beside it: a feature_map such as"
+            f" {features.positive} and stabilizer='exact', got {options.feature_map} and"
+            f" {'google' if options.google else 'exact'!r}"
+        )
+    if t != s:
+        raise ValueError(f"exact_window={w} needs one key for each query, got {t} and {s}")
+    ids = inputs.segment_ids
+    if isinstance(ids, tuple) and ids[0] is not ids[1]:
+        raise ValueError(f"exact_window={w} needs the same segment_ids for queries and keys")
+    if not options.is_causal and (options.return_state or inputs.initial_state is not None):
+        raise ValueError(
+            f"exact_window={w} has a state in causal attention alone: pass is_causal=True"
+        )
+    if options.axis_name is not None and t % w:
+        raise ValueError(
+            f"exact_window={w} does not divide the {t} tokens of a device: choose one that does"
+        )
+
+
 def _check_split(inputs: Inputs, options: Options) -> None:
     """A sequence that is split over devices."""
     if options.axis_name is None:
@@ -215,9 +250,24 @@ def _check_state(inputs: Inputs, options: Options) -> None:
     heads = query.shape[-2] if frequencies.shape[:-2] == query.shape[-2:-1] else key.shape[-2]
     m = options.num_features(frequencies)
     want = (*query.shape[:-3], heads, m, value.shape[-1])
+    state = _check_window_state(state, options)
     if state.numerator.shape != want or state.maximum.shape != want[:-1]:
         raise ValueError(
             f"initial_state holds arrays of shape {state.maximum.shape} and"
             f" {state.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
             " calls with the same frequencies, batch and heads"
         )
+
+
+def _check_window_state(state: State | WindowState, options: Options) -> State:
+    """The sums of the state, which must be that of calls with the same window."""
+    sizes = (0, 0)
+    if isinstance(state, WindowState):
+        sizes = (state.near.key.shape[-3] // 2, state.first.key.shape[-3])
+    if sizes != (options.exact_window, options.exact_first):
+        raise ValueError(
+            "initial_state comes from a call with exact_window, exact_first ="
+            f" {sizes}, this one has {(options.exact_window, options.exact_first)}: they must be"
+            " the same"
+        )
+    return state.far if isinstance(state, WindowState) else state

@@ -65,6 +65,8 @@ def refused(inputs: Inputs, options: Options) -> str | None:
         return f"feature_map={options.feature_map} or stabilizer='google'"
     if inputs.segment_ids is not None:
         return "segment_ids"
+    if options.exact_window:
+        return "exact_window"
     if inputs.initial_state is not None or options.return_state or options.axis_name is not None:
         return "initial_state, return_state or axis_name"
     if {x.dtype.name for x in (query, key, value)} not in ({"float32"}, {"bfloat16"}):

@@ -1,5 +1,6 @@
 """`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
 
+import math
 from functools import partial, reduce
 from typing import Any, Literal, cast
 
@@ -10,15 +11,22 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _fused
+from performer.attention import _fused, _window
 from performer.attention import state as states
 from performer.attention._checks import Inputs, Options, check
 from performer.attention._fused import Arguments
 from performer.attention._sizes import chunk_and_block, max_dim, min_dim
 from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
 from performer.attention.parallel import earlier_devices, over_devices
-from performer.attention.state import Keys, State, extended, pad
-from performer.calibration import Calibration, fold, for_heads, transform_keys
+from performer.attention.state import Keys, State, WindowState, extended, pad
+from performer.calibration import (
+    Calibration,
+    fold,
+    for_heads,
+    log_determinant,
+    transform_keys,
+    transform_queries,
+)
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Size, float32_or_wider
@@ -47,10 +55,12 @@ def performer_attention(
     feature_map: str | FeatureMap = "positive",
     stabilizer: Literal["exact", "google"] = "exact",
     implementation: Literal["direct", "blocked", "robust", "pallas"] | None = None,
-    initial_state: State | None = None,
+    initial_state: State | WindowState | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
-) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State]:
+    exact_window: int = 0,
+    exact_first: int = 0,
+) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
     """FAVOR+ attention: an estimate of softmax(scale q k^T) v in O((t + s) m) time.
 
     The shapes are those of `jax.nn.dot_product_attention`. As m grows the result converges to it
@@ -127,6 +137,14 @@ def performer_attention(
         axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
             every query sees the keys of all devices (up to itself if causal). The devices exchange
             states of m (v + 2) numbers for each batch entry and head, whatever the length.
+        exact_window: w > 0 makes near keys exact, in the same normaliser as the estimate of the far
+            ones: tokens are in chunks of w, and a query sees the keys of its own chunk and the one
+            before by e^{q.k} itself (between w and 2 w keys if causal; else the chunk after, too).
+            With w >= t it is softmax attention. Within chunks of segments, counted in the order of
+            their tokens. For as many keys as queries, and feature maps that estimate softmax;
+            `weights` are then those of the kernel, 1 / m each where none are given. Sequences that
+            are split over devices need parts that w divides.
+        exact_first: the first so many keys (of each segment) are exact, too, for all queries.
 
     Returns:
         (b, t, n, v), in the dtype of `value`; with `return_state`, a pair of it and the state.
@@ -191,6 +209,8 @@ def performer_attention(
         axis_name,
         return_state,
         robust=implementation == "robust",
+        exact_window=exact_window,
+        exact_first=exact_first,
     )
     inputs = check(given, options)
     if implementation == "pallas":
@@ -273,7 +293,7 @@ def _block_sizes(
 
 
 @partial(jax.jit, static_argnames="options")
-def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
+def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | WindowState | None]:
     query, key, value, frequencies = inputs[:4]
     t, n, dtype, wide = *query.shape[1:3], value.dtype, float32_or_wider(query, key, value)
     if wide == jnp.float64:
@@ -282,7 +302,7 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
         # Whatever stands where no key is, NaN too, and no gradient of it.
         absent = jnp.isneginf(inputs.key_log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    key, of_query, of_key, of_features = _transformed(key, inputs, options)
+    query, key, of_query, of_key, of_features = _transformed(query, key, inputs, options)
     keys = Keys(key, value, inputs.key_log_weights)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         keys = jax.tree.map(lambda x: jnp.repeat(x, n // x.shape[2], axis=2), keys)
@@ -291,12 +311,17 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | None]:
     arguments = Arguments(query, keys, of_query, of_key, of_features)
     if options.kernel is not None:
         return _fused.attention(arguments, partial(_alone, options=options), options), None
-    state = inputs.initial_state
-    if state is not None:
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(wide), state)
+    state = _heads_first(inputs.initial_state, wide)
     output, state = _sums(arguments, inputs.segment_ids, state, options)
-    state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-    return output.astype(dtype), state if options.return_state else None
+    state = _heads_first(state, wide) if options.return_state else None
+    return output.astype(dtype), state
+
+
+def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):
+    """Sums over keys (b, k, m) as (k, b, m), or back again."""
+    if isinstance(state, WindowState):
+        return state._replace(far=_heads_first(state.far, dtype))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(dtype), state)
 
 
 def _alone(arguments: Arguments, options: Options) -> Array:
@@ -304,7 +329,7 @@ def _alone(arguments: Arguments, options: Options) -> Array:
     return _sums(arguments, None, None, options)[0].astype(arguments.keys.value.dtype)
 
 
-def _sums(arguments: Arguments, segments, state: State | None, options: Options):
+def _sums(arguments: Arguments, segments, state: State | WindowState | None, options: Options):
     """The output, and the state after all keys, that of earlier ones included."""
     query, keys, of_query, of_key, of_features = arguments
     (b, t, n, h), (_, s, k, v) = query.shape, keys.value.shape
@@ -314,6 +339,9 @@ def _sums(arguments: Arguments, segments, state: State | None, options: Options)
     maps = _feature_maps(query, keys, of_query, of_key, of_features, options)
     m = options.num_features(of_key)
     nothing = states.empty(keys.key, m, v, query, *keys, of_query, of_key)
+    if options.exact_window:
+        output, state = _with_window(maps, query, keys, segments, state, nothing, options)
+        return output.reshape(b, t, n, v), state
     state = nothing if state is None else state
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
@@ -331,25 +359,46 @@ def _sums(arguments: Arguments, segments, state: State | None, options: Options)
     return output.reshape(b, t, n, v), state
 
 
-def _transformed(key, inputs: Inputs, options: Options):
-    """After shift and calibration: keys, frequencies of queries and of keys, their log-weights."""
+def _with_window(maps, query, keys: Keys, segments, state, nothing: State, options: Options):
+    if state is not None or options.return_state:
+        return _window.stream(maps, query, keys, state, nothing, options)
+    if segments is None:
+        return _window.attention(maps, query, keys, None, nothing, options), None
+    order = jnp.argsort(segments[0], axis=1, stable=True)  # stable: causal order stays
+    query, keys, ids = jax.tree.map(partial(_take, order=order), (query, keys, segments[0]))
+    output = _window.attention(maps, query, keys, ids, nothing, options)
+    return _take(output, jnp.argsort(order, axis=1)), None
+
+
+def _transformed(query, key, inputs: Inputs, options: Options):
+    """After shift and calibration: the tokens, the frequencies of both, and their log-weights."""
     frequencies, calibration, wide = inputs.frequencies, inputs.calibration, float32_or_wider(key)
     if inputs.shift is not None:
         shifted = key.astype(wide) - jnp.broadcast_to(inputs.shift.astype(wide), key.shape)
         key = shifted.astype(key.dtype)
     of_key = frequencies.astype(wide)
     of_features = None if inputs.weights is None else _logarithm(inputs.weights.astype(wide))
+    if options.exact_window:  # the kernel itself, no multiple of it
+        m, weight = of_key.shape[-2], options.feature_map.weight
+        even = jnp.full(m, math.log(weight / m), wide)
+        of_features = even if of_features is None else of_features + math.log(weight)
     if calibration is None:
-        return key, of_key, of_key, of_features
+        return query, key, of_key, of_key, of_features
     root = options.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
         calibration = for_heads(calibration, frequencies.shape[0])
     of_query, of_key, tilt = fold(calibration, of_key)
+    if options.exact_window and calibration.scale is not None:
+        # e^{q.k} itself needs the queries, and so does their half norm.
+        query = transform_queries(calibration, query)
+        of_query = of_key
+    if options.exact_window and calibration.root is not None:
+        tilt = tilt + log_determinant(calibration.root)[..., None]
     both = [x for x in (of_features, tilt) if x is not None]
     of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
-    return (moved / root).astype(key.dtype), of_query, of_key, of_features
+    return query, (moved / root).astype(key.dtype), of_query, of_key, of_features
 
 
 def _feature_maps(query, keys: Keys, of_query, of_key, of_features, options: Options):
@@ -371,7 +420,7 @@ def _feature_maps(query, keys: Keys, of_query, of_key, of_features, options: Opt
         if options.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
-        if feature_map.estimates_softmax:  # the queries' |q|^2 / 2 cancels
+        if feature_map.estimates_softmax and not options.exact_window:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
         return feature_map.split(projections, half)
 

@@ -8,7 +8,7 @@ heads need nothing: split the arrays, and frequencies of each head with the head
 import jax
 import jax.numpy as jnp
 
-from performer.attention.state import State, finite
+from performer.attention.state import Keys, State, finite
 
 
 def over_devices(state: State, axis_name: str) -> State:
@@ -25,11 +25,44 @@ def earlier_devices(state: State, axis_name: str) -> State:
 
     An exclusive fold: one all_gather of the states, of which the later ones are left out.
     """
+    return _of_some(state, axis_name, jnp.less)
+
+
+def later_devices(state: State, axis_name: str) -> State:
+    """The state of the keys of all devices after this one, likewise."""
+    return _of_some(state, axis_name, jnp.greater)
+
+
+def beside(keys: Keys, before: int, after: int, axis_name: str) -> Keys:
+    """With the last keys of the device before and the first of the one after in their places.
+
+    Args:
+        keys: of this device, with room for so many before and after.
+        before: how many.
+        after: likewise.
+        axis_name: of the mesh axis.
+    """
+    here, size = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    own = jax.tree.map(lambda x: x[:, before : x.shape[1] - after], keys)
+
+    def passed(count, there, part):
+        pairs = [(i, i + there) for i in range(size) if 0 <= i + there < size]
+        got = jax.tree.map(lambda x: jax.lax.ppermute(part(x, count), axis_name, pairs), own)
+        at_the_end = here == (0 if there == 1 else size - 1)
+        return got._replace(log_weights=jnp.where(at_the_end, -jnp.inf, got.log_weights))
+
+    parts = [passed(before, 1, lambda x, count: x[:, x.shape[1] - count :]), own]
+    if after:
+        parts.append(passed(after, -1, lambda x, count: x[:, :count]))
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+
+
+def _of_some(state: State, axis_name: str, which) -> State:
     states = jax.lax.all_gather(state, axis_name)
     here = jax.lax.axis_index(axis_name)
-    earlier = jnp.arange(states.maximum.shape[0], dtype=here.dtype) < here
-    earlier = earlier.reshape(-1, *[1] * (states.maximum.ndim - 1))
-    states = states._replace(maximum=jnp.where(earlier, states.maximum, -jnp.inf))
+    some = which(jnp.arange(states.maximum.shape[0], dtype=here.dtype), here)
+    some = some.reshape(-1, *[1] * (states.maximum.ndim - 1))
+    states = states._replace(maximum=jnp.where(some, states.maximum, -jnp.inf))
     maximum = jnp.max(jax.lax.stop_gradient(states.maximum), axis=0)
     factor = jnp.exp(states.maximum - finite(maximum)[None])
     return State(

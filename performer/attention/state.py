@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from performer.attention._sizes import blocks
 from performer.features import Split
@@ -46,6 +46,23 @@ class State(NamedTuple):
     """s_j = sum_k phi_j(k) e^{-c_j}."""
     numerator: Float[Array, "*b m v"]
     """z_j = sum_k phi_j(k) e^{-c_j} v(k)."""
+
+
+class WindowState(NamedTuple):
+    """What the queries see of earlier keys with an exact window, in causal attention.
+
+    Its size does not depend on how many keys it holds, either. Keys are as attention uses them,
+    after shift and calibration.
+    """
+
+    far: State
+    """Of the keys before `near`."""
+    near: Keys
+    """(b, 2 w, k, .): the chunk before that of the next token, and its own as far as it goes."""
+    first: Keys
+    """(b, f, k, .): the first keys."""
+    position: Int[Array, "*b"]
+    """How many keys there have been."""
 
 
 def empty(
