@@ -72,8 +72,6 @@ class Tokens(NamedTuple):
     keys: Keys
     segments: Int[Array, "b t"] | None
     """A query sees only keys of its own segment, which is a run of equal numbers."""
-    key_segments: Int[Array, "b t"] | None = None
-    """The segments of the keys, if they are not those of the queries beside them."""
 
 
 class Rows(NamedTuple):
@@ -113,7 +111,7 @@ def sweep(
     Returns:
         finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
     """
-    query, keys, segments, key_segments = tokens
+    query, keys, segments = tokens
     b, t, k, groups, _ = query.shape
     chunk = min_dim(chunk, t)
     count, length = blocks(t, max(block, chunk), chunk)
@@ -130,11 +128,8 @@ def sweep(
     # The g query heads of a key head are rows of one chunk.
     query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
     query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
-    key_segments = segments if key_segments is None else key_segments
-    segments, key_segments = (
-        None if x is None else jnp.moveaxis(chunks(x), 1, 0) for x in (segments, key_segments)
-    )
-    first = None if key_segments is None else key_segments[0, :, 0, 0]
+    segments = None if segments is None else jnp.moveaxis(chunks(segments), 1, 0)
+    first = None if segments is None else segments[0, :, 0, 0]
     carry = (jax.tree.map(flat, initial), first)
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
@@ -142,7 +137,7 @@ def sweep(
         carry, rows = _block(query_map, key_map, window, groups, robust, carry, xs)
         return carry, finish(rows)
 
-    xs = (query, jax.tree.map(keys_of_chunks, tuple(keys)), (segments, key_segments))
+    xs = (query, jax.tree.map(keys_of_chunks, tuple(keys)), segments)
     (state, _), out = jax.lax.scan(body, carry, xs)
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
@@ -184,8 +179,7 @@ def _(size, batched, lost):
 
 def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry, xs):
     """The chunks of one block, side by side."""
-    # (k, b, c, g s, h), (k, b, c, s, ...), (b, c, s)
-    query, (key, *carried), (segments, key_segments) = xs
+    query, (key, *carried), segments = xs  # (k, b, c, g s, h), (k, b, c, s, ...), (b, c, s)
     state, previous = carry
     query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
     value, log_weights = jax.tree.map(flat, carried)
@@ -193,11 +187,11 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
     kept, before, continues = key_split, None, None
     allowed = _allowed(window, segments, groups, key.shape[-2])
     if segments is not None:
-        last = key_segments[..., -1]  # (b, c)
+        last = segments[..., -1]  # (b, c)
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
-        kept = weighted(key_split, jnp.where(key_segments == last[..., None], 0.0, -jnp.inf))
+        kept = weighted(key_split, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
     past, state = _prefix(state, of_keys(kept, value), continues)
     dtype = operand_dtype(value)
 
