@@ -15,6 +15,7 @@ and states combine associatively. All the rest follows from that:
 
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
+    window     near keys exactly, beside the states of far ones
     op         `performer_attention`
     pallas     the same in kernels for TPU
     parallel   the same over devices that hold parts of the sequence
@@ -25,4 +26,5 @@ from performer.attention.op import performer_attention as performer_attention
 from performer.attention.parallel import earlier_devices as earlier_devices
 from performer.attention.parallel import over_devices as over_devices
 from performer.attention.state import State as State
+from performer.attention.state import WindowState as WindowState
 from performer.attention.state import combine as combine
