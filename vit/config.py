@@ -65,7 +65,11 @@ class Model:
     mlp_dim: int = 0
     """Width inside the MLP; 0: the variant's."""
     pooling: str = "token"
-    """What the head reads: "token" (a class token) or "mean" (the mean over patches)."""
+    """What the head reads: "token" (a class token), "mean" (the mean over patches), "attention"
+    (what one learned query reads of the patches, and an MLP: Zhai et al. 2022), or two side by
+    side: "token+mean" (DINOv2), "token+register" (the first register: distilled DeiT)."""
+    registers: int = 0
+    """Tokens without a place in the picture (Darcet et al. 2024), after the class token."""
     position: str = "learned"
     """Position embedding: "learned" or "sincos" (fixed, two-dimensional)."""
     dropout: float = 0.0
@@ -73,6 +77,18 @@ class Model:
     drop_path: float = 0.0
     """Stochastic depth (Huang et al. 2016): what attention or MLP add to an example is left out
     with a probability that rises linearly from 0 in the first block to this in the last."""
+    layer_scale: float = 0.0
+    """What attention and MLP add is multiplied by a learned factor for each channel, this one at
+    first (LayerScale, Touvron et al. 2021); 0: not."""
+    activation: str = "gelu_tanh"
+    """Of the MLP: "gelu_tanh" (GELU, approximated), "gelu" (exact), "quick_gelu" (x times the
+    sigmoid of 1.702 x), or "swiglu" (SiLU of one half of the inside times the other half)."""
+    epsilon: float = 1e-6
+    """Added to the variance by layer norms."""
+    embed_norm: bool = False
+    """A layer norm before the first block (CLIP)."""
+    final_norm: str = "before"
+    """The last layer norm: "before" pooling, "after" it, or "none"."""
     dtype: str = "float32"
     """Of the arithmetic: "float32" or "bfloat16". Parameters, the sums of normalisation and
     attention, and the logits are float32 in either case."""
@@ -285,7 +301,9 @@ TOKENS = 2**20
 """The most patches of an image: more than any attention, of however few features, has room for."""
 
 CHOICES = {
-    "model.pooling": ("token", "mean"),
+    "model.pooling": ("token", "mean", "attention", "token+mean", "token+register"),
+    "model.activation": ("gelu_tanh", "gelu", "quick_gelu", "swiglu"),
+    "model.final_norm": ("before", "after", "none"),
     "model.position": ("learned", "sincos"),
     "model.dtype": ("float32", "bfloat16"),
     "model.mlp_init": ("lecun_normal", "xavier_uniform"),
@@ -339,6 +357,21 @@ RANGES = (
         ),
         lambda share: 0 <= share < 1,
         "must be a number from 0 to below 1",
+    ),
+    Rule(
+        ("model.registers",),
+        lambda count: 0 <= count <= 2**10,
+        f"must be an integer from 0 to {2**10}",
+    ),
+    Rule(
+        ("model.layer_scale",),
+        lambda factor: 0 <= factor <= 10,
+        "must be a number from 0 to 10",
+    ),
+    Rule(
+        ("model.epsilon",),
+        lambda epsilon: 1e-12 <= epsilon <= 0.1,
+        "must be a number from 1e-12 to 0.1",
     ),
     Rule(
         ("model.head_bias",),
@@ -470,6 +503,16 @@ RELATIONS = (
             position != "sincos" or _size(variant, width).width % 4 == 0
         ),
         "fixed positions need a width divisible by 4: sine and cosine of two coordinates",
+    ),
+    Rule(
+        ("model.pooling", "model.registers"),
+        lambda pooling, registers: pooling != "token+register" or registers > 0,
+        "the head reads a register: there must be one",
+    ),
+    Rule(
+        ("model.pooling", "model.final_norm"),
+        lambda pooling, norm: "+" not in pooling or norm != "after",
+        "the norm of two tokens side by side must be before pooling",
     ),
     Rule(
         ("model.variant", "data.image_size"),

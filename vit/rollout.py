@@ -71,7 +71,9 @@ def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> A
 
 
 def _on_patches(model: ViT, total: Float[Array, "n s s"]) -> Float[Array, "n side side"]:
-    rows = total[:, 0, 1:] if model.pooling == "token" else jnp.mean(total, axis=1)
+    patches = total[:, model.num_prefix :]
+    rows = total[:, 0] if model.has_token else jnp.mean(patches, axis=1)
+    rows = rows[:, model.num_prefix :]
     rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
     side = round(rows.shape[-1] ** 0.5)
     return rows.reshape(-1, side, side)
