@@ -141,7 +141,8 @@ class Data:
     """The data set and how it is read."""
 
     name: str = "digits"
-    """"digits" (1,797 images that come with scikit-learn) or a TFDS data set in `dir`."""
+    """"digits" (1,797 images that come with scikit-learn) or a TFDS data set in `dir`; nothing for
+    a run without data, as `vit.pretrained` makes."""
     dir: str = ""
     """Where TFDS data sets lie: the --out of `vit.prepare`, or TFDS's own data_dir."""
     train_split: str = "train"

@@ -95,7 +95,11 @@ def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
 
 
 def start(
-    config: configs.Config, workdir: Path, fill: Fill, origin: Mapping[str, Any]
+    config: configs.Config,
+    workdir: Path,
+    fill: Fill,
+    origin: Mapping[str, Any],
+    dataset: data.Dataset | None = None,
 ) -> list[str]:
     """Makes a run at step 0 with the parameters that `fill` puts into the model; what it says.
 
@@ -104,6 +108,7 @@ def start(
         workdir: its folder; it appears in one piece, and after a kill the same call begins anew.
         fill: what it raises leaves nothing behind.
         origin: is noted in the folder.
+        dataset: in the place of the one that the config names.
 
     Raises:
         ValueError: for a config that cannot work, or a workdir that is not empty.
@@ -112,7 +117,7 @@ def start(
     configs.validate(config)
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
-    dataset, task = runs.subject(config)
+    dataset, task = runs.subject(config, dataset)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     report = fill(model, task, dataset)
