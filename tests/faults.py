@@ -1561,7 +1561,7 @@ FAULTS = [
     Fault(
         "the layer before the head learns as slowly as the embedding",
         "vit/classification.py",
-        'top in ("norm", "pre_logits", "head")',
+        'top in ("norm", "pool", "pre_logits", "head")',
         'top in ("norm", "head")',
         "test_optim.py::test_layers_learn_by_their_distance_from_the_head",
     ),
@@ -1595,7 +1595,7 @@ FAULTS = [
     ),
     Fault(
         "the position of the class token is lost",
-        "vit/pretrained.py",
+        "vit/published/google.py",
         "= token + position[0], position[1:]",
         "= token, position[1:]",
         "test_pretrained.py::test_the_loaded_model_is_the_original_function",

@@ -6,8 +6,8 @@
 For each encoder of `ENCODERS` a folder: the file of weights as its library writes it, the JSON
 beside it, and `reference.npz`: pictures at two sizes, with logits (of its pooled output, where it
 has no head) and last hidden states in float32. Weights are far from their initialisation: biases,
-LayerScale and positions matter. The second size has fewer patches, so that antialiasing matters;
-encoders of transformers that resample without it are given positions which are resampled with it.
+LayerScale and positions matter. The second size has fewer patches, for which each library resamples
+the positions in its own way.
 """
 
 import argparse
@@ -116,12 +116,11 @@ def hugging_face(architecture, options, size, folder):
         mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     about = {"image_mean": mean, "image_std": std, "size": {"height": 24, "width": 24}}
     (folder / "preprocessor_config.json").write_text(json.dumps(about))
-    embeddings = next(m for n, m in model.named_modules() if n.endswith("embeddings"))
 
     def run(images, side):
-        if side != SIDES[0] and "Registers" not in architecture:
-            resample(embeddings, side, side * PATCH)
-        out = model(pixel_values(images, mean, std), output_hidden_states=True)
+        options = {} if "Dinov2" in family else {"interpolate_pos_encoding": True}
+        x = pixel_values(images, mean, std)
+        out = model(x, output_hidden_states=True, **options)
         last = ("layernorm", "post_layernorm", f"{model.base_model_prefix}.layernorm")
         last = (*last, "vision_model.post_layernorm")
         norm = next(module for name, module in model.named_modules() if name in last)
@@ -132,23 +131,6 @@ def hugging_face(architecture, options, size, folder):
         return logits.numpy(), hidden.numpy()
 
     return run
-
-
-def resample(embeddings, side, pixels):
-    """Puts positions for another grid into embeddings of transformers, by timm's function."""
-    import torch
-    from timm.layers import resample_abs_pos_embed
-
-    table = getattr(embeddings, "position_embeddings", None)
-    weight = embeddings.position_embedding.weight[None] if table is None else table
-    prefix = weight.shape[1] - SIDES[0] ** 2
-    new = resample_abs_pos_embed(weight, [side, side], num_prefix_tokens=prefix)
-    if table is None:
-        embeddings.position_embedding = torch.nn.Embedding.from_pretrained(new[0])
-        embeddings.position_ids = torch.arange(side**2)[None]
-    else:
-        embeddings.position_embeddings = torch.nn.Parameter(new)
-    embeddings.image_size = (pixels, pixels)
 
 
 def timm(architecture, options, size, folder):

@@ -4,8 +4,6 @@
 (`tests/make_published.py`).
 """
 
-import json
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp

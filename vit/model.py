@@ -125,8 +125,8 @@ class ViT(nnx.Module):
         """Class token and registers, then the patches."""
         rows = [self.token[...][None]] if self.has_token else []
         rows += [self.registers[...]] if self.num_prefix > self.has_token else []
-        shape = (len(patches), -1, patches.shape[-1])
-        prefix = [jnp.broadcast_to(x, (shape[0], *x.shape)).astype(patches.dtype) for x in rows]
+        b, dtype = patches.shape[0], patches.dtype
+        prefix = [jnp.broadcast_to(x.astype(dtype), (b, *x.shape)) for x in rows]
         return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
 
     def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
@@ -135,7 +135,7 @@ class ViT(nnx.Module):
         if self.pool is not None:
             return self.pool(patches)
         if self.pooling == "token+register":
-            return x[:, :2].reshape(len(x), -1)
+            return jnp.concatenate([x[:, 0], x[:, 1]], axis=-1)
         parts = [x[:, 0]] if self.has_token else []
         parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
         return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
@@ -231,7 +231,7 @@ class AttentionPooling(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s width"]) -> Float[Array, "b width"]:
         """One vector for each image."""
-        query = jnp.broadcast_to(self.query[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
+        query = jnp.broadcast_to(self.query[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
         y = self.attention(query, x, x)
         return (y + self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(self.norm(y)))))[:, 0]
 

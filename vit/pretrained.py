@@ -16,9 +16,8 @@ Their architecture is read from the shapes, and from config.json and preprocesso
 they lie beside the file; the model section of the config is then theirs, but for what training
 needs (dropout, drop_path, dtype, remat and the initial values). Made to fit are:
 
-    positions   resampled to config.data.image_size, bicubic with antialiasing (`vit.transfer`), as
-                timm and DINOv2 with registers do; the other encoders of transformers resample
-                without antialiasing, which differs where the grid is made smaller
+    positions   resampled to config.data.image_size, bicubic, as the library of the file does it:
+                timm and DINOv2 with registers with antialiasing, the others of transformers without
     colours     mean and deviation are taken up by the patch embedding, so that this ViT's own
                 range of -1 to 1 serves all; for grey pictures its colours are added up
     head        taken for the same number of classes, sorted by name where both name the same ones
@@ -34,8 +33,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 from ml_collections import config_flags
@@ -45,7 +42,7 @@ from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 from vit.model import ViT
 from vit.published import families, google
-from vit.published.encoder import Encoder
+from vit.published.encoder import Encoder, resampled
 from vit.published.files import Arrays
 from vit.task import Task
 
@@ -119,16 +116,17 @@ def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays,
     named, lines = dict(encoder.arrays), []
     sides = [round(len(x) ** 0.5) for x in (named["position"], model.position[...])]
     if sides[0] != sides[1]:
-        position = transfer.resampled(jnp.asarray(named["position"]), sides[1])
-        named["position"] = np.asarray(position)
-        lines += ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
+        antialias = encoder.said.antialias
+        named["position"] = resampled(named["position"], sides[1], antialias=antialias)
+        line = "position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)
+        lines += [f"{line}, {'with' if antialias else 'without'} antialiasing"]
     if dataset.channels == 1 < named["embed/kernel"].shape[2]:
         named["embed/kernel"] = named["embed/kernel"].sum(axis=2, keepdims=True)
         lines += ["embed: its colours are added up for grey pictures"]
     theirs, ours = encoder.said.class_names, dataset.class_names
     if len(named.get("head/bias", ())) != len(ours) or len(theirs) != len(ours):
         return named, lines
-    if theirs != ours and sorted(theirs) == sorted(ours):
+    if theirs != ours and sorted(theirs) == sorted(set(ours)):
         order = [theirs.index(name) for name in ours]
         named["head/kernel"], named["head/bias"] = (named[name][..., order] for name in HEAD)
         lines += ["head: its classes are sorted as those of the data"]

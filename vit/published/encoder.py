@@ -15,8 +15,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from vit import transfer
 from vit.config import SIZES, Size
 from vit.published.files import Arrays
 
@@ -46,6 +48,8 @@ class Said(NamedTuple):
     std: tuple[float, ...] = HALF[1]
     input_size: int = 0
     """Of the pictures that it is evaluated on; 0: the image size."""
+    antialias: bool = True
+    """Of positions for another grid, as the library resamples them."""
     resize: int = 0
     """To which the shorter side of a picture is resized before; 0: the image size."""
     class_names: tuple[str, ...] = ()
@@ -237,6 +241,35 @@ def _positioned(positions: int, tokens: int, side: int) -> int:
     return (of_said or found)[0]
 
 
+def resampled(position: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
+    """Positions (n, width) of a square grid, row by row, on one of another side: bicubic.
+
+    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
+    timm, `jax.image.resize`); without, a = -3/4 and four neighbours (torch's interpolate).
+    """
+    old = math.isqrt(len(position))
+    if antialias:
+        return np.asarray(transfer.resampled(jnp.asarray(position), side))
+    weights = _cubic(old, side)
+    grid = position.reshape(old, old, -1).astype(np.float64)
+    new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid)
+    return new.reshape(side**2, -1).astype(np.float32)
+
+
+def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
+    """(new, old): weights of the four nearest, those beyond the edge on the edge."""
+    place = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old))
+    for neighbour in range(-1, 3):
+        index = np.floor(place) + neighbour
+        x = abs(place - index)
+        near = ((a + 2) * x - (a + 3)) * x**2 + 1
+        far = a * (((x - 5) * x + 8) * x - 4)
+        column = np.clip(index, 0, old - 1).astype(int)
+        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
+    return weights
+
+
 def _fold_heads(named: Arrays) -> None:
     """The mean of two heads, of class token and distillation token, is one on both side by side."""
     kernels = [named.get(f"{name}/kernel") for name in ("head", "head_distillation")]
@@ -249,7 +282,7 @@ def _fold_heads(named: Arrays) -> None:
 def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> None:
     """The embedding of (x - mean) / std, x from 0 to 1, as one of 2 x - 1, which this ViT sees."""
     kernel = named["embed/kernel"].astype(np.float64)
-    if len(mean) != kernel.shape[2] or len(std) != kernel.shape[2]:
+    if min(std, default=0) <= 0 or len(mean) != kernel.shape[2] or len(std) != kernel.shape[2]:
         raise ValueError(
             f"mean {_plain(mean)} and deviation {_plain(std)} of pictures with {kernel.shape[2]}"
             " colours: set image_mean and image_std in a preprocessor_config.json beside the file"

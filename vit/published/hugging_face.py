@@ -8,6 +8,7 @@ two towers the vision tower is read.
 import re
 from typing import Any
 
+from vit.config import Model
 from vit.published.encoder import HALF, IMAGENET, Encoder, Said, built
 from vit.published.files import Arrays
 
@@ -85,6 +86,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+HEADS = ("classifier", "cls_classifier")
 PREFIX = r"(vit|deit|dinov2|dinov2_with_registers|vision_model)\."
 LEFT_OUT = r"text_model\..*|logit_(scale|bias)|embeddings\.(mask_token|position_ids)|pooler\..*"
 
@@ -124,15 +126,22 @@ def read(
     """
     kind = family(list(arrays))
     arrays = {re.sub(f"^{PREFIX}", "", name): array for name, array in arrays.items()}
-    said = _said(kind, arrays, config.get("vision_config", config), preprocessor)
-    names = config.get("id2label", {})
-    classes = tuple(
-        str(names.get(str(i), i))
-        for i in range(len(arrays.get("classifier.bias", arrays.get("cls_classifier.bias", ()))))
-    )
-    if classes == tuple(f"LABEL_{i}" for i in range(len(classes))):
-        classes = ()
-    return built(arrays, NAMES[kind], said._replace(class_names=classes), num_heads)
+    config = config.get("vision_config", config) | {"id2label": config.get("id2label", {})}
+    said = _said(kind, arrays, config, preprocessor)
+    encoder = built(arrays, NAMES[kind], said, num_heads)
+    size = Model(**encoder.model).size
+    for name, value in {"hidden_size": size.width, "num_hidden_layers": size.depth}.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"config.json: {name} is {config[name]}, that of the arrays {value}")
+    return encoder
+
+
+def _class_names(arrays: Arrays, names: dict[str, Any]) -> tuple[str, ...]:
+    """Of the head; nothing where it has none, or where they were never named."""
+    biases = [arrays[f"{head}.bias"] for head in HEADS if f"{head}.bias" in arrays]
+    numbers = range(len(biases[0])) if biases else ()
+    unnamed = all(names.get(str(i), f"LABEL_{i}") == f"LABEL_{i}" for i in numbers)
+    return () if unnamed else tuple(str(names.get(str(i), i)) for i in numbers)
 
 
 def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -> Said:
@@ -142,7 +151,11 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
         raise ValueError(
             f"config.json: hidden_act={act!r} is none of {', '.join(sorted(ACTIVATIONS))}"
         )
-    lines = [] if config else [f"no config.json: epsilon {epsilon:g} and {activation} are {kind}'s"]
+    lines = (
+        []
+        if "hidden_size" in config
+        else [f"no config.json: epsilon {epsilon:g} and {activation} are {kind}'s"]
+    )
     if not preprocessor:
         lines += [f"no preprocessor_config.json: mean and deviation are {kind}'s"]
     return Said(
@@ -154,8 +167,10 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
         image_size=_side(config.get("image_size", 0)),
         mean=tuple(preprocessor.get("image_mean", mean)),
         std=tuple(preprocessor.get("image_std", std)),
+        antialias="embeddings.register_tokens" in arrays,
         input_size=_side(preprocessor.get("crop_size") or preprocessor.get("size") or 0),
         resize=_side(preprocessor.get("size") or 0) if preprocessor.get("do_center_crop") else 0,
+        class_names=_class_names(arrays, config["id2label"]),
         lines=tuple(lines),
     )
 
