@@ -14,14 +14,29 @@ import argparse
 import json
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-PATCH = 4
-SIDES = (6, 4)
-"""Patches of a side: as trained, and as evaluated at another size."""
-TINY = {"width": 16, "depth": 2, "heads": 2, "mlp": 32}
 CLASSES = 5
+
+
+class Size(NamedTuple):
+    """Of an encoder."""
+
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    patch: int
+    sides: tuple[int, int]
+    """Patches of a side: as trained, and as evaluated at another size."""
+
+
+TINY = Size(width=16, depth=2, heads=2, mlp=32, patch=4, sides=(6, 4))
+"""Of `tests/published`."""
+USUAL = Size(width=192, depth=12, heads=3, mlp=768, patch=16, sides=(14, 10))
+"""As published ones are, for the slow test."""
 
 ENCODERS = {
     "hf_vit": ("ViTForImageClassification", {}),
@@ -43,21 +58,20 @@ ENCODERS = {
 """By the name of the folder: the class or architecture, and its own arguments."""
 
 
-def make(name, folder, size=None):
+def make(name, folder, size=TINY):
     """Writes the folder of an encoder; returns pictures, logits and last hidden states by size."""
     import torch
 
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     architecture, options = ENCODERS[name]
-    size = TINY | (size or {})
     folder.mkdir(parents=True, exist_ok=True)
     write = hugging_face if name.startswith("hf_") else timm
     rng = np.random.default_rng(0)
     run = write(architecture, options, size, folder)
     results = {}
-    for side in SIDES:
-        pixels = side * PATCH
+    for side in size.sides:
+        pixels = side * size.patch
         images = rng.integers(0, 256, (1, pixels, pixels, 3)).astype(np.uint8)
         logits, hidden = run(images, side)
         results |= {f"{side}/images": images, f"{side}/logits": logits, f"{side}/hidden": hidden}
@@ -91,16 +105,16 @@ def hugging_face(architecture, options, size, folder):
 
     family = architecture.split("For")[0].removesuffix("Model").removesuffix("Vision")
     sizes = {
-        "hidden_size": size["width"],
-        "num_hidden_layers": size["depth"],
-        "num_attention_heads": size["heads"],
-        "image_size": SIDES[0] * PATCH,
-        "patch_size": PATCH,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.depth,
+        "num_attention_heads": size.heads,
+        "image_size": size.sides[0] * size.patch,
+        "patch_size": size.patch,
     } | options
     names = {i: f"class {chr(97 + i)}" for i in range(CLASSES)}
     labels = {"id2label": names, "label2id": {v: k for k, v in names.items()}}
     if "Dinov2" not in family:
-        sizes["intermediate_size"] = size["mlp"]
+        sizes["intermediate_size"] = size.mlp
     if architecture == "SiglipForImageClassification":
         text = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         config = transformers.SiglipConfig(vision_config=sizes, text_config=text, **labels)
@@ -140,12 +154,12 @@ def timm(architecture, options, size, folder):
 
     model = timm.create_model(
         architecture,
-        img_size=SIDES[0] * PATCH,
-        patch_size=PATCH,
-        embed_dim=size["width"],
-        depth=size["depth"],
-        num_heads=size["heads"],
-        mlp_ratio=size["mlp"] / size["width"],
+        img_size=size.sides[0] * size.patch,
+        patch_size=size.patch,
+        embed_dim=size.width,
+        depth=size.depth,
+        num_heads=size.heads,
+        mlp_ratio=size.mlp / size.width,
         num_classes=CLASSES,
         **options,
     ).eval()
@@ -154,8 +168,8 @@ def timm(architecture, options, size, folder):
     about = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
 
     def run(images, side):
-        if side != SIDES[0]:
-            model.set_input_size(img_size=side * PATCH)
+        if side != size.sides[0]:
+            model.set_input_size(img_size=side * size.patch)
         x = pixel_values(images, about["mean"], about["std"])
         return model(x).numpy(), model.forward_features(x).numpy()
 

@@ -56,21 +56,31 @@ def difference(got, want):
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
 
 
-def parity(folder, side):
+def parity(folder, side, size):
     """Relative differences of logits, or what a head would read, and of last hidden states."""
     want = np.load(folder / "reference.npz")
-    model, lines = made(folder, side * make_published.PATCH)
+    model, lines = made(folder, side * size.patch)
     logits, pooled, hidden = computed(model, jnp.asarray(want[f"{side}/images"]))
     headless = any("head/kernel" in line and "not in the file" in line for line in lines)
     output = pooled if headless else logits
     return difference(output, want[f"{side}/logits"]), difference(hidden, want[f"{side}/hidden"])
 
 
-@pytest.mark.parametrize("side", make_published.SIDES)
+@pytest.mark.parametrize("side", make_published.TINY.sides)
 @pytest.mark.parametrize("name", make_published.ENCODERS)
 def test_the_function_is_that_of_pytorch(name, side):
     """In float32, at the size of the positions and at one with fewer patches."""
-    logits, hidden = parity(FILES / name, side)
-    print(f"{name} at {side} x {side} patches: logits {logits:.1e}, hidden {hidden:.1e}")
-    assert logits < 1e-5
-    assert hidden < 1e-5
+    assert max(parity(FILES / name, side, make_published.TINY)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", make_published.ENCODERS)
+def test_the_function_is_that_of_pytorch_at_usual_sizes(name, tmp_path):
+    """Twelve blocks of width 192 on pictures of 224 and 160; needs the group `published`."""
+    for library in ("torch", "timm", "transformers"):
+        pytest.importorskip(library)
+    make_published.make(name, tmp_path, make_published.USUAL)
+    for side in make_published.USUAL.sides:
+        logits, hidden = parity(tmp_path, side, make_published.USUAL)
+        print(f"{name} at {16 * side} pixels: logits {logits:.1e}, hidden {hidden:.1e}")
+        assert max(logits, hidden) < 1e-5

@@ -151,11 +151,9 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
         raise ValueError(
             f"config.json: hidden_act={act!r} is none of {', '.join(sorted(ACTIVATIONS))}"
         )
-    lines = (
-        []
-        if "hidden_size" in config
-        else [f"no config.json: epsilon {epsilon:g} and {activation} are {kind}'s"]
-    )
+    lines = []
+    if "hidden_size" not in config:
+        lines = [f"no config.json: epsilon {epsilon:g} and {activation} are {kind}'s"]
     if not preprocessor:
         lines += [f"no preprocessor_config.json: mean and deviation are {kind}'s"]
     return Said(
