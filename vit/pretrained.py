@@ -114,7 +114,7 @@ def _no_data(encoder: Encoder) -> data.Dataset:
 def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays, list[str]]:
     """The arrays of an encoder for this grid, these colours and these classes; what was done."""
     named, lines = dict(encoder.arrays), []
-    sides = [round(len(x) ** 0.5) for x in (named["position"], model.position[...])]
+    sides = [round(x.shape[0] ** 0.5) for x in (named["position"], model.position)]
     if sides[0] != sides[1]:
         antialias = encoder.said.antialias
         named["position"] = resampled(named["position"], sides[1], antialias=antialias)
