@@ -137,6 +137,15 @@ def test_differences_name_field_and_both_values():
             dict(model=config.Model("XS/2", width=18, num_heads=2, position="sincos")),
             "fixed positions need a width divisible by 4",
         ),
+        (
+            dict(model=config.Model(pooling="token+register")),
+            "config.model.registers=0: the head reads a register: there must be one",
+        ),
+        (
+            dict(model=config.Model(pooling="token+mean", final_norm="after")),
+            "the norm of two tokens side by side must be before pooling",
+        ),
+        (dict(model=config.Model(epsilon=0.0)), "config.model.epsilon=0.0: must be a number from"),
         (dict(model=config.Model(pooling="max")), "config.model.pooling 'max'.*token, mean"),
         (
             dict(model=config.Model(position="none")),
