@@ -274,7 +274,9 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     arrays, call = export.as_function(trained)
     program = export.symbolic(trained, arrays, call, beside=True)
     assert program.in_avals[-1].shape[1:] == (24, 24, 3)
-    with pytest.raises(ValueError, match="this run has no data, and serves prediction alone"):
+    with pytest.raises(
+        ValueError, match="must name a data set: without one a run of vit.pretrained serves"
+    ):
         evaluate.evaluate_run(workdir)
     with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
         pretrained.pretrained(folder / "model.safetensors", None, workdir)

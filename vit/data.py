@@ -101,8 +101,8 @@ def load(data: config.Data) -> Dataset:
     """
     if not data.name:
         raise ValueError(
-            "config.data.name='': this run has no data, and serves prediction alone; begin one on"
-            " your data, by vit.pretrained --weights=FILE --config=CONFIG of the same weights"
+            "config.data.name='' must name a data set: without one a run of vit.pretrained serves"
+            " prediction alone; make one with --config=CONFIG, on data, of the same weights"
         )
     dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
     check(dataset, data, f" of {data.name!r}")
