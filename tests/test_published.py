@@ -133,10 +133,10 @@ def test_without_json_it_is_the_same_but_for_the_heads(file, name):
     guessed = families.read(file(name))
     assert config.Model(**guessed.model).size.num_heads == 1
     assert any(
-        "1 heads, which a width of 16 has: no config.json says it; --config.model.num_heads" in line
+        "1 heads, as a width of 16 has: num_attention_heads in a config.json, or" in line
         for line in guessed.lines
     )
-    assert any(line.startswith("no config.json: ") for line in guessed.lines)
+    assert any("no config.json" in line for line in guessed.lines)
 
 
 def test_sizes_of_the_table_are_named_by_their_letters():
@@ -274,9 +274,7 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     arrays, call = export.as_function(trained)
     program = export.symbolic(trained, arrays, call, beside=True)
     assert program.in_avals[-1].shape[1:] == (24, 24, 3)
-    with pytest.raises(
-        ValueError, match="must name a data set: without one a run of vit.pretrained serves"
-    ):
+    with pytest.raises(ValueError, match="must name a data set: without one a run"):
         evaluate.evaluate_run(workdir)
     with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
         pretrained.pretrained(folder / "model.safetensors", None, workdir)

@@ -177,8 +177,10 @@ def _size(
     line = f"{num_heads} heads, as config.json or the flag says"
     if not num_heads:
         num_heads = max(1, width // HEAD_WIDTHS.get(width, 64))
-        line = f"{num_heads} heads, which a width of {width} has: no config.json says it;"
-        line += " --config.model.num_heads says otherwise"
+        line = (
+            f"{num_heads} heads, as a width of {width} has: num_attention_heads in a config.json,"
+        )
+        line += " or --config.model.num_heads, says otherwise"
     if width % num_heads:
         raise ValueError(
             f"a width of {width} is not divided by {num_heads} heads: set --config.model.num_heads"

@@ -28,11 +28,12 @@ def read(path: Path, num_heads: int = 0) -> Encoder:
     module = hugging_face if family else timm
     wanted = [name for name in names if module.wanted(name, names)]
     arrays = files.read(path, wanted)
-    beside = [files.beside(path, name) for name in ("config.json", "preprocessor_config.json")]
+    config = files.beside(path, "config.json")
+    preprocessor = files.beside(path, "preprocessor_config.json")
     try:
-        encoder = module.read(arrays, *beside, num_heads)
+        encoder = module.read(arrays, config, preprocessor, num_heads)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        said = str(error) if isinstance(error, ValueError) else f"config.json beside it: {error!r}"
+        said = error if isinstance(error, ValueError) else f"it or the JSON beside it: {error!r}"
         raise ValueError(f"{path}: {said}") from error
     left = Counter(".".join(name.split(".")[:2]) for name in names if name not in wanted)
     lines = [f"{group}: {count} arrays left out" for group, count in left.items()]

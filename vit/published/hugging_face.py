@@ -153,9 +153,9 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
         )
     lines = []
     if "hidden_size" not in config:
-        lines = [f"no config.json: epsilon {epsilon:g} and {activation} are {kind}'s"]
+        lines = [f"epsilon {epsilon:g} and {activation} are {kind}'s: no config.json says them"]
     if not preprocessor:
-        lines += [f"no preprocessor_config.json: mean and deviation are {kind}'s"]
+        lines += [f"mean and deviation are {kind}'s: there is no preprocessor_config.json"]
     return Said(
         origin=f"Hugging Face's {kind}",
         epsilon=float(config.get("layer_norm_eps", epsilon)),

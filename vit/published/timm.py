@@ -97,7 +97,7 @@ def _said(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) 
     size = int((weights.get("input_size") or [0, 0])[-1])
     lines = []
     if not config:
-        lines = [f"no config.json: epsilon, {activation}, mean and deviation are timm's usual ones"]
+        lines = [f"epsilon, {activation}, mean and deviation are timm's usual ones: no config.json"]
     return Said(
         origin=f"timm's {architecture or 'ViT'}",
         epsilon=1e-5 if clip else 1e-6,
