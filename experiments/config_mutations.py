@@ -52,7 +52,17 @@ def _between(low: float, high: float) -> Callable[[Any], bool]:
 # at `vit.config.validate`. Where these are wider than the checks, the check has the last word.
 MEANT: dict[str, Callable[[Any], object]] = {
     "model.variant": re.compile(r"(XS|Ti|S|B|L)/0*[1248]").fullmatch,  # patches that tile 8 pixels
-    "model.pooling": {"token", "mean"}.__contains__,
+    "model.width": lambda width: 0 <= width <= 1e5 and width % 4 == 0,  # of four heads
+    "model.depth": range(1000).__contains__,
+    "model.num_heads": lambda heads: heads > -1 and (heads == 0 or 64 % heads == 0),
+    "model.mlp_dim": range(100_000).__contains__,
+    "model.pooling": {"token", "mean", "attention", "token+mean"}.__contains__,
+    "model.registers": range(10_000).__contains__,
+    "model.layer_scale": lambda factor: 0 <= factor < 1e3,
+    "model.activation": {"gelu_tanh", "gelu", "quick_gelu", "swiglu"}.__contains__,
+    "model.epsilon": lambda epsilon: 0 < epsilon <= 1,
+    "model.embed_norm": lambda _: True,
+    "model.final_norm": {"before", "after", "none"}.__contains__,
     "model.position": {"learned", "sincos"}.__contains__,
     "model.dropout": lambda p: p == 0 or 0 < p < 1,
     "model.drop_path": lambda p: p == 0 or 0 < p < 1,

@@ -7,7 +7,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from vit import bounded, pretrained
+from vit import bounded
+from vit.published import google
 
 
 def test_regular_files_only(tmp_path):
@@ -37,9 +38,9 @@ def test_weights_that_unpack_to_too_much_are_refused(tmp_path):
     np.savez_compressed(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
     assert path.stat().st_size < 2**24 / bounded.RATIO
     with pytest.raises(ValueError, match="cannot be read .* would unpack to 16,777,344 bytes"):
-        pretrained.read(path)
+        google.read(path)
     np.savez(path, **{"embedding/kernel": np.zeros(2**22, np.float32)})
-    assert list(pretrained.read(path)[0]) == ["embedding/kernel"]
+    assert list(google.read(path)[0]) == ["embedding/kernel"]
     with zipfile.ZipFile(path, "w") as archive:
         header = io.BytesIO()
         np.lib.format.write_array_header_2_0(
@@ -47,4 +48,4 @@ def test_weights_that_unpack_to_too_much_are_refused(tmp_path):
         )
         archive.writestr("embedding/kernel.npy", header.getvalue())
     with pytest.raises(ValueError, match="kernel in .*: it announces 4,398,046,511,104 bytes"):
-        pretrained.read(path)
+        google.read(path)

@@ -17,12 +17,19 @@ def abstract(settings, channels):
     )
 
 
-@pytest.mark.parametrize("pooling", ["token", "mean"])
-@pytest.mark.parametrize("kind", ["softmax", "performer"])
-def test_operations_are_those_that_xla_counts(kind, pooling):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("softmax", {"pooling": "token"}),
+        ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
+        ("performer", {"pooling": "mean"}),
+        ("performer", {"pooling": "token+mean", "pre_logits": True}),
+    ],
+)
+def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
     settings = small_config(
-        model=config.Model("XS/4", pooling=pooling),
+        model=config.Model("XS/4", **options),
         attention=config.Attention(kind, num_features=256),
         data=config.Data(image_size=64),
     )

@@ -116,6 +116,32 @@ def test_options_of_the_head_and_the_mlp(monkeypatch):
     assert plain.pre_logits is None
 
 
+def test_tokens_without_a_place_and_what_the_head_reads():
+    """Class token and registers stand before the patches, and no mean counts them."""
+    options = {"registers": 2, "layer_scale": 0.5, "epsilon": 1e-3, "final_norm": "none"}
+    model = vit(model=config.Model("XS/4", pooling="token+mean", **options))
+    assert model.blocks[0].attention_norm.epsilon == model.blocks[1].mlp_norm.epsilon == 1e-3
+    np.testing.assert_array_equal(model.blocks[0].mlp_scale[...], np.full(16, 0.5))
+    assert model.norm is None
+    patches = np.random.default_rng(0).normal(size=(3, 4, 16)).astype(np.float32)
+    x = np.array(model.with_prefix(jnp.asarray(patches)))
+    np.testing.assert_array_equal(x[1, 1:3], model.registers[...])
+    assert np.std(x[1, 1:3]) == pytest.approx(0.02, rel=0.5)  # told apart from the start
+    np.testing.assert_array_equal(x[:, 3:], patches)
+    x[:, :3] = np.arange(3)[:, None]
+    mean = patches.mean(axis=1)
+    for pooling, want in {
+        "token+mean": [np.zeros((3, 16)), mean],
+        "token+register": [np.zeros((3, 16)), np.ones((3, 16))],
+        "token": [np.zeros((3, 16))],
+    }.items():
+        model.pooling = pooling
+        got = model.pooled(jnp.asarray(x))
+        np.testing.assert_allclose(got, np.concatenate(want, axis=-1), rtol=1e-5, atol=1e-6)
+    model.pooling, model.has_token = "mean", False
+    np.testing.assert_allclose(model.pooled(jnp.asarray(x)), mean, rtol=1e-5, atol=1e-6)
+
+
 def test_dropout_only_in_training():
     model = vit(model=config.Model("XS/4", dropout=0.5))
     model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))

@@ -81,6 +81,14 @@ def test_rollout_is_that_of_the_paper():
     np.testing.assert_allclose(ours.sum(axis=-1), 1, atol=1e-5)
 
 
+def test_maps_leave_out_tokens_without_a_place():
+    """Two of them, and four patches: the row of the class token, or the mean of the patches'."""
+    total = np.random.default_rng(0).uniform(size=(1, 6, 6))
+    for has_token, want in [(True, total[0, 0, 2:]), (False, total[0, 2:, 2:].mean(axis=0))]:
+        got = rollout._on_patches(jnp.asarray(total), has_token, 2)
+        np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
+
+
 def test_maps_are_of_the_models_own_queries_and_keys(model):
     """The class token's row over the patches; exact from softmax written out, layer by layer."""
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)

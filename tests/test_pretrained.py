@@ -15,8 +15,9 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, evaluate, metrics, pretrained, runs, train
+from vit import checkpoint, config, evaluate, metrics, pretrained, runs, train, transfer
 from vit.model import ViT, random_streams
+from vit.published import google
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -146,8 +147,10 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8
 
 def loaded(path, options):
     model = ViT(options, num_classes=CLASSES, channels=1, rngs=random_streams(0))
-    arrays, lines = pretrained.read(path)
-    return model, [*lines, *pretrained.load(model, arrays, str(path))]
+    arrays, lines = google.read(path)
+    named, origins = google.rename(arrays)
+    google.fold_token(named, transfer.parameters(model))
+    return model, [*lines, *pretrained.load(model, named, str(path), origins)]
 
 
 def logits_of(model):
@@ -196,7 +199,7 @@ def test_half_precision(file):
     arrays = weights()
     for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
         path = file({name: array.astype(dtype) for name, array in arrays.items()})
-        got, _ = pretrained.read(path)
+        got, _ = google.read(path)
         for name, array in arrays.items():
             assert got[name].dtype == np.float32
             np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)
@@ -331,7 +334,7 @@ def test_files_that_are_no_weights(file, tmp_path):
     broken.write_bytes(flipped)
     refused(broken, "encoderblock_1/MlpBlock_3/Dense_0/kernel in .*broken.npz cannot be read")
     np.save(tmp_path / "one.npy", np.zeros(3))
-    refused(tmp_path / "one.npy", "one.npy cannot be read as an .npz file")
+    refused(tmp_path / "one.npy", "one.npy is not read: give a file .safetensors, or .npz")
     refused(file({"a": np.zeros(3)}), "holds no ViT: there is no embedding/kernel")
     pickled = np.array([{}], dtype=object)
     refused(file(weights() | {"head/bias": pickled}), "head/bias in .*Object arrays cannot")
@@ -343,7 +346,7 @@ def test_values_that_are_no_weights_are_named(file):
     arrays["head/bias"] = np.full(CLASSES, 1e300)
     arrays["embedding/bias"] = np.arange(WIDTH)
     with pytest.raises(ValueError, match="that are no weights") as error:
-        pretrained.read(file(arrays))
+        google.read(file(arrays))
     assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
         "embedding/bias: of type int64",
         "cls: not finite",

@@ -56,8 +56,20 @@ class Model:
 
     variant: str = "B/16"
     """A row of `SIZES`, "/", the patch size in pixels, as in "Ti/2"."""
+    width: int = 0
+    """Of a token, divisible by the number of heads; 0: as the variant's row says, so below."""
+    depth: int = 0
+    """Blocks, one after another; 0: the variant's."""
+    num_heads: int = 0
+    """Of attention; 0: the variant's."""
+    mlp_dim: int = 0
+    """Width inside the MLP; 0: the variant's."""
     pooling: str = "token"
-    """What the head reads: "token" (a class token) or "mean" (the mean over patches)."""
+    """What the head reads: "token" (a class token), "mean" (the mean over patches), "attention"
+    (what one learned query reads of the patches, and an MLP: Zhai et al. 2022), or two side by
+    side: "token+mean" (DINOv2), "token+register" (the first register: distilled DeiT)."""
+    registers: int = 0
+    """Tokens without a place in the picture (Darcet et al. 2024), after the class token."""
     position: str = "learned"
     """Position embedding: "learned" or "sincos" (fixed, two-dimensional)."""
     dropout: float = 0.0
@@ -65,6 +77,18 @@ class Model:
     drop_path: float = 0.0
     """Stochastic depth (Huang et al. 2016): what attention or MLP add to an example is left out
     with a probability that rises linearly from 0 in the first block to this in the last."""
+    layer_scale: float = 0.0
+    """What attention and MLP add is multiplied by a learned factor for each channel, this one at
+    first (LayerScale, Touvron et al. 2021); 0: not."""
+    activation: str = "gelu_tanh"
+    """Of the MLP: "gelu_tanh" (GELU, approximated), "gelu" (exact), "quick_gelu" (x times the
+    sigmoid of 1.702 x), or "swiglu" (SiLU of one half of the inside times the other half)."""
+    epsilon: float = 1e-6
+    """Added to the variance by layer norms."""
+    embed_norm: bool = False
+    """A layer norm before the first block (CLIP)."""
+    final_norm: str = "before"
+    """The last layer norm: "before" pooling, "after" it, or "none"."""
     dtype: str = "float32"
     """Of the arithmetic: "float32" or "bfloat16". Parameters, the sums of normalisation and
     attention, and the logits are float32 in either case."""
@@ -77,6 +101,21 @@ class Model:
     """The first bias of each class: for a sigmoid loss one at which it is unlikely."""
     remat: bool = False
     """Compute the inside of each block again in the backward pass, instead of keeping it."""
+
+    @property
+    def size(self) -> Size:
+        """The variant's row of `SIZES`, and in it the fields that are not 0.
+
+        >>> Model("Ti/2", depth=3).size
+        Size(width=192, depth=3, num_heads=3, mlp_dim=768)
+        """
+        own = {name: getattr(self, name) for name in Size._fields if getattr(self, name)}
+        return parse_variant(self.variant)[0]._replace(**own)
+
+    @property
+    def patch_size(self) -> int:
+        """In pixels: what follows the variant's slash."""
+        return parse_variant(self.variant)[1]
 
 
 @dataclasses.dataclass
@@ -102,7 +141,8 @@ class Data:
     """The data set and how it is read."""
 
     name: str = "digits"
-    """"digits" (1,797 images that come with scikit-learn) or a TFDS data set in `dir`."""
+    """"digits" (1,797 images that come with scikit-learn) or a TFDS data set in `dir`; nothing for
+    a run without data, as `vit.pretrained` makes."""
     dir: str = ""
     """Where TFDS data sets lie: the --out of `vit.prepare`, or TFDS's own data_dir."""
     train_split: str = "train"
@@ -262,7 +302,9 @@ TOKENS = 2**20
 """The most patches of an image: more than any attention, of however few features, has room for."""
 
 CHOICES = {
-    "model.pooling": ("token", "mean"),
+    "model.pooling": ("token", "mean", "attention", "token+mean", "token+register"),
+    "model.activation": ("gelu_tanh", "gelu", "quick_gelu", "swiglu"),
+    "model.final_norm": ("before", "after", "none"),
     "model.position": ("learned", "sincos"),
     "model.dtype": ("float32", "bfloat16"),
     "model.mlp_init": ("lecun_normal", "xavier_uniform"),
@@ -296,6 +338,10 @@ def cycles(config: Config) -> tuple[float, ...]:
     return (*restarts(config.restarts), config.num_epochs)
 
 
+def _size(variant: str, width: int, num_heads: int = 0) -> Size:
+    return Model(variant, width=width, num_heads=num_heads).size
+
+
 def _rising(numbers: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
@@ -314,9 +360,34 @@ RANGES = (
         "must be a number from 0 to below 1",
     ),
     Rule(
+        ("model.registers",),
+        lambda count: 0 <= count <= 2**10,
+        f"must be an integer from 0 to {2**10}",
+    ),
+    Rule(
+        ("model.layer_scale",),
+        lambda factor: 0 <= factor <= 10,
+        "must be a number from 0 to 10",
+    ),
+    Rule(
+        ("model.epsilon",),
+        lambda epsilon: 1e-12 <= epsilon <= 0.1,
+        "must be a number from 1e-12 to 0.1",
+    ),
+    Rule(
         ("model.head_bias",),
         lambda bias: -100 <= bias <= 100,
         "must be a number from -100 to 100",
+    ),
+    Rule(
+        ("model.width", "model.mlp_dim"),
+        lambda count: 0 <= count <= 2**17,
+        f"must be an integer from 1 to {2**17}, or 0 (the variant's)",
+    ),
+    Rule(
+        ("model.depth", "model.num_heads"),
+        lambda count: 0 <= count <= 2**10,
+        f"must be an integer from 1 to {2**10}, or 0 (the variant's)",
     ),
     Rule(
         ("attention.num_features",),
@@ -423,6 +494,28 @@ RANGES = (
 
 RELATIONS = (
     Rule(
+        ("model.variant", "model.width", "model.num_heads"),
+        lambda *fields: _size(*fields).width % _size(*fields).num_heads == 0,
+        "the width must be divisible by the number of heads (0: the variant's)",
+    ),
+    Rule(
+        ("model.variant", "model.width", "model.position"),
+        lambda variant, width, position: (
+            position != "sincos" or _size(variant, width).width % 4 == 0
+        ),
+        "fixed positions need a width divisible by 4: sine and cosine of two coordinates",
+    ),
+    Rule(
+        ("model.pooling", "model.registers"),
+        lambda pooling, registers: pooling != "token+register" or registers > 0,
+        "the head reads a register: there must be one",
+    ),
+    Rule(
+        ("model.pooling", "model.final_norm"),
+        lambda pooling, norm: "+" not in pooling or norm != "after",
+        "the norm of two tokens side by side must be before pooling",
+    ),
+    Rule(
         ("model.variant", "data.image_size"),
         lambda variant, pixels: pixels % parse_variant(variant)[1] == 0,
         "the image size is not divisible by the patch size, which follows the slash",
@@ -488,7 +581,7 @@ def validate(config: Config) -> None:
     for field, choices in CHOICES.items():
         if flat[field] not in choices:
             raise ValueError(unknown(f"config.{field}", flat[field], choices))
-    size, _ = parse_variant(config.model.variant)
+    parse_variant(config.model.variant)
     each = (rule._replace(fields=(field,)) for rule in RANGES for field in rule.fields)
     for fields, holds, message in (*each, *RELATIONS):
         if not holds(*(flat[field] for field in fields)):
@@ -504,7 +597,8 @@ def validate(config: Config) -> None:
         coupling = performer.couplings.get(attention.coupling)
         given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(
-            lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
+            lambda key: coupling(key, attention.num_features, config.model.size.head_dim),
+            jax.random.key(0),
         )
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from None

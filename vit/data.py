@@ -99,6 +99,11 @@ def load(data: config.Data) -> Dataset:
             data set is damaged, or none of labelled grey or RGB images; or when the training split
             is smaller than one batch, or the evaluation split empty.
     """
+    if not data.name:
+        raise ValueError(
+            "config.data.name='' must name a data set: without one a run of vit.pretrained serves"
+            " prediction alone; make one with --config=CONFIG, on data, of the same weights"
+        )
     dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
     check(dataset, data, f" of {data.name!r}")
     return dataset

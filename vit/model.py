@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, Size, parse_variant
+from vit.config import Config, Size
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -22,6 +22,21 @@ INITS = {
     "xavier_uniform": (nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)),
 }
 """`config.model.mlp_init`: of kernels and of biases."""
+
+
+def swiglu(x: Float[Array, "*b twice"]) -> Float[Array, "*b half"]:
+    """SiLU of the first half of the channels times the second (Shazeer 2020)."""
+    gate, value = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * value
+
+
+ACTIVATIONS = {
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "swiglu": swiglu,
+}
+"""`config.model.activation`."""
 
 
 class ViT(nnx.Module):
@@ -41,32 +56,40 @@ class ViT(nnx.Module):
     """
 
     def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
-        size, patch_size = parse_variant(config.model.variant)
-        self.pooling, self.remat = config.model.pooling, config.model.remat
-        dtype = jnp.dtype(config.model.dtype)
+        model, size, patch_size = config.model, config.model.size, config.model.patch_size
+        self.pooling, self.remat, self.final_norm = model.pooling, model.remat, model.final_norm
+        self.has_token = "token" in model.pooling
+        self.num_prefix = self.has_token + model.registers
+        dtype = jnp.dtype(model.dtype)
         grid = config.data.image_size // patch_size
         patch = (patch_size, patch_size)
         self.embed = nnx.Conv(
             channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
         )
-        if config.model.position == "learned":
+        if model.position == "learned":
             table = 0.02 * jax.random.normal(rngs.params(), (grid**2, size.width))
             self.position = nnx.Param(table)
         else:
             self.position = nnx.Variable(sincos_positions(grid, size.width))
-        if self.pooling == "token":
+        if self.has_token:
             self.token = nnx.Param(jnp.zeros(size.width))
-        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
-        rates = np.linspace(0, config.model.drop_path, size.depth).tolist()
+        if model.registers:
+            registers = 0.02 * jax.random.normal(rngs.params(), (model.registers, size.width))
+            self.registers = nnx.Param(registers)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
+        norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
+        self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
+        rates = np.linspace(0, model.drop_path, size.depth).tolist()
         self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
-        self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
-        width = size.width
-        self.pre_logits = nnx.Linear(width, width, rngs=rngs) if config.model.pre_logits else None
+        self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
+        self.pool = AttentionPooling(config, size, rngs) if self.pooling == "attention" else None
+        width = size.width * (1 + ("+" in self.pooling))
+        self.pre_logits = nnx.Linear(width, size.width, rngs=rngs) if model.pre_logits else None
         self.head = nnx.Linear(
-            width,
+            size.width if model.pre_logits else width,
             num_classes,
             kernel_init=nnx.initializers.zeros_init(),
-            bias_init=nnx.initializers.constant(config.model.head_bias),
+            bias_init=nnx.initializers.constant(model.head_bias),
             rngs=rngs,
         )
         self.eval()
@@ -81,23 +104,41 @@ class ViT(nnx.Module):
         """
         x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
         x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
-        if self.pooling == "token":
-            token = self.token[...].astype(x.dtype)
-            token = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[-1]))
-            x = jnp.concatenate([token, x], axis=1)
-        x = self.dropout(x)
+        x = self.dropout(self.with_prefix(x))
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         intermediates = {"embedded": x}
         apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for i, block in enumerate(self.blocks):
             x, attention_input = apply(block, x)
             intermediates[f"block{i:02d}/attention_input"] = attention_input
             intermediates[f"block{i:02d}/output"] = x
-        x = self.norm(x)
-        pooled = x[:, 0] if self.pooling == "token" else jnp.mean(x, axis=1)
+        pooled = self.pooled(self.norm(x) if self.norm and self.final_norm == "before" else x)
+        if self.norm and self.final_norm == "after":
+            pooled = self.norm(pooled)
         if self.pre_logits is not None:
             pooled = jnp.tanh(self.pre_logits(pooled))
         intermediates["pooled"] = pooled
         return self.head(pooled), intermediates
+
+    def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
+        """Class token and registers, then the patches."""
+        rows = [self.token[...][None]] if self.has_token else []
+        rows += [self.registers[...]] if self.num_prefix > self.has_token else []
+        b, dtype = patches.shape[0], patches.dtype
+        prefix = [jnp.broadcast_to(x.astype(dtype), (b, *x.shape)) for x in rows]
+        return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
+
+    def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
+        """What the head reads of the tokens: see `config.model.pooling`."""
+        patches = x[:, self.num_prefix :] if self.num_prefix else x
+        if self.pool is not None:
+            return self.pool(patches)
+        if self.pooling == "token+register":
+            return jnp.concatenate([x[:, 0], x[:, 1]], axis=-1)
+        parts = [x[:, 0]] if self.has_token else []
+        parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
+        return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
 
 
 class Block(nnx.Module):
@@ -120,8 +161,9 @@ class Block(nnx.Module):
                 calibration=attention.calibration,
                 rngs=rngs,
             )
-        dtype = jnp.dtype(config.model.dtype)
-        self.attention_norm = nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
+        model, dtype = config.model, jnp.dtype(config.model.dtype)
+        norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
         self.attention = nnx.MultiHeadAttention(
             num_heads=size.num_heads,
             in_features=size.width,
@@ -131,12 +173,17 @@ class Block(nnx.Module):
             dtype=dtype,
             rngs=rngs,
         )
-        self.mlp_norm = nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        kernel, bias = INITS[config.model.mlp_init]
+        self.mlp_norm = norm()
+        kernel, bias = INITS[model.mlp_init]
         linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
-        self.mlp_in = linear(size.width, size.mlp_dim)
+        self.activation = model.activation
+        self.mlp_in = linear(size.width, size.mlp_dim * (1 + (model.activation == "swiglu")))
         self.mlp_out = linear(size.mlp_dim, size.width)
-        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+        if model.layer_scale:
+            factors = jnp.full(size.width, model.layer_scale)
+            self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
+        self.has_scale = model.layer_scale > 0
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
         # Without it there is no stream of keys either: the state is that of models of before.
         stream = rngs if drop_path else None
         self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
@@ -146,10 +193,47 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
         """The output of the block, and the input of its attention."""
         attention_input = self.attention_norm(x)
-        x = x + self.drop_path(self.dropout(self.attention(attention_input)))
-        hidden = jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))
-        hidden = self.dropout(hidden)
-        return x + self.drop_path(self.dropout(self.mlp_out(hidden))), attention_input
+        added = self.dropout(self.attention(attention_input))
+        if self.has_scale:
+            added = added * self.attention_scale[...].astype(added.dtype)
+        x = x + self.drop_path(added)
+        hidden = ACTIVATIONS[self.activation](self.mlp_in(self.mlp_norm(x)))
+        added = self.dropout(self.mlp_out(self.dropout(hidden)))
+        if self.has_scale:
+            added = added * self.mlp_scale[...].astype(added.dtype)
+        return x + self.drop_path(added), attention_input
+
+
+class AttentionPooling(nnx.Module):
+    """y + mlp(norm(y)), y the attention of one learned query over the patches (Zhai et al. 2022).
+
+    It is linear in the number of patches, and exact whatever the attention of the blocks.
+    """
+
+    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.model.dtype)
+        self.activation = config.model.activation
+        self.query = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, size.width)))
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=size.num_heads,
+            in_features=size.width,
+            kernel_init=nnx.initializers.xavier_uniform(),
+            decode=False,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        epsilon = config.model.epsilon
+        self.norm = nnx.LayerNorm(size.width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+        kernel, bias = INITS[config.model.mlp_init]
+        linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
+        self.mlp_in = linear(size.width, size.mlp_dim * (1 + (self.activation == "swiglu")))
+        self.mlp_out = linear(size.mlp_dim, size.width)
+
+    def __call__(self, x: Float[Array, "b s width"]) -> Float[Array, "b width"]:
+        """One vector for each image."""
+        query = jnp.broadcast_to(self.query[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
+        y = self.attention(query, x, x)
+        return (y + self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(self.norm(y)))))[:, 0]
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:

@@ -54,7 +54,8 @@ def maps(model: ViT, images: Array) -> Maps:
         products = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
         exact.append(jax.nn.softmax(products.astype(jnp.float32)))
         own.append(estimated(layer.attention_fn, query, key, exact[-1]))
-    return Maps(*(_on_patches(model, rollout(jnp.stack(x))) for x in (own, exact)))
+    prefix = model.has_token, model.num_prefix
+    return Maps(*(_on_patches(rollout(jnp.stack(x)), *prefix) for x in (own, exact)))
 
 
 def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> Array:
@@ -70,8 +71,11 @@ def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> A
     )
 
 
-def _on_patches(model: ViT, total: Float[Array, "n s s"]) -> Float[Array, "n side side"]:
-    rows = total[:, 0, 1:] if model.pooling == "token" else jnp.mean(total, axis=1)
+def _on_patches(
+    total: Float[Array, "n s s"], has_token: bool, num_prefix: int
+) -> Float[Array, "n side side"]:
+    rows = total[:, 0] if has_token else jnp.mean(total[:, num_prefix:], axis=1)
+    rows = rows[:, num_prefix:]
     rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
     side = round(rows.shape[-1] ** 0.5)
     return rows.reshape(-1, side, side)

@@ -52,7 +52,7 @@ def subject(
     """
     if dataset is None:
         dataset = data.load(config.data)
-    else:
+    elif config.data.name:
         data.check(dataset, config.data)
     sizes = dataset.num_classes, dataset.channels
     return dataset, task or classification.task(*sizes, config.optim.loss)
@@ -90,11 +90,13 @@ def program(config: configs.Config, dataset: data.Dataset, task: Task, mesh: Mes
 
 
 def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
-    """The learning rate of the run, by step.
+    """The learning rate of the run, by step; none where the config names no data.
 
     Raises:
         ValueError: as `length` and `optim.schedule`.
     """
+    if not config.data.name:
+        return optax.constant_schedule(0.0)
     steps_per_epoch, num_steps = length(config, dataset)
     return optim.schedule(config.optim, num_steps, restarts(config, steps_per_epoch))
 

@@ -85,16 +85,21 @@ def init_from(source: Path, config: configs.Config, workdir: Path) -> list[str]:
 
 
 def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
-    sizes = [configs.parse_variant(config.model.variant)[0] for config in (old, new)]
+    sizes = [config.model.size for config in (old, new)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{source} has config.model.variant={old.model.variant!r}, {sizes[0]}; the new run"
-            f" {new.model.variant!r}, {sizes[1]}: take the same letters, any patch size may follow"
+            f" {new.model.variant!r}, {sizes[1]}: take the same numbers (any patch size may follow"
+            " the variant's slash)"
         )
 
 
 def start(
-    config: configs.Config, workdir: Path, fill: Fill, origin: Mapping[str, Any]
+    config: configs.Config,
+    workdir: Path,
+    fill: Fill,
+    origin: Mapping[str, Any],
+    dataset: data.Dataset | None = None,
 ) -> list[str]:
     """Makes a run at step 0 with the parameters that `fill` puts into the model; what it says.
 
@@ -103,6 +108,7 @@ def start(
         workdir: its folder; it appears in one piece, and after a kill the same call begins anew.
         fill: what it raises leaves nothing behind.
         origin: is noted in the folder.
+        dataset: in the place of the one that the config names.
 
     Raises:
         ValueError: for a config that cannot work, or a workdir that is not empty.
@@ -111,7 +117,7 @@ def start(
     configs.validate(config)
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
-    dataset, task = runs.subject(config)
+    dataset, task = runs.subject(config, dataset)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     report = fill(model, task, dataset)

@@ -82,8 +82,8 @@ class Trained:
         return Prediction(np.asarray(of_classes(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
-        """What the head reads: the class token, or the mean over the patches, after the last norm,
-        and after the tanh layer of a model with `pre_logits`.
+        """What the head reads (`config.model.pooling`): the class token, or the mean over the
+        patches, after the last norm, and after the tanh layer of a model with `pre_logits`.
 
         Args:
             images: as `predict`.

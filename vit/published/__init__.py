@@ -1,0 +1,1 @@
+"""Published encoders: which file holds which, and what its parameters are called."""
