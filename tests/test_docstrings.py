@@ -17,11 +17,12 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import performer
+import performer.nnx
 from performer import graphs
 
 
 def modules():
-    for package in (performer, graphs):
+    for package in (performer, graphs, performer.nnx):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             yield importlib.import_module(module.name)
     yield importlib.import_module("performer.attention.op")
@@ -93,7 +94,7 @@ NEEDED = {
         {"graph": _ring(), "v": jnp.arange(8.0)} | {"kernels": graphs.kernels}
     ),
     "performer.analysis": small_heads,
-    "performer.nnx": lambda normal: {"x": normal(2, 6, 768)},
+    "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
     "performer.sklearn": lambda normal: SKLEARN,
 }
 SKLEARN = {

@@ -1,0 +1,230 @@
+"""Attention transfer: parameters of an estimate of attention, moved towards softmax attention.
+
+Kasai et al. 2021 and Zhang et al. 2024 train feature maps so, and here frequencies move. Nothing
+but queries and keys is needed: A is softmax attention on them, A^ its estimate, and for each head
+
+    squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
+    divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
+
+is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
+parameters are kept with which its loss there was least, and when none gets better, it is over.
+What is transferred is no longer unbiased.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
+
+from performer.attention import attention_weights
+from performer.calibration import Calibration
+from performer.choices import unknown
+
+RATE, EXAMPLES = 0.05, 16
+"""Adam's rate at its start, and the most examples in a step of it."""
+ENTRIES = 2**24
+"""The most entries of attention matrices in a step; fewer examples where they would be more."""
+ROUNDS, PATIENCE = 20, 4
+"""How often the held-out loss is looked at, and how often in vain before the end."""
+HELD_OUT = 8
+"""One example of so many is held out."""
+
+Parameters = TypeVar("Parameters")
+
+
+class Sample(NamedTuple):
+    """Queries and keys of one layer, and which of them exist."""
+
+    query: Float[Array, "b t n h"]
+    key: Float[Array, "b s k h"]
+    queries: Bool[Array, "b t"]
+    keys: Bool[Array, "b s"]
+
+    @classmethod
+    def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
+        """All of these."""
+        return cls(query, key, jnp.ones(query.shape[:2], bool), jnp.ones(key.shape[:2], bool))
+
+    def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
+        """Which query sees which key."""
+        seen = self.queries[:, None, :, None] & self.keys[:, None, None]
+        return seen & jnp.tri(*seen.shape[-2:], dtype=bool) if is_causal else seen
+
+
+def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
+    """A; rows of queries that do not exist are 0."""
+    query, key, pairs = *sample[:2], sample.pairs(is_causal)
+    b, t, n, h = query.shape
+    query = query.reshape(b, t, key.shape[2], -1, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", query, key, precision="highest") / h**0.5
+    logits = logits.reshape(b, n, t, -1)
+    return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
+
+
+def performer_estimate(
+    frequencies: Float[Array, "k m h"],
+    calibration: Calibration | None,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Float[Array, "b n t s"]:
+    """A^ of these frequencies."""
+    return attention_weights(
+        *sample[:2],
+        frequencies,
+        calibration=calibration,
+        mask=sample.keys[:, None, None],
+        is_causal=is_causal,
+    )
+
+
+def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """|A^ - A|^2 / |A|^2 of each head."""
+    over = (0, 2, 3)
+    difference = jnp.where(pairs, estimate - exact, 0)
+    return jnp.sum(difference**2, over) / jnp.sum(exact**2, over)
+
+
+def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
+    seen = pairs & (exact > 0)
+    exact, estimate = (jnp.where(seen, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
+    rows = jnp.sum(jnp.any(pairs, axis=-1))
+    return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
+
+
+LOSSES = {"squared": squared, "divergence": divergence}
+
+
+def transfer(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    start: Parameters,
+    fixed: Any,
+    sample: Sample,
+    *,
+    steps: int,
+    is_causal: bool = False,
+    loss: str = "squared",
+    rate: float = RATE,
+    seed: int = 0,
+) -> Parameters:
+    """Parameters with a lower loss than `start`, on examples that they have not seen.
+
+    Args:
+        estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
+            compiled once for all layers of a shape.
+        start: pytree of arrays whose first axis is that of the key heads.
+        fixed: pytree of arrays that stay.
+        sample: of the layer, its first axis the examples; one of eight is held out.
+        steps: of Adam, at most.
+        is_causal: query i sees the keys up to i.
+        loss: "squared" or "divergence".
+        rate: of Adam at the start; it falls as half a cosine.
+        seed: of the order of the examples.
+
+    Raises:
+        ValueError: for an unknown loss.
+    """
+    if loss not in LOSSES:
+        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
+    count, length = min(ROUNDS, steps), -(-steps // ROUNDS)
+    training, held_out = _parted(sample)
+    optimizer = _optimizer(rate, steps)
+    round_ = partial(_round, estimate, LOSSES[loss], is_causal, length, optimizer)
+    loss_of = partial(_loss, estimate, LOSSES[loss], is_causal)
+    trained, state, since = start, optimizer.init(start), 0
+    best, least = start, loss_of(start, fixed, held_out)
+    for key in jax.random.split(jax.random.key(seed), count):
+        trained, state = round_(key, trained, state, fixed, training)
+        reached = loss_of(trained, fixed, held_out)
+        better = reached < least
+        best = jax.tree.map(partial(_where, better), trained, best)
+        least, since = jnp.where(better, reached, least), 0 if better.any() else since + 1
+        if since == PATIENCE:
+            break
+    return best
+
+
+def refine(
+    frequencies: Float[Array, "k m h"],
+    calibration: Calibration | None,
+    sample: Sample,
+    *,
+    steps: int,
+    **options: Any,
+) -> Float[Array, "k m h"]:
+    """Frequencies that have moved to a lower error of attention on such queries and keys.
+
+    Args:
+        frequencies: one draw for each key head.
+        calibration: that of the layer; it stays.
+        sample: queries and keys of the layer.
+        steps: of Adam, at most.
+        options: is_causal, loss, rate and seed, as of `transfer`.
+
+    Example:
+        >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
+        >>> refined = refine(frequencies, None, Sample.of(query, key), steps=2)
+    """
+    return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
+
+
+def _where(better: Array, new: Array, old: Array) -> Array:
+    return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _parted(sample: Sample) -> tuple[Sample, Sample]:
+    """What is trained on, and what is held out, spread over the examples; one alone is both."""
+    numbers = np.arange(len(sample.query))
+    out = numbers % HELD_OUT == HELD_OUT // 2 if len(numbers) >= HELD_OUT else numbers == 0
+    if len(numbers) == 1:
+        return sample, sample
+    return tuple(jax.tree.map(lambda x: x[chosen], sample) for chosen in (~out, out))
+
+
+def _size(sample: Sample) -> int:
+    """Examples in a step."""
+    b, t, n, _ = sample.query.shape
+    return min(b, EXAMPLES, max(1, ENTRIES // (n * t * sample.key.shape[1])))
+
+
+def _losses(estimate, loss, is_causal, trained, fixed, sample) -> Float[Array, " k"]:
+    exact = softmax_attention(sample, is_causal)
+    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _loss(estimate, loss, is_causal, trained, fixed, sample) -> Float[Array, " k"]:
+    """The mean over batches of as many examples as a step has; the rest is left out."""
+    size = _size(sample)
+    count = len(sample.query) // size
+    batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
+    of_batch = partial(_losses, estimate, loss, is_causal, trained, fixed)
+    return jnp.mean(jax.lax.map(of_batch, batches), axis=0)
+
+
+@cache
+def _optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+    """One value for all layers, so that they have one program."""
+    return optax.adam(optax.cosine_decay_schedule(rate, steps))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _round(estimate, loss, is_causal, length, optimizer, key, trained, state, fixed, sample):
+    """So many steps of Adam."""
+
+    def step(carry, key):
+        trained, state = carry
+        chosen = jax.random.choice(key, len(sample.query), (_size(sample),), replace=False)
+        batch = jax.tree.map(lambda x: x[chosen], sample)
+        of_heads = partial(_losses, estimate, loss, is_causal, fixed=fixed, sample=batch)
+        gradient = jax.grad(lambda x: jnp.sum(of_heads(trained=x)))(trained)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(trained, updates), state), None
+
+    return jax.lax.scan(step, (trained, state), jax.random.split(key, length))[0]
