@@ -183,7 +183,11 @@ def _parted(sample: Sample) -> tuple[Sample, Sample]:
     out = numbers % HELD_OUT == HELD_OUT // 2 if len(numbers) >= HELD_OUT else numbers == 0
     if len(numbers) == 1:
         return sample, sample
-    return tuple(jax.tree.map(lambda x: x[chosen], sample) for chosen in (~out, out))
+    return _rows(sample, ~out), _rows(sample, out)
+
+
+def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
+    return Sample(*(x[chosen] for x in sample))
 
 
 def _size(sample: Sample) -> int:
@@ -221,7 +225,7 @@ def _round(estimate, loss, is_causal, length, optimizer, key, trained, state, fi
     def step(carry, key):
         trained, state = carry
         chosen = jax.random.choice(key, len(sample.query), (_size(sample),), replace=False)
-        batch = jax.tree.map(lambda x: x[chosen], sample)
+        batch = _rows(sample, chosen)
         of_heads = partial(_losses, estimate, loss, is_causal, fixed=fixed, sample=batch)
         gradient = jax.grad(lambda x: jnp.sum(of_heads(trained=x)))(trained)
         updates, state = optimizer.update(gradient, state)

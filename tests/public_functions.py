@@ -101,7 +101,9 @@ def public_functions() -> dict[str, Any]:
     modules |= {value for value in vars(graphs).values() if isinstance(value, ModuleType)}
     for module in modules:
         package = hasattr(module, "__path__")
-        if not module.__name__.startswith("performer.") or (package and module not in (attention, performer.nnx)):
+        if not module.__name__.startswith("performer.") or (
+            package and module not in (attention, performer.nnx)
+        ):
             continue
         if module.__name__.removeprefix("performer.") in UNEXPORTED:
             continue

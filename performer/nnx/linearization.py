@@ -66,11 +66,12 @@ def linearize(
     Layers are `nnx.MultiHeadAttention`, with self or cross attention, grouped heads, normalised
     queries and keys, or a cache for decoding; and any attribute of any module that is
     `nnx.dot_product_attention` or `jax.nn.dot_product_attention`, or a `functools.partial` of them.
-    Masks may say which keys exist, and be causal, also as arrays over pairs of a query and a key: of
-    what kind these are is seen in the batches. A layer is left as it is, and named in the report,
-    where a bias, another mask, attention dropout (evaluation mode has none), a local window or
-    another function is found, or no call. So is one in a stack of `nnx.vmap` or `nnx.scan`. What
-    calls exact attention by a name that is no attribute cannot be seen.
+    Masks may say which keys exist, and be causal, also as arrays over pairs of a query and a key:
+    of what kind these are is seen in the batches. Moments are over the pairs that exist. A layer is
+    left as it is, and named in the report, where a bias, another mask, attention dropout
+    (evaluation mode has none), a local window or another function is found, or no call. So is one
+    in a stack of `nnx.vmap` or `nnx.scan`. What calls exact attention by a name that is no
+    attribute cannot be seen.
 
     Args:
         model: any module. It stays as it is.

@@ -114,9 +114,9 @@ class Report:
         worst = [f"{r['path']} head {r['head']}: {r['attention error']:.3g}" for r in self.worst()]
         if worst:
             lines += ["worst heads: " + ", ".join(worst)]
-        return "\n".join(
-            lines + [f"{path}: left as it is, {why}" for path, why in self.left.items()]
-        )
+
+        lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
+        return "\n".join(lines)
 
 
 NUMBERS = ("attention error", "uniform attention", "|q|^2", "|k|^2", "keys attended to")
