@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, Size, parse_variant
+from vit.config import Config, Size, exact_layers, parse_variant
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -58,7 +58,10 @@ class ViT(nnx.Module):
             self.token = nnx.Param(jnp.zeros(size.width))
         self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
         rates = np.linspace(0, config.model.drop_path, size.depth).tolist()
-        self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
+        exact = exact_layers(config.attention.exact_layers)
+        self.blocks = nnx.List(
+            [Block(config, size, rngs, rate, i in exact) for i, rate in enumerate(rates)]
+        )
         self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
         width = size.width
         self.pre_logits = nnx.Linear(width, width, rngs=rngs) if config.model.pre_logits else None
@@ -107,10 +110,17 @@ class Block(nnx.Module):
     by 1 - drop_path where it stays.
     """
 
-    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs, drop_path: float = 0.0):
+    def __init__(
+        self,
+        config: Config,
+        size: Size,
+        rngs: nnx.Rngs,
+        drop_path: float = 0.0,
+        exact: bool = False,
+    ):
         attention = config.attention
         attention_fn = nnx.dot_product_attention
-        if attention.kind == "performer":
+        if attention.kind == "performer" and not exact:
             attention_fn = PerformerAttention(
                 attention.num_features,
                 size.head_dim,

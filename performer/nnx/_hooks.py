@@ -62,25 +62,6 @@ def _is_exact(value: Any) -> bool:
     return any(function is exact for exact in EXACT)
 
 
-class Notes:
-    """What was seen while the model was traced, by path, in the order of the first calls."""
-
-    def __init__(self):
-        self.refused: dict[str, str] = {}
-        self.is_causal: dict[str, bool] = {}
-        self.masks: set[str] = set()
-        """Where a mask over pairs was given."""
-
-    def add(self, path: str, call: "Call") -> None:
-        """Why the layer cannot be taken, "" if it can: the first reason of all calls."""
-        refused = call.refused
-        if self.is_causal.setdefault(path, call.is_causal) != call.is_causal:
-            refused = refused or "calls that are causal beside calls that are not"
-        self.refused[path] = self.refused.get(path, "") or refused
-        if call.mask is not None and call.mask.shape[-3:-1] != (1, 1):
-            self.masks.add(path)
-
-
 class Seen(nnx.Variable):
     """Of one call of the model, or of several of one layer in it."""
 
@@ -95,8 +76,30 @@ class Call(NamedTuple):
     """Why linear attention cannot take it; empty where it can."""
 
 
-Record = Callable[[Call, Array], dict[str, Array]]
-"""(call, key) -> what is kept of it."""
+Record = Callable[[str, Call, Array], dict[str, Array] | None]
+"""(path, call, key) -> what is kept of it, if anything."""
+
+
+class Notes:
+    """What was seen while the model was traced, by path, in the order of the first calls."""
+
+    def __init__(self):
+        self.refused: dict[str, str] = {}
+        """"" where a layer can be taken."""
+        self.is_causal: dict[str, bool] = {}
+        self.masks: set[str] = set()
+        """Where a mask over pairs of a query and a key was given."""
+
+    def record(self, path: str, call: Call, key: Array) -> dict[str, Array] | None:
+        """Statistics, where no call was refused so far."""
+        refused = call.refused
+        if self.is_causal.setdefault(path, call.is_causal) != call.is_causal:
+            refused = refused or "calls that are causal beside calls that are not"
+        self.refused[path] = self.refused.get(path, "") or refused
+        if call.mask is not None and call.mask.shape[-3:-1] != (1, 1):
+            self.masks.add(path)
+        return None if self.refused[path] else statistics(call, key)
+
 
 REFUSED = {
     "query_seq_lengths": "lengths of queries",
@@ -130,17 +133,16 @@ def call_of(query, key, bias=None, mask=None, is_causal=False, scale=None, **opt
 class Recorder(nnx.Module):
     """Attention as it was, that keeps what `record` makes of each call."""
 
-    def __init__(self, function: Any, path: str, notes: Notes, record: Record):
-        self.function, self.path, self.notes, self.record = function, path, notes, record
+    def __init__(self, function: Any, path: str, record: Record):
+        self.function, self.path, self.record = function, path, record
         self.seen: Seen | None = nnx.data(None)
 
     def __call__(self, query, key, value, bias=None, mask=None, **options):
         """What the function returns."""
         bound = self.function.keywords if isinstance(self.function, partial) else {}
         call = call_of(query, key, **{"bias": bias, "mask": mask} | bound | options)
-        self.notes.add(self.path, call)
-        if not self.notes.refused[self.path]:
-            new = self.record(call, key)
+        new = self.record(self.path, call, key)
+        if new is not None:
             self.seen = Seen(new if self.seen is None else together(self.seen.get_value(), new))
         given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         return self.function(query, key, value, **given, **options)
@@ -171,8 +173,9 @@ def statistics(call: Call, key: Array) -> dict[str, Array]:
     return {"moments": moments * count, "count": count, "by_keys": by_keys, "causal": causal} | few
 
 
-def examples(call: Call, key: Array) -> dict[str, Array]:
+def examples(path: str, call: Call, key: Array) -> dict[str, Array]:
     """All of them."""
+    del path
     return existing(call, key)[0]._asdict()
 
 

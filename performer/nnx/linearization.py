@@ -141,7 +141,7 @@ def measure(
         if reason:
             left[hook.path] = reason
         else:
-            recorder = hooks_.Recorder(hook.function, hook.path, notes, hooks_.statistics)
+            recorder = hooks_.Recorder(hook.function, hook.path, notes.record)
             hook.put(recorder)
             left[hook.path] = "not called"
     total: dict[str, dict[str, Array]] = {}
@@ -286,9 +286,9 @@ def _refine(
     steps: int,
 ) -> None:
     """Moves the frequencies, on what comes to the layer in this model; one layer is in memory."""
-    model, notes = nnx.clone(model), hooks_.Notes()
+    model = nnx.clone(model)
     hook = _hook(model, layer.path)
-    recorder = hooks_.Recorder(hook.function, hook.path, notes, hooks_.examples)
+    recorder = hooks_.Recorder(hook.function, hook.path, hooks_.examples)
     hook.put(recorder)
     seen = [x[layer.path] for x in _observed(model, batches, call)]
     sample = Sample(*(jnp.concatenate([x[name] for x in seen]) for name in Sample._fields))

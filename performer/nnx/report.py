@@ -31,15 +31,21 @@ def head_errors(
     """
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
     estimate = performer_estimate(frequencies, calibration, sample, is_causal)
-    uniform = pairs / jnp.maximum(jnp.sum(pairs, axis=-1, keepdims=True), 1)
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
     return {
         "attention error": squared(estimate, exact, pairs),
-        "uniform attention": squared(uniform, exact, pairs),
+        "uniform attention": uniform_error(sample, is_causal),
         "|q|^2": _squared_length(sample.query, sample.queries),
         "|k|^2": jnp.repeat(_squared_length(sample.key, sample.keys), _groups(sample)),
         "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / jnp.sum(jnp.any(pairs, -1))),
     }
+
+
+def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
+    """`squared` of the mean over all keys that a query sees."""
+    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
+    uniform = pairs / jnp.maximum(jnp.sum(pairs, axis=-1, keepdims=True), 1)
+    return squared(uniform, exact, pairs)
 
 
 def _groups(sample: Sample) -> int:
