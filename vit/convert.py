@@ -22,7 +22,7 @@ it, for `--num_epochs` at the peak rate `--learning_rate`.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -30,7 +30,7 @@ from flax import nnx
 
 from performer.choices import moved
 from performer.nnx import linearize
-from vit import checkpoint, data, devices, metrics, report, runs, safety
+from vit import checkpoint, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
 from vit.conversion import compare
@@ -148,7 +148,7 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    batches = list(_training_examples(run, images))
+    batches = list(runs.training_examples(run, images))
     linear, linearized = linearize(
         model,
         batches,
@@ -163,10 +163,7 @@ def convert(
     new_config.attention.exact_layers = ",".join(map(str, dict.fromkeys(exact)))
     new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(linear))
-    if eval_images:
-        split = run.dataset.evaluation
-        first = [split[i] for i in range(min(eval_images, len(split)))]
-        run = run._replace(dataset=run.dataset._replace(evaluation=first))
+    run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
         runs.begin(folder, new, new_config, run.dataset, run.task)
@@ -188,18 +185,6 @@ def convert(
             bar.update(progress, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
         plot(records, folder / "conversion")
     return table
-
-
-def _training_examples(run: runs.Restored, number: int) -> Iterator[data.Batch]:
-    """That many training examples as evaluation sees them, spread over the split, in batches."""
-    train = run.dataset.train
-    number = min(number, len(train))
-    size = min(number, run.config.data.batch_size)
-    chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
-    sizes = dataclasses.replace(run.config.data, batch_size=size)
-    for batch in data.eval_batches(run.dataset._replace(evaluation=chosen), sizes):
-        readable = batch["mask"] > 0
-        yield {name: x[readable] for name, x in batch.items()}
 
 
 def main(_: list[str]) -> None:
