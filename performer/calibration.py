@@ -182,7 +182,9 @@ def _pair_moments(
         exists = jnp.arange(s)[None] <= position[:, None]
     if pairs is not None:
         key = jnp.where(jnp.any(pairs, axis=1)[..., None, None], key, 0)
-        exists = exists & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
+        exists = (
+            exists[None, None] & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
+        )
     query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
     query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
     key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)

@@ -12,7 +12,7 @@ What is transferred is no longer unbiased.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
     def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
         """Which query sees which key."""
         seen = self.queries[:, None, :, None] & self.keys[:, None, None]
-        return seen & jnp.tri(*seen.shape[-2:], dtype=bool) if is_causal else seen
+        return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
@@ -93,7 +93,7 @@ def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> 
     """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
     seen = pairs & (exact > 0)
     exact, estimate = (jnp.where(seen, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
-    rows = jnp.sum(jnp.any(pairs, axis=-1))
+    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
 
 
@@ -131,22 +131,8 @@ def transfer(
     """
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    count, length = min(ROUNDS, steps), -(-steps // ROUNDS)
-    training, held_out = _parted(sample)
-    optimizer = _optimizer(rate, steps)
-    round_ = partial(_round, estimate, LOSSES[loss], is_causal, length, optimizer)
-    loss_of = partial(_loss, estimate, LOSSES[loss], is_causal)
-    trained, state, since = start, optimizer.init(start), 0
-    best, least = start, loss_of(start, fixed, held_out)
-    for key in jax.random.split(jax.random.key(seed), count):
-        trained, state = round_(key, trained, state, fixed, training)
-        reached = loss_of(trained, fixed, held_out)
-        better = reached < least
-        best = jax.tree.map(partial(_where, better), trained, best)
-        least, since = jnp.where(better, reached, least), 0 if better.any() else since + 1
-        if since == PATIENCE:
-            break
-    return best
+    key = jax.random.key(seed)
+    return _transfer(estimate, LOSSES[loss], is_causal, steps, rate, key, start, fixed, sample)
 
 
 def refine(
@@ -168,26 +154,73 @@ def refine(
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
-        >>> refined = refine(frequencies, None, Sample.of(query, key), steps=2)
+        >>> refined = refine(frequencies, None, Sample.of(q, k), steps=2)
     """
     return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
+
+
+class _Search(NamedTuple):
+    """Between two rounds of steps."""
+
+    trained: Any
+    optimizer: Any
+    best: Any
+    least: Array
+    """The held-out losses of `best`."""
+    round: Array
+    since: Array
+    """Rounds since a loss was the least."""
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _transfer(estimate, loss, is_causal, steps, rate, key, start, fixed, sample):
+    training, held_out = _parted(sample)
+    size, length = _size(training), -(-steps // ROUNDS)
+    losses = partial(_losses, estimate, loss, is_causal, fixed)
+    optimizer, rounds = optax.scale_by_adam(), -(-steps // length)
+    rates = rate / 2 * (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length)))
+    rates = jnp.asarray(rates.reshape(rounds, length), jnp.float32)
+
+    def step(carry, xs):
+        (trained, state), (key, rate) = carry, xs
+        batch = _rows(training, jax.random.choice(key, len(training.query), (size,), replace=False))
+        gradient = jax.grad(lambda trained: jnp.sum(losses(batch, trained)))(trained)
+        updates, state = optimizer.update(gradient, state)
+        trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
+        return (trained, state), None
+
+    def round_(search):
+        xs = jax.random.split(jax.random.fold_in(key, search.round), length), rates[search.round]
+        (trained, state), _ = jax.lax.scan(step, (search.trained, search.optimizer), xs)
+        reached = _mean_losses(losses, held_out, trained)
+        better = reached < search.least
+        best = jax.tree.map(partial(_where, better), trained, search.best)
+        least = jnp.where(better, reached, search.least)
+        since = jnp.where(jnp.any(better), 0, search.since + 1)
+        return _Search(trained, state, best, least, search.round + 1, since)
+
+    least = _mean_losses(losses, held_out, start)
+    search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
+    goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
+    return jax.lax.while_loop(goes_on, round_, search).best
 
 
 def _where(better: Array, new: Array, old: Array) -> Array:
     return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def _parted(sample: Sample) -> tuple[Sample, Sample]:
-    """What is trained on, and what is held out, spread over the examples; one alone is both."""
-    numbers = np.arange(len(sample.query))
-    out = numbers % HELD_OUT == HELD_OUT // 2 if len(numbers) >= HELD_OUT else numbers == 0
-    if len(numbers) == 1:
-        return sample, sample
-    return _rows(sample, ~out), _rows(sample, out)
+def _losses(estimate, loss, is_causal, fixed, sample, trained) -> Float[Array, " k"]:
+    exact = softmax_attention(sample, is_causal)
+    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
 
 
-def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
-    return Sample(*(x[chosen] for x in sample))
+def _mean_losses(losses, sample: Sample, trained) -> Float[Array, " k"]:
+    """The mean over batches of as many examples as a step has; the rest is left out."""
+    size = _size(sample)
+    count = len(sample.query) // size
+    batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
+    return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
 
 
 def _size(sample: Sample) -> int:
@@ -196,39 +229,14 @@ def _size(sample: Sample) -> int:
     return min(b, EXAMPLES, max(1, ENTRIES // (n * t * sample.key.shape[1])))
 
 
-def _losses(estimate, loss, is_causal, trained, fixed, sample) -> Float[Array, " k"]:
-    exact = softmax_attention(sample, is_causal)
-    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
-    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
+def _parted(sample: Sample) -> tuple[Sample, Sample]:
+    """What is trained on, and what is held out, spread over the examples; one alone is both."""
+    number = len(sample.query)
+    if number == 1:
+        return sample, sample
+    out = np.arange(number) % HELD_OUT == min(number, HELD_OUT) // 2
+    return _rows(sample, ~out), _rows(sample, out)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _loss(estimate, loss, is_causal, trained, fixed, sample) -> Float[Array, " k"]:
-    """The mean over batches of as many examples as a step has; the rest is left out."""
-    size = _size(sample)
-    count = len(sample.query) // size
-    batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
-    of_batch = partial(_losses, estimate, loss, is_causal, trained, fixed)
-    return jnp.mean(jax.lax.map(of_batch, batches), axis=0)
-
-
-@cache
-def _optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    """One value for all layers, so that they have one program."""
-    return optax.adam(optax.cosine_decay_schedule(rate, steps))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _round(estimate, loss, is_causal, length, optimizer, key, trained, state, fixed, sample):
-    """So many steps of Adam."""
-
-    def step(carry, key):
-        trained, state = carry
-        chosen = jax.random.choice(key, len(sample.query), (_size(sample),), replace=False)
-        batch = _rows(sample, chosen)
-        of_heads = partial(_losses, estimate, loss, is_causal, fixed=fixed, sample=batch)
-        gradient = jax.grad(lambda x: jnp.sum(of_heads(trained=x)))(trained)
-        updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(trained, updates), state), None
-
-    return jax.lax.scan(step, (trained, state), jax.random.split(key, length))[0]
+def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
+    return Sample(*(x[chosen] for x in sample))

@@ -94,6 +94,10 @@ NEEDED = {
         {"graph": _ring(), "v": jnp.arange(8.0)} | {"kernels": graphs.kernels}
     ),
     "performer.analysis": small_heads,
+    "performer.nnx.linearization": lambda normal: (
+        {"x": normal(2, 6, 8)}
+        | {"model": nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))}
+    ),
     "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
     "performer.sklearn": lambda normal: SKLEARN,
 }
