@@ -25,8 +25,10 @@ from performer.attention import attention_weights
 from performer.calibration import Calibration
 from performer.choices import unknown
 
-RATE, EXAMPLES = 0.05, 16
-"""Adam's rate at its start, and the most examples in a step of it."""
+ADAM, RATE = optax.scale_by_adam(), 0.05
+"""What moves the parameters, and its rate at the start."""
+EXAMPLES = 16
+"""The most in a step."""
 ENTRIES = 2**24
 """The most entries of attention matrices in a step; fewer examples where they would be more."""
 ROUNDS, PATIENCE = 20, 4
@@ -110,6 +112,7 @@ def transfer(
     is_causal: bool = False,
     loss: str = "squared",
     rate: float = RATE,
+    optimizer: optax.GradientTransformation = ADAM,
     seed: int = 0,
 ) -> Parameters:
     """Parameters with a lower loss than `start`, on examples that they have not seen.
@@ -120,10 +123,11 @@ def transfer(
         start: pytree of arrays whose first axis is that of the key heads.
         fixed: pytree of arrays that stay.
         sample: of the layer, its first axis the examples; one of eight is held out.
-        steps: of Adam, at most.
+        steps: at most.
         is_causal: query i sees the keys up to i.
         loss: "squared" or "divergence".
-        rate: of Adam at the start; it falls as half a cosine.
+        rate: that of the first step; it falls as half a cosine.
+        optimizer: of optax, for a rate of -1.
         seed: of the order of the examples.
 
     Raises:
@@ -132,7 +136,8 @@ def transfer(
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
     key = jax.random.key(seed)
-    return _transfer(estimate, LOSSES[loss], is_causal, steps, rate, key, start, fixed, sample)
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps
+    return _transfer(*static, rate, key, start, fixed, sample)
 
 
 def refine(
@@ -150,7 +155,7 @@ def refine(
         calibration: that of the layer; it stays.
         sample: queries and keys of the layer.
         steps: of Adam, at most.
-        options: is_causal, loss, rate and seed, as of `transfer`.
+        options: is_causal, loss, rate, optimizer and seed, as of `transfer`.
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
@@ -173,13 +178,13 @@ class _Search(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _transfer(estimate, loss, is_causal, steps, rate, key, start, fixed, sample):
+def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fixed, sample):
     training, held_out = _parted(sample)
     size, length = _size(training), -(-steps // ROUNDS)
     losses = partial(_losses, estimate, loss, is_causal, fixed)
-    optimizer, rounds = optax.scale_by_adam(), -(-steps // length)
-    rates = rate / 2 * (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length)))
-    rates = jnp.asarray(rates.reshape(rounds, length), jnp.float32)
+    rounds = -(-steps // length)
+    shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
+    rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
 
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs

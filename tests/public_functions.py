@@ -430,9 +430,11 @@ rows(
 rows(
     "draws",
     {
-        "refinement.refine": lambda x: refinement.refine(of_heads(), None, sample(x), steps=3),
+        "refinement.refine": lambda x: refinement.refine(
+            of_heads(), None, sample(x), steps=3, optimizer=SGD
+        ),
         "refinement.transfer": lambda x: refinement.transfer(
-            refinement.performer_estimate, of_heads(), None, sample(x), steps=3
+            refinement.performer_estimate, of_heads(), None, sample(x), steps=3, optimizer=SGD
         ),
     },
 )
