@@ -60,8 +60,9 @@ def linearize(
 
     It is called on the batches, and every layer of attention measures its queries and keys: their
     moments, whose size does not depend on how many batches there are. From these it is calibrated;
-    frequencies are drawn; and, with `refine_steps`, moved to a lower error layer by layer, on the
-    queries and keys of all batches that come through the layers that were replaced before it.
+    frequencies are drawn; and, with `refine_steps`, moved towards softmax attention on the queries
+    and keys of all batches, one layer after another. These are those of the model itself: those
+    that come through layers already replaced did no better (docs, "Results: FAVOR").
 
     Layers are `nnx.MultiHeadAttention`, with self or cross attention, grouped heads, normalised
     queries and keys, or a cache for decoding; and any attribute of any module that is
@@ -115,7 +116,7 @@ def linearize(
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
         if number not in kept:
             if refine_steps:
-                _refine(new, layer, attention, batches, call, refine_steps)
+                _refine(model, layer, attention, batches, call, refine_steps)
             _put(new, layer, attention)
         state = "exact" if number in kept else "linear"
         rows += rows_of(number, layer.path, state, _errors(layer, attention))
@@ -285,8 +286,8 @@ def _refine(
     call: Call,
     steps: int,
 ) -> None:
-    """Moves the frequencies, on what comes to the layer in this model; one layer is in memory."""
-    model = nnx.clone(model)
+    """Moves the frequencies, on what comes to the layer in the model; one layer is in memory."""
+    model = evaluated(model)
     hook = _hook(model, layer.path)
     recorder = hooks_.Recorder(hook.function, hook.path, hooks_.examples)
     hook.put(recorder)

@@ -119,7 +119,9 @@ class Report:
             lines.append(f"{path:32} {rows[0]['attention']:9} {shown}")
         worst = [f"{r['path']} head {r['head']}: {r['attention error']:.3g}" for r in self.worst()]
         if worst:
+            above = [row["attention error"] > row["uniform attention"] for row in self.rows]
             lines += ["worst heads: " + ", ".join(worst)]
+            lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
 
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
