@@ -105,6 +105,8 @@ REFUSED = {
     "query_seq_lengths": "lengths of queries",
     "local_window_size": "a local window",
     "return_residual": "residuals",
+    "qk_attn_weights_einsum": "products of its own",
+    "attn_weights_value_einsum": "products of its own",
 }
 
 
@@ -231,23 +233,27 @@ class Adapter(nnx.Module):
         """
         given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         call = self.call_of(query, key, **given, **options)
-        if call.refused:
-            raise ValueError(f"linear attention cannot take {call.refused}: leave this layer exact")
-        keys, is_causal = call.mask, call.is_causal
-        if keys is not None and keys.shape[-2] > 1:
-            self._check(call, key)
-            keys = jnp.any(keys, axis=(-3, -2), keepdims=True)
-            is_causal = is_causal or self.is_causal
+        mask, is_causal = understood(call, key, self.is_causal)
         passed = {name: options[name] for name in ("dtype", "module") if name in options}
-        return self.attention(call.query, key, value, mask=keys, is_causal=is_causal, **passed)
+        return self.attention(call.query, key, value, mask=mask, is_causal=is_causal, **passed)
 
-    def _check(self, call: Call, key: Array) -> None:
-        if isinstance(call.mask, Tracer):
-            return
-        sample, mask = existing(call, key)
-        if not is_of_kind(sample, mask, self.is_causal):
-            kind = "causal ones" if self.is_causal else "those over keys"
-            raise ValueError(
-                f"the masks of this layer were {kind} when it was measured, and this one is not:"
-                " measure it with such masks too, and it stays exact"
-            )
+
+def understood(call: Call, key: Array, masks_are_causal: bool) -> tuple[Array | None, bool]:
+    """A mask over keys, and whether attention is causal: what linear attention takes.
+
+    Raises:
+        ValueError: for what it cannot take, and a mask over pairs of another kind than that.
+    """
+    if call.refused:
+        raise ValueError(f"linear attention cannot take {call.refused}: leave this layer exact")
+    if call.mask is None or call.mask.shape[-2] == 1:
+        return call.mask, call.is_causal
+    sample, mask = existing(call, key)
+    if not isinstance(call.mask, Tracer) and not is_of_kind(sample, mask, masks_are_causal):
+        kind = "causal ones" if masks_are_causal else "those over keys"
+        raise ValueError(
+            f"the masks of this layer were {kind} when it was measured, and this one is not:"
+            " measure it with such masks too, and it stays exact"
+        )
+    keys = jnp.any(call.mask, axis=(-3, -2), keepdims=True)
+    return keys, call.is_causal or masks_are_causal

@@ -101,26 +101,17 @@ def linearize(
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    calibrations.parts(calibration, coupling)
-    couplings.get(coupling)
-    batches = _readable(batches, again=refine_steps > 0)
-    if keep < 0:
-        raise ValueError(f"keep must not be negative, got {keep}")
+    check(batches, coupling, calibration, refine_steps, keep)
     measured = measured or measure(model, batches, where=where, call=call)
-    call, new = call or _call, evaluated(model)
-    parts = partial(_parts, coupling=coupling, m=num_features, calibration=calibration)
-    keys = jax.random.split(jax.random.key(seed), max(1, len(measured.layers)))
-    drawn = [parts(key, layer) for key, layer in zip(keys, measured.layers, strict=False)]
-    kept = _worst(measured.layers, drawn, keep)
-    rows = []
+    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed)
+    new = evaluated(model)
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
         if number not in kept:
             if refine_steps:
-                _refine(model, layer, attention, batches, call, refine_steps)
+                sample = _examples(model, layer.path, batches, call or apply_to)
+                refine_layer(attention, layer, sample, refine_steps)
             _put(new, layer, attention)
-        state = "exact" if number in kept else "linear"
-        rows += rows_of(number, layer.path, state, _errors(layer, attention))
-    return new, Report(rows, measured.left)
+    return new, report_of(measured, drawn, kept)
 
 
 def measure(
@@ -145,17 +136,8 @@ def measure(
             recorder = hooks_.Recorder(hook.function, hook.path, notes.record)
             hook.put(recorder)
             left[hook.path] = "not called"
-    total: dict[str, dict[str, Array]] = {}
-    for seen in _observed(new, batches, call or _call):
-        joined = {path: hooks_.together(total[path], seen[path]) for path in total.keys() & seen}
-        total = total | seen | joined
-    layers = []
-    for path, refused in notes.refused.items():
-        left[path] = refused
-        if not refused:
-            layer, left[path] = _layer(path, total[path], notes)
-            layers += [layer] if not left[path] else []
-    return Measured(layers, {path: why for path, why in left.items() if why})
+    total = added(_observed(new, batches, call or apply_to))
+    return found(total, notes, left)
 
 
 def evaluated(model: Model) -> Model:
@@ -165,20 +147,31 @@ def evaluated(model: Model) -> Model:
     return model
 
 
-def _call(model: Any, batch: Any) -> Any:
+def apply_to(model: Any, batch: Any) -> Any:
     """As `batches` of `linearize` says."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _readable(batches: Iterable[Any], *, again: bool) -> Iterable[Any]:
-    if again and iter(batches) is batches:
+def check(
+    batches: Iterable[Any],
+    coupling: str | Coupling,
+    calibration: str,
+    refine_steps: int,
+    keep: int,
+) -> None:
+    """Raises ValueError for arguments of `linearize` that cannot be meant."""
+    calibrations.parts(calibration, coupling)
+    couplings.get(coupling)
+    if min(refine_steps, keep) < 0:
+        name, value = ("keep", keep) if keep < 0 else ("refine_steps", refine_steps)
+        raise ValueError(f"{name} must not be negative, got {value}")
+    if refine_steps and iter(batches) is batches:
         raise ValueError(
             "refine_steps reads the batches once for each layer, and these can be read only once:"
             " pass a list of them"
         )
-    return batches
 
 
 def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
@@ -201,41 +194,87 @@ def _observed(
     """For each batch: path -> what the recorder there has seen."""
     graph, state = nnx.split(model)
     for batch in batches:
-        leaves, tree = jax.tree.flatten(batch)
-        arrays = [x if hasattr(x, "shape") else None for x in leaves]
-        settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
-        yield _seen(graph, call, tree, settings, state, arrays)
+        settings, arrays = parted(batch)
+        yield _seen(graph, call, settings, state, arrays)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _seen(graph, call, tree, settings, state, arrays):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _seen(graph, call, settings, state, arrays):
     model = nnx.merge(graph, state)
-    leaves = [y if x is None else x for x, y in zip(arrays, settings, strict=True)]
-    call(model, jax.tree.unflatten(tree, leaves))
+    call(model, joined(settings, arrays))
     recorders = [m for _, m in nnx.iter_modules(model) if isinstance(m, hooks_.Recorder)]
     return {r.path: r.seen.get_value() for r in recorders if r.seen is not None}
 
 
-def _layer(path: str, seen: dict[str, Array], notes: hooks_.Notes) -> tuple[Layer, str]:
-    """The layer, and why it cannot be replaced after all."""
-    by_keys, causal = bool(seen["by_keys"]), bool(seen["causal"])
-    sample = Sample(*(seen[name] for name in Sample._fields))
-    is_causal = notes.is_causal[path]
-    layer = Layer(
+def parted(batch: Any) -> tuple[tuple, list]:
+    """What of it is static in a program, hashable, and its arrays."""
+    leaves, tree = jax.tree.flatten(batch)
+    settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
+    return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
+
+
+def joined(settings: tuple, arrays: list) -> Any:
+    """The batch that was parted."""
+    tree, others = settings
+    leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def added(batches: Iterable[dict[str, dict[str, Array]]]) -> dict[str, dict[str, Array]]:
+    """What was seen in all batches together, by path."""
+    total: dict[str, dict[str, Array]] = {}
+    for seen in batches:
+        both = {path: hooks_.together(total[path], seen[path]) for path in total.keys() & seen}
+        total = total | seen | both
+    return total
+
+
+def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -> Measured:
+    """The layers that can be replaced, and why the others cannot."""
+    layers = []
+    for path, refused in notes.refused.items():
+        left[path] = refused or _unknown_masks(total[path])
+        layers += [] if left[path] else [_layer(path, total[path], notes)]
+    return Measured(layers, {path: why for path, why in left.items() if why})
+
+
+def _unknown_masks(seen: dict[str, Array]) -> str:
+    known = bool(seen["by_keys"]) or bool(seen["causal"])
+    return "" if known else "its masks are neither causal nor of keys alone"
+
+
+def _layer(path: str, seen: dict[str, Array], notes: hooks_.Notes) -> Layer:
+    causal = not bool(seen["by_keys"])
+    return Layer(
         path=path,
         moments=seen["moments"] / seen["count"],
-        sample=sample,
-        is_causal=is_causal or not by_keys,
+        sample=Sample(*(seen[name] for name in Sample._fields)),
+        is_causal=notes.is_causal[path] or causal,
         masks=path in notes.masks,
-        masks_are_causal=not by_keys,
+        masks_are_causal=causal,
     )
-    return layer, "" if by_keys or causal else "its masks are neither causal nor of keys alone"
 
 
-def _parts(
-    key: Array, layer: Layer, *, coupling: str | Coupling, m: int | None, calibration: str
+def draw(
+    layers: list[Layer],
+    coupling: str | Coupling,
+    num_features: int | None,
+    calibration: str,
+    keep: int,
+    seed: int,
+) -> tuple[list[PerformerAttention], set[int]]:
+    """What may take the place of each layer, and the numbers of those that stay exact."""
+    keys = jax.random.split(jax.random.key(seed), max(1, len(layers)))
+    pairs = zip(keys, layers, strict=False)
+    drawn = [_calibrated(*pair, coupling, num_features, calibration) for pair in pairs]
+    pairs = zip(layers, drawn, strict=True)
+    errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
+    return drawn, set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
+
+
+def _calibrated(
+    key: Array, layer: Layer, coupling: str | Coupling, m: int | None, calibration: str
 ) -> PerformerAttention:
-    """Drawn and calibrated."""
     heads, head_dim = layer.sample.key.shape[-2:]
     attention = PerformerAttention(
         m or 2 * head_dim,
@@ -253,18 +292,30 @@ def _parts(
     return attention
 
 
-def _errors(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
+def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
+    """`head_errors` on the examples of the layer."""
     frequencies = attention.frequencies[...]
     return head_errors(layer.sample, frequencies, attention.calibration, layer.is_causal)
 
 
-def _worst(layers: list[Layer], drawn: list[PerformerAttention], keep: int) -> set[int]:
-    """Numbers of the layers with the largest errors."""
-    if not keep:
-        return set()
-    pairs = zip(layers, drawn, strict=True)
-    errors = [float(jnp.mean(_errors(*pair)["attention error"])) for pair in pairs]
-    return set(sorted(range(len(layers)), key=lambda i: -errors[i])[:keep])
+def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
+    """Moves its frequencies."""
+    attention.frequencies[...] = refine(
+        attention.frequencies[...],
+        attention.calibration,
+        sample,
+        steps=steps,
+        is_causal=layer.is_causal,
+    )
+
+
+def report_of(measured: Measured, drawn: list[PerformerAttention], kept: set[int]) -> Report:
+    """Of all layers."""
+    rows = []
+    for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
+        state = "exact" if number in kept else "linear"
+        rows += rows_of(number, layer.path, state, errors_of(layer, attention))
+    return Report(rows, measured.left)
 
 
 def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
@@ -278,25 +329,15 @@ def _put(model: nnx.Module, layer: Layer, attention: PerformerAttention) -> None
     hook.put(attention)
 
 
-def _refine(
-    model: nnx.Module,
-    layer: Layer,
-    attention: PerformerAttention,
-    batches: Iterable[Any],
-    call: Call,
-    steps: int,
-) -> None:
-    """Moves the frequencies, on what comes to the layer in the model; one layer is in memory."""
+def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) -> Sample:
+    """What comes to one layer in all batches."""
     model = evaluated(model)
-    hook = _hook(model, layer.path)
-    recorder = hooks_.Recorder(hook.function, hook.path, hooks_.examples)
-    hook.put(recorder)
-    seen = [x[layer.path] for x in _observed(model, batches, call)]
-    sample = Sample(*(jnp.concatenate([x[name] for x in seen]) for name in Sample._fields))
-    attention.frequencies[...] = refine(
-        attention.frequencies[...],
-        attention.calibration,
-        sample,
-        steps=steps,
-        is_causal=layer.is_causal,
-    )
+    hook = _hook(model, path)
+    hook.put(hooks_.Recorder(hook.function, hook.path, hooks_.examples))
+    return sample_of(seen[path] for seen in _observed(model, batches, call))
+
+
+def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
+    """All of them."""
+    batches = list(batches)
+    return Sample(*(jnp.concatenate([x[name] for x in batches]) for name in Sample._fields))
