@@ -4,9 +4,8 @@
         --out=results/linearize
 
 All have the same queries and keys, those of the softmax model on training images, the same steps of
-Adam and the same loss (see `experiments.feature_maps`), each a rate of its own. The model's own
-parameters stay: accuracy is that without any further training. Errors are those on images of the
-evaluation split.
+Adam, rate and loss (see `experiments.feature_maps`). The model's own parameters stay: accuracy is
+that without any further training. Errors are those on images of the evaluation split.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ from performer.attention import attention_weights
 from performer.calibration import Calibration
 from performer.choices import unknown
 
-ADAM, RATE = optax.scale_by_adam(), 0.05
+ADAM, RATE = optax.scale_by_adam(), 0.1
 """What moves the parameters, and its rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
