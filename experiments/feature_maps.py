@@ -10,7 +10,8 @@ after the factor h^(-1/4) each, and with maps of its own for each head and for q
     free           that, then W for queries, W for keys and weights apart
 
 All are trained at one rate, 0.1: of 0.005, 0.02, 0.05 and 0.1 the best for each of them by the
-divergence that it ends with, on digits with m = 32. Where m is not 2 h, Hedgehog's first rows are those of I and of random rotations.
+divergence that it ends with, on digits with m = 32. Where m is not 2 h, Hedgehog's first rows are
+those of I and of random rotations.
 """
 
 from collections.abc import Callable

@@ -80,6 +80,11 @@ def _ring():
     return graphs.Graph.from_edges([(i, (i + 1) % 8) for i in range(8)], num_nodes=8)
 
 
+def _linen_layer(x):
+    module = linen.MultiHeadAttention(2)
+    return {"module": module, "variables": module.init(jax.random.key(0), x)}
+
+
 NEEDED = {
     "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
@@ -99,6 +104,7 @@ NEEDED = {
         | {"model": nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))}
     ),
     "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
+    "performer.linen": lambda normal: {"x": normal(2, 6, 8)} | _linen_layer(normal(2, 6, 8)),
     "performer.sklearn": lambda normal: SKLEARN,
 }
 SKLEARN = {
