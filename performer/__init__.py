@@ -6,8 +6,9 @@ kernels     these kernels themselves
 performer_attention   softmax attention in linear time, estimated with these features
 attention   its state, what devices exchange of it, and the attention matrix to look at
 calibration   exact invariances and importance sampling that lower its error
+refinement  attention transfer: frequencies, or any map, moved towards softmax attention
 analysis    its error on given queries and keys, and how many features they need
-nnx, linen  the same as drop-ins for Flax (`import performer.nnx`; they need flax)
+nnx, linen  the same as drop-ins for Flax, and in trained models (`import performer.nnx`)
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
 butterfly   random orthogonal matrices that apply in O(d log d)
 gp          Gaussian processes, exact and with random features
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from performer import kernels as kernels
     from performer import norms as norms
     from performer import quadrature as quadrature
+    from performer import refinement as refinement
     from performer import structured as structured
     from performer import testing as testing
     from performer import theory as theory
@@ -62,6 +64,7 @@ MODULES = (
     "kernels",
     "norms",
     "quadrature",
+    "refinement",
     "structured",
     "testing",
     "theory",

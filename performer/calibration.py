@@ -147,7 +147,7 @@ def pair_moments(
         query: (..., t, n, h).
         key: (..., s, k, h).
         scale: the factor on q.k; 1 / sqrt(h) if None.
-        mask: which keys exist, as in `performer_attention`. (Queries always do.)
+        mask: which keys exist, as in `performer_attention`; or, bool (..., 1, t, s), which pairs.
         is_causal: only pairs whose key is not later than the query.
         num_queries: so many of the queries, evenly spaced; all if None.
 
@@ -161,13 +161,18 @@ def pair_moments(
         jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor
         for x in (query, key)
     )
-    keys = key_mask(mask, None, lead, key)
-    return _pair_moments(query, key, keys, is_causal, num_queries)
+    if mask is not None and np.ndim(mask) > 1 and np.shape(mask)[-2] > 1:
+        pairs = jnp.broadcast_to(mask, (*lead, 1, query.shape[1], key.shape[1]))
+        pairs = pairs.reshape(len(query), *pairs.shape[-2:])
+    else:
+        keys = key_mask(mask, None, lead, key)
+        pairs = None if keys is None else keys[:, None]
+    return _pair_moments(query, key, pairs, is_causal, num_queries)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _pair_moments(
-    query: Array, key: Array, keys: Array | None, is_causal: bool, num_queries: int | None
+    query: Array, key: Array, pairs: Array | None, is_causal: bool, num_queries: int | None
 ) -> Moments:
     t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
     count = t if num_queries is None else min(num_queries, t)
@@ -175,19 +180,21 @@ def _pair_moments(
     exists = jnp.ones((count, s), bool)
     if is_causal:
         exists = jnp.arange(s)[None] <= position[:, None]
-    if keys is not None:
-        key = jnp.where(keys[:, :, None, None], key, 0)
-        exists = exists[None, None] & keys[:, None, None]  # (b, 1, t, s)
+    if pairs is not None:
+        key = jnp.where(jnp.any(pairs, axis=1)[..., None, None], key, 0)
+        exists = (
+            exists[None, None] & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
+        )
     query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
     query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
     key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)
     logits = _dot("kbgth,kbsh->kbgts", query, key)
     attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
-    pairs = attention / query[0, ..., 0].size
-    of_query, of_key = jnp.sum(pairs, axis=-1), jnp.sum(pairs, axis=(-3, -2))
+    attention = attention / query[0, ..., 0].size
+    of_query, of_key = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
     query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
     query_query = _dot("kbgt,kbgty,kbgtz->kyz", of_query, query, query)
-    query_key = _dot("kbgts,kbgty,kbsz->kyz", pairs, query, key)
+    query_key = _dot("kbgts,kbgty,kbsz->kyz", attention, query, key)
     key_key = _dot("kbs,kbsy,kbsz->kyz", of_key, key, key)
     return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
 

@@ -1,7 +1,11 @@
-"""Drop-in attention for Flax linen."""
+"""Drop-in attention for Flax linen, and what puts it into modules that are trained."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
+import jax
 from flax import linen
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -9,6 +13,21 @@ from jaxtyping import Array, Float
 from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
 from performer.features import FeatureMap
+from performer.nnx._hooks import Notes, Record, call_of, examples, together, understood
+from performer.nnx.linearization import (
+    added,
+    apply_to,
+    check,
+    draw,
+    found,
+    joined,
+    parted,
+    refine_layer,
+    report_of,
+    sample_of,
+)
+from performer.nnx.report import Report
+from performer.typing import Coupling
 
 
 def performer_attention_fn(
@@ -107,4 +126,189 @@ def performer_attention_fn(
     return output
 
 
-__all__ = ["performer_attention_fn"]
+COLLECTION = "linearized"
+"""Where `linearize` leaves what it sees, during a call of `apply`."""
+
+
+class LinearAttention(NamedTuple):
+    """What stands in the place of one layer's exact attention."""
+
+    frequencies: Float[Array, "k m h"]
+    calibration: Calibration | None
+    masks_are_causal: bool
+    """Whether its masks over pairs of a query and a key are; else they are over keys."""
+
+
+def linearize(
+    module: linen.Module,
+    variables: Any,
+    batches: Iterable[Any],
+    *,
+    coupling: str | Coupling = "orf-antithetic",
+    num_features: int | None = None,
+    calibration: str = "full",
+    refine_steps: int = 0,
+    keep: int = 0,
+    where: Callable[[str], bool] | None = None,
+    call: Callable[[Callable[..., Any], Any], Any] = apply_to,
+    seed: int = 0,
+) -> tuple[dict[str, LinearAttention], Report]:
+    """`performer.nnx.linearize` for a linen module: what its layers become, and the report.
+
+    As modules cannot be changed, `linearized` takes what this returns, and is the context in which
+    they are called. Layers are `linen.MultiHeadDotProductAttention` and what derives from it, with
+    the `attention_fn` that it has of itself; their masks as in nnx. In linen that is all: a
+    function of attention that a module calls cannot be seen, nor layers in a `linen.scan`, which
+    stay exact. Frequencies and calibrations are in no collection of variables: save them beside.
+
+    Args:
+        module: unbound.
+        variables: of the module, trained.
+        batches: what `module.apply` is called with after the variables: an array, a tuple of
+            arguments, or a dict of them by name; with `call`, anything.
+        coupling: as all of the rest, of `performer.nnx.linearize`.
+        num_features: m.
+        calibration: its method.
+        refine_steps: for each layer, at most.
+        keep: so many layers stay exact.
+        where: path -> whether that layer is replaced; a path is "block_0/attention".
+        call: (apply, batch) -> anything, for other arguments, as in
+            `lambda apply, batch: apply(batch, deterministic=True)`.
+        seed: of the frequencies.
+
+    Raises:
+        ValueError: as `performer.nnx.linearize`.
+
+    Example:
+        >>> layers, report = linearize(module, variables, [x], num_features=8)
+        >>> with linearized(layers):
+        ...     output = module.apply(variables, x)
+    """
+    check(batches, coupling, calibration, refine_steps, keep)
+    notes, left = Notes(), {}
+
+    def fits(path: str, layer: linen.Module) -> bool:
+        left.update({path: why} if (why := _unfit(path, layer, where)) else {})
+        return path not in left
+
+    see = partial(_observed, module, variables, batches, call)
+    measured = found(added(see(fits, notes.record)), notes, left)
+    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed)
+    if refine_steps:
+        for number in set(range(len(drawn))) - kept:
+            layer = measured.layers[number]
+            seen = see(lambda path, _, own=layer.path: path == own, examples)
+            refine_layer(drawn[number], layer, sample_of(x[layer.path] for x in seen), refine_steps)
+    layers = {
+        layer.path: LinearAttention(
+            attention.frequencies[...], attention.calibration, layer.masks_are_causal
+        )
+        for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True))
+        if number not in kept
+    }
+    return layers, report_of(measured, drawn, kept)
+
+
+def linearized(layers: Mapping[str, LinearAttention]) -> AbstractContextManager:
+    """The context in which linen modules have this attention, by the paths of their layers."""
+
+    def of(path: str, layer: linen.Module) -> Any:
+        return _linear(layers[path]) if path in layers else None
+
+    return linen.intercept_methods(partial(_intercept, of))
+
+
+def _intercept(of: Callable[[str, Any], Any], function, args, kwargs, context) -> Any:
+    """Calls a layer with what `of` puts in the place of its attention, if anything."""
+    layer = context.module
+    called = context.method_name == "__call__"
+    if not (called and isinstance(layer, linen.MultiHeadDotProductAttention)):
+        return function(*args, **kwargs)
+    own = layer.attention_fn
+    new = of("/".join(layer.path) or "attention_fn", layer)
+    object.__setattr__(layer, "attention_fn", new or own)  # modules are frozen
+    try:
+        return function(*args, **kwargs)
+    finally:
+        object.__setattr__(layer, "attention_fn", own)
+
+
+def _linear(layer: LinearAttention) -> Callable[..., Array]:
+    @wraps(linen.dot_product_attention)  # linen passes what the signature names
+    def attend(query, key, value, bias=None, mask=None, **options):
+        call = call_of(query, key, bias, mask, **options)
+        mask, is_causal = understood(call, key, layer.masks_are_causal)
+        passed = {name: options[name] for name in ("dtype", "module") if name in options}
+        return performer_attention_fn(
+            call.query,
+            key,
+            value,
+            frequencies=layer.frequencies,
+            calibration=layer.calibration,
+            mask=mask,
+            is_causal=is_causal,
+            deterministic=True,
+            **passed,
+        )
+
+    return attend
+
+
+def _recording(path: str, layer: linen.Module, record: Record) -> Callable[..., Array]:
+    @wraps(linen.dot_product_attention)
+    def attend(query, key, value, bias=None, mask=None, **options):
+        new = record(path, call_of(query, key, bias, mask, **options), key)
+        if new is not None:
+            add = lambda old, new: new if old is None else together(old, new)  # noqa: E731
+            layer.sow(COLLECTION, "seen", new, init_fn=lambda: None, reduce_fn=add)
+        return linen.dot_product_attention(query, key, value, bias=bias, mask=mask, **options)
+
+    return attend
+
+
+def _unfit(path: str, layer: linen.Module, where: Callable[[str], bool] | None) -> str:
+    if where is not None and not where(path):
+        return "not chosen by where"
+    if layer.attention_fn is not linen.dot_product_attention:
+        name = getattr(layer.attention_fn, "__name__", type(layer.attention_fn).__name__)
+        return f"its attention_fn is {name}, not linen's own"
+    return ""
+
+
+def _observed(
+    module: linen.Module,
+    variables: Any,
+    batches: Iterable[Any],
+    call: Callable[[Callable[..., Any], Any], Any],
+    chosen: Callable[[str, Any], bool],
+    record: Record,
+) -> Iterator[dict[str, dict[str, Array]]]:
+    """For each batch: path -> what was seen there."""
+
+    def of(path: str, layer: linen.Module) -> Any:
+        return _recording(path, layer, record) if chosen(path, layer) else None
+
+    @partial(jax.jit, static_argnums=0)
+    def seen(settings, variables, arrays):
+        state = {}
+
+        def apply(*args, **kwargs):
+            output, new = module.apply(variables, *args, mutable=[COLLECTION], **kwargs)
+            state.update(new)
+            return output
+
+        with linen.intercept_methods(partial(_intercept, of)):
+            call(apply, joined(settings, arrays))
+        return dict(_by_path(state.get(COLLECTION, {})))
+
+    for batch in batches:
+        settings, arrays = parted(batch)
+        yield seen(settings, variables, arrays)
+
+
+def _by_path(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if name == "seen":
+            yield "/".join(path) or "attention_fn", value
+        else:
+            yield from _by_path(value, (*path, name))

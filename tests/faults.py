@@ -719,7 +719,7 @@ FAULTS = [
     ),
     Fault(
         "statistics are moved before they are used",
-        "performer/nnx.py",
+        "performer/nnx/layer.py",
         "        output, weights = attention_fn(\n",
         "        if self.statistics and not self.use_running_average:\n"
         "            self._measure(query, key, mask, is_causal)\n"
@@ -728,21 +728,21 @@ FAULTS = [
     ),
     Fault(
         "momentum is the weight of what is new",
-        "performer/nnx.py",
+        "performer/nnx/layer.py",
         "new = (1 - self.momentum) * moments.astype(old.dtype)",
         "new = self.momentum * moments.astype(old.dtype)",
         "test_nnx.py::test_running_statistics_move_in_training_and_stay_in_evaluation",
     ),
     Fault(
         "statistics move in evaluation",
-        "performer/nnx.py",
+        "performer/nnx/layer.py",
         "if self.statistics and not self.use_running_average:",
         "if self.statistics:",
         "test_nnx.py::test_running_statistics_move_in_training_and_stay_in_evaluation",
     ),
     Fault(
         "all layers draw the same new frequencies",
-        "performer/nnx.py",
+        "performer/nnx/layer.py",
         "jax.random.fold_in(key, i),",
         "key,",
         "test_nnx.py::test_redraw_every_so_many_steps",

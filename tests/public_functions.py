@@ -39,6 +39,7 @@ from performer import (
     kernels,
     norms,
     quadrature,
+    refinement,
     structured,
     testing,
     theory,
@@ -64,12 +65,13 @@ ROWS: dict[str, Row] = {}
 UNEXPORTED = ("typing", "choices", "_descent", "_masks", "hadamard")
 """Modules that `import performer` merely loads."""
 CHECKS = {
+    *("nnx.Report.draw", "nnx.Report.to_csv"),
     "graphs.kernels.require_radius",
     "graphs.walks.require_lengths",
     "graphs.walks.require_steps",
     *(f"couplings.{kind}.properties" for kind in ("Blocks", "Padded", "Antithetic", "Halton")),
 }
-"""They look at arguments, and compute nothing."""
+"""They look at arguments, or write, and compute nothing."""
 
 
 def row(name: str, kind: str = "computes", *, host: bool = False):
@@ -101,7 +103,9 @@ def public_functions() -> dict[str, Any]:
     modules |= {value for value in vars(graphs).values() if isinstance(value, ModuleType)}
     for module in modules:
         package = hasattr(module, "__path__")
-        if not module.__name__.startswith("performer.") or (package and module is not attention):
+        if not module.__name__.startswith("performer.") or (
+            package and module not in (attention, performer.nnx)
+        ):
             continue
         if module.__name__.removeprefix("performer.") in UNEXPORTED:
             continue
@@ -369,6 +373,71 @@ def _(x):
 def _(x):
     module = layer(calibration="full")
     return [module(*tokens(x, k=2), mask=MASK[:, None, None]) for _ in range(2)]
+
+
+def flax_model() -> nnx.Module:
+    return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+
+
+rows(
+    "numpy",
+    {
+        "nnx.linearize": lambda x: nnx.state(
+            performer.nnx.linearize(flax_model(), [x(2, 5, 8)], num_features=M)[0]
+        ),
+        "nnx.measure": lambda x: performer.nnx.measure(flax_model(), [x(2, 5, 8)]).layers[0][1:3],
+    },
+    host=True,
+)
+
+
+@row("nnx.Report.worst", "numpy")
+def _(x):
+    report = performer.nnx.Report([{"path": "a", "attention error": 0.5}])
+    return [each["attention error"] for each in report.worst()]
+
+
+@row("nnx.Report.layer_errors", "numpy")
+def _(x):
+    return performer.nnx.Report([{"path": "a", "attention error": 0.5}]).layer_errors()
+
+
+def sample(x: Inputs) -> refinement.Sample:
+    return refinement.Sample.of(*tokens(x, k=2)[:2])
+
+
+def of_heads() -> jax.Array:
+    return couplings.draw(key(), "orf", M, D, 2)
+
+
+def estimated(x: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    of = sample(x)
+    exact = refinement.softmax_attention(of, True)
+    return refinement.performer_estimate(of_heads(), None, of, True), exact, of.pairs(True)
+
+
+rows(
+    "computes",
+    {
+        "refinement.Sample.of": sample,
+        "refinement.Sample.pairs": lambda x: sample(x).pairs(True),
+        "refinement.softmax_attention": lambda x: refinement.softmax_attention(sample(x), True),
+        "refinement.performer_estimate": lambda x: estimated(x)[0],
+        "refinement.squared": lambda x: refinement.squared(*estimated(x)),
+        "refinement.divergence": lambda x: refinement.divergence(*estimated(x)),
+    },
+)
+rows(
+    "draws",
+    {
+        "refinement.refine": lambda x: refinement.refine(
+            of_heads(), None, sample(x), steps=3, optimizer=SGD
+        ),
+        "refinement.transfer": lambda x: refinement.transfer(
+            refinement.performer_estimate, of_heads(), None, sample(x), steps=3, optimizer=SGD
+        ),
+    },
+)
 
 
 @row("nnx.redraw", "draws")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from performer import calibration, couplings
+from performer.nnx import PerformerAttention, linearize
 from tests.small import small_config
 from vit import config, conversion, convert, data, evaluate, runs, steps, train
 
@@ -113,59 +113,40 @@ def test_the_converted_model_has_the_parameters_and_is_near(softmax_run):
     run = runs.restore(softmax_run)
     model, task = run.model(), run.task
     batch = next(iter(data.eval_batches(run.dataset, run.config.data)))
-    moments, triples = conversion.measure(task, model, [batch])
-    new_settings = small_config(
-        attention=config.Attention(coupling="orf-antithetic", num_features=512, calibration="full")
-    )
-    frequencies, fitted = conversion.layers_of(
-        "orf-antithetic", "full", 512, jax.random.key(0), moments, triples, 0
-    )
-    new = conversion.performer_of(task, model, new_settings, moments, frequencies)
+    new, _ = linearize(model, [batch], num_features=512, call=task.count)
     jax.tree.map(
         np.testing.assert_array_equal,
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
         nnx.to_pure_dict(nnx.state(new, nnx.Param)),
     )
-    for block, drawn in zip(new.blocks, frequencies, strict=True):
-        np.testing.assert_array_equal(block.attention.attention_fn.frequencies[...], drawn)
     outputs = nnx.jit(lambda model: model(jnp.asarray(batch["image"]))[1])
     want, got = outputs(model), outputs(new)
     name = "block01/output"
     difference = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
     assert difference < 0.05
     # accuracy() with the same frequencies evaluates the same model
-    accuracy = conversion.accuracy(run, model, conversion._performer, frequencies, fitted)
+    accuracy = conversion.accuracy(run, model, conversion.attentions(task, new))
     batches = data.eval_batches(run.dataset, run.config.data)
     count = nnx.jit(partial(steps.count, task))
     counts = steps.evaluate(task, partial(count, new), batches)
     assert accuracy == pytest.approx(counts["eval_accuracy"], abs=0.01)
 
 
-def test_moments_are_those_of_the_projections(softmax_run):
-    run = runs.restore(softmax_run)
-    batch = next(iter(data.eval_batches(run.dataset, run.config.data)))
-    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(16), slice(16, None))]
-    whole, _ = conversion.measure(run.task, run.model(), [batch])
-    halves, triples = conversion.measure(run.task, run.model(), parts)
-    for a, b in zip(whole, halves, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert triples[0][0].shape == (32, 4, 2, 8)
-
-
-def test_refining_lowers_the_error():
-    """On other images than those it was done with; in two of four directions, few features."""
-    query, key = jax.random.normal(jax.random.key(0), (2, 48, 9, 2, 4))
-    query, key = (x * jnp.array([2.0, 1.5, 0.1, 0.1]) for x in (query, key))
-    fitted = jax.jit(calibration.calibrate)(query[:32], key[:32])
-    draw = jax.jit(lambda key: couplings.draw(key, "orf", 8, 4, 2))
-    frequencies = draw(jax.random.key(1))
-    refined = conversion.refine(query[:32], key[:32], frequencies, fitted, steps=100)
-
-    @jax.jit
-    def error(frequencies):
-        return conversion.relative_error(query[32:], key[32:], frequencies, fitted)
-
-    assert np.all(error(refined) < 0.7 * error(frequencies))
+def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
+    out = softmax_run.with_name("kept")
+    options = dict(names=["orf-antithetic"], method="full", num_features=[8], draws=1, images=32)
+    convert.convert(softmax_run, out, keep=1, **options)
+    settings = config.of_run(out)
+    exact = int(settings.attention.exact_layers)
+    layers = [block.attention.attention_fn for block in runs.restore(out).model().blocks]
+    assert layers[exact] is nnx.dot_product_attention
+    assert isinstance(layers[1 - exact], PerformerAttention)
+    with (out / "conversion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows[2:]:
+        errors = [float(row[f"error layer {i}"]) for i in range(2)]
+        assert (errors[exact] == 0) == (row["calibration"] == "full" or errors[1 - exact] > 0)
+    assert evaluate.evaluate_run(out)["step"] == 0
 
 
 def test_refusals(converted, softmax_run, tmp_path):

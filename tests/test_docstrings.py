@@ -17,11 +17,12 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import performer
+import performer.nnx
 from performer import graphs
 
 
 def modules():
-    for package in (performer, graphs):
+    for package in (performer, graphs, performer.nnx):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             yield importlib.import_module(module.name)
     yield importlib.import_module("performer.attention.op")
@@ -79,6 +80,11 @@ def _ring():
     return graphs.Graph.from_edges([(i, (i + 1) % 8) for i in range(8)], num_nodes=8)
 
 
+def _linen_layer(x):
+    module = linen.MultiHeadAttention(2)
+    return {"module": module, "variables": module.init(jax.random.key(0), x)}
+
+
 NEEDED = {
     "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
@@ -93,7 +99,12 @@ NEEDED = {
         {"graph": _ring(), "v": jnp.arange(8.0)} | {"kernels": graphs.kernels}
     ),
     "performer.analysis": small_heads,
-    "performer.nnx": lambda normal: {"x": normal(2, 6, 768)},
+    "performer.nnx.linearization": lambda normal: (
+        {"x": normal(2, 6, 8)}
+        | {"model": nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))}
+    ),
+    "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
+    "performer.linen": lambda normal: {"x": normal(2, 6, 8)} | _linen_layer(normal(2, 6, 8)),
     "performer.sklearn": lambda normal: SKLEARN,
 }
 SKLEARN = {

@@ -12,7 +12,7 @@ FOLDERS = ("performer", "vit", "experiments")
 """Each imports only what stands before it."""
 LIBRARIES = {"jax", "numpy", "optax", "scipy", "jaxtyping"}
 OPTIONAL = {
-    "nnx.py": {"flax"},
+    "nnx": {"flax"},
     "linen.py": {"flax"},
     "sklearn.py": {"sklearn"},
     "graph.py": {"networkx"},
@@ -92,7 +92,9 @@ def test_only_the_task_knows_pictures(name):
     "path", [p for p in SOURCES if "performer" in p.parts[-3:-1]], ids=module_name
 )
 def test_the_library_needs_only_its_dependencies(path):
-    allowed = LIBRARIES | {"performer"} | OPTIONAL.get(path.name, set())
+    allowed = (
+        LIBRARIES | {"performer"} | OPTIONAL.get(path.name, OPTIONAL.get(path.parent.name, set()))
+    )
     import sys
 
     for imported in imports(path):

@@ -134,6 +134,8 @@ class Attention:
     """"none", "shift", "shift+scale" or "full": running statistics, see `performer.calibration`."""
     redraw_every: int = 0
     """Steps between new draws of the frequencies in training; 0 keeps the first ones."""
+    exact_layers: str = ""
+    """Blocks, counted from 0, as "0,3", whose attention is exact whatever `kind` says."""
 
 
 @dataclasses.dataclass
@@ -333,6 +335,11 @@ def restarts(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
+def exact_layers(text: str) -> tuple[int, ...]:
+    """ "0,3" -> the two numbers; -1 for what is none."""
+    return tuple(int(x) if x.isdecimal() else -1 for x in text.split(",")) if text else ()
+
+
 def cycles(config: Config) -> tuple[float, ...]:
     """Epochs at which the rate has fallen: those of `restarts`, and the end."""
     return (*restarts(config.restarts), config.num_epochs)
@@ -418,6 +425,11 @@ RANGES = (
         ),
         lambda count: 0 <= count <= LARGEST,
         f"must be an integer from 0 to {LARGEST}",
+    ),
+    Rule(
+        ("attention.exact_layers",),
+        lambda text: _rising([-1, *exact_layers(text)]),
+        'must be rising numbers of blocks with commas between, as "0,3", or nothing',
     ),
     Rule(
         ("data.image_size",),
@@ -514,6 +526,13 @@ RELATIONS = (
         ("model.pooling", "model.final_norm"),
         lambda pooling, norm: "+" not in pooling or norm != "after",
         "the norm of two tokens side by side must be before pooling",
+    ),
+    Rule(
+        ("model.variant", "model.depth", "attention.exact_layers"),
+        lambda variant, depth, text: (
+            max(exact_layers(text), default=0) < (depth or parse_variant(variant)[0].depth)
+        ),
+        "there are fewer blocks; they are counted from 0",
     ),
     Rule(
         ("model.variant", "data.image_size"),

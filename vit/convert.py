@@ -11,7 +11,8 @@ at nothing. Until all is done `--out` does not exist: it takes shape in `OUT.unf
 a kill the same command begins anew.
 
 With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
-of the same images: estimates are no longer unbiased, and a good deal nearer with few features.
+of the same images: estimates are no longer unbiased, and a good deal nearer with few features. With
+--keep=1 the layer with the largest error stays softmax attention.
 
 The folder is also a run: the first coupling, calibrated (and refined), with the most features.
 `python -m vit.evaluate --workdir=OUT` takes it, and `python -m vit.train --workdir=OUT` fine-tunes
@@ -21,17 +22,19 @@ it, for `--num_epochs` at the peak rate `--learning_rate`.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from absl import app, flags, logging
+from flax import nnx
 
 from performer.choices import moved
-from vit import checkpoint, data, devices, metrics, report, runs, safety
+from performer.nnx import linearize
+from vit import checkpoint, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
-from vit.conversion import compare, layers_of, measure, performer_of
+from vit.conversion import compare
+from vit.task import random_streams
 
 __getattr__ = moved(__name__, save_run="vit.runs.begin")
 
@@ -81,6 +84,7 @@ def convert(
     method: str,
     num_features: Sequence[int],
     refine_steps: int = 0,
+    keep: int = 0,
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
@@ -95,6 +99,7 @@ def convert(
         names: couplings that are compared; the first is that of the converted run.
         method: of calibration; "none" stands beside it.
         num_features: each m; the largest is that of the converted run.
+        keep: so many layers, those with the largest attention errors, stay exact everywhere.
         refine_steps: if not 0, calibrated and refined frequencies are a further row, and the
             converted run has them.
         draws: of the frequencies, for each coupling, method and m.
@@ -114,10 +119,10 @@ def convert(
             f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
             " run with 'softmax' can be converted"
         )
-    if min(images, draws) < 1 or min(refine_steps, eval_images) < 0:
+    if min(images, draws) < 1 or min(refine_steps, eval_images, keep) < 0:
         raise ValueError(
-            f"images={images} and draws={draws} must be positive, refine_steps={refine_steps} and"
-            f" eval_images={eval_images} not negative"
+            f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"
+            f" eval_images={eval_images} and keep={keep} not negative"
         )
     steps = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
     for name, m in itertools.product(names, num_features):
@@ -143,15 +148,22 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    moments, triples = measure(run.task, model, _training_examples(run, images))
-    frequencies, _ = layers_of(
-        names[0], method, max(num_features), jax.random.key(0), moments, triples, refine_steps
+    batches = list(runs.training_examples(run, images))
+    linear, linearized = linearize(
+        model,
+        batches,
+        coupling=names[0],
+        num_features=max(num_features),
+        calibration=method,
+        refine_steps=refine_steps,
+        keep=keep,
+        call=run.task.count,
     )
-    new = performer_of(run.task, model, new_config, moments, frequencies)
-    if eval_images:
-        split = run.dataset.evaluation
-        first = [split[i] for i in range(min(eval_images, len(split)))]
-        run = run._replace(dataset=run.dataset._replace(evaluation=first))
+    exact = [row["layer"] for row in linearized.rows if row["attention"] == "exact"]
+    new_config.attention.exact_layers = ",".join(map(str, dict.fromkeys(exact)))
+    new = run.task.create(new_config, rngs=random_streams(config.seed))
+    nnx.update(new, nnx.state(linear))
+    run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
         runs.begin(folder, new, new_config, run.dataset, run.task)
@@ -161,30 +173,18 @@ def convert(
         for record in compare(
             run,
             model,
-            moments,
-            triples,
+            batches,
             names=names,
             methods=list(steps),
             num_features=num_features,
             draws=draws,
+            keep=keep,
         ):
             records.append(record)
             table = report.table(records, folder / "conversion")
             bar.update(progress, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
         plot(records, folder / "conversion")
     return table
-
-
-def _training_examples(run: runs.Restored, number: int) -> Iterator[data.Batch]:
-    """That many training examples as evaluation sees them, spread over the split, in batches."""
-    train = run.dataset.train
-    number = min(number, len(train))
-    size = min(number, run.config.data.batch_size)
-    chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
-    sizes = dataclasses.replace(run.config.data, batch_size=size)
-    for batch in data.eval_batches(run.dataset._replace(evaluation=chosen), sizes):
-        readable = batch["mask"] > 0
-        yield {name: x[readable] for name, x in batch.items()}
 
 
 def main(_: list[str]) -> None:
@@ -203,6 +203,7 @@ def main(_: list[str]) -> None:
             method=str(_CALIBRATION.value),
             num_features=[int(m) for m in _NUM_FEATURES.value],
             refine_steps=_REFINE_STEPS.value,
+            keep=_KEEP.value,
             draws=_DRAWS.value,
             images=_IMAGES.value,
             eval_images=_EVAL_IMAGES.value,
@@ -221,6 +222,7 @@ if __name__ == "__main__":
     _CALIBRATION = flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
     _NUM_FEATURES = flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
     _REFINE_STEPS = flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
+    _KEEP = flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
     _DRAWS = flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
     _IMAGES = flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
     _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)

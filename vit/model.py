@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, Size
+from vit.config import Config, Size, exact_layers
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -80,7 +80,10 @@ class ViT(nnx.Module):
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
-        self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
+        exact = exact_layers(config.attention.exact_layers)
+        self.blocks = nnx.List(
+            [Block(config, size, rngs, rate, i in exact) for i, rate in enumerate(rates)]
+        )
         self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
         self.pool = AttentionPooling(config, size, rngs) if self.pooling == "attention" else None
         width = size.width * (1 + ("+" in self.pooling))
@@ -148,10 +151,17 @@ class Block(nnx.Module):
     by 1 - drop_path where it stays.
     """
 
-    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs, drop_path: float = 0.0):
+    def __init__(
+        self,
+        config: Config,
+        size: Size,
+        rngs: nnx.Rngs,
+        drop_path: float = 0.0,
+        exact: bool = False,
+    ):
         attention = config.attention
         attention_fn = nnx.dot_product_attention
-        if attention.kind == "performer":
+        if attention.kind == "performer" and not exact:
             attention_fn = PerformerAttention(
                 attention.num_features,
                 size.head_dim,

@@ -1,6 +1,7 @@
 """What the commands share: a run's data and task, its folder, length, batches and state."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import platform
@@ -126,6 +127,27 @@ def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: i
         for i in np.flatnonzero(batch["mask"])
     )
     return jax.tree.map(lambda *x: np.stack(x), *itertools.islice(rows, number))
+
+
+def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
+    """That many training examples as evaluation sees them, spread over the split, in batches."""
+    train = run.dataset.train
+    number = min(number, len(train))
+    size = min(number, run.config.data.batch_size)
+    chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
+    sizes = dataclasses.replace(run.config.data, batch_size=size)
+    for batch in data.eval_batches(run.dataset._replace(evaluation=chosen), sizes):
+        readable = batch["mask"] > 0
+        yield {name: x[readable] for name, x in batch.items()}
+
+
+def evaluated_on(run: Restored, number: int) -> Restored:
+    """The run with so many examples in its evaluation split; all for 0."""
+    split = run.dataset.evaluation
+    if not number:
+        return run
+    first = [split[i] for i in range(min(number, len(split)))]
+    return run._replace(dataset=run.dataset._replace(evaluation=first))
 
 
 def check_same(workdir: Path, config: configs.Config) -> None:

@@ -1,4 +1,4 @@
-"""Drop-in attention for today's Flax (nnx)."""
+"""The drop-in attention for today's Flax (nnx)."""
 
 from typing import Any
 
@@ -221,6 +221,3 @@ def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""])
                 step,
                 every=layer.redraw_every,
             )
-
-
-__all__ = ["Frequencies", "PerformerAttention", "Statistics", "redraw"]

@@ -1,0 +1,165 @@
+"""Feature maps of linear attention, as they are and trained by attention transfer.
+
+In all of them A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys
+after the factor h^(-1/4) each, and with maps of its own for each head and for queries and keys:
+
+    T2R            phi(x) = relu(W x + b)                          Kasai et al. 2021
+    Hedgehog       phi(x) = [softmax(W x + b), softmax(-W x - b)]  Zhang et al. 2024; W = I at first
+    Hedgehog, exp  phi(x) = [exp(W x + b), exp(-W x - b)]          the same without normalising
+    positive       calibrated frequencies: one W for queries and keys, exp(W k - |k|^2 / 2 + weight)
+    free           that, then W for queries, W for keys and weights apart
+
+All are trained at one rate, 0.1: of 0.005, 0.02, 0.05 and 0.1 the best for each of them by the
+divergence that it ends with, on digits with m = 32. Where m is not 2 h, Hedgehog's first rows are
+those of I and of random rotations.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from performer import couplings
+from performer.calibration import fit, fold, transform_keys
+from performer.refinement import Sample, performer_estimate, transfer
+from performer.typing import Key
+
+COUPLING = "orf-antithetic"
+TINY = 1e-6
+"""Added to the sums of rows: with T2R they may be 0."""
+
+
+class Method(NamedTuple):
+    """A feature map, and how it is trained."""
+
+    start: Callable[[Key, Array, int], tuple[Any, Any]]
+    """(key, moments, m) -> parameters and what stays, of all heads."""
+    estimate: Callable[..., Float[Array, "b n t s"]]
+    """(parameters, what stays, sample, is_causal) -> A^."""
+    loss: str = ""
+    """Of `performer.refinement.transfer`; not trained if empty."""
+
+
+def fitted(method: Method, moments: Array, sample: Sample, m: int, steps: int, seed: int) -> Any:
+    """(parameters, what stays) of one layer, trained on these queries and keys."""
+    trained, fixed = method.start(jax.random.key(seed), moments, m)
+    if method.loss:
+        options = dict(steps=steps, loss=method.loss, seed=seed)
+        trained = transfer(method.estimate, trained, fixed, sample, **options)
+    return trained, fixed
+
+
+@cache
+def attention(estimate: Callable[..., Array]) -> Callable[..., Array]:
+    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
+
+    def of(query, key, value, trained, fixed):
+        weights = estimate(trained, fixed, Sample.of(query, key))
+        return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+    return of
+
+
+def _scaled(sample: Sample) -> tuple[Array, Array]:
+    factor = sample.query.shape[-1] ** -0.25
+    return sample.query * factor, sample.key * factor
+
+
+def _linear(x: Float[Array, "b t n h"], map_: tuple[Array, Array]) -> Float[Array, "b t n m"]:
+    matrix, bias = map_
+    return jnp.einsum("btnh,nmh->btnm", x, matrix) + bias
+
+
+def _normalised(of_query: Array, of_key: Array, sample: Sample, is_causal: bool) -> Array:
+    scores = jnp.einsum("btnm,bsnm->bnts", of_query, of_key)
+    scores = jnp.where(sample.pairs(is_causal), scores, 0)
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)
+
+
+def _of_logarithms(of_query: Array, of_key: Array, sample: Sample, is_causal: bool) -> Array:
+    """With the largest of each feature over the keys, and of each query, taken out."""
+    largest = jax.lax.stop_gradient(jnp.max(of_key, axis=1, keepdims=True))
+    exponent = of_query + largest
+    exponent = exponent - jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
+    return _normalised(jnp.exp(exponent), jnp.exp(of_key - largest), sample, is_causal)
+
+
+def _both(maps: dict, sample: Sample) -> tuple[Array, Array]:
+    query, key = _scaled(sample)
+    return _linear(query, maps["query"]), _linear(key, maps["key"])
+
+
+def t2r(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
+    """Kasai et al. 2021, Eq. 5."""
+    of_query, of_key = (jax.nn.relu(x) for x in _both(maps, sample))
+    return _normalised(of_query, of_key, sample, is_causal)
+
+
+def hedgehog(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
+    """Zhang et al. 2024, Eq. 6 and the normalisation that they recommend."""
+    of_query, of_key = (
+        jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], axis=-1)
+        for x in _both(maps, sample)
+    )
+    return _normalised(of_query, of_key, sample, is_causal)
+
+
+def hedgehog_exp(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
+    """Zhang et al. 2024, Eq. 6."""
+    both = (jnp.concatenate([x, -x], axis=-1) for x in _both(maps, sample))
+    return _of_logarithms(*both, sample, is_causal)
+
+
+def free(maps: dict, fixed: Any, sample: Sample, is_causal: bool = False) -> Array:
+    """Exponential features whose frequencies of queries and keys and weights are apart."""
+    query, key = _scaled(sample)
+    key = transform_keys(fixed, key)
+    of_key = _linear(key, maps["key"]) - jnp.sum(key**2, axis=-1, keepdims=True) / 2
+    return _of_logarithms(_linear(query, maps["query"]), of_key, sample, is_causal)
+
+
+def _start_t2r(key: Key, moments: Array, m: int) -> tuple[Any, None]:
+    heads, head_dim = len(moments), (moments.shape[-1] - 1) // 2
+    return {
+        name: (jax.random.normal(k, (heads, m, head_dim)), jnp.zeros((heads, m)))
+        for name, k in zip(("query", "key"), jax.random.split(key), strict=True)
+    }, None
+
+
+def _start_hedgehog(key: Key, moments: Array, m: int) -> tuple[Any, None]:
+    heads, h = len(moments), (moments.shape[-1] - 1) // 2
+    rotations = couplings.draw(key, "orf", m // 2, h, heads)
+    rows = rotations / jnp.linalg.norm(rotations, axis=-1, keepdims=True)
+    rows = rows.at[:, :h].set(jnp.eye(h)[: m // 2])
+    return {name: (rows, jnp.zeros(rows.shape[:2])) for name in ("query", "key")}, None
+
+
+def _start(key: Key, moments: Array, m: int, calibration: str = "full") -> tuple[Array, Any]:
+    heads, head_dim = len(moments), (moments.shape[-1] - 1) // 2
+    frequencies = couplings.draw(key, COUPLING, m, head_dim, heads)
+    return frequencies, fit(moments, calibration, COUPLING)
+
+
+def _start_free(key: Key, moments: Array, m: int) -> tuple[Any, Any]:
+    frequencies, calibration = _start(key, moments, m)
+    of_query, of_key, log_weights = fold(calibration, frequencies)
+    zeros = jnp.zeros(of_key.shape[:2])
+    return {"query": (of_query, zeros), "key": (of_key, zeros + log_weights)}, calibration
+
+
+METHODS = {
+    "positive, not calibrated": Method(partial(_start, calibration="none"), performer_estimate),
+    "positive": Method(_start, performer_estimate),
+    "positive, squared error": Method(_start, performer_estimate, "squared"),
+    "positive, transfer": Method(_start, performer_estimate, "divergence"),
+    "free, transfer": Method(_start_free, free, "divergence"),
+    "T2R, not trained": Method(_start_t2r, t2r),
+    "T2R, transfer": Method(_start_t2r, t2r, "divergence"),
+    "Hedgehog, not trained": Method(_start_hedgehog, hedgehog),
+    "Hedgehog, transfer": Method(_start_hedgehog, hedgehog, "divergence"),
+    "Hedgehog, exp, transfer": Method(_start_hedgehog, hedgehog_exp, "divergence"),
+}
+"""By name, as the rows of the table."""

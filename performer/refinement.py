@@ -1,0 +1,247 @@
+"""Attention transfer: parameters of an estimate of attention, moved towards softmax attention.
+
+Kasai et al. 2021 and Zhang et al. 2024 train feature maps so, and here frequencies move. Nothing
+but queries and keys is needed: A is softmax attention on them, A^ its estimate, and for each head
+
+    squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
+    divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
+
+is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
+parameters are kept with which its loss there was least, and when none gets better, it is over.
+What is transferred is no longer unbiased.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
+
+from performer.attention import attention_weights
+from performer.calibration import Calibration
+from performer.choices import unknown
+
+ADAM, RATE = optax.scale_by_adam(), 0.1
+"""What moves the parameters, and its rate at the start."""
+EXAMPLES = 16
+"""The most in a step."""
+ENTRIES = 2**24
+"""The most entries of attention matrices in a step; fewer examples where they would be more."""
+ROUNDS, PATIENCE = 20, 4
+"""How often the held-out loss is looked at, and how often in vain before the end."""
+HELD_OUT = 8
+"""One example of so many is held out."""
+
+Parameters = TypeVar("Parameters")
+
+
+class Sample(NamedTuple):
+    """Queries and keys of one layer, and which of them exist."""
+
+    query: Float[Array, "b t n h"]
+    key: Float[Array, "b s k h"]
+    queries: Bool[Array, "b t"]
+    keys: Bool[Array, "b s"]
+
+    @classmethod
+    def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
+        """All of these."""
+        return cls(query, key, jnp.ones(query.shape[:2], bool), jnp.ones(key.shape[:2], bool))
+
+    def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
+        """Which query sees which key."""
+        seen = self.queries[:, None, :, None] & self.keys[:, None, None]
+        return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
+
+
+def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
+    """A; rows of queries that do not exist are 0."""
+    query, key, pairs = *sample[:2], sample.pairs(is_causal)
+    b, t, n, h = query.shape
+    query = query.reshape(b, t, key.shape[2], -1, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", query, key, precision="highest") / h**0.5
+    logits = logits.reshape(b, n, t, -1)
+    return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
+
+
+def performer_estimate(
+    frequencies: Float[Array, "k m h"],
+    calibration: Calibration | None,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Float[Array, "b n t s"]:
+    """A^ of these frequencies."""
+    return attention_weights(
+        *sample[:2],
+        frequencies,
+        calibration=calibration,
+        mask=sample.keys[:, None, None],
+        is_causal=is_causal,
+    )
+
+
+def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """|A^ - A|^2 / |A|^2 of each head."""
+    over = (0, 2, 3)
+    difference = jnp.where(pairs, estimate - exact, 0)
+    return jnp.sum(difference**2, over) / jnp.sum(exact**2, over)
+
+
+def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
+    seen = pairs & (exact > 0)
+    exact, estimate = (jnp.where(seen, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
+    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
+    return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
+
+
+LOSSES = {"squared": squared, "divergence": divergence}
+
+
+def transfer(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    start: Parameters,
+    fixed: Any,
+    sample: Sample,
+    *,
+    steps: int,
+    is_causal: bool = False,
+    loss: str = "divergence",
+    rate: float = RATE,
+    optimizer: optax.GradientTransformation = ADAM,
+    seed: int = 0,
+) -> Parameters:
+    """Parameters with a lower loss than `start`, on examples that they have not seen.
+
+    Args:
+        estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
+            compiled once for all layers of a shape.
+        start: pytree of arrays whose first axis is that of the key heads.
+        fixed: pytree of arrays that stay.
+        sample: of the layer, its first axis the examples; one of eight is held out.
+        steps: at most.
+        is_causal: query i sees the keys up to i.
+        loss: "divergence" or "squared"; the first led to better models.
+        rate: that of the first step; it falls as half a cosine.
+        optimizer: of optax, for a rate of -1.
+        seed: of the order of the examples.
+
+    Raises:
+        ValueError: for an unknown loss.
+    """
+    if loss not in LOSSES:
+        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
+    key = jax.random.key(seed)
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps
+    return _transfer(*static, rate, key, start, fixed, sample)
+
+
+def refine(
+    frequencies: Float[Array, "k m h"],
+    calibration: Calibration | None,
+    sample: Sample,
+    *,
+    steps: int,
+    **options: Any,
+) -> Float[Array, "k m h"]:
+    """Frequencies that have moved to a lower error of attention on such queries and keys.
+
+    Args:
+        frequencies: one draw for each key head.
+        calibration: that of the layer; it stays.
+        sample: queries and keys of the layer.
+        steps: of Adam, at most.
+        options: is_causal, loss, rate, optimizer and seed, as of `transfer`.
+
+    Example:
+        >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
+        >>> refined = refine(frequencies, None, Sample.of(q, k), steps=2)
+    """
+    return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
+
+
+class _Search(NamedTuple):
+    """Between two rounds of steps."""
+
+    trained: Any
+    optimizer: Any
+    best: Any
+    least: Array
+    """The held-out losses of `best`."""
+    round: Array
+    since: Array
+    """Rounds since a loss was the least."""
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fixed, sample):
+    training, held_out = _parted(sample)
+    size, length = _size(training), -(-steps // ROUNDS)
+    losses = partial(_losses, estimate, loss, is_causal, fixed)
+    rounds = -(-steps // length)
+    shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
+    rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
+
+    def step(carry, xs):
+        (trained, state), (key, rate) = carry, xs
+        batch = _rows(training, jax.random.choice(key, len(training.query), (size,), replace=False))
+        gradient = jax.grad(lambda trained: jnp.sum(losses(batch, trained)))(trained)
+        updates, state = optimizer.update(gradient, state)
+        trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
+        return (trained, state), None
+
+    def round_(search):
+        xs = jax.random.split(jax.random.fold_in(key, search.round), length), rates[search.round]
+        (trained, state), _ = jax.lax.scan(step, (search.trained, search.optimizer), xs)
+        reached = _mean_losses(losses, held_out, trained)
+        better = reached < search.least
+        best = jax.tree.map(partial(_where, better), trained, search.best)
+        least = jnp.where(better, reached, search.least)
+        since = jnp.where(jnp.any(better), 0, search.since + 1)
+        return _Search(trained, state, best, least, search.round + 1, since)
+
+    least = _mean_losses(losses, held_out, start)
+    search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
+    goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
+    return jax.lax.while_loop(goes_on, round_, search).best
+
+
+def _where(better: Array, new: Array, old: Array) -> Array:
+    return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _losses(estimate, loss, is_causal, fixed, sample, trained) -> Float[Array, " k"]:
+    exact = softmax_attention(sample, is_causal)
+    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
+
+
+def _mean_losses(losses, sample: Sample, trained) -> Float[Array, " k"]:
+    """The mean over batches of as many examples as a step has; the rest is left out."""
+    size = _size(sample)
+    count = len(sample.query) // size
+    batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
+    return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
+
+
+def _size(sample: Sample) -> int:
+    """Examples in a step."""
+    b, t, n, _ = sample.query.shape
+    return min(b, EXAMPLES, max(1, ENTRIES // (n * t * sample.key.shape[1])))
+
+
+def _parted(sample: Sample) -> tuple[Sample, Sample]:
+    """What is trained on, and what is held out, spread over the examples; one alone is both."""
+    number = len(sample.query)
+    if number == 1:
+        return sample, sample
+    out = np.arange(number) % HELD_OUT == min(number, HELD_OUT) // 2
+    return _rows(sample, ~out), _rows(sample, out)
+
+
+def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
+    return Sample(*(x[chosen] for x in sample))

@@ -1,0 +1,294 @@
+"""`performer.nnx.linearize`: every kind of layer, against the op on the queries and keys it saw."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import performer
+from performer import calibration, couplings
+from performer.nnx import PerformerAttention, linearize, measure
+from performer.refinement import Sample, softmax_attention
+
+B, T, WIDTH, HEADS = 3, 6, 8, 2
+X = jax.random.normal(jax.random.key(0), (2, B, T, WIDTH)) * jnp.linspace(2, 0.2, WIDTH)
+BATCHES = list(X)
+LENGTHS = jnp.array([6, 4, 2])
+KEYS = (jnp.arange(T) < LENGTHS[:, None])[:, None, None]
+CAUSAL = nnx.make_causal_mask(jnp.ones((B, T)))
+PADDED = nnx.make_attention_mask(KEYS[:, 0, 0], KEYS[:, 0, 0])
+
+
+class Model(nnx.Module):
+    """A layer of attention and what it is called with."""
+
+    def __init__(self, **options):
+        rngs = nnx.Rngs(0)
+        options = dict(num_heads=HEADS, in_features=WIDTH, decode=False, rngs=rngs) | options
+        self.attention = nnx.MultiHeadAttention(**options)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x, *others, **more):
+        return x + self.attention(self.norm(x), *others, **more)
+
+
+def projected(model, x, others=None):
+    layer, x = model.attention, model.norm(x)
+    other = x if others is None else others
+    query, key, value = layer.query(x), layer.key(other), layer.value(other)
+    if layer.normalize_qk:
+        query, key = layer.query_ln(query), layer.key_ln(key)
+    return query, key, value
+
+
+def by_hand(model, x, others=None, *, pairs=None, **options):
+    """The output of the model from the op, calibrated on all of x; frequencies as documented."""
+    query, key, value = projected(model, x.reshape(-1, T, WIDTH), others)
+    heads, width = key.shape[2:]
+    fitted = calibration.fit(
+        calibration.pair_moments(query, key, mask=pairs, is_causal=options.get("is_causal", False)),
+        "full",
+        "orf-antithetic",
+    )
+    drawn_key = jax.random.split(jax.random.key(0), 1)[0]
+    frequencies = couplings.draw(drawn_key, "orf-antithetic", 16, width, heads)
+    output = performer.performer_attention(
+        query, key, value, frequencies, calibration=fitted, **options
+    )
+    return x.reshape(-1, T, WIDTH) + model.attention.out(output)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_heads": 4, "num_kv_heads": 2},
+        {"normalize_qk": True},
+        {"dropout_rate": 0.3, "deterministic": False},
+    ],
+    ids=["self", "grouped", "normalised", "dropout in training alone"],
+)
+def test_a_layer_is_the_op_on_its_queries_and_keys(options):
+    model = Model(**options)
+    new, report = linearize(model, BATCHES, num_features=16)
+    assert isinstance(new.attention.attention_fn, PerformerAttention)
+    got = jnp.concatenate([new(x) for x in BATCHES])
+    np.testing.assert_allclose(got, by_hand(model, X), atol=1e-5)
+    assert not report.left
+    assert model.attention.attention_fn is nnx.dot_product_attention
+
+
+def test_cross_attention():
+    others = jax.random.normal(jax.random.key(1), (2, B, T + 3, WIDTH))
+    model = Model()
+    new, _ = linearize(model, [(x, y) for x, y in zip(X, others, strict=True)], num_features=16)
+    got = jnp.concatenate([new(x, y) for x, y in zip(X, others, strict=True)])
+    want = by_hand(model, X, others.reshape(-1, T + 3, WIDTH))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+ALL_KEYS = jnp.concatenate([KEYS, KEYS])
+PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (KEYS, {"pairs": PAIRS, "mask": ALL_KEYS}),
+        (PADDED, {"pairs": PAIRS, "mask": ALL_KEYS}),
+        (CAUSAL, {"is_causal": True}),
+        (nnx.combine_masks(CAUSAL, PADDED), {"is_causal": True, "pairs": PAIRS, "mask": ALL_KEYS}),
+    ],
+    ids=["keys", "pairs of padding", "causal", "causal and padding"],
+)
+def test_masks_are_known_by_their_values(mask, options):
+    """Rows of padding are compared no more than softmax attention defines them."""
+    model = Model()
+    batches = [{"x": x, "mask": mask} for x in BATCHES]
+    new, report = linearize(model, batches, num_features=16)
+    assert not report.left
+    want = by_hand(model, X, **options)
+    compiled = nnx.jit(lambda model, x, mask: model(x, mask=mask))
+    got = jnp.concatenate([compiled(new, x, mask) for x in BATCHES])
+    exists = jnp.concatenate([KEYS, KEYS])[:, 0, 0] if "mask" in options else jnp.ones((6, T), bool)
+    np.testing.assert_allclose(got[exists], want[exists], atol=1e-5)
+
+
+def test_a_causal_layer_decodes_with_its_cache():
+    model = Model()
+    causal = {"is_causal": True}
+    new, report = linearize(model, [{"x": x} | causal for x in BATCHES], num_features=16)
+    assert not report.left
+    want = new(X[0], is_causal=True)
+    np.testing.assert_allclose(want, by_hand(model, X, **causal)[:B], atol=1e-5)
+    new.attention.init_cache((B, T, WIDTH))
+    for i in range(T):
+        last = new(X[0][:, i : i + 1], decode=True)
+    np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
+
+
+class Bare(nnx.Module):
+    """A module of a user's own."""
+
+    def __init__(self, attend):
+        self.project = nnx.Linear(WIDTH, 3 * WIDTH, rngs=nnx.Rngs(0))
+        self.attend = attend
+
+    def __call__(self, x, **options):
+        query, key, value = jnp.split(self.project(x).reshape(B, T, HEADS, -1), 3, axis=-1)
+        return self.attend(query, key, value, **options).reshape(B, T, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("attend", "options", "same"),
+    [
+        (nnx.dot_product_attention, {}, {}),
+        (jax.nn.dot_product_attention, {"scale": 0.2}, {"scale": 0.2}),
+        (
+            jax.nn.dot_product_attention,
+            {"key_value_seq_lengths": LENGTHS},
+            {"key_value_seq_lengths": LENGTHS},
+        ),
+        (partial(jax.nn.dot_product_attention, is_causal=True), {}, {"is_causal": True}),
+    ],
+    ids=["nnx", "scale", "lengths", "partial"],
+)
+def test_a_function_of_a_users_own_module(attend, options, same):
+    model = Bare(attend)
+    call = lambda model, x: model(x, **options)  # noqa: E731
+    new, report = linearize(model, BATCHES, num_features=16, call=call)
+    assert not report.left
+    assert report.rows[0]["path"] == "attend"
+    query, key, value = jnp.split(model.project(X).reshape(2 * B, T, HEADS, -1), 3, axis=-1)
+    lengths = same.get("key_value_seq_lengths")
+    mask = None
+    if lengths is not None:
+        mask, same = ALL_KEYS, {}
+    pairs = None if mask is None else PAIRS
+    moments = calibration.pair_moments(
+        query, key, mask=pairs, is_causal="is_causal" in same, scale=same.get("scale")
+    )
+    frequencies = couplings.draw(
+        jax.random.split(jax.random.key(0), 1)[0], "orf-antithetic", 16, WIDTH // HEADS, HEADS
+    )
+    fitted = calibration.fit(moments, "full", "orf-antithetic")
+    want = performer.performer_attention(
+        query, key, value, frequencies, calibration=fitted, mask=mask, **same
+    )
+    got = jnp.concatenate([call(new, x) for x in BATCHES])
+    np.testing.assert_allclose(got, want.reshape(2 * B, T, WIDTH), atol=1e-5)
+
+
+class Stack(nnx.Module):
+    """Layers under remat, one of which is used twice."""
+
+    def __init__(self, depth=3):
+        self.blocks = nnx.List([Model() for _ in range(depth)])
+
+    def __call__(self, x):
+        for i in (2, 0, 1, 1):
+            x = nnx.remat(Model.__call__)(self.blocks[i], x)
+        return x
+
+
+def test_order_keep_and_where():
+    """In the order of calls; the worst stay exact; a shared layer is measured at all its calls."""
+    model = Stack()
+    new, report = linearize(model, BATCHES, num_features=8, keep=1)
+    errors = report.layer_errors()
+    assert list(errors) == [f"blocks.{i}.attention" for i in (2, 0, 1)]
+    worst = max(errors, key=errors.get)
+    assert {r["path"] for r in report.rows if r["attention"] == "exact"} == {worst}
+    for i, block in enumerate(new.blocks):
+        exact = block.attention.attention_fn is nnx.dot_product_attention
+        assert exact == (worst == f"blocks.{i}.attention")
+    _, report = linearize(model, BATCHES, num_features=8, where=lambda path: "1" in path)
+    assert list(report.layer_errors()) == ["blocks.1.attention"]
+    assert report.left == {f"blocks.{i}.attention": "not chosen by where" for i in (0, 2)}
+    with pytest.raises(ValueError, match="keep must not be negative, got -1"):
+        linearize(model, BATCHES, keep=-1)
+
+
+def test_what_cannot_be_taken_is_named_and_left():
+    scale = jnp.linspace(-1, 1, T)
+    arbitrary = jax.random.bernoulli(jax.random.key(3), 0.7, (B, 1, T, T)) | jnp.eye(T, dtype=bool)
+    bare = nnx.dot_product_attention
+
+    def why(model, call=None):
+        new, report = linearize(model, BATCHES, num_features=8, call=call)
+        assert not report.rows
+        before, after = (
+            m(BATCHES[0]) if call is None else call(m, BATCHES[0]) for m in (model, new)
+        )
+        np.testing.assert_array_equal(before, after)
+        assert " ".join(report.left) in str(report)
+        return " ".join(report.left.values())
+
+    assert "a bias" in why(Bare(bare), lambda m, x: m(x, bias=scale))
+    assert "neither causal nor of keys" in why(Model(), lambda m, x: m(x, mask=arbitrary))
+    dropped = lambda m, x: m(x, dropout_rate=0.5, dropout_rng=jax.random.key(0))  # noqa: E731
+    assert "dropout on the attention" in why(Bare(bare), dropped)
+    local = lambda m, x: m(x, local_window_size=2)  # noqa: E731
+    assert "a local window" in why(Bare(jax.nn.dot_product_attention), local)
+    mine = Model(attention_fn=lambda query, key, value, **_: value)
+    assert "its attention_fn is <lambda>" in why(mine)
+    already, _ = linearize(Model(), BATCHES, num_features=8)
+    assert "linear already" in why(already)
+
+
+def test_a_mask_of_another_kind_later_is_an_error():
+    batches = [{"x": x, "mask": CAUSAL} for x in BATCHES]
+    new, _ = linearize(Model(), batches, num_features=8)
+    with pytest.raises(ValueError, match="were causal ones when it was measured"):
+        new(X[0], mask=PADDED)
+
+
+def test_what_is_kept_does_not_grow_with_the_batches():
+    model = Model()
+    few, many = (measure(model, (x for x in BATCHES * n)) for n in (1, 4))
+    for a, b in zip(jax.tree.leaves(few.layers), jax.tree.leaves(many.layers), strict=True):
+        assert np.shape(a) == np.shape(b)
+    np.testing.assert_allclose(few.layers[0].moments, many.layers[0].moments, rtol=1e-5)
+
+
+def test_the_original_and_its_arrays_stay():
+    model = Stack()
+    before = jax.tree.map(np.array, nnx.state(model))
+    graph = nnx.graphdef(model)
+    linearize(model, BATCHES, num_features=8, refine_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+    assert nnx.graphdef(model) == graph
+
+
+def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
+    model = Stack()
+    x = jax.random.normal(jax.random.key(5), (4, 16, T, WIDTH)) * jnp.linspace(3, 0.2, WIDTH)
+    plain, refined = (linearize(model, list(x), num_features=8, refine_steps=n)[1] for n in (0, 60))
+    for path, error in refined.layer_errors().items():
+        assert error < 0.7 * plain.layer_errors()[path]
+    with pytest.raises(ValueError, match="these can be read only once"):
+        linearize(model, iter(x), refine_steps=1)
+
+
+def test_the_report(tmp_path):
+    model = Model()
+    _, report = linearize(model, BATCHES, num_features=16)
+    query, key, _ = projected(model, BATCHES[0])
+    exact = softmax_attention(Sample.of(query, key))
+    row = report.rows[1]
+    assert row["uniform attention"] == pytest.approx(
+        float(jnp.sum((1 / T - exact[:, 1]) ** 2) / jnp.sum(exact[:, 1] ** 2)), rel=1e-5
+    )
+    entropy = -jnp.mean(jnp.sum(exact[:, 1] * jnp.log(exact[:, 1]), axis=-1))
+    assert row["keys attended to"] == pytest.approx(float(jnp.exp(entropy)), rel=1e-5)
+    assert row["|q|^2"] == pytest.approx(
+        float(jnp.mean(jnp.sum(query[:, :, 1] ** 2, axis=-1)) / 4**0.5), rel=1e-5
+    )
+    report.to_csv(tmp_path / "report.csv")
+    lines = (tmp_path / "report.csv").read_text().splitlines()
+    assert lines[0].startswith("path,layer,head,attention,attention error")
+    assert len(lines) == 1 + HEADS
+    assert "worst heads: attention head" in str(report)
