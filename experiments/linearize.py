@@ -21,7 +21,6 @@ from flax import nnx
 
 from experiments import feature_maps, launch
 from experiments.feature_maps import METHODS
-from performer.nnx import measure
 from performer.nnx.report import uniform_error
 from performer.refinement import Sample, divergence, softmax_attention, squared
 from vit import conversion, report, runs
@@ -78,7 +77,7 @@ def linearize(
     run = runs.evaluated_on(run, eval_images)
     model = run.model()
     batches = list(runs.training_examples(run, images))
-    layers = measure(model, batches, call=run.task.count).layers
+    layers = conversion.measured_layers(run.task, model, batches).layers
     held_out = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
     seen = [samples(run, model, [held_out], i) for i in range(len(layers))]
     cases = [(name, m, draw) for name in names for m in num_features for draw in range(draws)]

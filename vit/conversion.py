@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from performer import performer_attention
 from performer.nnx import PerformerAttention, linearize, measure
+from performer.nnx.linearization import Measured
 from performer.nnx.report import head_errors, uniform_error
 from performer.refinement import Sample
 from vit import data, metrics
@@ -28,6 +29,14 @@ ERROR_EXAMPLES = 8
 
 Attention = tuple[Callable[..., Array], tuple]
 """(query, key, value, *arguments) -> output, and the arguments."""
+
+
+def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
+    """What `measure` finds of the task's layers; others, as pooling by attention, stay exact."""
+    own = {id(layer) for layer in task.layers(model)}
+    found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
+    paths = {".".join(map(str, path)) for path in found}
+    return measure(model, batches, call=task.count, where=paths.__contains__)
 
 
 def attentions(task: Task, model: nnx.Module) -> list[Attention]:
@@ -102,10 +111,9 @@ def compare(
         draws: how many, of the frequencies.
         keep: layers that stay exact, those with the largest errors.
     """
-    call = run.task.count
-    measured = measure(model, batches, call=call)
+    measured = measured_layers(run.task, model, batches)
     examples = evaluation_examples(run.dataset, run.config, ERROR_EXAMPLES)
-    held_out = [layer.sample for layer in measure(model, [examples], call=call).layers]
+    held_out = [layer.sample for layer in measured_layers(run.task, model, [examples]).layers]
 
     def record(coupling, method, m, accuracies, errors):
         spread = np.std(accuracies, ddof=1) / len(accuracies) ** 0.5 if accuracies[1:] else 0.0
@@ -135,7 +143,7 @@ def compare(
                 calibration=method,
                 refine_steps=steps,
                 keep=keep,
-                call=call,
+                call=run.task.count,
                 measured=measured,
                 seed=draw,
             )

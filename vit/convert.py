@@ -33,7 +33,7 @@ from performer.nnx import linearize
 from vit import checkpoint, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
-from vit.conversion import compare
+from vit.conversion import compare, measured_layers
 from vit.task import random_streams
 
 __getattr__ = moved(__name__, save_run="vit.runs.begin")
@@ -158,6 +158,7 @@ def convert(
         refine_steps=refine_steps,
         keep=keep,
         call=run.task.count,
+        measured=measured_layers(run.task, model, batches),
     )
     exact = [row["layer"] for row in linearized.rows if row["attention"] == "exact"]
     new_config.attention.exact_layers = ",".join(map(str, dict.fromkeys(exact)))
