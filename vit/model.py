@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, parse_variant
+from vit.dropout import Dropout
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -56,7 +57,7 @@ class ViT(nnx.Module):
             self.position = nnx.Variable(sincos_positions(grid, size.width))
         if self.pooling == "token":
             self.token = nnx.Param(jnp.zeros(size.width))
-        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+        self.dropout = Dropout(config.model.dropout, rngs=rngs)
         rates = np.linspace(0, config.model.drop_path, size.depth).tolist()
         self.blocks = nnx.List([Block(config, size, rngs, rate) for rate in rates])
         self.norm = nnx.LayerNorm(size.width, dtype=jnp.float32, rngs=rngs)
@@ -136,10 +137,10 @@ class Block(nnx.Module):
         linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
         self.mlp_in = linear(size.width, size.mlp_dim)
         self.mlp_out = linear(size.mlp_dim, size.width)
-        self.dropout = nnx.Dropout(config.model.dropout, rngs=rngs)
+        self.dropout = Dropout(config.model.dropout, rngs=rngs)
         # Without it there is no stream of keys either: the state is that of models of before.
         stream = rngs if drop_path else None
-        self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
+        self.drop_path = Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
 
     def __call__(
         self, x: Float[Array, "b s width"]
