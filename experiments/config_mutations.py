@@ -52,6 +52,10 @@ def _between(low: float, high: float) -> Callable[[Any], bool]:
 # at `vit.config.validate`. Where these are wider than the checks, the check has the last word.
 MEANT: dict[str, Callable[[Any], object]] = {
     "model.variant": re.compile(r"(XS|Ti|S|B|L)/0*[1248]").fullmatch,  # patches that tile 8 pixels
+    "model.width": lambda width: 0 <= width <= 1e5 and width % 4 == 0,  # of four heads
+    "model.depth": range(1000).__contains__,
+    "model.num_heads": lambda heads: heads > -1 and (heads == 0 or 64 % heads == 0),
+    "model.mlp_dim": range(100_000).__contains__,
     "model.pooling": {"token", "mean"}.__contains__,
     "model.position": {"learned", "sincos"}.__contains__,
     "model.dropout": lambda p: p == 0 or 0 < p < 1,

@@ -29,8 +29,8 @@ def small_config(**sections):
 
 def new_vit(settings, seed=0, num_classes=5):
     """By one program for each config: the many small ones of `ViT(...)` take longer to compile."""
-    size, _ = config.parse_variant(settings.model.variant)
-    return nnx.clone(_made(tuple(config.flatten(settings).items()), size, seed, num_classes))
+    fields = tuple(config.flatten(settings).items())
+    return nnx.clone(_made(fields, settings.model.size, seed, num_classes))
 
 
 @cache

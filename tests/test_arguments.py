@@ -45,7 +45,7 @@ def message(*given):
         ("--batch=8", "--config.data.batch_size"),
         ("--epochs=8", "--config.num_epochs"),
         ("--wd=8", "--config.optim.weight_decay"),
-        ("--heads=8", "--config.model.variant"),
+        ("--heads=8", "--config.model.num_heads"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
         ("--work-dir=x", "--workdir"),

@@ -38,7 +38,7 @@ def test_json_round_trip(tmp_path):
     "content",
     [
         '{"modell": {}}',
-        '{"model": {"width": 3}}',
+        '{"model": {"widths": 3}}',
         '{"model": null}',
         '{"model": 3}',
         '{"seed": "0"}',
@@ -65,6 +65,23 @@ def test_a_config_that_never_ends_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match="not a config of this version: .* no regular file"):
         config.of_run(tmp_path)
+
+
+def test_a_config_of_before_the_numbers_of_a_model_loads(tmp_path):
+    """They are the variant's then, as they were."""
+    path, new = tmp_path / "config.json", small_config()
+    values = dataclasses.asdict(new)
+    for field in config.Size._fields:
+        del values["model"][field]
+    path.write_text(json.dumps(values))
+    assert config.load(path) == new
+    assert config.load(path).model.size == config.SIZES["XS"]
+
+
+def test_a_number_of_the_model_takes_the_place_of_the_variants():
+    model = config.Model("B/14", width=1536, num_heads=24)
+    assert model.size == config.SIZES["B"]._replace(width=1536, num_heads=24)
+    assert (model.size.head_dim, model.patch_size) == (64, 14)
 
 
 def test_differences_name_field_and_both_values():
@@ -110,6 +127,15 @@ def test_differences_name_field_and_both_values():
         (
             dict(model=config.Model(variant="XS/3")),
             "config.model.variant='XS/3', config.data.image_size=8: the image size is not divi",
+        ),
+        (
+            dict(model=config.Model("XS/2", width=66)),
+            "config.model.width=66, config.model.num_heads=0: the width must be divisible by the",
+        ),
+        (dict(model=config.Model("XS/2", depth=-1)), "config.model.depth=-1: must be an integer"),
+        (
+            dict(model=config.Model("XS/2", width=18, num_heads=2, position="sincos")),
+            "fixed positions need a width divisible by 4",
         ),
         (dict(model=config.Model(pooling="max")), "config.model.pooling 'max'.*token, mean"),
         (

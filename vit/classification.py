@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from vit import augment
-from vit.config import Config, parse_variant
+from vit.config import Config
 from vit.data import Batch
 from vit.model import ViT
 from vit.task import Sums, Task, Triple
@@ -157,7 +157,7 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     for `pre_logits`. A training step takes three times as many; what `remat` computes again is not
     counted.
     """
-    size, patch_size = parse_variant(config.model.variant)
+    size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2
     n = patches + (config.model.pooling == "token")
     m = config.attention.num_features

@@ -56,6 +56,14 @@ class Model:
 
     variant: str = "B/16"
     """A row of `SIZES`, "/", the patch size in pixels, as in "Ti/2"."""
+    width: int = 0
+    """Of a token, divisible by the number of heads; 0: as the variant's row says, so below."""
+    depth: int = 0
+    """Blocks, one after another; 0: the variant's."""
+    num_heads: int = 0
+    """Of attention; 0: the variant's."""
+    mlp_dim: int = 0
+    """Width inside the MLP; 0: the variant's."""
     pooling: str = "token"
     """What the head reads: "token" (a class token) or "mean" (the mean over patches)."""
     position: str = "learned"
@@ -77,6 +85,21 @@ class Model:
     """The first bias of each class: for a sigmoid loss one at which it is unlikely."""
     remat: bool = False
     """Compute the inside of each block again in the backward pass, instead of keeping it."""
+
+    @property
+    def size(self) -> Size:
+        """The variant's row of `SIZES`, and in it the fields that are not 0.
+
+        >>> Model("Ti/2", depth=3).size
+        Size(width=192, depth=3, num_heads=3, mlp_dim=768)
+        """
+        own = {name: getattr(self, name) for name in Size._fields if getattr(self, name)}
+        return parse_variant(self.variant)[0]._replace(**own)
+
+    @property
+    def patch_size(self) -> int:
+        """In pixels: what follows the variant's slash."""
+        return parse_variant(self.variant)[1]
 
 
 @dataclasses.dataclass
@@ -296,6 +319,10 @@ def cycles(config: Config) -> tuple[float, ...]:
     return (*restarts(config.restarts), config.num_epochs)
 
 
+def _size(variant: str, width: int, num_heads: int = 0) -> Size:
+    return Model(variant, width=width, num_heads=num_heads).size
+
+
 def _rising(numbers: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
@@ -317,6 +344,16 @@ RANGES = (
         ("model.head_bias",),
         lambda bias: -100 <= bias <= 100,
         "must be a number from -100 to 100",
+    ),
+    Rule(
+        ("model.width", "model.mlp_dim"),
+        lambda count: 0 <= count <= 2**17,
+        f"must be an integer from 1 to {2**17}, or 0 (the variant's)",
+    ),
+    Rule(
+        ("model.depth", "model.num_heads"),
+        lambda count: 0 <= count <= 2**10,
+        f"must be an integer from 1 to {2**10}, or 0 (the variant's)",
     ),
     Rule(
         ("attention.num_features",),
@@ -423,6 +460,18 @@ RANGES = (
 
 RELATIONS = (
     Rule(
+        ("model.variant", "model.width", "model.num_heads"),
+        lambda *fields: _size(*fields).width % _size(*fields).num_heads == 0,
+        "the width must be divisible by the number of heads (0: the variant's)",
+    ),
+    Rule(
+        ("model.variant", "model.width", "model.position"),
+        lambda variant, width, position: (
+            position != "sincos" or _size(variant, width).width % 4 == 0
+        ),
+        "fixed positions need a width divisible by 4: sine and cosine of two coordinates",
+    ),
+    Rule(
         ("model.variant", "data.image_size"),
         lambda variant, pixels: pixels % parse_variant(variant)[1] == 0,
         "the image size is not divisible by the patch size, which follows the slash",
@@ -488,7 +537,7 @@ def validate(config: Config) -> None:
     for field, choices in CHOICES.items():
         if flat[field] not in choices:
             raise ValueError(unknown(f"config.{field}", flat[field], choices))
-    size, _ = parse_variant(config.model.variant)
+    parse_variant(config.model.variant)
     each = (rule._replace(fields=(field,)) for rule in RANGES for field in rule.fields)
     for fields, holds, message in (*each, *RELATIONS):
         if not holds(*(flat[field] for field in fields)):
@@ -504,7 +553,8 @@ def validate(config: Config) -> None:
         coupling = performer.couplings.get(attention.coupling)
         given += f", config.attention.num_features={attention.num_features}"
         jax.eval_shape(
-            lambda key: coupling(key, attention.num_features, size.head_dim), jax.random.key(0)
+            lambda key: coupling(key, attention.num_features, config.model.size.head_dim),
+            jax.random.key(0),
         )
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from None

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, Size, parse_variant
+from vit.config import Config, Size
 from vit.dropout import Dropout
 from vit.task import random_streams as random_streams
 
@@ -42,7 +42,7 @@ class ViT(nnx.Module):
     """
 
     def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
-        size, patch_size = parse_variant(config.model.variant)
+        size, patch_size = config.model.size, config.model.patch_size
         self.pooling, self.remat = config.model.pooling, config.model.remat
         dtype = jnp.dtype(config.model.dtype)
         grid = config.data.image_size // patch_size

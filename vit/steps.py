@@ -68,8 +68,7 @@ def build(
         ValueError: when warm-up and constant rate are longer than the run, or than a cycle.
     """
     fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
-    size, _ = configs.parse_variant(config.model.variant)
-    return _build(tuple(fields.items()), size, task, (num_steps, restarts), mesh)
+    return _build(tuple(fields.items()), config.model.size, task, (num_steps, restarts), mesh)
 
 
 def shapes(

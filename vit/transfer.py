@@ -85,11 +85,12 @@ def init_from(source: Path, config: configs.Config, workdir: Path) -> list[str]:
 
 
 def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
-    sizes = [configs.parse_variant(config.model.variant)[0] for config in (old, new)]
+    sizes = [config.model.size for config in (old, new)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{source} has config.model.variant={old.model.variant!r}, {sizes[0]}; the new run"
-            f" {new.model.variant!r}, {sizes[1]}: take the same letters, any patch size may follow"
+            f" {new.model.variant!r}, {sizes[1]}: take the same numbers (any patch size may follow"
+            " the variant's slash)"
         )
 
 
