@@ -1257,6 +1257,27 @@ FAULTS = [
         "test_devices.py::test_the_peak_is_that_of_the_longest_name_that_fits",
     ),
     Fault(
+        "the gradients of all devices are added up in every part",
+        "vit/steps.py",
+        "if parts > 1 and task.by_device",
+        "if parts < 1 and task.by_device",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
+        "dropout of a batch in parts is the same on every device",
+        "vit/dropout.py",
+        "start = rows * jax.lax.axis_index(self.axis_name)",
+        "start = 0 * jax.lax.axis_index(self.axis_name)",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
+        "calibration's moments are those of one device",
+        "vit/steps.py",
+        "OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)",
+        "OVER_ROWS = (Dropout, nnx.BatchNorm)",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
         "records are not shuffled",
         "vit/data.py",
         ".seed(seed).shuffle().repeat()",

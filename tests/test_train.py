@@ -392,7 +392,7 @@ def test_mixup_is_in_the_step(monkeypatch):
     graph, state = nnx.split(steps.create(settings, task, lambda step: 0.0, 0))
     images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
 
-    def stop(task, model, examples, parts):
+    def stop(task, model, examples, parts, mesh):
         seen.extend(examples)
         raise InterruptedError
 
