@@ -906,8 +906,8 @@ FAULTS = [
     Fault(
         "training does not ask for the batch of its step",
         "vit/loop.py",
-        "train_batches(dataset, config, mesh, step)",
-        "train_batches(dataset, config, mesh, 0)",
+        "runs.batches(dataset, config, mesh, step, num_steps",
+        "runs.batches(dataset, config, mesh, 0, num_steps",
         "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
     ),
     Fault(
@@ -1322,8 +1322,8 @@ FAULTS = [
     Fault(
         "the order of the data begins anew in an extension",
         "vit/loop.py",
-        "runs.train_batches(dataset, config, mesh, step)",
-        "runs.train_batches(dataset, config, mesh, 0)",
+        "runs.batches(dataset, config, mesh, step, num_steps",
+        "runs.batches(dataset, config, mesh, 0, num_steps",
         "test_extension.py::test_an_extended_run_is_bitwise_one_that_was_planned_so",
     ),
     Fault(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import ensemble
-from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
+from tests.small import CALIBRATED, SHALLOW, STEADY, small_config, train_batches
 from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
 
 PROGRAM = """
@@ -90,7 +90,7 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
     settings = small_config(fsdp=8)
     (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
     run = steps.build(settings, task, 3, mesh)
-    state, _ = run.train(run.initial(), next(runs.train_batches(dataset, settings, mesh, 0)))
+    state, _ = run.train(run.initial(), next(train_batches(dataset, settings, mesh)))
     for when in (run.abstract, state):
         large = [x for x in jax.tree.leaves(when) if x.shape == (192, 768)]
         assert {x.sharding.shard_shape(x.shape) for x in large} == {(192, 96)}
@@ -117,7 +117,7 @@ def test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once(monkeypatch,
     def built(count, by_device):
         mesh = devices.mesh(settings, jax.devices()[:count])
         run = steps.build(settings, task._replace(by_device=by_device), 3, mesh)
-        return run, next(runs.train_batches(dataset, settings, mesh, 0))
+        return run, next(train_batches(dataset, settings, mesh))
 
     def crossing(run, batch):
         text = run.train.lower(run.abstract, batch).compile().as_text()

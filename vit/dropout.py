@@ -18,7 +18,7 @@ class Dropout(nnx.Dropout):
 
     axis_name: tuple[str, ...] | None = None
 
-    def __call__(self, inputs: Float[Array, "b *n"], **options: Any) -> Float[Array, "b *n"]:
+    def __call__(self, inputs: Float[Array, "*b n"], **options: Any) -> Float[Array, "*b n"]:
         """A share `rate` of the inputs becomes 0, the others are divided by 1 - rate."""
         if self.axis_name is None or self.rate == 0.0 or self.deterministic:
             return super().__call__(inputs, **options)

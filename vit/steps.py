@@ -46,6 +46,9 @@ LOOP_ONLY = (
 """What of a config the programs do not read: numbers of steps are given to them."""
 
 
+AHEAD = 3
+"""Steps that may wait for the devices: their batches lie in the devices' memory."""
+
 OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)
 """Modules that draw for the rows of a batch, or average over them, along their `axis_name`."""
 
@@ -270,7 +273,11 @@ def totals(count: Callable[[Any], Sums], batches: Iterable[data.Batch]) -> dict[
     Raises:
         ValueError: when none of the records can be decoded.
     """
-    counts = [jax.device_get(count(batch)) for batch in batches]
+    counts = []
+    for batch in batches:
+        counts.append(count(batch))
+        jax.block_until_ready(counts[-AHEAD:][0])
+    counts = jax.device_get(counts)
     total = {k: np.asarray(sum(np.asarray(c[k], np.float64) for c in counts)) for k in counts[0]}
     if not total["examples"].all():
         raise ValueError(
