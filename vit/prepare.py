@@ -132,7 +132,8 @@ def prepare(
                         f" the last one was {example.name}: {error}"
                     ) from error
                 continue
-            yield f"{number:09d}", {"image": image, "label": example.label}
+            name = Path(example.name).name
+            yield f"{number:09d}", {"image": image, "label": example.label, "file_name": name}
             written += 1
         if not written:
             raise ValueError(f"{source} has no readable image for the split {split!r}")
@@ -280,6 +281,7 @@ def _builder(
             {
                 "image": tfds.features.Image(shape=(None, None, source.channels)),
                 "label": tfds.features.ClassLabel(names=source.class_names),
+                "file_name": tfds.features.Text(),
             }
         )
         return tfds.core.DatasetInfo(builder=self, features=features)
