@@ -7,15 +7,25 @@
 
 "softmax" stands for exact attention. All settings have the same seeds: seed s means the same
 initial parameters, order of the data and dropout in each of them, and only what is compared
-differs. The seeds of a setting are trained at once (`experiments.ensemble`). The folder receives
-`report.md`, `report.html` (one file, with its figures inside), `results.csv` and the runs; the same
-command goes on where a stopped one was.
+differs. The seeds of a setting are trained at once (`experiments.ensemble`), each whole on one
+device. With --in_turn they are trained one after another, each as `vit.train` does on all devices:
+for what does not fit otherwise, as `--dry_run` of vit.train says. On several hosts each runs the
+same command with --in_turn --distributed; when all is trained, the same command on one host,
+without --distributed, writes the report. The folder receives `report.md`, `report.html` (one file, with its
+figures inside), `results.csv` and the runs; the same command goes on where a stopped one was.
+
+    python -m experiments.compare --runs=runs/orf0,runs/orf1,runs/pm0,runs/pm1 --out=results/mine
+
+reports on any finished runs of vit.train: the fields of their configs that differ, beside the seed,
+are what is compared.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import urllib.parse
@@ -23,12 +33,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import compare_report, ensemble
+from experiments import compare_report, ensemble, in_turn
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, runs, safety
+from vit import attention_report, checkpoint, data, devices, files, metrics, runs, safety
 from vit import config as configs
 from vit.arguments import from_flag, parse_flags
 
@@ -45,7 +56,8 @@ class Setting(NamedTuple):
     coupling: str
     values: tuple[tuple[str, Any], ...]
     """The other fields that are compared: (("attention.num_features", 32), ...)."""
-    config: configs.Config
+    config: Any
+    """Of its runs; None where it only names them."""
 
     @property
     def point(self) -> str:
@@ -154,6 +166,7 @@ def compare(
     num_seeds: int,
     grid: Sequence[str] = (),
     baseline: str = "",
+    one_by_one: bool = False,
 ) -> str:
     """Trains what has not been trained, and writes the report; returns it as markdown.
 
@@ -165,6 +178,7 @@ def compare(
         grid: as `--grid`.
         baseline: the coupling that the others are compared with at each point; if empty the first
             of them that is not softmax. With one coupling the first point of the grid.
+        one_by_one: the seeds in turn, each on all devices; on several hosts no report is written.
 
     Raises:
         ValueError: before anything is trained, for input that cannot be.
@@ -190,6 +204,8 @@ def compare(
         "grid": list(grid),
         "baseline": baseline,
     }
+    if one_by_one:
+        return _in_turn(all_settings, seeds, contents, out)
     with safety.exclusive(out), metrics.progress_bar() as bar:
         claim(out, contents)
         safety.own_shared_memory(out)
@@ -213,8 +229,104 @@ def compare(
         return compare_report.write(results, contents, out)
 
 
+def _in_turn(
+    all_settings: Sequence[Setting], seeds: Sequence[int], contents: dict[str, Any], out: Path
+) -> str:
+    """`compare`, one run of `vit.train` after another."""
+    lead, alone = jax.process_index() == 0, jax.process_count() == 1
+    with safety.exclusive(out) if lead else contextlib.nullcontext():
+        if lead:
+            claim(out, contents)
+        folders = [out / "runs" / setting.folder for setting in all_settings]
+        trained = [
+            in_turn.train(setting.config, seeds, folder)
+            for setting, folder in zip(all_settings, folders, strict=True)
+        ]
+        if not alone:
+            return "All is trained: the same command on one host, without --distributed, reports.\n"
+        results = [
+            _result(setting, of, folder, str(folder.relative_to(out)))
+            for setting, of, folder in zip(all_settings, trained, folders, strict=True)
+        ]
+        return compare_report.write(results, contents, out)
+
+
+def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
+    """Reports on finished runs of `vit.train`; returns the report as markdown.
+
+    Args:
+        folders: of the runs; what differs in their configs, beside the seed, is compared.
+        out: folder of the report.
+        baseline: as `compare`.
+
+    Raises:
+        ValueError: for a run that is none, has not ended, or is one too many; or when the baseline
+            has no run that another one could be compared with.
+    """
+    by_setting: dict[Setting, list[Path]] = {}
+    for folder, setting in zip(folders, _settings_of(folders), strict=True):
+        by_setting.setdefault(setting, []).append(folder)
+    trained = [in_turn.read(each) for each in by_setting.values()]
+    couplings = list(dict.fromkeys(setting.coupling for setting in by_setting))
+    baseline = baseline or next((name for name in couplings if name != SOFTMAX), couplings[0])
+    points = {setting.point for setting in by_setting}
+    have = {setting.point for setting in by_setting if setting.coupling == baseline}
+    if len(couplings) > 1 and points - have:
+        raise ValueError(
+            f"--baseline={baseline} has no run with {', '.join(sorted(points - have)) or 'these'}"
+        )
+    contents = {
+        "config": dataclasses.asdict(configs.of_run(folders[0])),
+        "couplings": couplings,
+        "seeds": sorted({seed for each in trained for seed in each.seeds}),
+        "grid": [],
+        "runs": [str(folder) for folder in folders],
+        "baseline": baseline,
+    }
+    with safety.exclusive(out):
+        claim(out, contents)
+        results = [
+            _result(
+                Setting(setting.coupling, setting.values, configs.of_run(each.folders[0])),
+                each,
+                out / "attention" / setting.folder,
+                os.path.relpath(each.folders[0], out),
+            )
+            for setting, each in zip(by_setting, trained, strict=True)
+        ]
+        return compare_report.write(results, contents, out)
+
+
+def _settings_of(folders: Sequence[Path]) -> list[Setting]:
+    """Of each run the coupling, and the other values in which the runs differ; without a config."""
+    flat = [configs.flatten(configs.of_run(folder)) for folder in folders]
+    same = {"seed", "attention.kind", "attention.coupling", *configs.PLACEMENT}
+    names = [n for n in flat[0] if n not in same and len({each[n] for each in flat}) > 1]
+    return [
+        Setting(
+            SOFTMAX if each["attention.kind"] == SOFTMAX else each["attention.coupling"],
+            tuple((name, each[name]) for name in names),
+            None,
+        )
+        for each in flat
+    ]
+
+
+def _result(
+    setting: Setting, trained: in_turn.Finished, notes: Path, place: str
+) -> compare_report.Result:
+    notes.mkdir(parents=True, exist_ok=True)
+    try:
+        errors = _attention_errors(setting, trained, notes)
+    except ValueError as error:  # finished runs may have outlived their data
+        print(f"{setting.name}: attention errors are not measured: {error}")
+        errors = [], []
+    named = setting.coupling, setting.point, setting.config, trained
+    return compare_report.Result(*named, *errors, place)
+
+
 def _attention_errors(
-    setting: Setting, trained: ensemble.Ensemble, folder: Path
+    setting: Setting, trained: ensemble.Ensemble | in_turn.Finished, folder: Path
 ) -> tuple[list[float], list[float]]:
     """Relative attention error of each of the first seeds, and that of uniform attention.
 
@@ -244,7 +356,7 @@ def _attention_errors(
     return found["errors"], found["uniform"]
 
 
-def _sound(trained: ensemble.Ensemble, number: int) -> Iterator[int]:
+def _sound(trained: ensemble.Ensemble | in_turn.Finished, number: int) -> Iterator[int]:
     sound = (place for place, step in enumerate(trained.diverged) if step is None)
     return itertools.islice(sound, number)
 
@@ -254,20 +366,31 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)
     out = Path(str(_OUT.value))
     try:
-        text = compare(
-            from_flag(_CONFIG),
-            out,
-            couplings=_COUPLINGS.value,
-            num_seeds=_SEEDS.value,
-            grid=_GRID.value,
-            baseline=_BASELINE.value,
-        )
+        _JOIN()
+        if jax.process_count() > 1 and not _IN_TURN.value:
+            raise ValueError("several hosts train the seeds one after another: give --in_turn")
+        if _RUNS.value:
+            text = of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
+        elif not flags.FLAGS["config"].present:
+            raise ValueError("give the --config of what is to be trained, or --runs")
+        else:
+            text = compare(
+                from_flag(_CONFIG),
+                out,
+                couplings=_COUPLINGS.value,
+                num_seeds=_SEEDS.value,
+                grid=_GRID.value,
+                baseline=_BASELINE.value,
+                one_by_one=_IN_TURN.value,
+            )
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint")
         sys.exit(safety.STOPPED)
-    print(f"{text}\nThe report is {out / 'report.html'}.")
+    print(text)
+    if (out / "report.html").exists():
+        print(f"The report is {out / 'report.html'}.")
 
 
 if __name__ == "__main__":
@@ -277,5 +400,7 @@ if __name__ == "__main__":
     _SEEDS = flags.DEFINE_integer("seeds", 5, "of each setting")
     _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
     _BASELINE = flags.DEFINE_string("baseline", "", "coupling that the others are compared with")
-    flags.mark_flags_as_required(["config"])
+    _IN_TURN = flags.DEFINE_bool("in_turn", False, "one seed after another, on all devices")
+    _RUNS = flags.DEFINE_list("runs", [], "folders of finished runs to report on, nothing trained")
+    _JOIN = devices.define_flags()
     app.run(main, flags_parser=parse_flags)

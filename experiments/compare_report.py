@@ -20,6 +20,7 @@ from matplotlib import pyplot as plt
 
 from experiments import statistics
 from experiments.ensemble import Ensemble
+from experiments.in_turn import Finished
 from vit import config as configs
 from vit import files, report
 
@@ -38,7 +39,7 @@ class Result(NamedTuple):
     point: str
     """The other values that are compared, in words."""
     config: configs.Config
-    trained: Ensemble
+    trained: Ensemble | Finished
     attention_errors: Sequence[float]
     """Of the first seeds, each the mean over layers and heads."""
     uniform_errors: Sequence[float] = ()
@@ -176,7 +177,8 @@ def rows(results: Sequence[Result], compared: Sequence[Comparison]) -> list[dict
         rate = float(np.median([r["images_per_second"] for r in records]))
         row["seconds, all seeds"] = f"{records[-1]['seconds']:.0f}"
         row["images/s"] = f"{rate:,.0f}"
-        row["temporary memory, MiB"] = f"{result.trained.temporary_mib:,.1f}"
+        temporary = result.trained.temporary_mib
+        row["temporary memory, MiB"] = "" if np.isnan(temporary) else f"{temporary:,.1f}"
         row["diverged"] = ", ".join(
             f"seed {seed} at step {step}"
             for seed, step in zip(result.trained.seeds, result.trained.diverged, strict=True)

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit import checkpoint, costs, data, files, loop, machine, metrics, runs, steps
+from vit import checkpoint, costs, data, files, loop, machine, metrics, progress, runs, steps
 from vit import config as configs
 from vit.config import Config
 from vit.model import ViT
@@ -123,11 +123,12 @@ def train(
             files.note(folder / "memory.json", memory)
         while step < num_steps and not all(diverged):
             remaining = loop.until_log(step, config, num_steps)
-            state, values, seconds, _ = loop.stretch(
-                partial(compiled, numbers), state, batches, remaining
-            )
+            begun = time.perf_counter()
+            state, values, _ = loop.stretch(partial(compiled, numbers), state, batches, remaining)
+            values = jax.device_get(values)
+            seconds = time.perf_counter() - begun
             step += len(values)
-            record = {"step": step, "epoch": step / steps_per_epoch, **loop.means(values)}
+            record = {"step": step, "epoch": step / steps_per_epoch, **progress.means(values)}
             record[task.rate] = len(seeds) * len(values) * config.data.batch_size / seconds
             finite = np.all([v["finite"].all(axis=-1) for v in values], axis=0)
             finite &= np.isfinite(record["train_loss"])

@@ -948,8 +948,8 @@ FAULTS = [
     Fault(
         "training does not ask for the batch of its step",
         "vit/loop.py",
-        "train_batches(dataset, config, mesh, step)",
-        "train_batches(dataset, config, mesh, 0)",
+        "runs.batches(dataset, config, mesh, step, num_steps",
+        "runs.batches(dataset, config, mesh, 0, num_steps",
         "test_train.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
     ),
     Fault(
@@ -1299,6 +1299,27 @@ FAULTS = [
         "test_devices.py::test_the_peak_is_that_of_the_longest_name_that_fits",
     ),
     Fault(
+        "the gradients of all devices are added up in every part",
+        "vit/steps.py",
+        "if parts > 1 and task.by_device",
+        "if parts < 1 and task.by_device",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
+        "dropout of a batch in parts is the same on every device",
+        "vit/dropout.py",
+        "start = rows * jax.lax.axis_index(self.axis_name)",
+        "start = 0 * jax.lax.axis_index(self.axis_name)",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
+        "calibration's moments are those of one device",
+        "vit/steps.py",
+        "OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)",
+        "OVER_ROWS = (Dropout, nnx.BatchNorm)",
+        "test_devices.py::test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once",
+    ),
+    Fault(
         "records are not shuffled",
         "vit/data.py",
         ".seed(seed).shuffle().repeat()",
@@ -1343,8 +1364,8 @@ FAULTS = [
     Fault(
         "the order of the data begins anew in an extension",
         "vit/loop.py",
-        "runs.train_batches(dataset, config, mesh, step)",
-        "runs.train_batches(dataset, config, mesh, 0)",
+        "runs.batches(dataset, config, mesh, step, num_steps",
+        "runs.batches(dataset, config, mesh, 0, num_steps",
         "test_extension.py::test_an_extended_run_is_bitwise_one_that_was_planned_so",
     ),
     Fault(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from vit import checkpoint, config, metrics
+from vit import checkpoint, config, data, devices, metrics
 from vit.model import ViT, random_streams
 
 
@@ -40,6 +40,12 @@ def _made(fields, _, seed, num_classes):
         return ViT(settings, num_classes=num_classes, channels=1, rngs=random_streams(seed))
 
     return nnx.merge(nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))())
+
+
+def train_batches(dataset, settings, mesh):
+    """The training batches of a run, on the devices."""
+    stream = data.train_batches(dataset, settings.data, settings.seed)
+    return (devices.put(mesh, batch) for batch in stream)
 
 
 def final_state(run, workdir):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import compare, compare_report, ensemble
+from experiments import compare, compare_report, ensemble, in_turn
 from tests.small import TINY, small_config
 from vit import checkpoint, config, files, metrics, train
 
@@ -347,3 +347,50 @@ def test_strings_of_the_config_are_escaped(tmp_path):
     assert {"table", "img", "section"} <= set(tags)
     assert r"&lt;script>alert(1)&lt;/script>\|\*" in (tmp_path / "report.md").read_text()
     assert json.loads(json.dumps(contents)) == contents
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory):
+    """Two seeds in turn."""
+    out = tmp_path_factory.mktemp("compare") / "in_turn"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", TINY)
+        text = compare.compare(small_config(), out, couplings=["pm"], num_seeds=2, one_by_one=True)
+    return out, text
+
+
+def test_seeds_in_turn_are_those_that_are_trained_at_once(compared, one_by_one):
+    together = metrics.read(compared[0] / "runs" / "pm" / "metrics.jsonl")
+    folders = [one_by_one[0] / "runs" / "pm" / f"seed{seed}" for seed in (0, 1)]
+    found = in_turn.read(folders)
+    assert found.seeds == (0, 1)
+    assert [r["step"] for r in found.records] == [r["step"] for r in together]
+    for a, b in zip(found.records, together, strict=True):
+        np.testing.assert_allclose(a["train_loss"], b["train_loss"][:2], rtol=1e-5)
+    last = [metrics.read(folder / "metrics.jsonl")[-1]["eval_accuracy"] for folder in folders]
+    assert f"| [pm](runs/pm/) | 2 | {np.mean(last):.4f}" in one_by_one[1]
+
+
+def test_a_report_of_any_finished_runs(one_by_one, tmp_path):
+    """What differs in their configs is compared; a run that goes on, or twice the same, is none."""
+    folders = [one_by_one[0] / "runs" / "pm" / f"seed{seed}" for seed in (0, 1)]
+    for folder in tuple(folders):
+        other = shutil.copytree(folder, tmp_path / folder.name)
+        settings = config.of_run(other)
+        config.save(
+            dataclasses.replace(
+                settings, attention=dataclasses.replace(settings.attention, coupling="orf")
+            ),
+            other / "config.json",
+        )
+        folders.append(other)
+    text = compare.of_runs(folders, tmp_path / "report", baseline="orf")
+    assert "pm against orf" in text
+    assert "+0.0000" in text
+    assert (tmp_path / "report" / "report.html").exists()
+    with pytest.raises(ValueError, match="seed0 has the seed of .*seed0, 0"):
+        compare.of_runs([folders[0], folders[0]], tmp_path / "twice")
+    log = tmp_path / "seed1" / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ValueError, match="seed1 has not ended"):
+        compare.of_runs(folders[2:], tmp_path / "early")

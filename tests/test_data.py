@@ -1,6 +1,8 @@
 """Data: the digits, the stream of batches and its position, evaluation of every example once."""
 
+import dataclasses
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -454,3 +456,33 @@ def test_as_many_images_are_erased_as_the_config_says(share):
     assert abs(np.mean(erased) - share) <= 5 * np.sqrt(share * (1 - share) / 1000)
     if share == 0:
         assert rng.random() == np.random.default_rng(0).random()
+
+
+@pytest.mark.parametrize(("every", "num_steps", "length"), [(3, 7, 2), (3, 6, 1), (9, 4, 3)])
+def test_a_run_reads_training_and_evaluation_in_its_order(every, num_steps, length):
+    """Written out; and each place is found again."""
+    schedule, order = data.Schedule(every, num_steps, length), []
+    for step in range(num_steps):
+        assert schedule.training(step) == len(order)
+        order.append((True, step))
+        if step + 1 == num_steps or (step + 1) % every == 0:
+            assert schedule.evaluation(step + 1) == len(order)
+            order += [(False, i) for i in range(length)]
+    assert [schedule.at(place) for place in range(schedule.length)] == order
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_reads_the_same_batches_as_training_and_evaluation_alone(digits, workers):
+    """By either of two processes, from a place in the middle."""
+    section = config.Data(batch_size=100, max_shift=1)
+    schedule = data.Schedule(2, 3, data.evaluation_length(digits, section))
+    train = list(itertools.islice(data.train_batches(digits, section, 5, 1, 2), 3))
+    evaluation = list(data.eval_batches(digits, section, 1, 2))
+    want = [*train, *evaluation]
+    want[2:2] = evaluation
+    several = dataclasses.replace(section, num_workers=workers)
+    got = data.run_batches(digits, several, 5, schedule, 1, 1, 2)
+    for a, b in zip(got, want[1:], strict=True):
+        assert set(a) == set(b)
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])

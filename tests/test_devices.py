@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from experiments import ensemble
-from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit import checkpoint, config, devices, metrics, runs, safety, steps, train
+from tests.small import CALIBRATED, SHALLOW, STEADY, small_config, train_batches
+from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
 
 PROGRAM = """
 import json, sys
@@ -90,7 +90,7 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
     settings = small_config(fsdp=8)
     (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
     run = steps.build(settings, task, 3, mesh)
-    state, _ = run.train(run.initial(), next(runs.train_batches(dataset, settings, mesh, 0)))
+    state, _ = run.train(run.initial(), next(train_batches(dataset, settings, mesh)))
     for when in (run.abstract, state):
         large = [x for x in jax.tree.leaves(when) if x.shape == (192, 768)]
         assert {x.sharding.shard_shape(x.shape) for x in large} == {(192, 96)}
@@ -100,6 +100,43 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
         held[shard.device] += shard.data.nbytes
     assert len(held) == 8
     assert max(held.values()) < 1.2 * sum(x.nbytes for x in arrays) / 8
+
+
+def test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once(monkeypatch, eight_devices):
+    """Masks of dropout and calibration's moments are those of the whole part, on eight devices.
+
+    Inside the loop of the compiled program stands what crosses devices in every part: the moments,
+    and without `by_device` the gradients.
+    """
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    model = config.Model(variant="XS/4", pooling="mean", dropout=0.1, drop_path=0.1)
+    optimiser = config.Optim(learning_rate=1e-2, warmup_steps=0, accumulate=2)
+    settings = small_config(model=model, attention=CALIBRATED, optim=optimiser)
+    dataset, task = runs.subject(settings)
+
+    def built(count, by_device):
+        mesh = devices.mesh(settings, jax.devices()[:count])
+        run = steps.build(settings, task._replace(by_device=by_device), 3, mesh)
+        return run, next(train_batches(dataset, settings, mesh))
+
+    def crossing(run, batch):
+        text = run.train.lower(run.abstract, batch).compile().as_text()
+        found = map(dry_run.collectives, text.split("\nENTRY"))
+        return [x.get("all-reduce", (0, 0))[1] for x in found]
+
+    alone, parted = built(1, True), built(8, True)
+    gradients = 4 * sum(x.size for x in costs.parameters(alone[0].abstract).values())
+    moments = 4 * 2 * 17**2  # of two heads, (1, q, k) of 8 dimensions each
+    in_loop, after = crossing(*parted)
+    assert moments <= in_loop < moments + 64
+    assert gradients <= after < gradients + 64
+    assert crossing(*built(8, False))[0] >= gradients
+    ends = [
+        jax.block_until_ready(run.train(run.initial(), batch)) for run, batch in (alone, parted)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_two_processes_train_as_one_and_stop_together(one_device, tmp_path):

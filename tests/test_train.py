@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import jax
 import numpy as np
@@ -17,7 +18,14 @@ from flax import nnx
 
 from experiments import fault_injection
 from performer.nnx import Frequencies
-from tests.small import CALIBRATED, SHALLOW, final_state, small_config, stop_at
+from tests.small import (
+    CALIBRATED,
+    SHALLOW,
+    final_state,
+    small_config,
+    stop_at,
+    train_batches,
+)
 from vit import (
     checkpoint,
     config,
@@ -53,7 +61,7 @@ def finished(tmp_path_factory):
 def program(settings, num_steps=3):
     """Functions and data of a run."""
     (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
-    batches = runs.train_batches(dataset, settings, mesh, 0)
+    batches = train_batches(dataset, settings, mesh)
     return steps.build(settings, task, num_steps, mesh), batches
 
 
@@ -96,14 +104,43 @@ def test_seconds_without_a_batch_are_counted_and_said():
         time.sleep(0.01)
         return state, {"train_loss": np.float32(1)}
 
+    begun = time.perf_counter()
     done = loop.stretch(step, None, batches(), 4)
-    assert 0.2 <= done.waited <= done.seconds - 0.04
+    assert 0.2 <= done.waited <= time.perf_counter() - begun - 0.04
     record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
     for share, text in [
         (0.09, "loss 1.000  5 images/s"),
         (0.832, "5 images/s  waiting for data 83%"),
     ]:
         assert metrics.status(record, "images_per_second", share).endswith(text)
+
+
+def test_metrics_are_read_while_the_next_steps_compute():
+    """No stretch waits for its own steps: what ran before is read when two of the next one wait,
+    and never are there more than three."""
+    done, said, running = [0], [], deque()
+
+    class Loss:
+        def __init__(self, number):
+            self.number = number
+
+        def block_until_ready(self):
+            done[0] = max(done[0], self.number)
+
+    def step(state, batch):
+        said.append((state + 1, done[0]))
+        return state + 1, {"train_loss": Loss(state + 1)}
+
+    state, batches = 0, iter(dict, None)
+    for number in (4, 1, 5):
+        ended = state
+        state, *_ = loop.stretch(
+            step, state, batches, number, running=running, meanwhile=lambda: said.append("read")
+        )
+        if number != 1:
+            assert said.index("read") == said.index((ended + 2, max(0, ended - 1))) + 1
+        assert done[0] == state - 2
+        said.clear()
 
 
 def test_five_steps_are_traced(tmp_path, monkeypatch):
@@ -137,7 +174,7 @@ def test_off_a_terminal_a_run_says_what_it_does(tmp_path, capsys):
     patterns = [
         "compiling train_step",
         r"compiled train_step in [\d.]+ s",
-        r"step 1 of 3: loss 2\.303  accuracy .* images/s  0:00:\d\d left",
+        r"step 1 of 3: loss 2\.303  accuracy .* images/s.*  0:00:\d\d left",
         "compiling eval_step",
         r"compiled eval_step in [\d.]+ s",
         "step 3: test accuracy .*",
@@ -253,13 +290,14 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
 
 def poisoned(monkeypatch, *numbers):
     """The task of a run in whose steps of those numbers loss and gradients are not finite."""
-    train_batches = data.train_batches
+    run_batches = data.run_batches
 
-    def batches(dataset, section, seed, index, count, start):
-        stream = train_batches(dataset, section, seed, index, count, start)
-        for step, batch in enumerate(stream, start + 1):
-            black = {"image": np.zeros_like(batch["image"])} if step in numbers else {}
-            yield batch | black
+    def batches(dataset, section, seed, schedule, first, *share):
+        stream = run_batches(dataset, section, seed, schedule, first, *share)
+        for place, batch in enumerate(stream, first):
+            training, step = schedule.at(place)
+            black = training and step + 1 in numbers
+            yield batch | ({"image": np.zeros_like(batch["image"])} if black else {})
 
     dataset, task = runs.subject(small_config())
 
@@ -267,7 +305,7 @@ def poisoned(monkeypatch, *numbers):
         value, sums = task.loss(model, examples)
         return value / jax.numpy.any(examples[0] != 0), sums
 
-    monkeypatch.setattr(data, "train_batches", batches)
+    monkeypatch.setattr(data, "run_batches", batches)
     return dataset, task._replace(loss=loss)
 
 
@@ -318,8 +356,8 @@ def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monk
     """The step is finished, an evaluation is not: the resumed run makes it."""
     settings = small_config(log_every=3, checkpoint_every=3)
 
-    def stop_at(name, number):
-        original, calls = getattr(data, name), []
+    def stop_at(number):
+        original, calls = data.run_batches, []
 
         def batches(*args, **options):
             for batch in original(*args, **options):
@@ -328,16 +366,16 @@ def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monk
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
-        monkeypatch.setattr(data, name, batches)
+        monkeypatch.setattr(data, "run_batches", batches)
 
-    stop_at("train_batches", 2)
+    stop_at(2)
     with pytest.raises(SystemExit):
         train.train(settings, tmp_path / "parts")
     with checkpoint.open_checkpoints(tmp_path / "parts") as checkpoints:
         assert [c.step for c in checkpoints.checkpoints] == [2]
     monkeypatch.undo()
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    stop_at("eval_batches", 5)
+    stop_at(1 + 5)
     with pytest.raises(SystemExit):
         train.train(settings, tmp_path / "parts")
     (last,) = metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1:]
@@ -392,7 +430,7 @@ def test_mixup_is_in_the_step(monkeypatch):
     graph, state = nnx.split(steps.create(settings, task, lambda step: 0.0, 0))
     images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
 
-    def stop(task, model, examples, parts):
+    def stop(task, model, examples, parts, mesh):
         seen.extend(examples)
         raise InterruptedError
 

@@ -42,6 +42,7 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
         layers=layers,
         projections=projections,
         distances=distances,
+        by_device=True,
         noun="image",
         name=NAME,
     )

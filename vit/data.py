@@ -154,13 +154,121 @@ def train_batches(
             in a row cannot be decoded, or a label is none of the data set's classes.
     """
 
+    whole = _training(dataset, data, seed, _local_size(data, processes), threads)
+    own = grain.MapDataset.source(whole).slice(slice(start * processes + process, None, processes))
+    return _ahead(own, dataset, data, processes, threads)
+
+
+class Schedule(NamedTuple):
+    """Which batches a run reads, in order: those of `every` steps, then all of evaluation, ...
+
+    Evaluation stands after the last step, too. So the same workers read both, and the next ones of
+    either kind are read while the devices are busy with the other.
+    """
+
+    every: int
+    """Steps between evaluations."""
+    num_steps: int
+    evaluation_length: int
+    """Batches of an evaluation."""
+
+    def training(self, step: int) -> int:
+        """The place of the batch that leads from that step to the next."""
+        return step + self.evaluation_length * (step // self.every)
+
+    def evaluation(self, step: int) -> int:
+        """The place of the first batch of the evaluation after that step."""
+        return step + self.evaluation_length * ((step - 1) // self.every)
+
+    def at(self, place: int) -> tuple[bool, int]:
+        """Whether a batch of training stands there, and its number; else that in the evaluation."""
+        block, offset = divmod(place, self.every + self.evaluation_length)
+        steps = min(self.every, self.num_steps - block * self.every)
+        return (True, block * self.every + offset) if offset < steps else (False, offset - steps)
+
+    @property
+    def length(self) -> int:
+        """Of the whole run."""
+        return self.evaluation(self.num_steps) + self.evaluation_length
+
+
+class _Scheduled(Sequence[Batch]):
+    """The batches of a run by their place."""
+
+    def __init__(self, schedule: Schedule, train: "_Batches", evaluation: "_Batches", share: tuple):
+        self._schedule, self._share = schedule, share
+        self._train, self._evaluation = train, evaluation
+
+    def __len__(self) -> int:
+        return self._schedule.length
+
+    def __getitem__(self, place: Any) -> Batch:
+        training, number = self._schedule.at(place)
+        process, processes = self._share
+        return (self._train if training else self._evaluation)[number * processes + process]
+
+
+def run_batches(
+    dataset: Dataset,
+    data: config.Data,
+    seed: int,
+    schedule: Schedule,
+    first: int = 0,
+    process: int = 0,
+    processes: int = 1,
+    threads: int = THREADS,
+) -> grain.IterDataset:
+    """The batches of `train_batches` and `eval_batches` as a run needs them.
+
+    Args:
+        dataset: as `train_batches`, as all others.
+        data: likewise.
+        seed: likewise.
+        schedule: says when evaluation is due.
+        first: the place in it to begin with.
+        process: as `train_batches`.
+        processes: likewise.
+        threads: likewise.
+
+    Raises:
+        ValueError: as these.
+    """
+    size = _local_size(data, processes)
+    train = _training(dataset, data, seed, size, threads)
+    evaluation = _evaluation(dataset, data, size, threads)
+    whole = _Scheduled(schedule, train, evaluation, (process, processes))
+    own = grain.MapDataset.source(whole).slice(slice(first, None))
+    return _ahead(own, dataset, data, processes, threads)
+
+
+def _training(
+    dataset: Dataset, data: config.Data, seed: int, size: int, threads: int
+) -> "_Batches":
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
         return _train_example(index, rng, dataset, data)
 
     order = grain.MapDataset.range(len(dataset.train)).seed(seed).shuffle().repeat()
-    whole = _Batches(order.random_map(example), _local_size(data, processes), threads)
-    own = grain.MapDataset.source(whole).slice(slice(start * processes + process, None, processes))
+    return _Batches(order.random_map(example), size, threads)
+
+
+def _evaluation(dataset: Dataset, data: config.Data, size: int, threads: int) -> "_Batches":
+    def example(index: int) -> Batch:  # no functools.partial, as above
+        return _eval_example(index, dataset, data)
+
+    rows = evaluation_length(dataset, data) * data.batch_size
+    return _Batches(grain.MapDataset.range(rows).map(example), size, threads)
+
+
+def evaluation_length(dataset: Dataset, data: config.Data) -> int:
+    """Batches of an evaluation."""
+    return math.ceil(len(dataset.evaluation) / data.batch_size)
+
+
+def _ahead(
+    own: grain.MapDataset, dataset: Dataset, data: config.Data, processes: int, threads: int
+) -> grain.IterDataset:
+    """The batches, read by the workers before they are asked for."""
     batches = own.to_iter_dataset(_read_ahead(threads))
     workers = data.num_workers
     if workers < 0:
@@ -199,13 +307,7 @@ def eval_batches(
             none of the data set's classes.
     """
 
-    def example(index: int) -> Batch:  # no functools.partial, as above
-        return _eval_example(index, dataset, data)
-
-    rows = math.ceil(len(dataset.evaluation) / data.batch_size) * data.batch_size
-    whole = _Batches(
-        grain.MapDataset.range(rows).map(example), _local_size(data, processes), threads
-    )
+    whole = _evaluation(dataset, data, _local_size(data, processes), threads)
     own = grain.MapDataset.source(whole).slice(slice(process, None, processes))
     return iter(own.to_iter_dataset(_read_ahead(threads)))
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from vit import config as configs
 from vit import costs, data, devices, runs, topologies
@@ -162,8 +160,9 @@ def plan(
     dataset, task = runs.subject(config, dataset, task)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
-    batch = abstract_batch(dataset, config, mesh)
-    unmasked = {name: x for name, x in batch.items() if name != "mask"}
+    unmasked, batch = (
+        runs.abstract_batch(dataset, config, mesh, mask=mask) for mask in (False, True)
+    )
     with jax.set_mesh(mesh):  # attention reads there for which devices it is compiled
         gpu = there[0].platform in ("cuda", "gpu")
         train = compiled(program.train, program.abstract, unmasked, gpu=gpu)
@@ -185,20 +184,6 @@ def plan(
         evaluate,
         devices.peak_of(there[0].device_kind),
     )
-
-
-def abstract_batch(
-    dataset: data.Dataset, config: configs.Config, mesh: Mesh
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of evaluation; one of training has no mask."""
-    extra = {"bad": np.int32(0), "mask": np.float32(0)}
-    sharding = devices.of_batch(mesh)
-
-    def rows(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (config.data.batch_size, *np.shape(x))
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
-
-    return {name: rows(x) for name, x in (dataset.blank(config.data, dataset) | extra).items()}
 
 
 def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:

@@ -17,6 +17,11 @@ With --split, --name, --data_dir or --batch_size the evaluation is on other data
 another part of its data set, or another data set of the same classes or some of them, told by their
 names. Nothing is written then.
 
+    python -m vit.evaluate --workdir=runs/pm --real=real.json
+
+gives the accuracy by the reassessed labels of ImageNet's validation pictures besides (Beyer et al.
+2020, `vit.real_labels`), over those that have any.
+
 The first one runs on several hosts, too: on each the same command with --distributed.
 """
 
@@ -33,7 +38,18 @@ from absl import app, flags, logging
 from flax import nnx
 
 from performer.choices import moved
-from vit import class_report, classification, data, devices, machine, metrics, runs, steps, use
+from vit import (
+    class_report,
+    classification,
+    data,
+    devices,
+    machine,
+    metrics,
+    real_labels,
+    runs,
+    steps,
+    use,
+)
 from vit import config as configs
 from vit.arguments import parse_flags
 from vit.attention_report import report_attention
@@ -75,21 +91,25 @@ def evaluate_run(
     return {"step": run.step, **evaluate(run.task, count, run.batches())}
 
 
-def evaluate_on(workdir: Path, fields: Mapping[str, Any]) -> metrics.Record:
+def evaluate_on(
+    workdir: Path, fields: Mapping[str, Any], real: Path | None = None
+) -> metrics.Record:
     """The evaluated model of a run on other data than its own evaluation split.
 
     Args:
         workdir: of the run.
         fields: of its config that are others, of `data.eval_split`, `data.name`, `data.dir` and
             `data.batch_size`.
+        real: file of the reassessed labels of ImageNet's validation pictures; then the accuracy is
+            that by these, over the pictures that have any.
 
     Returns:
-        As `evaluate_run`. Classes that the data have not count as wrong answers where they are
-        given.
+        As `evaluate_run`, or eval_real_accuracy. Classes that the data have not count as wrong
+        answers where they are given.
 
     Raises:
-        ValueError: as `vit.use.load` and `vit.data.load`; or when the data have a class that the
-            run has not.
+        ValueError: as `vit.use.load`, `vit.data.load` and `vit.real_labels.read`; or when the data
+            have a class that the run has not.
     """
     trained = use.load(workdir)
     config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
@@ -98,14 +118,27 @@ def evaluate_on(workdir: Path, fields: Mapping[str, Any]) -> metrics.Record:
         opened["data.train_split"] = config.data.eval_split
     dataset = data.load(configs.with_values(config, opened).data)
     label = numbers(trained.class_names, dataset.class_names)
-    mesh = devices.mesh(config)
     task = classification.task(len(trained.class_names), trained.channels, config.optim.loss)
+    if real is not None:
+        labels = real_labels.read(real, dataset.num_classes)
+        dataset = real_labels.with_labels(dataset, labels)
+        task = task._replace(count=real_labels.count, results=real_labels.results)
+    mesh = devices.mesh(config)
     graph, state = nnx.split(trained.model)
     state = jax.device_put(state, devices.everywhere(mesh))
     count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
     batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
-    named = (batch | {"label": label[batch["label"]]} for batch in batches)
-    return {"step": trained.step, **evaluate(task, partial(count, state), named)}
+
+    def of_run(batch: data.Batch) -> data.Batch:
+        named = batch | {"label": label[batch["label"]]}
+        if real is None:
+            return named
+        right = jnp.zeros((len(label), len(trained.class_names)), bool)
+        rows = batch["real"] @ right.at[jnp.arange(len(label)), label].set(True)
+        return named | {"real": rows, "mask": batch["mask"] * rows.any(axis=-1)}
+
+    found = evaluate(task, partial(count, state), map(of_run, batches))
+    return {"step": trained.step, **found}
 
 
 def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
@@ -143,6 +176,13 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
     return class_report.summary(counted, records)
 
 
+def _real(record: metrics.Record) -> metrics.Record:
+    return {
+        "real_accuracy": record["eval_real_accuracy"],
+        "real_examples": record["eval_examples"],
+    }
+
+
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.WARNING)
@@ -155,10 +195,11 @@ def main(_: list[str]) -> None:
     }
     fields = {name: value for name, value in given.items() if value is not None}
     try:
-        if fields and _REPORT.value:
+        real = Path(_REAL.value) if _REAL.value else None
+        if (fields or real) and _REPORT.value:
             raise ValueError(
                 f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
-                " --split, --name, --data_dir and --batch_size"
+                " --split, --name, --data_dir, --batch_size and --real"
             )
         _JOIN()
         machine.keep_programs()
@@ -167,9 +208,11 @@ def main(_: list[str]) -> None:
             raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
         if _REPORT.value == "attention" and _STEP.value:
             raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
-        if fields and _STEP.value:
+        if (fields or real) and _STEP.value:
             raise ValueError("other data are for the newest checkpoint: leave out --step")
         record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir, step=_STEP.value)
+        if real:
+            record |= _real(evaluate_on(workdir, fields, real))
         for name, value in record.items() if lead else ():
             print(f"{name:14} {value}")
         if _REPORT.value == "attention":
@@ -191,4 +234,5 @@ if __name__ == "__main__":
     _BATCH_SIZE = flags.DEFINE_integer(
         "batch_size", None, "images at once; the run's if not given", 1
     )
+    _REAL = flags.DEFINE_string("real", None, "ImageNet's reassessed labels, a real.json")
     app.run(main, flags_parser=parse_flags)

@@ -7,17 +7,16 @@ import contextlib
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from vit import (
     checkpoint,
-    costs,
     data,
     devices,
     extension,
@@ -31,10 +30,8 @@ from vit import (
 )
 from vit import config as configs
 from vit.display import Display, display
+from vit.progress import Progress
 from vit.task import Task
-
-AHEAD = 3
-"""Steps that may wait for the devices: their batches lie in the devices' memory."""
 
 PROFILED = 5
 """Steps that are traced: more make files that no viewer opens."""
@@ -44,11 +41,10 @@ class Stretch(NamedTuple):
     """What `stretch` gives."""
 
     state: Any
-    values: list[dict[str, np.ndarray]]
-    """Of each step."""
-    seconds: float
+    values: list[dict[str, jax.Array]]
+    """Of each step; the last ones are still being computed."""
     waited: float
-    """Seconds of them in which the next batch was not there yet."""
+    """Seconds in which the next batch was not there yet."""
 
 
 def stretch(
@@ -58,6 +54,8 @@ def stretch(
     number: int,
     stopping: Callable[[], bool] = lambda: False,
     advance: Callable[[], object] = lambda: None,
+    meanwhile: Callable[[], object] = lambda: None,
+    running: deque[Any] | None = None,
 ) -> Stretch:
     """That many steps; fewer, but one at least, when somebody asks to stop.
 
@@ -68,42 +66,34 @@ def stretch(
         number: of steps.
         stopping: asked between two steps.
         advance: called after each.
+        meanwhile: called once, when what ran before has ended and steps of this stretch wait.
+        running: losses of the steps that ran before, `steps.AHEAD` at most; of these later.
     """
-    values, waited, start = [], 0.0, time.perf_counter()
+    values, waited = [], 0.0
+    running = deque() if running is None else running
     while len(values) < number and not (values and stopping()):
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
         state, new = train_step(state, batch)
         values.append(new)
-        jax.block_until_ready(values[-AHEAD:][0]["train_loss"])
+        running.append(new["train_loss"])
+        if len(running) >= steps.AHEAD:
+            jax.block_until_ready(running.popleft())
+        if len(values) == steps.AHEAD - 1:
+            meanwhile()
         advance()
-    values = jax.device_get(values)
-    return Stretch(state, values, time.perf_counter() - start, waited)
+    if len(values) < steps.AHEAD - 1:
+        meanwhile()
+    return Stretch(state, values, waited)
 
 
-def compiled(
-    function: Any, state: Any, batches: Iterator[data.Batch], shown: Display
-) -> Iterator[data.Batch]:
-    """The batches, when the function of state and batch is compiled; shows how long that took."""
-    first = next(batches)
+def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
+    """Compiles the function of state and batch, of which shapes suffice; shows how long it took."""
     shown.status(f"compiling {function.__name__}")
     start = time.perf_counter()
-    function.lower(state, first).compile()
+    function.lower(state, batch).compile()
     shown.status(f"compiled {function.__name__} in {time.perf_counter() - start:.1f} s")
-    return itertools.chain([first], batches)
-
-
-def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
-    """Of what is a number in each step, or one for each seed: the means over the steps.
-
-    Steps that were passed over do not count; where there is no other, nothing is said.
-    """
-    taken = [v for v in values if not v.get("skipped", False)]
-    names = (
-        [name for name in values[0] if name not in ("finite", "bad", "skipped")] if taken else []
-    )
-    return {k: np.mean([v[k] for v in taken], axis=0).astype(float).tolist() for k in names}
 
 
 def until_log(step: int, config: configs.Config, num_steps: int) -> int:
@@ -165,9 +155,6 @@ def train(
     machine.check_shared_memory(batch_bytes, workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
-    names = list(costs.parameters(program.abstract))
-    flops = task.operations(config) if task.operations else 0.0
-    step_flops, peak_flops = 3 * config.data.batch_size * flops, devices.peak_flops()
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
 
     with contextlib.ExitStack() as stack:
@@ -189,81 +176,73 @@ def train(
         past = metrics.keep_up_to(path, step) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
         write = stack.enter_context(loggers.writer(log, workdir, config, lead))
-        batches = stack.enter_context(
-            contextlib.closing(runs.train_batches(dataset, config, mesh, step))
-        )
-
         evaluate_now = due(step, config.eval_every, num_steps) and not hosts.agree(
             bool(past) and past[-1]["step"] == step and "eval_loss" in past[-1]
         )
-        saved, bad_records, number, evaluated, skips = step, set(), 0, False, 0
+        shown = stack.enter_context(display(lead, step, num_steps))
+        progress = Progress(
+            config, task, rate, steps_per_epoch, program.abstract, write, shown, start
+        )
+        saved, number, evaluated, running = step, 0, False, deque()
 
         # The loop.
-        shown = stack.enter_context(display(lead, step, num_steps))
+        batches = iter(())
+        if evaluate_now or step < num_steps:
+            batches = stack.enter_context(
+                runs.batches(dataset, config, mesh, step, num_steps, evaluate_first=evaluate_now)
+            )
         if step < num_steps:
-            batches = compiled(program.train, state, batches, shown)
+            compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), shown)
         while evaluate_now or step < num_steps:
-            record = {"step": step, "epoch": step / steps_per_epoch}
             if evaluate_now:
-                evaluation = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
+                record = {"step": step, "epoch": step / steps_per_epoch}
+                length = data.evaluation_length(dataset, config.data)
+                evaluation = safety.until(stopping, itertools.islice(batches, length))
                 with contextlib.suppress(safety.Stopped):
                     if not evaluated:
-                        evaluation = compiled(program.evaluate, state, evaluation, shown)
+                        masked = runs.abstract_batch(dataset, config, mesh, mask=True)
+                        compiled(program.evaluate, state, masked, shown)
                         evaluated = True
                     record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
-                    write(record | {"seconds": time.perf_counter() - start})
+                    write(record | {"seconds": progress.seconds()})
                     evaluate_now = False
                     shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
             else:
                 remaining, traced = until_log(step, config, num_steps), profile and number == 1
                 if traced:
                     remaining = min(remaining, PROFILED)
+                    progress.read()
+                progress.begin()
                 with profiler(workdir, traced):
-                    state, values, seconds, waited = stretch(
-                        program.train, state, batches, remaining, stopping, shown.advance
+                    state, values, waited = stretch(
+                        program.train,
+                        state,
+                        batches,
+                        remaining,
+                        stopping,
+                        shown.advance,
+                        progress.read,
+                        running,
                     )
-                step += len(values)
-                number += 1
-                skips = safety.check_finite(
-                    values,
-                    step,
-                    names,
-                    config.optim.learning_rate,
-                    allowed=config.optim.skip_nonfinite,
-                    row=skips,
-                )
-                skipped = [i for i, v in enumerate(values, 1 - len(values)) if v.get("skipped")]
-                if skipped:
-                    numbers = [step + i for i in skipped]
-                    shown.line(f"loss or gradients are not finite: passed over steps {numbers}")
-                bad = {int(i) for each in values for i in each["bad"] if i >= 0}
-                if bad - bad_records:
-                    shown.line(f"cannot be decoded: records {sorted(bad - bad_records)}")
-                bad_records |= bad
-                record |= {"step": step, "epoch": step / steps_per_epoch, **means(values)}
-                if config.optim.skip_nonfinite:
-                    record["skipped_steps"] = len(skipped)
-                record["learning_rate"] = float(np.asarray(rate(step - 1)))
-                record[task.rate] = len(values) * config.data.batch_size / seconds
-                record["data_seconds"] = waited
-                if peak_flops and step_flops:
-                    record["mfu"] = len(values) * step_flops / seconds / peak_flops
-                record |= {"bad_records": len(bad_records)} | devices.memory()
-                write(record | {"seconds": time.perf_counter() - start})
-                status = metrics.status(record, task.rate, waited / seconds)
-                shown.progress(status, seconds / len(values))
+                    step += len(values)
+                    number += 1
+                    progress.started = step, values, waited
+                    if traced:
+                        progress.read()
                 evaluate_now = due(step, config.eval_every, num_steps)
-            stop, too_many = stopping(), len(bad_records) > config.data.max_bad_records
-            if step != saved and (
-                stop or too_many or due(step, config.checkpoint_every, num_steps)
-            ):
+            saving = due(step, config.checkpoint_every, num_steps)
+            if saving or evaluate_now or progress.too_many_bad:
+                progress.read()
+            if stop := stopping():
+                progress.read()
+            if step != saved and (stop or saving or progress.too_many_bad):
                 checkpoint.save(checkpoints, step, state)
                 saved = step
-            if too_many:
+            if progress.too_many_bad:
                 raise ValueError(
-                    f"{len(bad_records)} records of {config.data.train_split!r} cannot be decoded,"
+                    f"{len(progress.bad)} records of {config.data.train_split!r} cannot be decoded,"
                     f" more than config.data.max_bad_records={config.data.max_bad_records}; their"
-                    f" numbers are {sorted(bad_records)[:20]}"
+                    f" numbers are {sorted(progress.bad)[:20]}"
                 )
             if stop and (evaluate_now or step < num_steps):
                 checkpoint.finish(checkpoints)

@@ -75,6 +75,7 @@ def prepare(
     seed: int = 0,
     labels_column: str = "",
     max_side: int = 0,
+    files: int = 0,
 ) -> dict[str, int]:
     """Writes the data set `out/name/1.0.0`.
 
@@ -88,6 +89,7 @@ def prepare(
         seed: by which it is chosen.
         labels_column: of a csv or parquet file; if empty it is told by its name.
         max_side: pixels that the shorter side of a picture has at most; 0: as many as it has.
+        files: of each split, at most as many as it has pictures; 0: by their bytes, as TFDS does.
 
     Returns:
         The number of examples of each split, and under "skipped" the number of files left out.
@@ -130,10 +132,16 @@ def prepare(
                         f" the last one was {example.name}: {error}"
                     ) from error
                 continue
-            yield f"{number:09d}", {"image": image, "label": example.label}
+            name = Path(example.name).name
+            yield f"{number:09d}", {"image": image, "label": example.label, "file_name": name}
             written += 1
         if not written:
             raise ValueError(f"{source} has no readable image for the split {split!r}")
+        if written < files:
+            raise ValueError(
+                f"--files={files} must be at most the number of pictures of each split, and"
+                f" {split!r} has {written}"
+            )
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with _removed_if_empty(target.parent, out), _held(target.parent):
@@ -141,7 +149,8 @@ def prepare(
         announced = contextlib.redirect_stdout(io.StringIO())  # a download that there is not
         with tempfile.TemporaryDirectory() as downloads, announced:
             try:
-                builder.download_and_prepare(download_dir=downloads)  # renamed when whole
+                parted = tfds.download.DownloadConfig(num_shards=files or None)
+                builder.download_and_prepare(download_dir=downloads, download_config=parted)
             except RuntimeError as error:  # array_record's, as on a full disk
                 raise OSError(f"{target} cannot be written: {error}") from error
     return {s: info.num_examples for s, info in builder.info.splits.items()} | {
@@ -272,6 +281,7 @@ def _builder(
             {
                 "image": tfds.features.Image(shape=(None, None, source.channels)),
                 "label": tfds.features.ClassLabel(names=source.class_names),
+                "file_name": tfds.features.Text(),
             }
         )
         return tfds.core.DatasetInfo(builder=self, features=features)
@@ -312,6 +322,7 @@ def main(_: list[str]) -> None:
             seed=_SEED.value,
             labels_column=_LABELS_COLUMN.value,
             max_side=_MAX_SIDE.value,
+            files=_FILES.value,
         )
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -335,6 +346,9 @@ if __name__ == "__main__":
     )
     _MAX_SIDE = flags.DEFINE_integer(
         "max_side", 0, "pixels of the shorter side at most, as 320; 0: as they are", 0
+    )
+    _FILES = flags.DEFINE_integer(
+        "files", 0, "of each split, as ImageNet's 1,024; 0: by their bytes", 0
     )
     _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
     app.run(main, flags_parser=parse_flags)

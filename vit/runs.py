@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 import math
 import platform
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,15 +103,50 @@ def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
     return optim.schedule(config.optim, num_steps, restarts(config, steps_per_epoch))
 
 
-def train_batches(
-    dataset: data.Dataset, config: configs.Config, mesh: Mesh, start: int
-) -> Generator[data.Batch]:
-    """The training batches from step `start` on, on the devices; this process reads its rows."""
+@contextlib.contextmanager
+def batches(
+    dataset: data.Dataset,
+    config: configs.Config,
+    mesh: Mesh,
+    step: int,
+    num_steps: int,
+    *,
+    evaluate_first: bool = False,
+) -> Iterator[Iterator[data.Batch]]:
+    """What a run of that many steps needs from a step on, as `data.run_batches`, on the devices.
+
+    This process reads its rows. Reading begins at once, in a thread; workers end with the block.
+    """
     index, count = jax.process_index(), jax.process_count()
-    batches = iter(data.train_batches(dataset, config.data, config.seed, index, count, start))
-    with contextlib.closing(batches):  # ends the workers
-        for batch in batches:
-            yield devices.put(mesh, batch)
+    schedule = data.Schedule(
+        config.eval_every, num_steps, data.evaluation_length(dataset, config.data)
+    )
+    first = schedule.evaluation(step) if evaluate_first else schedule.training(step)
+    stream = iter(
+        data.run_batches(dataset, config.data, config.seed, schedule, first, index, count)
+    )
+
+    def in_order() -> Iterator[data.Batch]:
+        yield begun.result()
+        yield from stream
+
+    with contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(next, stream)
+        yield (devices.put(mesh, batch) for batch in in_order())
+
+
+def abstract_batch(
+    dataset: data.Dataset, config: configs.Config, mesh: Mesh, *, mask: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of training, or of one of evaluation, which has a mask."""
+    extra = {"bad": np.int32(0)} | ({"mask": np.float32(0)} if mask else {})
+    sharding = devices.of_batch(mesh)
+
+    def rows(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.data.batch_size, *np.shape(x))
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    return {name: rows(x) for name, x in (dataset.blank(config.data, dataset) | extra).items()}
 
 
 def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> Iterator[data.Batch]:

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Integer
 
 from performer.choices import moved
-from performer.nnx import redraw
+from performer.nnx import PerformerAttention, redraw
 from vit import config as configs
 from vit import data, devices, metrics, optim
 from vit.config import Config
+from vit.dropout import Dropout
 from vit.task import Model, Sums, Task, random_streams
 
 Seed = int | Integer[Array, ""]
@@ -43,6 +44,13 @@ LOOP_ONLY = (
     *("log_every", "eval_every", "checkpoint_every", "keep_every"),
 )
 """What of a config the programs do not read: numbers of steps are given to them."""
+
+
+AHEAD = 3
+"""Steps that may wait for the devices: their batches lie in the devices' memory."""
+
+OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)
+"""Modules that draw for the rows of a batch, or average over them, along their `axis_name`."""
 
 
 def build(
@@ -92,7 +100,7 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
         ),
         initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(
-            partial(train_step, config, task, graph, config.seed),
+            partial(train_step, config, task, graph, config.seed, mesh=mesh),
             donate_argnums=0,
             out_shardings=(shardings, everywhere),
         ),
@@ -115,7 +123,13 @@ def optimizer(config: Config, task: Task, rate: optax.Schedule, model: Model) ->
 
 
 def train_step(
-    config: Config, task: Task, graph: nnx.GraphDef, seed: Seed, state: nnx.State, batch: data.Batch
+    config: Config,
+    task: Task,
+    graph: nnx.GraphDef,
+    seed: Seed,
+    state: nnx.State,
+    batch: data.Batch,
+    mesh: Mesh | None = None,
 ) -> tuple[nnx.State, Sums]:
     """One step of the optimiser on the mean loss of a batch; frequencies as due.
 
@@ -131,7 +145,8 @@ def train_step(
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
     before = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
-    loss, sums, gradients = loss_and_gradients(task, model, examples, config.optim.accumulate)
+    parts = config.optim.accumulate
+    loss, sums, gradients = loss_and_gradients(task, model, examples, parts, mesh)
     optimizer.update(model, gradients)
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
@@ -169,13 +184,42 @@ def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.
 
 
 def loss_and_gradients(
-    task: Task, model: Model, examples: Any, parts: int
+    task: Task, model: Model, examples: Any, parts: int, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Sums, nnx.State]:
     """Mean loss over the examples, the sums of `task.loss`, and gradients, in `parts` parts.
 
     The parts go through the model one after another and their gradients are added up, so that only
-    one part's activations are kept; the result is that of the whole batch.
+    one part's activations are kept; the result is that of the whole batch. With a mesh whose
+    devices all hold whole parameters (`fsdp` 1) each device adds up the gradients of its own rows,
+    and those of all devices are added up once, after the last part (where `task.by_device`). With
+    `fsdp` a device has no room for whole gradients: each part reduces them to its share.
     """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    summed = partial(_summed, task, graph, parts)
+    if parts > 1 and task.by_device and mesh is not None and mesh.shape["fsdp"] == 1 < mesh.size:
+        whole, rows = devices.everywhere(mesh).spec, devices.of_batch(mesh).spec
+        summed = jax.shard_map(
+            partial(summed, axis_name=mesh.axis_names),
+            mesh=mesh,
+            in_specs=(whole, whole, rows),
+            out_specs=whole,
+            check_vma=False,
+        )
+    rest, loss, sums, gradients = summed(params, rest, examples)
+    nnx.update(model, rest)
+    return loss, sums, gradients
+
+
+def _summed(
+    task: Task,
+    graph: nnx.GraphDef,
+    parts: int,
+    params: nnx.State,
+    rest: nnx.State,
+    examples: Any,
+    axis_name: tuple[str, ...] | None = None,
+) -> tuple[nnx.State, jax.Array, Sums, nnx.State]:
+    """What is no parameter, loss, sums and gradients; over the devices along the axes, if any."""
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)
@@ -184,6 +228,9 @@ def loss_and_gradients(
     def part(carry: Any, examples: Any) -> tuple[Any, Sums]:
         rest, total = carry
         model = nnx.merge(graph, nnx.as_pure(params), rest)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, OVER_ROWS):
+                module.axis_name = axis_name
         (loss, sums), gradients = nnx.value_and_grad(share, has_aux=True)(model, examples)
         rest = nnx.state(model, nnx.Not(nnx.Param))
         return (rest, jax.tree.map(jnp.add, total, (loss, gradients))), sums
@@ -191,12 +238,12 @@ def loss_and_gradients(
     def split(x: jax.Array) -> jax.Array:  # each device's rows stay on it
         return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    carry, sums = jax.lax.scan(part, (rest, zeros), jax.tree.map(split, examples))
-    rest, (loss, gradients) = carry
-    nnx.update(model, rest)
-    return loss, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), gradients
+    (rest, total), sums = jax.lax.scan(part, (rest, zeros), jax.tree.map(split, examples))
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    if axis_name is not None:
+        total, sums = jax.lax.pmean(total, axis_name), jax.lax.psum(sums, axis_name)
+    return rest, total[0], sums, total[1]
 
 
 def eval_step(task: Task, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Sums:
@@ -226,7 +273,11 @@ def totals(count: Callable[[Any], Sums], batches: Iterable[data.Batch]) -> dict[
     Raises:
         ValueError: when none of the records can be decoded.
     """
-    counts = [jax.device_get(count(batch)) for batch in batches]
+    counts = []
+    for batch in batches:
+        counts.append(count(batch))
+        jax.block_until_ready(counts[-AHEAD:][0])
+    counts = jax.device_get(counts)
     total = {k: np.asarray(sum(np.asarray(c[k], np.float64) for c in counts)) for k in counts[0]}
     if not total["examples"].all():
         raise ValueError(

@@ -81,6 +81,11 @@ class Task(NamedTuple):
     distances: Callable[[Any], Any] = no_distances
     """Tree of parameters -> for each the number of layers between it and the output, to whose power
     `config.optim.layer_decay` is raised."""
+    by_device: bool = False
+    """Whether each device may compute `loss` of its own rows: nothing in the model draws for the
+    rows of a batch, or averages over them, but `vit.dropout.Dropout`, `PerformerAttention` and
+    `nnx.BatchNorm`. Then `config.optim.accumulate` adds up gradients on each device, and those of
+    all devices once."""
     noun: str = "example"
     """What a row of a batch is called."""
     name: str = ""

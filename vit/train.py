@@ -27,8 +27,9 @@ from vit.arguments import from_flag, parse_flags
 from vit.cli import command
 from vit.loop import train
 
-RUNS = ("claim", "eval_batches", "last_step", "length", "train_batches")
-__getattr__ = moved(__name__, AHEAD="vit.loop.AHEAD", **{name: f"vit.runs.{name}" for name in RUNS})
+RUNS = ("claim", "eval_batches", "last_step", "length")
+PLACES = {name: f"vit.runs.{name}" for name in RUNS}
+__getattr__ = moved(__name__, AHEAD="vit.steps.AHEAD", **PLACES)
 
 
 def main(_: list[str]) -> None:

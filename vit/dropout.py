@@ -1,0 +1,31 @@
+"""Dropout whose masks do not depend on how many devices share a batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class Dropout(nnx.Dropout):
+    """As `nnx.Dropout`; inside `jax.shard_map` it takes the rows of the mask of the whole batch.
+
+    Attributes:
+        axis_name: the axes of the mesh among which the first axis of the inputs is split, in order;
+            None outside `jax.shard_map`.
+    """
+
+    axis_name: tuple[str, ...] | None = None
+
+    def __call__(self, inputs: Float[Array, "*b n"], **options: Any) -> Float[Array, "*b n"]:
+        """A share `rate` of the inputs becomes 0, the others are divided by 1 - rate."""
+        if self.axis_name is None or self.rate == 0.0 or self.deterministic:
+            return super().__call__(inputs, **options)
+        rows = len(inputs)
+        shape = [1 if i in self.broadcast_dims else n for i, n in enumerate(inputs.shape)]
+        shape[0] = rows * jax.lax.axis_size(self.axis_name)
+        mask = jax.random.bernoulli(self.rngs(), 1 - self.rate, shape)
+        start = rows * jax.lax.axis_index(self.axis_name)
+        kept = jax.lax.dynamic_slice_in_dim(mask, start, rows)
+        return jnp.where(kept, inputs / (1 - self.rate), jnp.zeros_like(inputs))
