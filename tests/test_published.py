@@ -160,6 +160,24 @@ def test_mean_and_deviation_are_those_beside_the_file(file):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_what_a_run_without_data_sees_of_a_picture(file):
+    """The preprocessor's crop and size, in whole patches; timm's share of the picture."""
+    for name, about, want in [
+        ("hf_dinov2", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28}}, (28, 32)),
+        ("hf_siglip", {"size": {"height": 26, "width": 26}}, (24, 26)),
+        ("hf_vit", {"size": 20}, (20, 0)),
+        ("hf_vit", {}, (24, 0)),
+    ]:
+        crop = {"do_center_crop": "crop_size" in about}
+        options = pretrained.of_encoder(
+            None, families.read(file(name, config=beside(name), preprocessor_config=about | crop))
+        )
+        assert (options.data.image_size, options.data.eval_resize) == want, name
+        config.validate(options)
+    timm = pretrained.of_encoder(None, families.read(FILES / "timm_vit" / "model.safetensors"))
+    assert (timm.data.image_size, timm.data.eval_resize) == (24, 26)  # crop_pct 0.9
+
+
 def test_half_precision(file):
     exact = families.read(FILES / "timm_vit" / "model.safetensors").arrays
 

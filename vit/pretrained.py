@@ -96,7 +96,9 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
     """The config with the model of the encoder; without one, that of a run without data."""
     if config is None:
-        side, resize = encoder.said.input_size or encoder.image_size, encoder.said.resize
+        pixels, patch = encoder.said.input_size, configs.Model(**encoder.model).patch_size
+        side = pixels // patch * patch or encoder.image_size
+        resize = encoder.said.resize or (pixels if pixels > side else 0)
         config = configs.Config(
             attention=configs.Attention(kind="softmax"),
             data=configs.Data(name="", image_size=side, eval_resize=resize),

@@ -94,9 +94,12 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said, num_heads: int =
     named: Arrays = {}
     for name, (ours, leaf) in places.items():
         try:
-            named |= layout(ours, leaf, arrays[name], size.num_heads)
+            parts = layout(ours, leaf, arrays[name], size.num_heads)
         except ValueError as error:
             raise ValueError(f"{name}: {arrays[name].shape} does not fit: {error}") from error
+        if parts.keys() & named.keys():
+            raise ValueError(f"{name} is one of two arrays in the place of {ours}")
+        named |= parts
     lines = _zero_biases(named)
     image_size = _fold_tokens(named, said, patch_size)
     _fold_heads(named)
@@ -177,10 +180,10 @@ def _size(
     line = f"{num_heads} heads, as config.json or the flag says"
     if not num_heads:
         num_heads = max(1, width // HEAD_WIDTHS.get(width, 64))
-        line = (
-            f"{num_heads} heads, as a width of {width} has: num_attention_heads in a config.json,"
+        line = f"{num_heads} heads, as a width of {width} has"
+        line += (
+            ": num_attention_heads in a config.json, or --config.model.num_heads, says otherwise"
         )
-        line += " or --config.model.num_heads, says otherwise"
     if width % num_heads:
         raise ValueError(
             f"a width of {width} is not divided by {num_heads} heads: set --config.model.num_heads"
@@ -214,11 +217,9 @@ def _zero_biases(named: Arrays) -> list[str]:
 def _fold_tokens(named: Arrays, said: Said, patch_size: int) -> int:
     """Tokens with their positions as token and registers; positions of patches; the image size."""
     names = ("token", "distillation", "registers")
-    tokens = np.concatenate(
-        [named.pop(name, np.zeros((0, 1), "f4")) for name in names if name in named]
-        or [named["position"][:0]]
-    )
     position = named["position"]
+    tokens = [named.pop(name) for name in names if name in named]
+    tokens = np.concatenate([position[:0], *tokens])
     count = _positioned(len(position), len(tokens), said.image_size // patch_size)
     tokens = tokens + np.pad(position[:count], [(0, len(tokens) - count), (0, 0)])
     named["position"] = position[count:]
@@ -284,7 +285,8 @@ def _fold_heads(named: Arrays) -> None:
 def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> None:
     """The embedding of (x - mean) / std, x from 0 to 1, as one of 2 x - 1, which this ViT sees."""
     kernel = named["embed/kernel"].astype(np.float64)
-    if min(std, default=0) <= 0 or len(mean) != kernel.shape[2] or len(std) != kernel.shape[2]:
+    usable = len(mean) == len(std) == kernel.shape[2] and min(std) > 0
+    if not (usable and np.isfinite([*mean, *std]).all()):
         raise ValueError(
             f"mean {_plain(mean)} and deviation {_plain(std)} of pictures with {kernel.shape[2]}"
             " colours: set image_mean and image_std in a preprocessor_config.json beside the file"

@@ -154,6 +154,8 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
     lines = []
     if "hidden_size" not in config:
         lines = [f"epsilon {epsilon:g} and {activation} are {kind}'s: no config.json says them"]
+    if preprocessor.get("do_normalize") is False:
+        preprocessor = preprocessor | {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
     if not preprocessor:
         lines += [f"mean and deviation are {kind}'s: there is no preprocessor_config.json"]
     return Said(
@@ -163,8 +165,8 @@ def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[
         num_heads=int(config.get("num_attention_heads", 0)),
         pooling=_pooling(kind, arrays),
         image_size=_side(config.get("image_size", 0)),
-        mean=tuple(preprocessor.get("image_mean", mean)),
-        std=tuple(preprocessor.get("image_std", std)),
+        mean=tuple(preprocessor.get("image_mean") or mean),
+        std=tuple(preprocessor.get("image_std") or std),
         antialias="embeddings.register_tokens" in arrays,
         input_size=_side(preprocessor.get("crop_size") or preprocessor.get("size") or 0),
         resize=_side(preprocessor.get("size") or 0) if preprocessor.get("do_center_crop") else 0,
