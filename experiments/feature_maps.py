@@ -47,8 +47,9 @@ def fitted(method: Method, moments: Array, sample: Sample, m: int, steps: int, s
     """(parameters, what stays) of one layer, trained on these queries and keys."""
     trained, fixed = method.start(jax.random.key(seed), moments, m)
     if method.loss:
-        options = dict(steps=steps, loss=method.loss, seed=seed)
-        trained = transfer(method.estimate, trained, fixed, sample, **options)
+        trained = transfer(
+            method.estimate, trained, fixed, sample, steps=steps, loss=method.loss, seed=seed
+        )
     return trained, fixed
 
 
@@ -109,8 +110,8 @@ def hedgehog(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -
 
 def hedgehog_exp(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
     """Zhang et al. 2024, Eq. 6."""
-    both = (jnp.concatenate([x, -x], axis=-1) for x in _both(maps, sample))
-    return _of_logarithms(*both, sample, is_causal)
+    of_query, of_key = (jnp.concatenate([x, -x], axis=-1) for x in _both(maps, sample))
+    return _of_logarithms(of_query, of_key, sample, is_causal)
 
 
 def free(maps: dict, fixed: Any, sample: Sample, is_causal: bool = False) -> Array:
@@ -147,7 +148,8 @@ def _start_free(key: Key, moments: Array, m: int) -> tuple[Any, Any]:
     frequencies, calibration = _start(key, moments, m)
     of_query, of_key, log_weights = fold(calibration, frequencies)
     zeros = jnp.zeros(of_key.shape[:2])
-    return {"query": (of_query, zeros), "key": (of_key, zeros + log_weights)}, calibration
+    weights = zeros if log_weights is None else log_weights
+    return {"query": (of_query, zeros), "key": (of_key, weights)}, calibration
 
 
 METHODS = {

@@ -239,14 +239,13 @@ def _linear(layer: LinearAttention) -> Callable[..., Array]:
         call = call_of(query, key, bias, mask, **options)
         mask, is_causal = understood(call, key, layer.masks_are_causal)
         passed = {name: options[name] for name in ("dtype", "module") if name in options}
+        passed |= {"mask": mask, "is_causal": is_causal}
         return performer_attention_fn(
             call.query,
             key,
             value,
             frequencies=layer.frequencies,
             calibration=layer.calibration,
-            mask=mask,
-            is_causal=is_causal,
             deterministic=True,
             **passed,
         )

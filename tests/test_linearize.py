@@ -239,6 +239,20 @@ def test_what_cannot_be_taken_is_named_and_left():
     assert "linear already" in why(already)
 
 
+def test_layers_in_a_stack_or_not_called_are_left():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def stack(rngs):
+        return nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+
+    model = Model()
+    model.stack, model.spare = stack(nnx.Rngs(0)), Model()
+    _, report = linearize(model, BATCHES[:1], num_features=8)
+    assert list(report.layer_errors()) == ["attention"]
+    assert report.left["spare.attention"] == "not called"
+    assert "nnx.vmap" in report.left["stack"]
+
+
 def test_a_mask_of_another_kind_later_is_an_error():
     batches = [{"x": x, "mask": CAUSAL} for x in BATCHES]
     new, _ = linearize(Model(), batches, num_features=8)

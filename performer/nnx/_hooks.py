@@ -142,7 +142,8 @@ class Recorder(nnx.Module):
     def __call__(self, query, key, value, bias=None, mask=None, **options):
         """What the function returns."""
         bound = self.function.keywords if isinstance(self.function, partial) else {}
-        call = call_of(query, key, **{"bias": bias, "mask": mask} | bound | options)
+        given: dict[str, Any] = {"bias": bias, "mask": mask} | bound | options
+        call = call_of(query, key, **given)
         new = self.record(self.path, call, key)
         if new is not None:
             self.seen = Seen(new if self.seen is None else together(self.seen.get_value(), new))
@@ -249,7 +250,8 @@ def understood(call: Call, key: Array, masks_are_causal: bool) -> tuple[Array | 
     if call.mask is None or call.mask.shape[-2] == 1:
         return call.mask, call.is_causal
     sample, mask = existing(call, key)
-    if not isinstance(call.mask, Tracer) and not is_of_kind(sample, mask, masks_are_causal):
+    assert mask is not None
+    if not isinstance(mask, Tracer) and not is_of_kind(sample, mask, masks_are_causal):
         kind = "causal ones" if masks_are_causal else "those over keys"
         raise ValueError(
             f"the masks of this layer were {kind} when it was measured, and this one is not:"
