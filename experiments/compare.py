@@ -11,8 +11,9 @@ differs. The seeds of a setting are trained at once (`experiments.ensemble`), ea
 device. With --in_turn they are trained one after another, each as `vit.train` does on all devices:
 for what does not fit otherwise, as `--dry_run` of vit.train says. On several hosts each runs the
 same command with --in_turn --distributed; when all is trained, the same command on one host,
-without --distributed, writes the report. The folder receives `report.md`, `report.html` (one file, with its
-figures inside), `results.csv` and the runs; the same command goes on where a stopped one was.
+without --distributed, writes the report. The folder receives `report.md`, `report.html` (one file,
+with its figures inside), `results.csv` and the runs; the same command goes on where a stopped one
+was.
 
     python -m experiments.compare --runs=runs/orf0,runs/orf1,runs/pm0,runs/pm1 --out=results/mine
 
