@@ -1202,9 +1202,9 @@ FAULTS = [
     ),
     Fault(
         "the rate that is logged is that of the next step",
-        "vit/loop.py",
-        "np.asarray(rate(step - 1))",
-        "np.asarray(rate(step))",
+        "vit/progress.py",
+        "np.asarray(self.rate(step - 1))",
+        "np.asarray(self.rate(step))",
         "test_train.py::test_three_steps",
     ),
     Fault(
