@@ -1,6 +1,5 @@
 """Data: the digits, the stream of batches and its position, evaluation of every example once."""
 
-import dataclasses
 import io
 import itertools
 import os
@@ -471,8 +470,7 @@ def test_a_run_reads_training_and_evaluation_in_its_order(every, num_steps, leng
     assert [schedule.at(place) for place in range(schedule.length)] == order
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_reads_the_same_batches_as_training_and_evaluation_alone(digits, workers):
+def test_a_run_reads_the_same_batches_as_training_and_evaluation_alone(digits):
     """By either of two processes, from a place in the middle."""
     section = config.Data(batch_size=100, max_shift=1)
     schedule = data.Schedule(2, 3, data.evaluation_length(digits, section))
@@ -480,8 +478,7 @@ def test_a_run_reads_the_same_batches_as_training_and_evaluation_alone(digits, w
     evaluation = list(data.eval_batches(digits, section, 1, 2))
     want = [*train, *evaluation]
     want[2:2] = evaluation
-    several = dataclasses.replace(section, num_workers=workers)
-    got = data.run_batches(digits, several, 5, schedule, 1, 1, 2)
+    got = data.run_batches(digits, section, 5, schedule, 1, 1, 2)
     for a, b in zip(got, want[1:], strict=True):
         assert set(a) == set(b)
         for name in a:

@@ -116,20 +116,19 @@ def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
 def test_reassessed_labels_of_imagenet(run, tmp_path):
     """Any of several is right, a picture without one does not count; classes go by their names."""
     other = shutil.copytree(run[0], tmp_path / "run")
-    named = {"class_names": list("9876543210")}
+    named = {"class_names": list("jihgfedcba")}
     files.note(other / "task.json", files.noted(other / "task.json") | named)
     names = [f"ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(10)]
     for i, name in enumerate(names):
-        (tmp_path / "raw" / "val" / str(i)).mkdir(parents=True)
-        (tmp_path / "raw" / "train" / str(i)).mkdir(parents=True)
-        Image.fromarray(noise(8, 8, seed=i)).save(tmp_path / f"raw/val/{i}/{name}")
-        Image.fromarray(noise(8, 8, seed=i)).save(tmp_path / f"raw/train/{i}/{name[:5]}.jpg")
+        for split, file in [("val", name), ("train", f"{name[:5]}.jpg")]:
+            folder = tmp_path / "raw" / split / "abcdefghij"[i]
+            folder.mkdir(parents=True)
+            Image.fromarray(noise(8, 8, seed=i)).save(folder / file)
     prepare(tmp_path / "raw", tmp_path, "few")
     fields = {"data.name": "few", "data.dir": str(tmp_path), "data.eval_split": "validation"}
-    said = vit.load(other).predict(
-        [str(tmp_path / f"raw/val/{i}/{n}") for i, n in enumerate(names)]
-    )
-    right = [int(label) for label in said.labels]  # the names of the data's classes are numbers
+    files_of = [tmp_path / "raw" / "val" / c / n for c, n in zip("abcdefghij", names, strict=True)]
+    said = vit.load(other).predict(list(map(str, files_of)))
+    right = ["abcdefghij".index(label) for label in said.labels]
     wrong = [(label + 1) % 10 for label in right]
     labels = [[a] for a in right[:4]] + [[wrong[4], right[4]], [wrong[5]], [], [], [wrong[8]], []]
     real = tmp_path / "real.json"

@@ -1,6 +1,7 @@
 """Dropout whose masks do not depend on how many devices share a batch."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,10 @@ class Dropout(nnx.Dropout):
         """A share `rate` of the inputs becomes 0, the others are divided by 1 - rate."""
         if self.axis_name is None or self.rate == 0.0 or self.deterministic:
             return super().__call__(inputs, **options)
-        rows = len(inputs)
+        rows, rngs = len(inputs), cast(Callable[[], Array], self.rngs)
         shape = [1 if i in self.broadcast_dims else n for i, n in enumerate(inputs.shape)]
         shape[0] = rows * jax.lax.axis_size(self.axis_name)
-        mask = jax.random.bernoulli(self.rngs(), 1 - self.rate, shape)
+        mask = jax.random.bernoulli(rngs(), 1 - self.rate, shape)
         start = rows * jax.lax.axis_index(self.axis_name)
         kept = jax.lax.dynamic_slice_in_dim(mask, start, rows)
         return jnp.where(kept, inputs / (1 - self.rate), jnp.zeros_like(inputs))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from vit import config as configs
-from vit import costs, devices, metrics, safety
+from vit import costs, devices, loggers, metrics, safety
 from vit.display import Display
 from vit.task import Task
 
@@ -25,7 +25,7 @@ class Progress:
     steps_per_epoch: int
     abstract: Any
     """The state, as `steps.Program.abstract`."""
-    write: Callable[[metrics.Record], None]
+    write: loggers.Write
     shown: Display
     start: float
     """When the run began, or would have without its interruptions."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit import files
-from vit.data import Batch, Dataset
+from vit.data import Batch, Dataset, WrongLabelError
 from vit.model import ViT
 from vit.task import Sums
 
@@ -60,7 +60,10 @@ def with_labels(dataset: Dataset, labels: Labels) -> Dataset:
     def blank(*arguments: Any) -> Batch:
         return dataset.blank(*arguments) | row(())
 
-    _place(dataset.evaluation[0], len(labels))  # before anything is compiled
+    try:
+        _place(dataset.evaluation[0], len(labels))
+    except WrongLabelError as error:  # before anything is compiled
+        raise ValueError(f"evaluation record 0 {error}") from None
     return dataset._replace(decode=decode, blank=blank)
 
 
@@ -69,8 +72,8 @@ def _place(record: Any, count: int) -> int:
     name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
     found = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
     if not found or not 1 <= int(found[1]) <= count:
-        raise ValueError(
-            f"a record has the file_name {name!r}, and ReaL labels are of"
+        raise WrongLabelError(
+            f"has the file_name {name!r}, and ReaL labels are of"
             f" ILSVRC2012_val_00000001.JPEG to ..._{count:08d}.JPEG: take the validation split of"
             " ILSVRC2012, as vit.prepare writes it now or TFDS does"
         )

@@ -230,7 +230,7 @@ def _summed(
         model = nnx.merge(graph, nnx.as_pure(params), rest)
         for _, module in nnx.iter_modules(model):
             if isinstance(module, OVER_ROWS):
-                module.axis_name = axis_name
+                module.axis_name = axis_name  # pyright: ignore[reportAttributeAccessIssue]
         (loss, sums), gradients = nnx.value_and_grad(share, has_aux=True)(model, examples)
         rest = nnx.state(model, nnx.Not(nnx.Param))
         return (rest, jax.tree.map(jnp.add, total, (loss, gradients))), sums
