@@ -1,11 +1,13 @@
 """`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
 
+import math
 from functools import partial, reduce
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -261,15 +263,26 @@ def _platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def _devices() -> int:
+    """Those of the mesh in context that batch and heads are split over: its axes are taken for such.
+
+    Inside `jax.shard_map` they are split already, as they are on the axes that it has taken.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
+
+
 def _block_sizes(
     platform: str, implementation: str | None, inputs: Inputs, options: Options
 ) -> tuple[Size, Size]:
-    """Tokens of a chunk and of a block."""
+    """Tokens of a chunk and of a block, on each device."""
     t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
     if implementation == "direct":
         return 2 * (t + s), 2 * (t + s)
     sweeping = options.is_causal or inputs.segment_ids is not None
-    return chunk_and_block(platform, b * k, options.num_features(inputs.frequencies), sweeping)
+    rows = max_dim(b * k // _devices(), 1)
+    return chunk_and_block(platform, rows, options.num_features(inputs.frequencies), sweeping)
 
 
 @partial(jax.jit, static_argnames="options")

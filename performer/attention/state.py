@@ -114,11 +114,13 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     is an operand in its turn.
     """
     wide = float32_or_wider(left, right)
-    narrow = dtype == jnp.bfloat16
-    if not narrow:
-        wide = float32_or_wider(jnp.zeros((), dtype))
-    left, right = left.astype(wide), right.astype(wide)
-    precision = BFLOAT16 if narrow else "highest"
+    if dtype != jnp.bfloat16:
+        left, right = left.astype(dtype), right.astype(dtype)
+        wide, precision = float32_or_wider(left), "highest"
+    else:
+        precision = BFLOAT16
+        if left.dtype != right.dtype:
+            left, right = left.astype(wide), right.astype(wide)
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 
 
@@ -149,14 +151,16 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _over_keys(weights: Array, value: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """s = sum_k f(k), z = sum_k f(k) v(k)."""
-    return jnp.sum(weights, axis=-2), dot("...sm,...sv->...mv", weights, value, dtype)
+    return jnp.sum(weights, axis=-2), dot(
+        "...sm,...sv->...mv", weights.astype(dtype), value.astype(dtype), dtype
+    )
 
 
 @_over_keys.defjvp
 def _(dtype, primals, tangents):
     """What rounding takes from dz, ds has to take from the mean of the values, z / s."""
     (weights, value), (d_weights, d_value) = primals, tangents
-    s, z = _over_keys(weights, value, dtype)
+    s, z = jnp.sum(weights, axis=-2), dot("...sm,...sv->...mv", weights, value, dtype)
     ds = jnp.sum(d_weights, axis=-2)
     mean = z / jnp.where(s == 0, 1.0, s)[..., None] * ds[..., None]
     dz = dot("...sm,...sv->...mv", d_weights, value, dtype) - mean
@@ -219,7 +223,8 @@ def attend(
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
     """o = sum_j a_j z_j / sum_j a_j s_j."""
     denominator = dot("...tm,...m->...t", weights, s, s.dtype)
-    return normalised(dot("...tm,...mv->...tv", weights, z, dtype), denominator)
+    numerator = dot("...tm,...mv->...tv", weights.astype(dtype), z.astype(dtype), dtype)
+    return normalised(numerator, denominator)
 
 
 @_over_features.defjvp
@@ -238,7 +243,8 @@ def _(dtype, primals, tangents):
     change = of_z(d_weights, near) + of_z(weights, d_near)
     of_weights = (of_s(d_weights, s) + of_s(weights, ds))[..., None]
     change -= normalised(of_z(weights, near), denominator) * of_weights
-    return _over_features(*primals, dtype), normalised(rounded(change, dtype), denominator)
+    output = normalised(of_z(weights, z), denominator)
+    return output, normalised(rounded(change, dtype), denominator)
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
