@@ -233,7 +233,7 @@ def attention_weights(
 
 def _with_kernels(inputs: Inputs, options: Options) -> Options:
     """The options for the kernels if they take the call, else as they are, with a warning."""
-    reason, platform = _fused.refused(inputs, options), jax.default_backend()
+    reason, platform = _fused.refused(inputs, options), _platform()
     if reason is not None:
         _fused.warn(f"does not take {reason}: attention is computed without the kernel")
     elif platform != "tpu" and not INTERPRET:
