@@ -107,7 +107,7 @@ def test_trained_queries(kind, tmp_path):
     config = configs.with_values(
         bundled.config("digits"), {"num_epochs": 4, "attention.kind": kind}
     )
-    loop.train(config, str(tmp_path))
+    loop.train(config, tmp_path)
     trained = vit.load(tmp_path)
     images, rng = trained_on(64), np.random.default_rng(0)
     _, passed = trained.model(images)

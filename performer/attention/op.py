@@ -264,7 +264,7 @@ def _platform() -> str:
 
 
 def _devices() -> int:
-    """Those of the mesh in context that batch and heads are split over: its axes are taken for such.
+    """Those of the mesh in context: over its axes batch and heads are taken to be split.
 
     Inside `jax.shard_map` they are split already, as they are on the axes that it has taken.
     """

@@ -124,9 +124,9 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 
 
-def rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """x as a product in `dtype` takes it; linear, so that its transpose rounds gradients."""
-    return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
+def rounded(x: Array) -> Array:
+    """x as a product in bfloat16 takes it; linear, so that its transpose rounds gradients."""
+    return jax.lax.reduce_precision(x, 8, 7)
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
@@ -144,11 +144,11 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
     dtype = operand_dtype(value)
     weights = exponentials(split, maximum[..., None, :])
-    normaliser, numerator = _over_keys(weights, value, dtype)
+    over_keys = _over_keys_narrow if dtype == jnp.bfloat16 else _over_keys
+    normaliser, numerator = over_keys(weights, value, dtype)
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _over_keys(weights: Array, value: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """s = sum_k f(k), z = sum_k f(k) v(k)."""
     return jnp.sum(weights, axis=-2), dot(
@@ -156,7 +156,10 @@ def _over_keys(weights: Array, value: Array, dtype: jnp.dtype) -> tuple[Array, A
     )
 
 
-@_over_keys.defjvp
+_over_keys_narrow = jax.custom_jvp(_over_keys, nondiff_argnums=(2,))
+
+
+@_over_keys_narrow.defjvp
 def _(dtype, primals, tangents):
     """What rounding takes from dz, ds has to take from the mean of the values, z / s."""
     (weights, value), (d_weights, d_value) = primals, tangents
@@ -165,7 +168,7 @@ def _(dtype, primals, tangents):
     mean = z / jnp.where(s == 0, 1.0, s)[..., None] * ds[..., None]
     dz = dot("...sm,...sv->...mv", d_weights, value, dtype) - mean
     dz += dot("...sm,...sv->...mv", weights, d_value, dtype)
-    return (s, z), (ds, rounded(dz, dtype) + mean)
+    return (s, z), (ds, rounded(dz) + mean)
 
 
 def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
@@ -205,7 +208,8 @@ def attend(
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
         weights = exponentials((exponent, factor), maximum)
-        return _over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
+        over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
+        return over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
 
     state = jax.tree.map(flat, state)
     # The g query heads of a key head are rows beside each other: (count, k, b, length g, h).
@@ -219,7 +223,6 @@ def attend(
     return outputs.reshape(b, count * length, k, g, width)[:, :t]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
     """o = sum_j a_j z_j / sum_j a_j s_j."""
     denominator = dot("...tm,...m->...t", weights, s, s.dtype)
@@ -227,7 +230,10 @@ def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Arra
     return normalised(numerator, denominator)
 
 
-@_over_features.defjvp
+_over_features_narrow = jax.custom_jvp(_over_features, nondiff_argnums=(3,))
+
+
+@_over_features_narrow.defjvp
 def _(dtype, primals, tangents):
     """sum_j a_j s_j do = sum_j (z_j - o s_j) da_j + ..., relative to the mean c of the values.
 
@@ -244,7 +250,7 @@ def _(dtype, primals, tangents):
     of_weights = (of_s(d_weights, s) + of_s(weights, ds))[..., None]
     change -= normalised(of_z(weights, near), denominator) * of_weights
     output = normalised(of_z(weights, z), denominator)
-    return output, normalised(rounded(change, dtype), denominator)
+    return output, normalised(rounded(change), denominator)
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
