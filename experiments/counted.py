@@ -129,7 +129,7 @@ def count(function: Callable, *shapes: jax.ShapeDtypeStruct) -> float:
     }
     peak = devices.peak_of(there[0].device_kind)
     assert peak is not None
-    return milliseconds(program.as_text(), found, peak.bandwidth)
+    return milliseconds(program.as_text() or "", found, peak.bandwidth)
 
 
 def dump() -> Path:

@@ -95,6 +95,8 @@ class Attention:
     """"none", "shift", "shift+scale" or "full": running statistics, see `performer.calibration`."""
     redraw_every: int = 0
     """Steps between new draws of the frequencies in training; 0 keeps the first ones."""
+    implementation: str = "xla"
+    """"xla", or "pallas" for the kernels for TPU: compiled and counted, not yet run."""
 
 
 @dataclasses.dataclass
@@ -268,6 +270,7 @@ CHOICES = {
     "model.mlp_init": ("lecun_normal", "xavier_uniform"),
     "optim.loss": ("softmax", "sigmoid"),
     "attention.kind": ("performer", "softmax"),
+    "attention.implementation": ("xla", "pallas"),
     "data.crop": ("center", "inception"),
 }
 
