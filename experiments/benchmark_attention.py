@@ -142,6 +142,47 @@ def races(scale: Scale) -> tuple[list[dict], list[dict]]:
     return rows, times
 
 
+PARTS = {
+    FORWARD: {"projections": 2, "exponentials": 2, "over tokens": 1, "over features": 1},
+    BOTH: {"projections": 6, "exponentials": 4, "over tokens": 2, "over features": 4},
+}
+"""How often attention does what: the backward pass computes features again."""
+
+
+def alone(args: Sequence[jax.Array]) -> dict[str, timing.Program]:
+    """What attention consists of, each by itself, on arrays that lie as it needs them."""
+    query, _, value, frequencies = (x[0].swapaxes(0, 1) if x.ndim == 4 else x for x in args[:4])
+    features = jnp.einsum("nth,mh->ntm", query, frequencies)
+    state = jnp.einsum("ntm,ntv->nmv", features, value)
+    return {
+        "projections": timing.compiled(
+            lambda x, w: jnp.einsum("nth,mh->ntm", x, w), query, frequencies
+        ),
+        "exponentials": timing.compiled(lambda x: jnp.exp(x - 1.0), features),
+        "over tokens": timing.compiled(
+            lambda f, v: jnp.einsum("ntm,ntv->nmv", f, v), features, value
+        ),
+        "over features": timing.compiled(
+            lambda f, z: jnp.einsum("ntm,nmv->ntv", f, z), features, state
+        ),
+    }
+
+
+def parts(scale: Scale) -> list[dict]:
+    """Attention against the sum of its own parts, timed alone in the same turns."""
+    rows = []
+    for full, heads in SIZES:
+        args = inputs(full // scale.divisor, heads)
+        calls = {name: p.call for name, p in alone(args).items()}
+        calls |= {which: program("ours", which, args).call for which in PARTS}
+        best = timing.race(calls, scale.repeats)
+        for which, often in PARTS.items():
+            total = [sum(n * best[name][i] for name, n in often.items()) for i in range(2)]
+            case = f"{which}, N = {full // scale.divisor}, H = {heads}"
+            rows.append(versus("ours / its parts alone", case, best[which], timing.Best(*total)))
+    return rows
+
+
 def layer(scale: Scale) -> dict:
     """Forward and backward pass of a ViT-B/16 layer, all its parameters and its input."""
     batch = max(1, 4 // scale.divisor)
@@ -220,4 +261,4 @@ def tables(scale: Scale) -> Iterator[tuple[str, list[dict]]]:
     """Names and rows of the tables, as they come: all times, then their ratios and what else."""
     rows, times = races(scale)
     yield "times", times
-    yield "summary", [*rows, layer(scale), decoding(scale), *exactness(scale)]
+    yield "summary", [*rows, *parts(scale), layer(scale), decoding(scale), *exactness(scale)]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from experiments import benchmark_kernels
 from experiments.benchmark_attention import Scale
@@ -320,3 +321,27 @@ def test_compiles_for_tpu():
     command = [sys.executable, "-W", "ignore", "-c", COMPILE]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
     assert run.stdout.count("compiled") == 10, run.stderr[-3000:]
+
+
+def test_each_device_has_its_part_of_the_batch(eight_devices):
+    """Under plain jit, the mesh in context; with lengths, and gradients of shared frequencies."""
+    query, key, value, frequencies = inputs(20, 20, n=2, b=8)
+    lengths = jnp.arange(13, 21)
+
+    def gradients_of(*args, implementation=None):
+        function = partial(
+            performer_attention, key_value_seq_lengths=lengths, implementation=implementation
+        )
+        return jax.grad(lambda *x: jnp.sum(function(*x) ** 2), argnums=(0, 1, 2, 3))(*args)
+
+    want = gradients_of(query, key, value, frequencies)
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    tokens = jax.device_put((query, key, value), split)
+    with jax.set_mesh(mesh):
+        program = jax.jit(partial(gradients_of, implementation=PALLAS))
+        got = program(*tokens, jax.device_put(frequencies, NamedSharding(mesh, PartitionSpec())))
+        text = program.lower(*tokens, frequencies).compile().as_text()
+    assert "all-gather" not in text
+    for x, y in zip(got, want, strict=True):
+        assert distance(x, y) < 1e-5

@@ -10,8 +10,9 @@ from attention_inputs import close, inputs
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from performer import calibration, performer_attention
+from performer import calibration, features, performer_attention
 from performer.attention import _sizes, op
+from performer.attention._checks import Inputs, Options
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +158,23 @@ def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
         jax.eval_shape(performer_attention, *inputs())
     jax.eval_shape(performer_attention, *inputs())
     assert platforms == ["tpu", "cpu"]
+
+
+def test_rows_are_those_of_a_device(monkeypatch):
+    """A batch over eight devices has the blocks of an eighth; on a TPU none while features fit."""
+
+    monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 4096})
+
+    def sizes(devices, platform, b, kind=AxisType.Auto):
+        device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+        mesh = AbstractMesh((devices,), ("data",), (kind,), abstract_device=device)
+        given = Inputs(*inputs(b=b, t=16, k=4), *[None] * 8)
+        options = Options(features.positive, 1.0, False, False, None, False)
+        with use_abstract_mesh(mesh):
+            return op._block_sizes(op._platform(), None, given, options)
+
+    m = inputs()[3].shape[-2]
+    assert sizes(1, "cpu", 8)[1] == 4096 // 32
+    assert sizes(8, "cpu", 64) == sizes(1, "cpu", 8) != sizes(1, "cpu", 64)
+    assert sizes(8, "cpu", 8, AxisType.Manual) == sizes(1, "cpu", 8)
+    assert sizes(8, "tpu", 512)[1] * 64 * 4 * m * 4 == pytest.approx(_sizes.BLOCK_BYTES, rel=1e-3)

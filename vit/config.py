@@ -136,6 +136,8 @@ class Attention:
     """Steps between new draws of the frequencies in training; 0 keeps the first ones."""
     exact_layers: str = ""
     """Blocks, counted from 0, as "0,3", whose attention is exact whatever `kind` says."""
+    implementation: str = "xla"
+    """"xla", or "pallas" for the kernels for TPU: compiled and counted, not yet run."""
 
 
 @dataclasses.dataclass
@@ -312,6 +314,7 @@ CHOICES = {
     "model.mlp_init": ("lecun_normal", "xavier_uniform"),
     "optim.loss": ("softmax", "sigmoid"),
     "attention.kind": ("performer", "softmax"),
+    "attention.implementation": ("xla", "pallas"),
     "data.crop": ("center", "inception"),
 }
 

@@ -163,12 +163,11 @@ def plan(
     unmasked, batch = (
         runs.abstract_batch(dataset, config, mesh, mask=mask) for mask in (False, True)
     )
-    with jax.set_mesh(mesh):  # attention reads there for which devices it is compiled
-        gpu = there[0].platform in ("cuda", "gpu")
-        train = compiled(program.train, program.abstract, unmasked, gpu=gpu)
-        parts = config.optim.accumulate  # a loop, which the compiler counts as one turn
-        train = train._replace(operations=parts * train.operations, bytes=parts * train.bytes)
-        evaluate = compiled(program.evaluate, program.abstract, batch, gpu=gpu)
+    gpu = there[0].platform in ("cuda", "gpu")
+    train = compiled(program.train, program.abstract, unmasked, gpu=gpu)
+    parts = config.optim.accumulate  # a loop, which the compiler counts as one turn
+    train = train._replace(operations=parts * train.operations, bytes=parts * train.bytes)
+    evaluate = compiled(program.evaluate, program.abstract, batch, gpu=gpu)
     return Plan(
         there[0].device_kind,
         len(there),

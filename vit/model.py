@@ -170,6 +170,7 @@ class Block(nnx.Module):
                 num_heads=None if attention.share_heads else size.num_heads,
                 redraw_every=attention.redraw_every,
                 calibration=attention.calibration,
+                implementation="pallas" if attention.implementation == "pallas" else None,
                 rngs=rngs,
             )
         model, dtype = config.model, jnp.dtype(config.model.dtype)

@@ -100,12 +100,22 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
         ),
         initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(
-            partial(train_step, config, task, graph, config.seed, mesh=mesh),
+            _on(mesh, partial(train_step, config, task, graph, config.seed, mesh=mesh)),
             donate_argnums=0,
             out_shardings=(shardings, everywhere),
         ),
-        evaluate=jax.jit(partial(eval_step, task, graph), out_shardings=everywhere),
+        evaluate=jax.jit(_on(mesh, partial(eval_step, task, graph)), out_shardings=everywhere),
     )
+
+
+def _on(mesh: Mesh, function: Callable) -> Callable:
+    """With the mesh in context: attention reads there for how many devices of which kind it is."""
+
+    def call(*arguments):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*arguments)
+
+    return call
 
 
 def create(

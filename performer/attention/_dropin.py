@@ -1,6 +1,6 @@
 """What the drop-ins for Flax, nnx and linen, have in common."""
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -26,6 +26,7 @@ def attention_fn(
     is_causal: bool,
     feature_map: str | FeatureMap,
     weights: bool,
+    implementation: Literal["pallas"] | None = None,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and the attention weights if they are wanted.
 
@@ -52,5 +53,7 @@ def attention_fn(
         is_causal=is_causal,
         feature_map=feature_map,
     )
-    output = cast(Array, performer_attention(query, key, value, frequencies, **options))
-    return output, attention_weights(query, key, frequencies, **options) if weights else None
+    output = performer_attention(
+        query, key, value, frequencies, implementation=implementation, **options
+    )
+    return cast(Array, output), attention_weights(query, key, frequencies, **options) if weights else None

@@ -13,9 +13,13 @@ from performer.typing import Size
 CHUNK = {"cpu": 64}
 """Tokens of a causal chunk, by platform; 128 on the others."""
 BLOCK_ROWS = {"cpu": 4096}
-"""Tokens x batch x heads whose features exist at a time, by platform; 2^17 on the others.
+"""Tokens x batch x heads whose features exist at a time, by platform. Measured on two cores."""
+BLOCK_BYTES = 2**29
+"""On the other platforms float32 features of a call take so much, and only what takes more is cut
+into blocks: a thirty-second of the 16 GiB that the smallest devices have. A forward and backward
+pass without blocks needs the features once (measured by what the compiler for TPU v5e allots).
 
-Half as many in a sweep, which holds twice the features. Measured on two cores.
+In a sweep, which holds twice the features, both are half as many.
 """
 
 LANES = 128
@@ -29,9 +33,10 @@ def chunk_and_block(
 ) -> tuple[Size, Size]:
     """Tokens of a causal chunk, and those whose features exist at a time, on a platform.
 
-    They change the result by no more than rounding.
+    `batch_and_heads` are those of one device. They change the result by no more than rounding.
     """
-    rows = BLOCK_ROWS.get(platform, 2**17) // (2 if sweeping else 1)
+    most = BLOCK_ROWS.get(platform, BLOCK_BYTES // 4 // max_dim(num_features, 1))
+    rows = most // (2 if sweeping else 1)
     chunk = CHUNK.get(platform, 128)
     # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
     # themselves if a block has at least m tokens.

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -215,11 +216,14 @@ def performer_attention(
     inputs = check(given, options)
     if implementation == "pallas":
         options = _with_kernels(inputs, options)
-    output, state = _where_it_runs(implementation, inputs, options)
+    if options.kernel is not None and (axes := _axes(inputs)):
+        output, state = _on_each_device(axes, inputs, options), None
+    else:
+        output, state = _where_it_runs(implementation, inputs, options)
     lead = query.shape[:-3]
     if len(lead) != 1:
         output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
-    return (output, state) if return_state else output
+    return cast(Any, (output, state) if return_state else output)
 
 
 def attention_weights(
@@ -251,7 +255,7 @@ def attention_weights(
 
 def _with_kernels(inputs: Inputs, options: Options) -> Options:
     """The options for the kernels if they take the call, else as they are, with a warning."""
-    reason, platform = _fused.refused(inputs, options), jax.default_backend()
+    reason, platform = _fused.refused(inputs, options), _platform()
     if reason is not None:
         _fused.warn(f"does not take {reason}: attention is computed without the kernel")
     elif platform != "tpu" and not INTERPRET:
@@ -281,15 +285,54 @@ def _platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def _devices() -> int:
+    """Those of the mesh in context: over its axes batch and heads are taken to be split.
+
+    Inside `jax.shard_map` they are split already, as they are on the axes that it has taken.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
+
+
+def _axes(inputs: Inputs) -> tuple[str, ...]:
+    """Of the mesh in context, those that split a batch for kernels; none where they cannot."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
+    return axes if _devices() > 1 and inputs.query.shape[0] % _devices() == 0 else ()
+
+
+def _on_each_device(axes: tuple[str, ...], inputs: Inputs, options: Options) -> Array:
+    """Attention by kernels, which no compiler splits: each device has its part of the batch."""
+
+    def spec(x: Array) -> PartitionSpec:
+        return PartitionSpec(axes if x.ndim > 0 and x.shape[0] == len(inputs.query) else None)
+
+    specs = jax.tree.map(lambda _: PartitionSpec(), inputs)
+    of_batch = {
+        name: jax.tree.map(spec, getattr(inputs, name))
+        for name in ("query", "key", "value", "mask", "key_log_weights")
+    }
+    run = jax.shard_map(
+        lambda x: _where_it_runs("pallas", x, options)[0],
+        in_specs=(specs._replace(**of_batch),),
+        out_specs=PartitionSpec(axes),
+        check_vma=not options.interpret,
+    )
+    return run(inputs)
+
+
 def _block_sizes(
     platform: str, implementation: str | None, inputs: Inputs, options: Options
 ) -> tuple[Size, Size]:
-    """Tokens of a chunk and of a block."""
+    """Tokens of a chunk and of a block, on each device."""
     t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
     if implementation == "direct":
         return 2 * (t + s), 2 * (t + s)
     sweeping = options.is_causal or inputs.segment_ids is not None
-    return chunk_and_block(platform, b * k, options.num_features(inputs.frequencies), sweeping)
+    rows = max_dim(b * k // _devices(), 1)
+    return chunk_and_block(platform, rows, options.num_features(inputs.frequencies), sweeping)
 
 
 @partial(jax.jit, static_argnames="options")

@@ -23,6 +23,9 @@ Features = Callable[[Array], Split]
 """Of queries or of keys (k, b, ..., t, h)."""
 
 
+BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
 class Keys(NamedTuple):
     """The keys and what they carry."""
 
@@ -123,16 +126,24 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     """A product of operands in `dtype`, exact whatever the backend's default is.
 
-    In float64 for float64 operands, else in float32.
+    In float64 for float64 operands, else in float32. Operands are rounded within the product alone,
+    by the algorithm that it names: what flows back through it is float32, and is rounded where it
+    is an operand in its turn.
     """
-    left, right = left.astype(dtype), right.astype(dtype)
-    return jnp.einsum(
-        equation,
-        left,
-        right,
-        precision="highest",
-        preferred_element_type=float32_or_wider(left),
-    )
+    wide = float32_or_wider(left, right)
+    if dtype != jnp.bfloat16:
+        left, right = left.astype(dtype), right.astype(dtype)
+        wide, precision = float32_or_wider(left), "highest"
+    else:
+        precision = BFLOAT16
+        if left.dtype != right.dtype:
+            left, right = left.astype(wide), right.astype(wide)
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
+
+
+def rounded(x: Array) -> Array:
+    """x as a product in bfloat16 takes it; linear, so that its transpose rounds gradients."""
+    return jax.lax.reduce_precision(x, 8, 7)
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
@@ -149,10 +160,32 @@ def of_keys(split: Split, value: Float[Array, "..."]) -> State:
     # The maximum cancels, so its gradient is zero.
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
     dtype = operand_dtype(value)
-    weights = exponentials(split, maximum[..., None, :]).astype(dtype)
-    normaliser = jnp.sum(weights, axis=-2, dtype=float32_or_wider(weights))
-    numerator = dot("...sm,...sv->...mv", weights, value, dtype)
+    weights = exponentials(split, maximum[..., None, :])
+    over_keys = _over_keys_narrow if dtype == jnp.bfloat16 else _over_keys
+    normaliser, numerator = over_keys(weights, value, dtype)
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
+
+
+def _over_keys(weights: Array, value: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """s = sum_k f(k), z = sum_k f(k) v(k)."""
+    return jnp.sum(weights, axis=-2), dot(
+        "...sm,...sv->...mv", weights.astype(dtype), value.astype(dtype), dtype
+    )
+
+
+_over_keys_narrow = jax.custom_jvp(_over_keys, nondiff_argnums=(2,))
+
+
+@_over_keys_narrow.defjvp
+def _(dtype, primals, tangents):
+    """What rounding takes from dz, ds has to take from the mean of the values, z / s."""
+    (weights, value), (d_weights, d_value) = primals, tangents
+    s, z = jnp.sum(weights, axis=-2), dot("...sm,...sv->...mv", weights, value, dtype)
+    ds = jnp.sum(d_weights, axis=-2)
+    mean = z / jnp.where(s == 0, 1.0, s)[..., None] * ds[..., None]
+    dz = dot("...sm,...sv->...mv", d_weights, value, dtype) - mean
+    dz += dot("...sm,...sv->...mv", weights, d_value, dtype)
+    return (s, z), (ds, rounded(dz) + mean)
 
 
 def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
@@ -191,10 +224,9 @@ def attend(
         exponent, factor = jax.tree.map(flat, query_map(query))
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
-        weights = exponentials((exponent, factor), maximum).astype(dtype)
-        numerator = dot("...tm,...mv->...tv", weights, state.numerator, dtype)
-        denominator = dot("...tm,...m->...t", weights, state.normaliser, state.normaliser.dtype)
-        return normalised(numerator, denominator)
+        weights = exponentials((exponent, factor), maximum)
+        over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
+        return over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
 
     state = jax.tree.map(flat, state)
     # The g query heads of a key head are rows beside each other: (count, k, b, length g, h).
@@ -206,6 +238,36 @@ def attend(
     width = outputs.shape[-1]
     outputs = outputs.reshape(count, k, b, length, g, width).transpose(2, 0, 3, 1, 4, 5)
     return outputs.reshape(b, count * length, k, g, width)[:, :t]
+
+
+def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
+    """o = sum_j a_j z_j / sum_j a_j s_j."""
+    denominator = dot("...tm,...m->...t", weights, s, s.dtype)
+    numerator = dot("...tm,...mv->...tv", weights.astype(dtype), z.astype(dtype), dtype)
+    return normalised(numerator, denominator)
+
+
+_over_features_narrow = jax.custom_jvp(_over_features, nondiff_argnums=(3,))
+
+
+@_over_features_narrow.defjvp
+def _(dtype, primals, tangents):
+    """sum_j a_j s_j do = sum_j (z_j - o s_j) da_j + ..., relative to the mean c of the values.
+
+    So that o and all z_j are rounded where they are small, and what multiplies them only once.
+    """
+    (weights, s, z), (d_weights, ds, dz) = primals, tangents
+    total = jnp.sum(s, axis=-1)[..., None]
+    mean = (jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total))[..., None, :]
+    near, d_near = z - mean * s[..., None], dz - mean * ds[..., None]
+    of_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
+    of_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
+    denominator = of_s(weights, s)
+    change = of_z(d_weights, near) + of_z(weights, d_near)
+    of_weights = (of_s(d_weights, s) + of_s(weights, ds))[..., None]
+    change -= normalised(of_z(weights, near), denominator) * of_weights
+    output = normalised(of_z(weights, z), denominator)
+    return output, normalised(rounded(change), denominator)
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:

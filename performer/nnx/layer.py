@@ -1,6 +1,6 @@
 """The drop-in attention for today's Flax (nnx)."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ class PerformerAttention(nnx.Module):
             a model that learns fast: 0.9 trained better than 0.99.
         num_queries: so many queries of each sequence are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
+        implementation: "pallas" for the kernels for TPU, as in `performer.performer_attention`.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
             sharded batches they are means over all devices without it.
         rngs: random streams; `frequencies` is used, or the default one.
@@ -86,6 +87,7 @@ class PerformerAttention(nnx.Module):
         momentum: float = 0.9,
         num_queries: int = 64,
         use_running_average: bool = False,
+        implementation: Literal["pallas"] | None = None,
         axis_name: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -93,6 +95,7 @@ class PerformerAttention(nnx.Module):
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
         self.feature_map = features.get(feature_map)
         self.coupling, self.redraw_every = coupling, redraw_every
+        self.implementation = implementation
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
@@ -185,6 +188,7 @@ class PerformerAttention(nnx.Module):
             is_causal=is_causal,
             feature_map=self.feature_map,
             weights=module is not None,
+            implementation=self.implementation,
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)

@@ -1,0 +1,128 @@
+"""Gradients of bfloat16 inputs, against float64, where products round what they multiply.
+
+A CPU takes operands as they are, whatever algorithm a product names. So the programs are
+interpreted here as a matrix unit runs them, with each operand rounded to bfloat16.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core.primitives import dot_general_p
+
+import vit
+from performer import performer_attention
+from performer.attention.state import BFLOAT16
+from vit import bundled, loop
+from vit import config as configs
+
+INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
+
+
+def as_on_a_matrix_unit(function, *args):
+    """function(*args), every product that names `BFLOAT16` of rounded operands."""
+    closed = jax.make_jaxpr(function)(*args)
+    return jax.jit(partial(evaluated, closed.jaxpr))(closed.consts, *jax.tree.leaves(args))
+
+
+def evaluated(jaxpr, consts, *args):
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for equation in jaxpr.eqns:
+        values = [x.val if hasattr(x, "val") else known[x] for x in equation.invars]
+        params = dict(equation.params)
+        inner = next((params[name] for name in INNER if name in params), None)
+        if inner is not None:
+            out = evaluated(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *values)
+        else:
+            if equation.primitive is dot_general_p and params["precision"] == BFLOAT16:
+                values = [jax.lax.reduce_precision(x, 8, 7) for x in values]
+                params["precision"] = HIGHEST
+            out = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
+        out = out if equation.primitive.multiple_results else [out]
+        known |= dict(zip(equation.outvars, out, strict=True))
+    return [x.val if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+
+
+def plain(query, key, value, frequencies):
+    """Pair by pair: softmax over the keys of log sum_j e^{w_j.q + w_j.k - |k|^2 / 2}, of v."""
+    query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
+    of_query = jnp.einsum("bthd,hmd->bhtm", query, frequencies)
+    of_key = jnp.einsum("bthd,hmd->bhtm", key, frequencies)
+    of_key -= jnp.sum(key**2, axis=-1).swapaxes(1, 2)[..., None] / 2
+    pairs = jax.nn.logsumexp(of_query[:, :, :, None] + of_key[:, :, None], axis=-1)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(pairs, axis=-1), value)
+
+
+def softmax(query, key, value):
+    pairs = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(pairs, axis=-1), value)
+
+
+def errors(query, key, value, frequencies, gradient):
+    """Of the gradients of queries, keys and values; ours, and those of softmax attention."""
+    tokens = [jnp.asarray(x, jnp.bfloat16) for x in (query, key, value)]
+    gradient = jnp.asarray(gradient, jnp.bfloat16)
+    root = query.shape[-1] ** -0.25
+    given = (frequencies * root).astype(jnp.bfloat16).astype(np.float32) / np.float32(root)
+
+    def gradients(function, tokens, gradient):
+        return jax.vjp(function, *tokens)[1](gradient)
+
+    def distance(function, exact):
+        got = as_on_a_matrix_unit(partial(gradients, function), tokens, gradient)
+        with jax.enable_x64(True):
+            wide = [x.astype(jnp.float64) for x in (*tokens, gradient)]
+            want = jax.jit(partial(gradients, exact))(wide[:3], wide[3])
+        return [
+            float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
+            for x, y in zip(got, map(np.asarray, want), strict=True)
+        ]
+
+    ours = partial(performer_attention, frequencies=jnp.asarray(given), implementation="direct")
+    with jax.enable_x64(True):
+        wide = jnp.asarray(given, jnp.float64)
+    return (
+        distance(ours, partial(plain, frequencies=wide)),
+        distance(jax.nn.dot_product_attention, softmax),
+    )
+
+
+@pytest.mark.parametrize("mean", [0, 3])
+def test_random_queries(mean):
+    """At most 1.5 times softmax attention's own; with a mean of the values, less than these."""
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((4, 1, 100, 2, 64))
+    tokens[2] += mean * rng.standard_normal((2, 64))
+    ours, exact = errors(*tokens[:3], rng.standard_normal((2, 128, 64)), tokens[3])
+    assert max(ours) < (1.5 if mean == 0 else 1.0) * max(exact)
+
+
+@pytest.mark.slow  # trains
+@pytest.mark.parametrize("kind", ["softmax", "performer"])
+def test_trained_queries(kind, tmp_path):
+    """Of every layer of a model of the digits, for the gradients that reach them."""
+    config = configs.with_values(
+        bundled.config("digits"), {"num_epochs": 4, "attention.kind": kind}
+    )
+    loop.train(config, tmp_path)
+    trained = vit.load(tmp_path)
+    images, rng = trained_on(64), np.random.default_rng(0)
+    _, passed = trained.model(images)
+    for i, block in enumerate(trained.model.blocks):
+        x = passed[f"block{i:02d}/attention_input"]
+        layer = block.attention
+        query, key, value = (np.asarray(f(x)) for f in (layer.query, layer.key, layer.value))
+        frequencies = rng.standard_normal((query.shape[2], 32, query.shape[3]))
+        gradient = rng.standard_normal(value.shape)
+        ours, exact = errors(query, key, value, frequencies, gradient)
+        print(kind, i, ours, exact)
+        assert max(ours) < 1.75 * max(exact)
+
+
+def trained_on(number):
+    from sklearn.datasets import load_digits
+
+    return jnp.asarray(load_digits().images[:number, :, :, None] * 16, jnp.float32)
