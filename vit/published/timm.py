@@ -52,7 +52,7 @@ POOLING = {"token": "token", "avg": "mean", "map": "attention"}
 TANH = r".*(patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_siglip|giantopt).*"
 """Architectures with `act_layer='gelu_tanh'`: SigLIP's others have the exact GELU in timm."""
 
-HEADS = {"giantopt": 16}
+HEADS = {"giantopt": 16, "vit_base_patch16_gap": 16, "test_vit3": 3, "test_vit4": 3, "test_vit": 2}
 """Architectures whose heads have another width than others of their width."""
 
 
