@@ -10,8 +10,8 @@ traffic, collectives, and the roof, images a second if what bounds it were all. 
 half a minute to ten, B/16 some 330 CPU seconds. The compiler of GPUs counts memory alone.
 
 `lengths`: milliseconds of attention alone on one TPU v5e, bfloat16, 12 heads of 64, m = 128, from
-197 to 16,384 tokens, up to 16,384 of them in all; and where the lines cross. `experiments.counted` says
-how they are counted.
+197 to 16,384 tokens, up to 16,384 of them in all; and where the lines cross.
+`experiments.counted` says how they are counted.
 
 Each row is written as soon as it is known, and a row that is there is not compiled again: the same
 command goes on. Writes steps and lengths, csv and md, and lengths.png to --out. Needs libtpu, and

@@ -1,4 +1,4 @@
-"""Milliseconds counted in compiled text, and a table that goes on; no compiler of TPUs is needed."""
+"""Milliseconds counted in compiled text, and a table that goes on; no compiler of TPUs."""
 
 import pytest
 

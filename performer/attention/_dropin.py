@@ -56,4 +56,6 @@ def attention_fn(
     output = performer_attention(
         query, key, value, frequencies, implementation=implementation, **options
     )
-    return cast(Array, output), attention_weights(query, key, frequencies, **options) if weights else None
+    return cast(Array, output), attention_weights(
+        query, key, frequencies, **options
+    ) if weights else None

@@ -131,8 +131,9 @@ def performer_attention(
             lengths, log-weights, calibration and grouped heads, in float32 or bfloat16, for widths
             and numbers of features that 16 divides. What it does not take, and what is compiled for
             anything but a TPU, is computed without it, and a warning says so once. It has first
-            gradients in reverse mode alone; on several devices it needs `jax.shard_map`, and
-            `jax.export` one platform at a time.
+            gradients in reverse mode alone. On several devices each takes its part of the batch if
+            the mesh is in context (`jax.set_mesh`, with axes of type Auto) and its size divides the
+            batch; else use `jax.shard_map`. `jax.export` takes one platform at a time.
         initial_state: the state of keys that came before, from `return_state`.
         return_state: also return the state after all keys, for the next call.
         axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:

@@ -95,7 +95,7 @@ class PerformerAttention(nnx.Module):
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
         self.feature_map = features.get(feature_map)
         self.coupling, self.redraw_every = coupling, redraw_every
-        self.implementation = implementation
+        self.implementation: Literal["pallas"] | None = implementation
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
