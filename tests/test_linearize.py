@@ -81,6 +81,11 @@ def test_a_layer_is_the_op_on_its_queries_and_keys(options):
     assert model.attention.attention_fn is nnx.dot_product_attention
 
 
+def test_bfloat16_is_measured_in_float32():
+    layer = measure(Model(dtype=jnp.bfloat16), BATCHES[:1]).layers[0]
+    assert {x.dtype for x in (layer.moments, *layer.sample[:2])} == {jnp.dtype("float32")}
+
+
 def test_cross_attention():
     others = jax.random.normal(jax.random.key(1), (2, B, T + 3, WIDTH))
     model = Model()

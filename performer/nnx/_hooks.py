@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 from performer.calibration import pair_moments
 from performer.nnx.layer import PerformerAttention
 from performer.refinement import Sample
+from performer.typing import float32_or_wider
 
 EXACT = (nnx.dot_product_attention, jax.nn.dot_product_attention)
 EXAMPLES = 8
@@ -189,7 +190,8 @@ def existing(call: Call, key: Array) -> tuple[Sample, Array | None]:
     key does.
     """
     lead, (t, s) = call.query.shape[:-3], (call.query.shape[-3], key.shape[-3])
-    query, key = (x.reshape(-1, *x.shape[-3:]) for x in (call.query, key))
+    dtype = float32_or_wider(call.query, key)
+    query, key = (x.reshape(-1, *x.shape[-3:]).astype(dtype) for x in (call.query, key))
     sample, mask = Sample.of(query, key), call.mask
     if mask is None:
         return sample, None
