@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.small import SHALLOW, small_config
@@ -64,6 +65,25 @@ def test_what_a_device_has_decides(plan):
     found = json.loads(dry_run.as_json(exact))
     assert found["fits"] is True
     assert found["train"]["memory"]["in all"] == plan.train.memory["in all"]
+
+
+def test_a_compiler_that_finds_no_room_says_what_to_change():
+    """Those of accelerators do not compile such a program."""
+
+    class Step:
+        __name__ = "train_step"
+
+        def lower(self, *_):
+            return self
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: E1000: Ran out of memory (19.29G of 15.75G). HLO module: x."
+            )
+
+    message = r"train_step does not fit: take .*accumulate.* The compiler: .*19.29G of 15.75G\)$"
+    with pytest.raises(ValueError, match=message):
+        dry_run.compiled(Step(), gpu=False)
 
 
 def test_collectives_of_a_program_by_kind_and_bytes():

@@ -47,6 +47,12 @@ COLLECTIVES = (
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
+ADVICE = (
+    "take a smaller config.data.batch_size, more devices, a larger config.fsdp (parameters and"
+    " moments are parted), config.optim.accumulate (a batch in parts), or config.model.remat=true"
+)
+
+
 class Cost(NamedTuple):
     """Of one call of a program, on each device."""
 
@@ -188,7 +194,15 @@ def plan(
 def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
     """What a program costs."""
     start = time.perf_counter()
-    program = function.lower(*arguments).compile()
+    try:
+        program = function.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = " ".join(str(error).split(". HLO module")[0].split())
+        raise ValueError(
+            f"{function.__name__} does not fit: {ADVICE}. The compiler: {said}"
+        ) from error
     seconds, counted = time.perf_counter() - start, program.cost_analysis() or {}
     if gpu:  # of its libraries' kernels it knows nothing
         counted = {}
@@ -249,13 +263,7 @@ def text(plan: Plan) -> str:
             f" ({', '.join(f'{k} {1e3 * v:,.2f} ms' for k, v in plan.roof.items())})"
         )
     if plan.fits is not None:
-        lines.append(
-            "fits"
-            if plan.fits
-            else "does not fit: take a smaller config.data.batch_size, more devices, a larger"
-            " config.fsdp (parameters and moments are parted), config.optim.accumulate (a batch in"
-            " parts), or config.model.remat=true"
-        )
+        lines.append("fits" if plan.fits else f"does not fit: {ADVICE}")
     return "\n".join(lines)
 
 

@@ -6,8 +6,10 @@ what the other configs of ImageNet have: mixup, RandAugment, dropout, calibrated
 parameters split over two devices.
 
     python -m experiments.rehearsal --out=results/rehearsal
+    python -m vit.train --config=imagenet_rehearsal --workdir=runs/rehearsal \\
+        --config.data.dir=results/rehearsal/data       # one of its processes, alone
 
-Machine: two cores; some ten minutes. It says that nothing breaks, and nothing of accuracy.
+Machine: a CPU. It says that nothing breaks, and nothing of accuracy.
 """
 
 import dataclasses

@@ -20,7 +20,9 @@ Left open, and what was chosen:
                                   epsilon among them
 
 Machine: 8 devices with 80 GB, by arithmetic: in four parts of 128 images a device, 276 MiB each,
-37 GB and 2 of parameters and moments (docs/howto/imagenet.md; not yet compiled for that machine).
+37 GB and 2 of parameters and moments (docs/howto/imagenet.md; not compiled for that machine). TPU
+v5e:4x4, sixteen devices with 16 GB, is too small for four parts, as that of
+`imagenet_scenic`, which has the same shapes, says: it asks for 19.3 GB.
 
 Expected: the paper prints curves (Fig. 9) and one figure, that SimRF ends with an accuracy 0.5%
 above that of ORF on ImageNet; it gives no accuracies. (Its "100K test set" is not ILSVRC2012's
