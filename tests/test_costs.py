@@ -24,13 +24,16 @@ def abstract(settings, channels):
         ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
         ("performer", {"pooling": "mean"}),
         ("performer", {"pooling": "token+mean", "pre_logits": True}),
+        ("performer", {"pooling": "mean", "exact_layers": "1,3"}),
     ],
 )
 def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
+    options = dict(options)
+    exact = options.pop("exact_layers", "")
     settings = small_config(
         model=config.Model("XS/4", **options),
-        attention=config.Attention(kind, num_features=256),
+        attention=config.Attention(kind, num_features=256, exact_layers=exact),
         data=config.Data(image_size=64),
     )
     graph, state = nnx.split(abstract(settings, channels=3))

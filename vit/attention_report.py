@@ -21,6 +21,10 @@ from vit.task import Task
 __getattr__ = moved(__name__, projections="vit.classification.projections")
 
 
+ERRORS = ("attention error", "standard error", "output error", "row sum error")
+"""Those of an estimate, beside those of uniform attention."""
+
+
 def calibration(attention_fn: Any) -> Calibration | None:
     """Of a layer of attention, if it has one."""
     return attention_fn.calibration if isinstance(attention_fn, PerformerAttention) else None
@@ -37,7 +41,8 @@ def rows(
 ) -> list[metrics.Record]:
     """One record for each layer and head: errors, means over the examples.
 
-    Each query is compared over all keys, also those that causal attention would hide.
+    Beside layers with random features exact ones have errors of 0. Each query is compared over all
+    keys, also those that causal attention would hide.
 
     Args:
         task: of the model.
@@ -51,7 +56,7 @@ def rows(
         ValueError: when the task says nothing of attention, or for an unknown coupling.
     """
     layers, triples = task.layers(model), nnx.jit(task.projections)(model, batch)
-    records = []
+    records, linear = [], [isinstance(x.attention_fn, PerformerAttention) for x in layers]
     for number, (layer, (query, key, value)) in enumerate(zip(layers, triples, strict=True)):
         error = attention_error(
             query,
@@ -86,6 +91,8 @@ def rows(
                     "(|q|^2 + |k|^2) / 2": float(squared_length[head] / 2 / key.shape[-1] ** 0.5),
                 }
             )
+            if any(linear) and not linear[number]:
+                records[-1] |= dict.fromkeys(ERRORS, 0.0) | {"worse than uniform": False}
     return records
 
 
