@@ -147,7 +147,7 @@ def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
         errors = [float(row[f"error layer {i}"]) for i in range(2)]
         assert (errors[exact] == 0) == (row["calibration"] == "full" or errors[1 - exact] > 0)
     assert evaluate.evaluate_run(out)["step"] == 0
-    evaluate.report_attention(out, out / "own", images=2, draws=2)
+    evaluate.report_attention(out, out / "own", images=2, draws=3)
     with (out / "own.csv").open() as file:
         for row in csv.DictReader(file):
             assert (float(row["attention error"]) == 0) == (int(row["layer"]) == exact)
