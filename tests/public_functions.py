@@ -19,7 +19,7 @@ import networkx
 import numpy as np
 import optax
 import scipy.sparse
-from flax import nnx
+from flax import linen, nnx
 
 import performer
 import performer.linen
@@ -379,12 +379,27 @@ def flax_model() -> nnx.Module:
     return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
 
 
+def linen_model(x):
+    module = linen.MultiHeadDotProductAttention(num_heads=2)
+    variables = module.init(jax.random.key(0), x(2, 5, 8))
+    layers, _ = performer.linen.linearize(module, variables, [x(2, 5, 8)], num_features=M)
+    return module, variables, layers
+
+
+def linen_output(x):
+    module, variables, layers = linen_model(x)
+    with performer.linen.linearized(layers):
+        return module.apply(variables, x(2, 5, 8))
+
+
 rows(
     "numpy",
     {
         "nnx.linearize": lambda x: nnx.state(
             performer.nnx.linearize(flax_model(), [x(2, 5, 8)], num_features=M)[0]
         ),
+        "linen.linearize": lambda x: [y.frequencies for y in linen_model(x)[2].values()],
+        "linen.linearized": lambda x: linen_output(x),
         "nnx.measure": lambda x: performer.nnx.measure(flax_model(), [x(2, 5, 8)]).layers[0][1:3],
     },
     host=True,
@@ -464,6 +479,12 @@ rows(
         ),
         "calibration.for_heads": lambda x: calibration.for_heads(
             calibration.fit(moments(x), "shift"), 4
+        ),
+        "calibration.transform_queries": lambda x: calibration.transform_queries(
+            calibration.fit(moments(x), "full"), x(2, 5, 2, D)
+        ),
+        "calibration.log_determinant": lambda x: calibration.log_determinant(
+            x(2, D, D) @ x(2, D, D).mT + jnp.eye(D, dtype=x(1).dtype)[None]
         ),
         "calibration.transform_keys": lambda x: calibration.transform_keys(
             calibration.fit(moments(x), "full"), x(2, 5, 2, D)

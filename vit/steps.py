@@ -108,13 +108,14 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
     )
 
 
-def _on(mesh: Mesh, function: Callable) -> Callable:
+def _on(mesh: Mesh, function: partial) -> Callable:
     """With the mesh in context: attention reads there for how many devices of which kind it is."""
 
     def call(*arguments):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(*arguments)
 
+    call.__name__ = function.func.__name__
     return call
 
 
