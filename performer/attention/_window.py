@@ -15,7 +15,7 @@ query's half norm, 1 / m, and the determinant of a calibration.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def attention(
     place = jnp.arange(t) - begin
     others = _without_first(keys, place, options)
     if axis_name is not None:
-        rows = _over_devices(maps, query, others, nothing, options)
+        rows = _over_devices(maps, query, others, nothing, axis_name, options)
     else:
         ends = nothing, None if options.is_causal else nothing
         rows, _ = _near_and_far(maps, query, others, others, segments, ends, options)
@@ -135,9 +135,11 @@ def stream(
     return ratio(rows), WindowState(after, near, first, state.position + t)
 
 
-def _over_devices(maps, query, keys: Keys, nothing: State, options: Options) -> Rows:
+def _over_devices(
+    maps, query, keys: Keys, nothing: State, axis_name: str, options: Options
+) -> Rows:
     """With the chunks of the neighbours beside those of this device."""
-    w, t, axis_name = options.exact_window, query.shape[1], options.axis_name
+    w, t = options.exact_window, query.shape[1]
     sides = (w, 0 if options.is_causal else w)
     around = beside(extended(keys, *sides), *sides, axis_name)
 
@@ -193,9 +195,8 @@ def _near_and_far(
     queries = queries.reshape(*queries.shape[:4], g * w, query.shape[-1])
     xs = queries, *(jax.tree.map(heads_first, tuple(far)),), ids
     keys_of_near = jax.tree.map(partial(heads_first, sides=sides), tuple(around))
-    start, end = (
-        None if x is None else _carry(x, ids, i) for i, x in zip((0, -1), ends, strict=True)
-    )
+    start = _carry(ends[0], ids, 0)
+    end = None if ends[1] is None else _carry(ends[1], ids, -1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(carry, xs):
@@ -273,7 +274,7 @@ def _rows_of_block(query_map, query, near, ids, parts, groups: int, options: Opt
     far = []
     for state, number in parts:
         towards = exponent + state.maximum[..., None, :]
-        if number is not None:
+        if ids is not None and number is not None:
             same = jnp.tile(ids[0] == number[..., None], groups)
             towards = jnp.where(same[..., None], towards, -jnp.inf)
         far.append(towards)
@@ -316,7 +317,7 @@ def _exact(query: Array, keys: Keys, allowed: Bool[Array, "*b t f"] | None, opti
     """Rows of all queries with a few keys, (b, f, k, .) or those of each query, (b, t, f, k, .)."""
     of = "btskh" if keys.key.ndim == 5 else "bskh"
     logits = dot(f"btkgh,{of}->btkgs", query, keys.key, query.dtype) * options.scale
-    log_weights = jnp.swapaxes(keys.log_weights, -1, -2)[..., :, None, :]
+    log_weights = jnp.swapaxes(cast(Array, keys.log_weights), -1, -2)[..., :, None, :]
     logits = logits + (log_weights if keys.key.ndim == 5 else log_weights[:, None])
     if allowed is not None:
         logits = jnp.where(allowed[:, :, None, None], logits, -jnp.inf)
@@ -395,12 +396,13 @@ def _taken(keys: Keys, index: Int[Array, "b i"]) -> Keys:
 
 def _where(exists: Bool[Array, "#b s"] | bool, keys: Keys) -> Keys:
     exists = jnp.broadcast_to(jnp.asarray(exists), keys.key.shape[:2])[..., None]
-    return keys._replace(log_weights=jnp.where(exists, keys.log_weights, -jnp.inf))
+    log_weights = cast(Array, keys.log_weights)
+    return keys._replace(log_weights=jnp.where(exists, log_weights, -jnp.inf))
 
 
 def _either(left: Keys, right: Keys) -> Keys:
     """The left keys where there are any."""
-    exists = ~jnp.isneginf(left.log_weights)
+    exists = ~jnp.isneginf(cast(Array, left.log_weights))
 
     def choose(x, y):
         return jnp.where(exists if x.ndim == 3 else exists[..., None], x, y)

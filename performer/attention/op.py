@@ -386,6 +386,7 @@ def _sums(arguments: Arguments, segments, state: State | WindowState | None, opt
     if options.exact_window:
         output, state = _with_window(maps, query, keys, segments, state, nothing, options)
         return output.reshape(b, t, n, v), state
+    assert not isinstance(state, WindowState)
     state = nothing if state is None else state
     if options.axis_name is not None:
         exchange = earlier_devices if options.is_causal else over_devices
@@ -438,7 +439,7 @@ def _transformed(query, key, inputs: Inputs, options: Options):
         # e^{q.k} itself needs the queries, and so does their half norm.
         query = transform_queries(calibration, query)
         of_query = of_key
-    if options.exact_window and calibration.root is not None:
+    if options.exact_window and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
     both = [x for x in (of_features, tilt) if x is not None]
     of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
