@@ -103,7 +103,10 @@ def test_random_queries(mean):
 @pytest.mark.slow  # trains
 @pytest.mark.parametrize("kind", ["softmax", "performer"])
 def test_trained_queries(kind, tmp_path):
-    """Of every layer of a model of the digits, for the gradients that reach them."""
+    """Of every layer of a model of the digits: two roundings to bfloat16, and no sum of many.
+
+    Softmax attention's own gradients are better, by up to a factor of two.
+    """
     config = configs.with_values(
         bundled.config("digits"), {"num_epochs": 4, "attention.kind": kind}
     )
@@ -119,7 +122,7 @@ def test_trained_queries(kind, tmp_path):
         gradient = rng.standard_normal(value.shape)
         ours, exact = errors(query, key, value, frequencies, gradient)
         print(kind, i, ours, exact)
-        assert max(ours) < 1.75 * max(exact)
+        assert max(ours) < 2 * 2.0**-8
 
 
 def trained_on(number):
