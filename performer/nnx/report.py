@@ -12,16 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from performer.attention import attention_weights
 from performer.calibration import Calibration
-from performer.refinement import Sample, performer_estimate, softmax_attention, squared
+from performer.nnx.layer import NO_WINDOW, Window
+from performer.refinement import Sample, softmax_attention, squared
 
 
-@partial(jax.jit, static_argnames="is_causal")
+@partial(jax.jit, static_argnames=("is_causal", "window"))
 def head_errors(
     sample: Sample,
     frequencies: Float[Array, "k m h"],
     calibration: Calibration | None,
     is_causal: bool = False,
+    window: Window = NO_WINDOW,
 ) -> dict[str, Float[Array, " n"]]:
     """By name a number for each head, of one layer; sums and means over what exists.
 
@@ -30,7 +33,14 @@ def head_errors(
     the mean entropy of a row of A.
     """
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = performer_estimate(frequencies, calibration, sample, is_causal)
+    estimate = attention_weights(
+        *sample[:2],
+        frequencies,
+        calibration=calibration,
+        mask=sample.keys[:, None, None],
+        is_causal=is_causal,
+        **window._asdict(),
+    )
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
     return {
         "attention error": squared(estimate, exact, pairs),
