@@ -25,15 +25,16 @@ def abstract(settings, channels):
         ("performer", {"pooling": "mean"}),
         ("performer", {"pooling": "token+mean", "pre_logits": True}),
         ("performer", {"pooling": "mean", "exact_layers": "1,3"}),
+        ("performer", {"pooling": "mean", "exact_window": 32}),
     ],
 )
 def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
     options = dict(options)
-    exact = options.pop("exact_layers", "")
+    own = {name: options.pop(name) for name in ("exact_layers", "exact_window") if name in options}
     settings = small_config(
         model=config.Model("XS/4", **options),
-        attention=config.Attention(kind, num_features=256, exact_layers=exact),
+        attention=config.Attention(kind, num_features=256, **own),
         data=config.Data(image_size=64),
     )
     graph, state = nnx.split(abstract(settings, channels=3))
