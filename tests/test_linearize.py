@@ -319,9 +319,12 @@ def test_the_original_and_its_arrays_stay():
 def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
     model = Stack()
     x = jax.random.normal(jax.random.key(5), (4, 16, T, WIDTH)) * jnp.linspace(3, 0.2, WIDTH)
-    plain, refined = (linearize(model, list(x), num_features=8, refine_steps=n)[1] for n in (0, 60))
-    for path, error in refined.layer_errors().items():
-        assert error < 0.7 * plain.layer_errors()[path]
+    for window in ({}, {"exact_window": 1}):
+        plain, refined = (
+            linearize(model, list(x), num_features=8, refine_steps=n, **window)[1] for n in (0, 60)
+        )
+        for path, error in refined.layer_errors().items():
+            assert error < 0.7 * plain.layer_errors()[path]
     with pytest.raises(ValueError, match="these can be read only once"):
         linearize(model, iter(x), refine_steps=1)
 

@@ -84,7 +84,7 @@ def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
 def _last(mask: ArrayLike, key: Float[Array, "*b s k h"]) -> Bool[Array, "*b s 1 1"]:
     """True for the last key that exists."""
     lead, s = key.shape[:-3], key.shape[-3]
-    exists = key_mask(mask, None, lead, key.reshape(-1, *key.shape[-3:]))
+    exists = cast(Array, key_mask(mask, None, lead, key.reshape(-1, *key.shape[-3:])))
     index = jnp.arange(s)
     last = jnp.max(jnp.where(exists, index, -1), axis=-1, keepdims=True)
     return (index == last).reshape(*lead, s, 1, 1)

@@ -13,8 +13,8 @@ from performer import calibration as calibrations
 from performer import couplings
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
-from performer.nnx.report import Report, head_errors, rows_of
-from performer.refinement import Sample, refine
+from performer.nnx.report import Report, estimate_with, head_errors, rows_of
+from performer.refinement import Sample, transfer
 from performer.typing import Coupling
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -317,8 +317,9 @@ def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Ar
 
 
 def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
-    """Moves its frequencies."""
-    attention.frequencies[...] = refine(
+    """Moves its frequencies, towards lower errors with its window."""
+    attention.frequencies[...] = transfer(
+        estimate_with(attention.window),
         attention.frequencies[...],
         attention.calibration,
         sample,
