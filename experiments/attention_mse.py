@@ -212,6 +212,7 @@ def main(_: list[str]) -> None:
                 target = f"{workdir.name}_{name or 'own'}".replace("*", "_")
                 target += "" if window is None else f"_window{window}"
                 options: Any = dict(coupling=name, num_features=m, draws=draws, exact_window=window)
+                print("" if window is None else f"exact_window={window}\n")
                 print(report_attention(workdir, out / target, **options))
             return
         if "figure7" in _PARTS.value:

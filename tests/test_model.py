@@ -98,7 +98,7 @@ def test_performer_with_many_features_is_the_softmax_twin():
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 8), (1, 6), (3, 5), (7, 7), (14, 14)])
 def test_the_z_order_curve_is_that_of_interleaved_bits(rows, columns):
-    """By strings of digits; every place once; where all of it is there, 16 in a row are a square."""
+    """By strings of digits; every place once; of a whole one 16 in a row are a square."""
     order = z_order(rows, columns)
     np.testing.assert_array_equal(np.sort(order), np.arange(rows * columns))
     pairs = [divmod(int(place), columns) for place in order]
@@ -110,7 +110,7 @@ def test_the_z_order_curve_is_that_of_interleaved_bits(rows, columns):
 
 
 KINDS = {
-    "token": config.Model("XS/2", pooling="token"),
+    "token": config.Model("XS/1", pooling="token"),
     "mean": config.Model("XS/2", pooling="mean", position="sincos"),
     "attention": config.Model("XS/2", pooling="attention"),
     "registers": config.Model("XS/2", pooling="token+mean", registers=2),
@@ -120,13 +120,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
     """Logits and what the head reads, of images of patches that all differ."""
-    outputs, order = [], z_order(4, 4)
+    outputs, side = [], 8 // KINDS[kind].patch_size
+    order = z_order(side, side)
     for window in (0, 4):
         attention = config.Attention(kind="softmax", exact_window=window)
         model = vit(model=KINDS[kind], attention=attention)
         model.head.kernel[...] = jax.random.normal(jax.random.key(0), model.head.kernel.shape)
         outputs.append(forward(model))
-        np.testing.assert_array_equal(model.order, order if window else np.arange(16))
+        np.testing.assert_array_equal(model.order, order if window else np.arange(side**2))
     (logits, plain), (same, ordered) = outputs
     np.testing.assert_allclose(same, logits, rtol=1e-4, atol=1e-4)
     prefix = KINDS[kind].num_prefix
@@ -136,12 +137,12 @@ def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
 
 
 def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way():
-    """17 and 19 tokens; class token and registers are exact for all."""
+    """65 and 19 tokens; class token and registers are exact for all."""
     for kind in ("token", "registers"):
         outputs = {}
         for name, attention in {
             "softmax": config.Attention(kind="softmax"),
-            "whole": config.Attention(num_features=8, exact_window=19),
+            "whole": config.Attention(num_features=8, exact_window=65),
             "near": config.Attention(num_features=8, exact_window=4),
             "none": config.Attention(num_features=8),
         }.items():
