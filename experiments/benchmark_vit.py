@@ -42,7 +42,10 @@ def measured(pixels: int = 224, repeats: int = REPEATS) -> list[dict[str, Any]]:
                     "softmax / it": best["softmax"].wall / best[name].wall,
                 }
             )
-            print(rows[-1], flush=True)
+            told = (
+                f"{name} {x:.4g}" for name, x in rows[-1].items() if name.endswith(("ms", "MiB"))
+            )
+            print(f"{rows[-1]['tokens']} tokens, {name}: {', '.join(told)}", flush=True)
     return rows
 
 
