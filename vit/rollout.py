@@ -76,7 +76,8 @@ def _on_patches(
     total: Float[Array, "n s s"], has_token: bool, num_prefix: int, order: np.ndarray
 ) -> Float[Array, "n side side"]:
     rows = total[:, 0] if has_token else jnp.mean(total[:, num_prefix:], axis=1)
-    rows = rows[:, num_prefix:][:, np.argsort(order)]
+    rows = rows[:, num_prefix:]
+    rows = rows[:, np.argsort(order)]
     rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
     side = round(rows.shape[-1] ** 0.5)
     return rows.reshape(-1, side, side)
