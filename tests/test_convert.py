@@ -13,7 +13,7 @@ from flax import nnx
 
 from performer.nnx import PerformerAttention, linearize
 from tests.small import small_config
-from vit import config, conversion, convert, data, evaluate, runs, steps, train
+from vit import classification, config, conversion, convert, data, evaluate, runs, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -153,6 +153,21 @@ def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
             assert (float(row["attention error"]) == 0) == (int(row["layer"]) == exact)
 
 
+def alone(workdir, window):
+    """The error of softmax over near keys in the first layer, in the order of the run's tokens."""
+    run = runs.restore(workdir)
+    batch = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
+    images = {"image": jnp.asarray(batch["image"])}
+    query, key, _ = classification.projections(run.model(), images)[0]
+    products = np.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+    place = np.arange(query.shape[1])
+    apart = place[:, None] // window - place // window
+    near = np.exp(products) * ((abs(apart) <= 1) | (place == 0))
+    exact, near = (x / x.sum(axis=-1, keepdims=True) for x in (np.exp(products), near))
+    squares = [(x**2).sum(axis=(0, 2, 3)) for x in (near - exact, exact)]
+    return float(np.mean(squares[0] / squares[1]))
+
+
 def test_with_a_window(softmax_run, tmp_path):
     """Patches of one pixel in 64 tokens, and a class token; the run is that of its row."""
     source, out = tmp_path / "softmax", tmp_path / "window"
@@ -179,6 +194,7 @@ def test_with_a_window(softmax_run, tmp_path):
     assert float(rows[0]["accuracy"]) == pytest.approx(trained, abs=1e-6)  # in the other order
     own = evaluate.evaluate_run(out)["eval_accuracy"]
     assert float(rows[-1]["accuracy"]) == pytest.approx(own, abs=1e-6)
+    assert float(rows[2]["error layer 0"]) == pytest.approx(alone(out, 16), rel=1e-4)
     reports = [
         evaluate.report_attention(run, tmp_path / "report", images=2, draws=3, **more)
         for run, more in ((out, {}), (source, dict(coupling="orf", num_features=8)))
