@@ -9,7 +9,7 @@ import pytest
 
 from performer import performer_attention
 from performer.attention import _decay
-from performer.attention.state import State
+from performer.attention.state import State, combine
 from tests.attention_inputs import close, inputs
 from tests.attention_pairs import allowed, near, oracle
 
@@ -35,7 +35,7 @@ def decay_of_pairs(log_decay):
 
 def random_decays(b=2, t=14, n=2, seed=0):
     rng = np.random.default_rng(seed)
-    return -rng.exponential(0.4, (b, t, n)).astype(np.float32)
+    return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
 
 
 def none(t):
@@ -63,23 +63,24 @@ def test_alibi(is_causal, window):
 @pytest.mark.parametrize("window", [0, 3])
 def test_decay_of_the_data(is_causal, window):
     """For each key head, with gates that close; beside masks and log-weights of keys."""
-    tokens, log_decay = inputs(t=14), random_decays()
-    log_decay[0, 6] = log_decay[1, 9, 1] = -np.inf
-    log_decay[1, 3] = -60.0
-    log_weights = np.random.default_rng(1).standard_normal((2, 14, 2)).astype(np.float32)
-    log_weights[0, 2] = -np.inf
-    bias = decay_of_pairs(log_decay).repeat(2, axis=1)
-    exact = near(14, window, 2, is_causal) if window else none(14)
-    options = dict(exact_window=window, exact_first=2) if window else {}
-    got = performer_attention(
-        *tokens,
-        is_causal=is_causal,
-        log_decay=log_decay,
-        key_log_weights=log_weights,
-        **options,
-    )
-    want = oracle(*tokens, exact, allowed(14, is_causal), bias=bias, log_weights=log_weights)
-    close(got, want)
+    for t in (14,) if window else (14, 70):  # chunks are 64 long
+        tokens, log_decay = inputs(t=t), random_decays(t=t)
+        log_decay[0, 6] = log_decay[1, t - 5, 1] = -np.inf
+        log_decay[1, 3] = -60.0
+        log_weights = np.random.default_rng(1).standard_normal((2, t, 2)).astype(np.float32)
+        log_weights[0, 2] = -np.inf
+        bias = decay_of_pairs(log_decay).repeat(2, axis=1)
+        exact = near(t, window, 2, is_causal) if window else none(t)
+        options = dict(exact_window=window, exact_first=2) if window else {}
+        got = performer_attention(
+            *tokens,
+            is_causal=is_causal,
+            log_decay=log_decay,
+            key_log_weights=log_weights,
+            **options,
+        )
+        pairs = exact, allowed(t, is_causal)
+        close(got, oracle(*tokens, *pairs, bias=bias, log_weights=log_weights))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -146,27 +147,21 @@ def test_streaming(pieces, window):
 def test_a_million_tokens_lose_no_digit(rate):
     """The state of keys that are alike: the sums of a geometric series, after 10^6 steps.
 
-    The rates are no powers of 2. Decay added to the maxima loses up to 3e-4 here, and multiplied
-    into the sums alone they end in 0.
+    The rates are no powers of 2: decay that is added to the maxima alone is off by 7e-5 here. The
+    first key weighs e^99 times as much as the others; where the maxima forget nothing, those are 0.
     """
     one = State(jnp.full((1, 4), 0.7), jnp.ones((1, 4)), jnp.ones((1, 4, 2)))
-    empty = State(one.maximum - jnp.inf, 0 * one.normaliser, 0 * one.numerator)
+    heavy = one._replace(maximum=one.maximum + 99)
 
     def step(_, state):
         faded = _decay.faded(state, jnp.array([-rate], jnp.float32))
-        return _combined(faded, one)
+        return combine(faded, one)
 
-    state = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, step, x))(empty)
+    state = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, step, x))(heavy)
     size = np.asarray(state.normaliser, np.float64) * np.exp(np.asarray(state.maximum, np.float64))
     rate = float(np.float32(rate))
     np.testing.assert_allclose(size, np.exp(0.7) / -np.expm1(-rate), rtol=5e-6)
     np.testing.assert_allclose(state.numerator[..., 0], state.normaliser, rtol=1e-5)
-
-
-def _combined(left, right):
-    from performer.attention.state import combine
-
-    return combine(left, right)
 
 
 @pytest.mark.parametrize("window", [0, 4])
