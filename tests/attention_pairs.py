@@ -1,4 +1,4 @@
-"""The oracle of attention with exact near keys, and which pairs are exact: float64, pair by pair."""
+"""The oracle of attention with exact near keys, in float64 and pair by pair; which are exact."""
 
 import math
 

@@ -13,7 +13,6 @@ from performer.calibration import calibrate
 from tests.attention_inputs import M, close, inputs
 from tests.attention_pairs import allowed, near, oracle
 
-
 SIZES = ((13, 3, 0), (12, 4, 2), (7, 2, 1), (5, 9, 2), (1, 2, 1))
 """Tokens, window, first keys."""
 

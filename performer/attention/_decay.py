@@ -54,15 +54,15 @@ def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
         return state
     log_decay = log_decay[..., None]
     units = jax.lax.stop_gradient(jnp.round(log_decay))
-    rest = jnp.exp(log_decay - finite(units))
-    size = jnp.abs(jax.lax.stop_gradient(state.normaliser * rest))
+    rest = log_decay - finite(units)
+    size = jnp.abs(jax.lax.stop_gradient(state.normaliser * jnp.exp(rest)))
     drift = jnp.where(size > 0, jnp.round(jnp.log(jnp.where(size > 0, size, 1.0))), 0.0)
     drift = jnp.clip(drift, -8.0, 8.0)  # sums of features with signs may vanish
-    factor = rest * jnp.exp(-drift)
+    less = jnp.expm1(rest - drift)  # e^-rate itself is rounded, by much beside a small rate
     return State(
         state.maximum + units + drift,
-        state.normaliser * factor,
-        state.numerator * factor[..., None],
+        state.normaliser + state.normaliser * less,
+        state.numerator + state.numerator * less[..., None],
     )
 
 

@@ -257,7 +257,7 @@ def _rows_of_block(query_map, x: Block, parts, groups: int, options: Options) ->
         towards = exponent + state.maximum[..., None, :]
         if fading is not None:
             towards += jnp.concatenate([fading] * groups, axis=-1)[..., None]
-        if number is not None:
+        if number is not None and ids is not None:
             same = jnp.tile(ids[0] == number[..., None], groups)
             towards = jnp.where(same[..., None], towards, -jnp.inf)
         far.append(towards)
