@@ -82,6 +82,49 @@ def log_weights(
     return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
 
 
+def log_decay(
+    alibi_slopes: ArrayLike | None,
+    given: ArrayLike | None,
+    lead: Lead,
+    query: Array,
+    key: Array,
+    dtype: jnp.dtype,
+) -> Float[Array, "b t n"] | None:
+    """Log-decays of tokens, for key heads, or for query heads where they have their own."""
+    (b, t, n, _), k = query.shape, key.shape[2]
+    if alibi_slopes is None and given is None:
+        return None
+    if alibi_slopes is not None and given is not None:
+        raise ValueError("alibi_slopes and log_decay are two ways to say one thing: pass one")
+    if given is None:
+        slopes = jnp.asarray(alibi_slopes)
+        if slopes.shape not in ((n,), (k,)) or not jnp.issubdtype(slopes.dtype, jnp.floating):
+            raise ValueError(
+                f"alibi_slopes has shape {slopes.shape} and dtype {slopes.dtype}; expected floats,"
+                f" one for each of the {n} heads"
+            )
+        if smallest(alibi_slopes) < 0 or not _below_infinity(alibi_slopes, dtype):
+            raise ValueError(
+                "alibi_slopes has entries that are negative, nan or inf: slopes are how much a key"
+                " loses with each token, as 2^-1 ... 2^-8"
+            )
+        return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
+    decay = jnp.asarray(given)
+    heads = n if decay.ndim == len(lead) + 2 and decay.shape[-1] == n else k
+    want = (*lead, t, heads)
+    if decay.ndim != len(want) or not _broadcasts(decay.shape, want):
+        raise ValueError(
+            f"log_decay has shape {decay.shape}; expected (batch, tokens, heads) = {want}, any of"
+            " which may be 1"
+        )
+    if not jnp.issubdtype(decay.dtype, jnp.floating) or smallest(-decay) < 0:
+        raise ValueError(
+            f"log_decay has dtype {decay.dtype} and, at most, {-smallest(-decay)}; expected floats"
+            " that are not positive, as jax.nn.log_sigmoid gives them"
+        )
+    return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
+
+
 @partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
 def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
     weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)

@@ -1,6 +1,7 @@
 """The arguments of `performer_attention`, and what it refuses."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ class Inputs(NamedTuple):
     weights: Float[Array, "*w m"] | None = None
     calibration: Calibration | None = None
     initial_state: State | WindowState | None = None
+    alibi_slopes: ArrayLike | None = None
+    log_decay: Any = None
 
 
 class Options(NamedTuple):
@@ -64,8 +67,9 @@ def check(inputs: Inputs, options: Options) -> Inputs:
     """The inputs as the sums want them, after a look at what fits together.
 
     Returns:
-        The inputs with one batch axis, mask and lengths as `key_log_weights` (b, s, 1 or k), and
-        segments as a pair of which the second is None for self attention.
+        The inputs with one batch axis, mask and lengths as `key_log_weights` (b, s, 1 or k),
+        segments as a pair of which the second is None for self attention, and slopes as
+        `log_decay` (b, t, k or n); where that has n rows, so have the frequencies.
 
     Raises:
         ValueError: for shapes and dtypes that do not fit, and options that exclude each other.
@@ -88,10 +92,16 @@ def check(inputs: Inputs, options: Options) -> Inputs:
     flat = inputs._replace(query=query, key=key, value=value)
     for look in (_check_shapes, _check_weights, _check_combinations, _check_window, _check_split):
         look(flat, options)
+    dtype = float32_or_wider(query, key, value)
+    log_decay = _masks.log_decay(inputs.alibi_slopes, inputs.log_decay, lead, query, key, dtype)
+    if log_decay is not None:
+        _check_decay(flat, options)
+        inputs, flat = (_for_heads_of_decay(x, log_decay.shape[-1]) for x in (inputs, flat))
     _check_state(inputs, options)
     exists = _masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
-    dtype = float32_or_wider(query, key, value)
     return flat._replace(
+        alibi_slopes=None,
+        log_decay=log_decay,
         initial_state=jax.tree.map(one_axis, inputs.initial_state),
         mask=None,
         key_value_seq_lengths=None,
@@ -229,6 +239,39 @@ def _check_window(inputs: Inputs, options: Options) -> None:
         )
 
 
+def _check_decay(inputs: Inputs, options: Options) -> None:
+    """Slopes or log-decays."""
+    t, s, ids = inputs.query.shape[1], inputs.key.shape[1], inputs.segment_ids
+    if t != s or (isinstance(ids, tuple) and ids[0] is not ids[1]):
+        raise ValueError(
+            f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
+            " (or segments of their own); for other keys there is key_log_weights"
+        )
+    if options.google:
+        raise ValueError("alibi_slopes and log_decay need stabilizer='exact', got 'google'")
+    if not options.is_causal and (options.return_state or inputs.initial_state is not None):
+        raise ValueError(
+            "with alibi_slopes or log_decay there is a state in causal attention alone: pass"
+            " is_causal=True"
+        )
+
+
+def _for_heads_of_decay(inputs: Inputs, heads: Size) -> Inputs:
+    """With frequencies of each query head, if each has a decay of its own."""
+    frequencies, weights, k = inputs.frequencies, inputs.weights, inputs.key.shape[-2]
+    if heads == k or frequencies.shape[:-2] == (heads,):
+        return inputs
+    if frequencies.ndim == 2:
+        return inputs._replace(
+            frequencies=jnp.broadcast_to(frequencies, (heads, *frequencies.shape)),
+            weights=None if weights is None else jnp.broadcast_to(weights, (heads, len(weights))),
+        )
+    repeat = partial(jnp.repeat, repeats=heads // k, axis=0)
+    if weights is not None and weights.ndim == 2:
+        weights = repeat(weights)
+    return inputs._replace(frequencies=repeat(frequencies), weights=weights)
+
+
 def _check_split(inputs: Inputs, options: Options) -> None:
     """A sequence that is split over devices."""
     if options.axis_name is None:
@@ -250,7 +293,8 @@ def _check_state(inputs: Inputs, options: Options) -> None:
     heads = query.shape[-2] if frequencies.shape[:-2] == query.shape[-2:-1] else key.shape[-2]
     m = options.num_features(frequencies)
     want = (*query.shape[:-3], heads, m, value.shape[-1])
-    state = _check_window_state(state, options)
+    decays = inputs.alibi_slopes is not None or inputs.log_decay is not None
+    state = _check_window_state(state, options, decays)
     if state.numerator.shape != want or state.maximum.shape != want[:-1]:
         raise ValueError(
             f"initial_state holds arrays of shape {state.maximum.shape} and"
@@ -259,11 +303,16 @@ def _check_state(inputs: Inputs, options: Options) -> None:
         )
 
 
-def _check_window_state(state: State | WindowState, options: Options) -> State:
+def _check_window_state(state: State | WindowState, options: Options, decays: bool) -> State:
     """The sums of the state, which must be that of calls with the same window."""
     sizes = (0, 0)
     if isinstance(state, WindowState):
         sizes = (state.near.key.shape[-3] // 2, state.first.key.shape[-3])
+    if isinstance(state, WindowState) and (state.near.log_decay is not None) != decays:
+        raise ValueError(
+            "initial_state and this call must both have alibi_slopes or log_decay, or neither: the"
+            " state holds what the near keys fade"
+        )
     if sizes != (options.exact_window, options.exact_first):
         raise ValueError(
             "initial_state comes from a call with exact_window, exact_first ="

@@ -67,6 +67,8 @@ def refused(inputs: Inputs, options: Options) -> str | None:
         return "segment_ids"
     if options.exact_window:
         return "exact_window"
+    if inputs.log_decay is not None:
+        return "alibi_slopes or log_decay"
     if inputs.initial_state is not None or options.return_state or options.axis_name is not None:
         return "initial_state, return_state or axis_name"
     if {x.dtype.name for x in (query, key, value)} not in ({"float32"}, {"bfloat16"}):

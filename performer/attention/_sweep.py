@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from performer.attention import _decay
 from performer.attention._sizes import blocks, min_dim
 from performer.attention.state import (
     Features,
@@ -63,6 +64,8 @@ BESIDE = 17.0
 """e^-BESIDE is below what float32 resolves beside 1."""
 
 Window = Literal["causal", "all", "none"]
+Pairs = tuple[Bool[Array, "*p t s"] | None, Float[Array, "*d t s"] | None]
+"""Which keys of its chunk a query sees, None for all, and their log-weights for it, None for 0."""
 
 
 class Tokens(NamedTuple):
@@ -182,27 +185,34 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
     query, (key, *carried), segments = xs  # (k, b, c, g s, h), (k, b, c, s, ...), (b, c, s)
     state, previous = carry
     query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
-    value, log_weights = jax.tree.map(flat, carried)
+    value, log_weights, log_decay = jax.tree.map(flat, carried)
     key_split = weighted(key_split, log_weights)
-    kept, before, continues = key_split, None, None
+    kept, before, continues, fading, pairs = key_split, None, None, None, None
+    if log_decay is not None:
+        fading = _decay.sums(log_decay)
+        kept = weighted(key_split, fading.until)
+        if window != "none":
+            pairs = jnp.concatenate([_decay.between(log_decay)] * groups, axis=-2)
     allowed = _allowed(window, segments, groups, key.shape[-2])
     if segments is not None:
         last = segments[..., -1]  # (b, c)
         earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
         before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
         before = jnp.tile(before, groups)
-        kept = weighted(key_split, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
-    past, state = _prefix(state, of_keys(kept, value), continues)
+        kept = weighted(kept, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
+    past, state = _prefix(state, of_keys(kept, value), continues, fading and fading.total)
     dtype = operand_dtype(value)
 
     exponent, factor = query_split
     exponent = exponent + past.maximum[..., None, :]
+    if fading is not None:
+        exponent += jnp.concatenate([fading.since] * groups, axis=-1)[..., None]
     if before is not None:
         exponent = jnp.where(before[..., None], exponent, -jnp.inf)
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
     if window != "none":
         least = UNSURE if robust else LOST
-        weights, largest, below = _within(query_split, key_split, allowed, least, dtype)
+        weights, largest, below = _within(query_split, key_split, (allowed, pairs), least, dtype)
         lost = below > maximum - BESIDE
         maximum = jnp.maximum(maximum, largest)
     features = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
@@ -215,7 +225,12 @@ def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry,
     rows = Rows(maximum, denominator, numerator)
     if window != "none" and robust and query_split[0].shape[-1] > 1:
         again = partial(
-            _in_logarithms, query_map, key_map, allowed, lost, (query, key, value, log_weights)
+            _in_logarithms,
+            query_map,
+            key_map,
+            (allowed, pairs),
+            lost,
+            (query, key, value, log_weights),
         )
         rows = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, rows)
     return (state, previous), rows
@@ -230,24 +245,25 @@ def _allowed(window: Window, segments: Array | None, groups: int, length: Size) 
     return None if allowed is None else jnp.concatenate([allowed] * groups, axis=-2)
 
 
-def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None):
-    """The states before each chunk and after the last; a state ends with its segment."""
+def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None, total):
+    """The states before each chunk and after the last; a state ends with its segment, and fades."""
 
     def step(state, x):
-        chunk, continues = x
-        seen = state
+        chunk, continues, total = x
+        seen = _decay.faded(state, total)
         if continues is not None:
-            seen = state._replace(maximum=jnp.where(continues[..., None], state.maximum, -jnp.inf))
+            seen = seen._replace(maximum=jnp.where(continues[..., None], seen.maximum, -jnp.inf))
         return combine(seen, chunk), state
 
     axis = initial.maximum.ndim - 1
-    own = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), own)
-    last, past = jax.lax.scan(step, initial, (own, None if continues is None else continues.T))
+    own, total = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (own, total))
+    continues = None if continues is None else continues.T
+    last, past = jax.lax.scan(step, initial, (own, continues, total))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), past), last
 
 
 def _within(
-    query_split: Split, key_split: Split, allowed: Array | None, least: float, dtype: jnp.dtype
+    query_split: Split, key_split: Split, pairs: Pairs, least: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"], Float[Array, "*c t"]]:
     """The kernel of the queries (k, b, c, g s, m) and the keys (k, b, c, s, m) of their chunk.
 
@@ -262,10 +278,7 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    largest = _largest(mu, allowed, kernel.shape[-2])
-    bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
-    if allowed is not None:
-        bound = jnp.where(allowed, bound, 0.0)
+    largest, bound = _bound(mu, pairs, kernel.shape[-2])
     if query_split[0].shape[-1] == 1:  # features share the exponent: nothing is lost between them
         return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
     # Positive features: the rows sum to 1.
@@ -278,6 +291,20 @@ def _within(
     return weights / total[..., None], maximum, below
 
 
+def _bound(mu: Float[Array, "*c s"], pairs: Pairs, rows: Size) -> tuple[Array, Array]:
+    """The largest mu that a row may see, and e^mu below it; both with the pairs' log-weights."""
+    allowed, log_weights = pairs
+    if log_weights is None:
+        largest = _largest(mu, allowed, rows)
+        bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
+        return largest, bound if allowed is None else jnp.where(allowed, bound, 0.0)
+    scores = mu[..., None, :] + log_weights
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
+    return largest, jnp.exp(scores - finite(largest)[..., None])
+
+
 def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: Size) -> Float[Array, "*c t"]:
     """max of mu over the keys that each row may see."""
     if allowed is None:
@@ -288,8 +315,9 @@ def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: Size) -> Flo
     return jnp.max(jnp.where(allowed, mu[..., None, :], -jnp.inf), axis=-1)
 
 
-def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, rows: Rows) -> Rows:
+def _in_logarithms(query_map, key_map, pairs: Pairs, lost: Array, xs, rows: Rows) -> Rows:
     """The rows of a block, those that are lost with the keys of their chunk, pair by pair."""
+    allowed, of_pairs = pairs
     query, key, value, log_weights = xs
     query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
 
@@ -305,6 +333,8 @@ def _in_logarithms(query_map, key_map, allowed: Array | None, lost: Array, xs, r
 
     keys = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), weighted(key_split, log_weights))
     kernel = jnp.moveaxis(jax.lax.map(of_key, keys), 0, -1)
+    if of_pairs is not None:
+        kernel = kernel + of_pairs
     if allowed is not None:
         kernel = jnp.where(allowed, kernel, -jnp.inf)
     maximum = jax.lax.stop_gradient(jnp.max(kernel, axis=-1))

@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _fused, _window
+from performer.attention import _decay, _fused, _window
 from performer.attention import state as states
 from performer.attention._checks import Inputs, Options, check
 from performer.attention._fused import Arguments
 from performer.attention._sizes import chunk_and_block, max_dim, min_dim
 from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
-from performer.attention.parallel import earlier_devices, over_devices
+from performer.attention.parallel import earlier_devices, later_devices, over_devices
 from performer.attention.state import Keys, State, WindowState, extended, pad
 from performer.calibration import (
     Calibration,
@@ -48,6 +48,8 @@ def performer_attention(
     scale: float | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     key_log_weights: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    log_decay: ArrayLike | None = None,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     bias: ArrayLike | None = None,
     shift: Float[Array, "*c h"] | None = None,
@@ -89,12 +91,20 @@ def performer_attention(
         scale: the factor on q.k; 1 / sqrt(h) if None.
         key_value_seq_lengths: (b,), only the first so many keys exist.
         key_log_weights: floats l, with gradients: a key counts e^l times, as if l were added to its
-            scale q.k (decay over time, below; a bias of keys); -inf stands for no such key. Of a
-            shape that broadcasts to (b, s); or with an axis for each of (b, s, k), where any may be
-            1, one for each key head. They go into the exponents, which float32 knows to 6e-8 of
-            their size: count positions from a near one. Features that may be 0 (relu, arc_cosine)
-            lose keys that weigh less than e^-80 of the heaviest. With `stabilizer="google"` the
-            epsilon of a key is weighted too.
+            scale q.k (a bias of keys); -inf stands for no such key. Of a shape that broadcasts to
+            (b, s); or with an axis for each of (b, s, k), where any may be 1, one for each key
+            head. They go into the exponents, which float32 knows to 6e-8 of their size. Features
+            that may be 0 (relu, arc_cosine) lose keys that weigh less than e^-80 of the heaviest.
+            With `stabilizer="google"` the epsilon of a key is weighted too.
+        alibi_slopes: (n,), one number for each head (or for each key head): a key loses slope |i -
+            j| of its scale q.k, as if softmax had that bias (Press et al. 2022, Eq. 1), causal or
+            not, with features and with an exact window, in linear time. In packed sequences i and
+            j are counted in their segment. For as many keys as queries.
+        log_decay: (b, t, k), any of which may be 1, or one for each query head: numbers a <= 0 of
+            the data, with gradients, -inf to forget all. The key j counts e^{a_(j+1) + ... + a_i}
+            times for the query i, or e^{a_(i+1) + ... + a_j} times if it comes after it; with
+            a state, a_1 is what that fades before the first token. RetNet's decay, or the gates of
+            gated linear attention (with `feature_map="relu"`, say).
         segment_ids: packed sequences: a query sees only the keys with its own number. Integers
             (b, t) in any order, or a pair (b, t), (b, s) for cross attention, which costs as much
             as t + s tokens do; causal, query i then sees the keys j <= i with its number.
@@ -171,19 +181,18 @@ def performer_attention(
         ...     next_q, next_k, next_v, w, is_causal=True, initial_state=state, return_state=True
         ... )
 
-        Decay: older keys count less, e^(-rate age), at a rate for each head; and a feature map
-        that is on no list:
+        Relative positions: older keys count less, at a rate for each head; and a feature map that
+        is on no list:
 
-        >>> position, rate = jnp.arange(6.0), jnp.linspace(0.0, 0.5, 12)
-        >>> output = performer_attention(
-        ...     q, k, v, w, is_causal=True, key_log_weights=(rate * position[:, None])[None]
-        ... )
+        >>> slopes = 2.0 ** -jnp.linspace(1, 8, 12)
+        >>> output = performer_attention(q, k, v, w, is_causal=True, alibi_slopes=slopes)
         >>> output = performer_attention(q, k, v, w, feature_map=performer.features.arc_cosine(1))
     """
     if bias is not None:
         raise ValueError(
             "linear attention cannot add a bias to q.k; use exact attention"
-            " (jax.nn.dot_product_attention), or key_log_weights if it is that of a key alone"
+            " (jax.nn.dot_product_attention), key_log_weights if it is that of a key alone, or"
+            " alibi_slopes if it is that of the distance"
         )
     if stabilizer not in ("exact", "google"):
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
@@ -202,6 +211,8 @@ def performer_attention(
         weights,
         calibration,
         initial_state,
+        alibi_slopes,
+        log_decay,
     )
     options = Options(
         features.get(feature_map),
@@ -347,7 +358,7 @@ def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | WindowS
         absent = jnp.isneginf(inputs.key_log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
     query, key, of_query, of_key, of_features = _transformed(query, key, inputs, options)
-    keys = Keys(key, value, inputs.key_log_weights)
+    keys = Keys(key, value, inputs.key_log_weights, inputs.log_decay)
     if frequencies.ndim == 3 and frequencies.shape[0] == n:
         keys = jax.tree.map(lambda x: jnp.repeat(x, n // x.shape[2], axis=2), keys)
     if options.is_causal:
@@ -388,20 +399,34 @@ def _sums(arguments: Arguments, segments, state: State | WindowState | None, opt
         return output.reshape(b, t, n, v), state
     assert not isinstance(state, WindowState)
     state = nothing if state is None else state
+    later = nothing
     if options.axis_name is not None:
-        exchange = earlier_devices if options.is_causal else over_devices
-        own = states.summarise(maps[1], keys, nothing, options.block)
-        state = states.combine(state, exchange(own, options.axis_name))
-    if segments is not None and t:
-        output = _packed(maps, query, keys, segments, nothing, options)
+        beyond, later = _of_other_devices(maps[1], keys, nothing, options)
+        state = states.combine(state, beyond)
+    if t and (segments is not None or (keys.log_decay is not None and not options.is_causal)):
+        output = _both_ways(maps, query, keys, segments, (state, later), options)
     elif options.is_causal and t not in (0, 1):
         output, state = _sweep(maps, options)(Tokens(query, keys, None), state, finish=ratio)
     else:
+        state = _decay.faded(state, _decay.total(keys))  # one token, or none
         if options.axis_name is None or options.is_causal:
             state = states.summarise(maps[1], keys, state, options.block)
         operands = states.operand_dtype(keys.value)
         output = states.attend(maps[0], query, state, operands, options.block)
     return output.reshape(b, t, n, v), state
+
+
+def _of_other_devices(key_map, keys: Keys, nothing: State, options: Options) -> tuple[State, State]:
+    """The states of the keys that come before this device's, or of all, and of those after."""
+    name, fading = options.axis_name, _decay.total(keys)
+    assert name is not None
+    own = states.summarise(key_map, _decay.until_end(keys), nothing, options.block)
+    if options.is_causal:
+        return earlier_devices(own, name, fading), nothing
+    if fading is None:
+        return over_devices(own, name), nothing
+    as_seen_before = states.summarise(key_map, _decay.until_start(keys), nothing, options.block)
+    return earlier_devices(own, name, fading), later_devices(as_seen_before, name, fading)
 
 
 def _with_window(maps, query, keys: Keys, segments, state, nothing: State, options: Options):
@@ -520,8 +545,32 @@ def _cut_keys(keys: Keys, t: Size) -> Keys:
     return jax.tree.map(lambda x: x[:, :t], keys)
 
 
-def _packed(maps, query, keys: Keys, segments, initial, options: Options):
-    """Attention within segments: tokens are sorted by segment, then swept forth (and back)."""
+def _both_ways(maps, query, keys: Keys, segments, ends: tuple[State, State], options: Options):
+    """Sweeps forth and, unless attention is causal, back: over sorted segments, or with decay."""
+    t = query.shape[1]
+    order, ids = None, None
+    if segments is not None:
+        order, query, keys, ids = _sorted(query, keys, segments)
+    # Whole chunks, for both sweeps to have the same ones.
+    padding = -query.shape[1] % min_dim(options.chunk, query.shape[1])
+    query, ids = jax.tree.map(lambda x: pad(x, 0, padding), (query, ids))
+    tokens = Tokens(query, extended(keys, 0, padding), ids)
+    passing = _sweep(maps, options)
+    if options.is_causal:
+        output, _ = passing(tokens, ends[0], finish=ratio)
+    else:
+        query, ids = jax.tree.map(lambda x: jnp.flip(x, axis=1), (query, ids))
+        back = Tokens(query, _decay.reversed_in_time(tokens.keys), ids)
+        rows, _ = passing(tokens, ends[0], window="all", finish=lambda rows: rows)
+        later, _ = passing(back, ends[1], window="none", finish=lambda rows: rows)
+        output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
+    if order is None:
+        return output[:, :t]
+    return _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
+
+
+def _sorted(query, keys: Keys, segments):
+    """The order of the tokens by segment; queries, keys and segments in this order."""
     ids, key_ids = segments
     t, s = query.shape[1], keys.key.shape[1]
     if key_ids is not None:
@@ -534,20 +583,7 @@ def _packed(maps, query, keys: Keys, segments, initial, options: Options):
         order = jnp.lexsort((jnp.broadcast_to(time, ids.shape), ids), axis=1)
     else:
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
-    # Whole chunks, for both sweeps to have the same ones.
-    padding = -order.shape[1] % min_dim(options.chunk, order.shape[1])
-    query, keys, ids = jax.tree.map(partial(_take, order=order), (query, keys, ids))
-    query, ids = (pad(x, 0, padding) for x in (query, ids))
-    tokens = Tokens(query, extended(keys, 0, padding), ids)
-    passing = _sweep(maps, options)
-    if options.is_causal:
-        output, _ = passing(tokens, initial, finish=ratio)
-    else:
-        back = jax.tree.map(lambda x: jnp.flip(x, axis=1), tokens)
-        rows, _ = passing(tokens, initial, window="all", finish=lambda rows: rows)
-        later, _ = passing(back, initial, window="none", finish=lambda rows: rows)
-        output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
-    return _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
+    return order, *jax.tree.map(partial(_take, order=order), (query, keys, ids))
 
 
 def _sweep(maps, options: Options):

@@ -7,7 +7,9 @@ heads need nothing: split the arrays, and frequencies of each head with the head
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from performer.attention import _decay
 from performer.attention.state import Keys, State, finite
 
 
@@ -20,17 +22,22 @@ def over_devices(state: State, axis_name: str) -> State:
     return State(maximum, both[..., -1], both[..., :-1])
 
 
-def earlier_devices(state: State, axis_name: str) -> State:
+def earlier_devices(
+    state: State, axis_name: str, log_decay: Float[Array, "k b"] | None = None
+) -> State:
     """The state of the keys of all devices before this one, as causal attention needs it.
 
-    An exclusive fold: one all_gather of the states, of which the later ones are left out.
+    An exclusive fold: one all_gather of the states, of which the later ones are left out. Over each
+    device between, a state fades by the log-decay of that device.
     """
-    return _of_some(state, axis_name, jnp.less)
+    return _of_some(state, axis_name, jnp.less, log_decay)
 
 
-def later_devices(state: State, axis_name: str) -> State:
+def later_devices(
+    state: State, axis_name: str, log_decay: Float[Array, "k b"] | None = None
+) -> State:
     """The state of the keys of all devices after this one, likewise."""
-    return _of_some(state, axis_name, jnp.greater)
+    return _of_some(state, axis_name, jnp.greater, log_decay)
 
 
 def beside(keys: Keys, before: int, after: int, axis_name: str) -> Keys:
@@ -57,10 +64,16 @@ def beside(keys: Keys, before: int, after: int, axis_name: str) -> Keys:
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
 
 
-def _of_some(state: State, axis_name: str, which) -> State:
+def _of_some(state: State, axis_name: str, which, log_decay: Array | None) -> State:
     states = jax.lax.all_gather(state, axis_name)
     here = jax.lax.axis_index(axis_name)
-    some = which(jnp.arange(states.maximum.shape[0], dtype=here.dtype), here)
+    devices = jnp.arange(states.maximum.shape[0], dtype=here.dtype)
+    some = which(devices, here)
+    if log_decay is not None:
+        between = which(devices[:, None], devices) & some  # of i and j: j between i and here
+        of_devices = jax.lax.all_gather(log_decay, axis_name)[None]
+        faded = jnp.sum(jnp.where(between[..., None, None], of_devices, 0.0), axis=1)
+        states = _decay.faded(states, faded)
     some = some.reshape(-1, *[1] * (states.maximum.ndim - 1))
     states = states._replace(maximum=jnp.where(some, states.maximum, -jnp.inf))
     maximum = jnp.max(jax.lax.stop_gradient(states.maximum), axis=0)

@@ -33,6 +33,8 @@ class Keys(NamedTuple):
     value: Float[Array, "b s k v"]
     log_weights: Float[Array, "b s #k"] | None
     """Of the keys, or of those of each head; -inf where there is no key, None for 0 everywhere."""
+    log_decay: Float[Array, "b s k"] | None = None
+    """What earlier keys fade when this one comes, None for 0 everywhere; see `_decay`."""
 
 
 class State(NamedTuple):
@@ -189,7 +191,10 @@ def _(dtype, primals, tangents):
 
 
 def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
-    """The initial state (k, b, m) and all keys, `block` at a time; features are never stored."""
+    """The initial state (k, b, m) and all keys, `block` at a time; features are never stored.
+
+    Nothing fades.
+    """
     s = keys.key.shape[1]
     count, length = blocks(s, block)
 
@@ -200,7 +205,7 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
         return combine(state, of_keys(weighted(split, log_weights), value))
 
     keys = extended(keys, 0, count * length - s)
-    xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys))
+    xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys[:3]))
     state = jax.tree.map(flat, initial)
     if count == 1:
         state = add(state, jax.tree.map(lambda x: x[0], xs))
@@ -285,11 +290,13 @@ def extended(keys: Keys, before: Size, after: Size) -> Keys:
     """With keys that do not exist before and after."""
     if before == after == 0:
         return keys
-    key, value, log_weights = keys
+    key, value, log_weights, log_decay = keys
+    if log_decay is not None:
+        log_decay = pad(log_decay, before, after)
     if log_weights is None:
         log_weights = jnp.zeros_like(key[..., :1, 0], dtype=float32_or_wider(key))
     key, value = (pad(x, before, after) for x in (key, value))
-    return Keys(key, value, pad(log_weights, before, after, -jnp.inf))
+    return Keys(key, value, pad(log_weights, before, after, -jnp.inf), log_decay)
 
 
 def heads_first(x: Array, count: Size, length: Size) -> Array:

@@ -1,0 +1,112 @@
+"""Decay: a pair of tokens t >= s counts e^{a_(s+1) + ... + a_t} times, for log-decays a <= 0.
+
+A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023), one that
+depends on the data that of gated linear attention (Yang et al. 2024). Looking both ways, the pair
+s > t counts e^{a_(t+1) + ... + a_s} times.
+
+Within a chunk the sums are over the tokens between, never differences of longer sums, so that
+nothing cancels and a token may forget all (-inf). From chunk to chunk the state fades.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from performer.attention.state import Keys, State, finite
+
+
+class Sums(NamedTuple):
+    """Of the log-decays of a chunk."""
+
+    since: Float[Array, "*c w"]
+    """From the first token up to this one: what the keys before the chunk have faded."""
+    until: Float[Array, "*c w"]
+    """After this token up to the last: what it has faded for the keys after the chunk."""
+    total: Float[Array, "*c"]
+
+
+def sums(log_decay: Float[Array, "*c w"]) -> Sums:
+    """Of each token of a chunk."""
+    since = jnp.cumsum(log_decay, axis=-1)
+    after = jnp.concatenate([log_decay[..., 1:], jnp.zeros_like(log_decay[..., :1])], axis=-1)
+    return Sums(since, jax.lax.cumsum(after, axis=after.ndim - 1, reverse=True), since[..., -1])
+
+
+def between(log_decay: Float[Array, "*c w"]) -> Float[Array, "*c w w"]:
+    """The sums between two tokens, for either order of them."""
+    w = log_decay.shape[-1]
+    later = jnp.tri(w, k=-1, dtype=bool)  # t > s
+    lower = jnp.cumsum(jnp.where(later, log_decay[..., None], 0.0), axis=-2)
+    lower = jnp.where(later, lower, 0.0)
+    return lower + jnp.swapaxes(lower, -1, -2)
+
+
+def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
+    """The state, of which every key counts e^{log_decay} times; as it is, for None.
+
+    Whole units go into the maximum and the rest into the sums, which then are put back into the
+    range of 1: small rates add up over any number of tokens, and a maximum is forgotten with its
+    key.
+    """
+    if log_decay is None:
+        return state
+    log_decay = log_decay[..., None]
+    units = jax.lax.stop_gradient(jnp.round(log_decay))
+    rest = log_decay - finite(units)
+    size = jnp.abs(jax.lax.stop_gradient(state.normaliser * jnp.exp(rest)))
+    drift = jnp.where(size > 0, jnp.round(jnp.log(jnp.where(size > 0, size, 1.0))), 0.0)
+    drift = jnp.clip(drift, -8.0, 8.0)  # sums of features with signs may vanish
+    less = jnp.expm1(rest - drift)  # e^-rate itself is rounded, by much beside a small rate
+    return State(
+        state.maximum + units + drift,
+        state.normaliser + state.normaliser * less,
+        state.numerator + state.numerator * less[..., None],
+    )
+
+
+def until_end(keys: Keys) -> Keys:
+    """Keys that count as they do after the last of them."""
+    return _weighed(keys, "until")
+
+
+def until_start(keys: Keys) -> Keys:
+    """Keys that count as they do before the first of them, for queries there."""
+    return _weighed(keys, "since")
+
+
+def total(keys: Keys) -> Float[Array, "k b"] | None:
+    """What earlier keys fade over all of these."""
+    return None if keys.log_decay is None else jnp.sum(keys.log_decay, axis=1).T
+
+
+def _weighed(keys: Keys, which: str) -> Keys:
+    if keys.log_decay is None:
+        return keys
+    weights = jnp.swapaxes(getattr(sums(jnp.swapaxes(keys.log_decay, 1, 2)), which), 1, 2)
+    if keys.log_weights is not None:
+        weights = weights + keys.log_weights
+    return keys._replace(log_weights=weights)
+
+
+def reversed_in_time(keys: Keys) -> Keys:
+    """From the last key to the first; nothing fades before the last."""
+    keys = jax.tree.map(lambda x: jnp.flip(x, axis=1), keys)
+    if keys.log_decay is None:
+        return keys
+    return keys._replace(log_decay=jnp.roll(keys.log_decay, 1, axis=1).at[:, 0].set(0.0))
+
+
+def since_begin(
+    log_decay: Float[Array, "b t *k"], begins: Bool[Array, "#b t"]
+) -> Float[Array, "b t *k"]:
+    """Running sums, of which one begins, and counts its token, wherever `begins` says."""
+
+    def add(left, right):
+        (started, x), (starts, y) = left, right
+        return started | starts, jnp.where(starts, y, x + y)
+
+    begins = begins.reshape(*begins.shape, *[1] * (log_decay.ndim - 2))
+    begins = jnp.broadcast_to(begins, log_decay.shape)
+    return jax.lax.associative_scan(add, (begins, log_decay), axis=1)[1]
