@@ -147,7 +147,7 @@ def test_streaming(pieces, window):
 def test_a_million_tokens_lose_no_digit(rate):
     """The state of keys that are alike: the sums of a geometric series, after 10^6 steps.
 
-    A sum of the 1 / rate keys that count is rounded by as many halves of a unit, and so is this one:
+    A sum of the 1 / rate keys that count is rounded by as many halves of a unit, so is this one:
     the tokens before add nothing. The rates are no powers of 2: decay that is added to the maxima
     alone is off by 7e-5 here. The first key weighs e^99 times as much as the others; where the
     maxima forget nothing, those are 0.

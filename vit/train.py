@@ -8,7 +8,7 @@ With --dry_run nothing is trained or written: the steps are compiled, and parame
 operations and collectives printed; the exit code is 1 where they do not fit. With --topology they
 are compiled for devices that are not there (`vit.topologies`), and no data are read:
 
-    python -m vit.train --config=imagenet --workdir=runs/x --dry_run --topology=v5e:4x4
+    python -m vit.train --config=imagenet --dry_run --topology=v5e:4x4
 
 On several hosts each runs the same command with --distributed.
 """
@@ -35,10 +35,11 @@ __getattr__ = moved(__name__, AHEAD="vit.steps.AHEAD", **PLACES)
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
-    workdir = Path(str(_WORKDIR.value))
+    workdir, given = Path(str(_WORKDIR.value)), flags.FLAGS["config"].present
+    if _WORKDIR.value is None and not (given and _DRY_RUN.value):
+        sys.exit(f"--workdir is missing: {flags.FLAGS['workdir'].help}")
     try:
         _JOIN()
-        given = flags.FLAGS["config"].present
         if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
             raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
         config = from_flag(_CONFIG) if given else configs.of_run(workdir)
@@ -92,5 +93,4 @@ if __name__ == "__main__":
     _EXTEND = flags.DEFINE_float("extend", None, "epochs by which a finished run is trained longer")
     _LOG = flags.DEFINE_list("log", [], "tensorboard, wandb, mlflow: metrics for these as well")
     _JOIN = devices.define_flags()
-    flags.mark_flags_as_required(["workdir"])
     app.run(main, flags_parser=parse_flags)

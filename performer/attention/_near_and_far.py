@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import _decay
 from performer.attention._checks import Options
@@ -35,6 +35,10 @@ from performer.attention.state import (
 )
 from performer.features import Split
 from performer.typing import float32_or_wider
+
+KEPT = 4
+"""The states of all chunks are kept for the way forth if they take no more than so many times the
+memory of the values, m / w; else they are made again."""
 
 
 class Carry(NamedTuple):
@@ -70,27 +74,25 @@ class Block(NamedTuple):
     """(k, b, c, w): what the keys before the chunk have faded for each query."""
 
 
-class Own(NamedTuple):
-    """The far keys of the chunks of a block."""
+class Unsummed(NamedTuple):
+    """The far keys of the chunks of a block, where their states depend on the side of the query."""
 
     split: Split
     """Features."""
     value: Array
     fading: _decay.Sums | None
-    state: State | None
-    """(k, b, c, m), unless it depends on the side that it is seen from."""
 
 
 def near_and_far(
     maps,
-    query,
+    query: Float[Array, "b t k g h"],
     near: Keys,
     far: Keys,
-    segments,
-    ends,
+    segments: Int[Array, "b t"] | None,
+    ends: tuple[State, State | None],
     options: Options,
-    folded: Array | None = None,
-):
+    folded: Int[Array, " b"] | None = None,
+) -> tuple[Rows, State]:
     """The rows (b, t, k, g), and the state of all far keys.
 
     Args:
@@ -108,21 +110,23 @@ def near_and_far(
     xs = _in_blocks(query, near, far, segments, folded, count, length, options)
     start = _carry(ends[0], xs.ids, 0)
     end = None if ends[1] is None else _carry(ends[1], xs.ids, -1)
+    keep = xs.ids is None and xs.since is None and ends[0].maximum.shape[-1] <= KEPT * w
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(carry, x):
-        return _passed(_own(maps[1], x), x.ids, carry, reverse=True)[1], carry
+        own = _own(maps[1], x)
+        return _passed(own, x.ids, carry, reverse=True)[1], (carry, own if keep else None)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def forth(carry, xs):
-        x, later = xs
-        own = _own(maps[1], x)
+        x, (later, own) = xs
+        own = _own(maps[1], x) if own is None else own
         parts, after = _parts(own, x, carry, later)
         return after, _rows_of_block(maps[0], x, parts, g, options)
 
-    later = None
+    later = None, None
     if end is not None and count == 1:
-        later = jax.tree.map(lambda x: x[None], end)
+        later = jax.tree.map(lambda x: x[None], end), None
     elif end is not None:
         later = jax.lax.scan(back, end, xs, reverse=True)[1]
     last, rows = jax.lax.scan(forth, start, (xs, later))
@@ -187,38 +191,43 @@ def _carry(end: State, ids, side: int) -> Carry:
     return Carry(end, number, State(end.maximum - jnp.inf, *map(jnp.zeros_like, end[1:])), number)
 
 
-def _own(key_map, x: Block) -> Own:
+def _own(key_map, x: Block) -> State | Unsummed:
+    """Of the chunks of a block, (k, b, c, m)."""
     key, *carried = x.far
     split, value, log_weights, log_decay = jax.tree.map(flat, (key_map(key), *carried))
     split = weighted(split, log_weights)
-    fading = None if log_decay is None else _decay.sums(log_decay)
-    state = of_keys(split, value) if x.ids is None and fading is None else None
-    return Own(split, value, fading, state)
+    if x.ids is None and log_decay is None:
+        return of_keys(split, value)
+    return Unsummed(split, value, None if log_decay is None else _decay.sums(log_decay))
 
 
-def _parts(own: Own, x: Block, earlier: Carry, later: Carry | None):
+def _parts(own: State | Unsummed, x: Block, earlier: Carry, later: Carry | None):
     """What each chunk sees, as (states (k, b, c, m), their segments (b, c), what a query adds)."""
     seen, after = _passed(own, x.ids, earlier, reverse=False)
     parts = [(*seen, None if x.since is None else flat(x.since))]
     if later is not None:
         seen, _ = _passed(own, x.ids, later, reverse=True)
-        parts.append((*seen, own.fading and own.fading.until))
-        if own.state is not None:
+        fading = own.fading if isinstance(own, Unsummed) else None
+        parts.append((*seen, fading and fading.until))
+        if isinstance(own, State):
             parts = [(combine(parts[0][0], parts[1][0]), None, None)]
     return parts, after
 
 
-def _passed(own: Own, ids, carry: Carry, *, reverse: bool):
+def _passed(own: State | Unsummed, ids, carry: Carry, *, reverse: bool):
     """What comes into each chunk of a block, (states (k, b, c, m), segments (b, c)); and beyond."""
-    split, value, fading, state = own
     number = total = None
-    if fading is not None:
-        split, total = weighted(split, fading.since if reverse else fading.until), fading.total
-    if ids is not None:  # of a chunk, the keys in the segment that goes on
-        number = ids[0][..., 0 if reverse else -1]
-        split = weighted(split, jnp.where(ids[0] == number[..., None], 0.0, -jnp.inf))
-        number = number.T
-    if state is None:
+    if isinstance(own, State):
+        state = own
+    else:
+        split, value, fading = own
+        if fading is not None:
+            split = weighted(split, fading.since if reverse else fading.until)
+            total = fading.total
+        if ids is not None:  # of a chunk, the keys in the segment that goes on
+            number = ids[0][..., 0 if reverse else -1]
+            split = weighted(split, jnp.where(ids[0] == number[..., None], 0.0, -jnp.inf))
+            number = number.T
         state = of_keys(split, value)
     axis = state.maximum.ndim - 2
 
