@@ -5,6 +5,8 @@
     python -m experiments.attention_mse --parts=features    # the error against m
     python -m experiments.attention_mse --parts=vit --couplings=orf,pm,pm-antithetic
     python -m experiments.attention_mse --workdir=runs/pm --couplings=pm --num_features=32
+    python -m experiments.attention_mse --workdir=runs/softmax --couplings=orf-antithetic \\
+        --num_features=32 --exact_window=0,16
 
 figure7: kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions that
 are N(0, I / sqrt(d)) as printed, or N(0, I / d). vit: relative error |A^ - A|^2 / |A|^2 with 197
@@ -12,7 +14,7 @@ tokens, head_dim 64 and m = 128 on three kinds of data at several lengths of que
 couplings as they are and calibrated, beside uniform attention. features: the same error on
 anisotropic data of squared norm 2, against the number of features. With --workdir: the queries and
 keys of a trained model on its evaluation images, layer by layer and head by head, each coupling in
-turn.
+turn, with each window of near keys that are exact (data that are drawn have none).
 
 Tables (csv, md) and figures (png) go to --out, by default results/attention_mse.
 """
@@ -193,16 +195,25 @@ def main(_: list[str]) -> None:
     """Prints the tables."""
     logging.set_verbosity(logging.WARNING)
     out, names, m, draws = Path(_OUT.value), _COUPLINGS.value, _NUM_FEATURES.value, _DRAWS.value
+    windows = [int(w) if w.isdecimal() else -1 for w in _EXACT_WINDOW.value]
     try:
+        if min(windows, default=0) < 0 or (windows and not _WORKDIR.value):
+            raise ValueError(
+                f"--exact_window={','.join(_EXACT_WINDOW.value)}: give integers as in 0,16, and the"
+                " --workdir of a run, whose tokens have places"
+            )
         for name in names:  # all is right before any work starts
             couplings.get(name)
         for method in _CALIBRATIONS.value:
             parts(method)
         if _WORKDIR.value:
             workdir = Path(_WORKDIR.value)
-            for name in names or [""]:
-                target = out / f"{workdir.name}_{name or 'own'}".replace("*", "_")
-                print(report_attention(workdir, target, coupling=name, num_features=m, draws=draws))
+            for name, window in itertools.product(names or [""], windows or [None]):
+                target = f"{workdir.name}_{name or 'own'}".replace("*", "_")
+                target += "" if window is None else f"_window{window}"
+                options: Any = dict(coupling=name, num_features=m, draws=draws, exact_window=window)
+                print("" if window is None else f"exact_window={window}\n")
+                print(report_attention(workdir, out / target, **options))
             return
         if "figure7" in _PARTS.value:
             print(figure7(names or ("orf", "pnc", "pm"), 40 * draws, out / "figure7"))
@@ -221,6 +232,7 @@ if __name__ == "__main__":
     _COUPLINGS = flags.DEFINE_list("couplings", [], "names; a selection if none is given")
     _CALIBRATIONS = flags.DEFINE_list("calibrations", list(SCHEMES), "of the part vit")
     _NUM_FEATURES = flags.DEFINE_integer("num_features", 0, "m; 128, or the run's", lower_bound=0)
+    _EXACT_WINDOW = flags.DEFINE_list("exact_window", [], "of a run; its own if none is given")
     _SQUARED_NORMS = flags.DEFINE_list("squared_norms", [str(n) for n in NORMS], "|q|^2 = |k|^2")
     _DRAWS = flags.DEFINE_integer("draws", 50, "draws of the frequencies", lower_bound=3)
     _OUT = flags.DEFINE_string("out", "results/attention_mse", "folder of tables and figures")

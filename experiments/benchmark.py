@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark couplings
     python -m experiments.benchmark attention [--quick]
+    python -m experiments.benchmark vit [--quick]
     taskset -c 0 python -m experiments.benchmark data [--images=DIR]
 
 `couplings`: warm and jitted, keys as arguments. Prints milliseconds of one draw (m = 128, d = 64)
@@ -12,6 +13,9 @@ implementations in turn.
 `attention`: `benchmark_attention` says what is measured, `benchmark_lengths` what besides, and
 `benchmark_kernels` what on a TPU. With --quick everything runs at a 16th of the length, to see that
 it runs: the numbers mean nothing.
+
+`vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
+197, 785 and 3137 tokens: `benchmark_vit`. With --quick at 17, 65 and 257.
 
 `data`: images per second of one core, of the JPEG files in a folder (those that come with
 scikit-learn if none is given), beside tf.data; `benchmark_data` says what differs. Then the
@@ -32,6 +36,7 @@ from experiments import (
     benchmark_data,
     benchmark_kernels,
     benchmark_lengths,
+    benchmark_vit,
     timing,
 )
 from performer import couplings, structured
@@ -118,6 +123,14 @@ def attention(quick: bool) -> None:
         print(f"implementation='pallas': its kernel is for TPUs, not measured on {platform}")
 
 
+def training_steps(quick: bool) -> None:
+    """Prints, writes and draws the table of a ViT."""
+    out = OUT / ("quick/vit" if quick else "vit")
+    rows = benchmark_vit.measured(64, 2) if quick else benchmark_vit.measured()
+    benchmark_vit.draw(rows, out)
+    print(report.table(rows, out))
+
+
 def pipeline(images: Path) -> None:
     """Prints and writes the table of the input pipeline."""
     files = benchmark_data.read(images)
@@ -139,11 +152,13 @@ def main() -> None:
     commands = parser.add_subparsers(
         dest="what",
         required=True,
-        metavar="{couplings,attention [--quick],data [--images=DIR]}",
+        metavar="{couplings,attention [--quick],vit [--quick],data [--images=DIR]}",
     )
     commands.add_parser("couplings", help="speed of the samplers")
     command = commands.add_parser("attention", help="speed, memory, exactness of attention")
     command.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    command = commands.add_parser("vit", help="a training step by the number of tokens")
+    command.add_argument("--quick", action="store_true", help="small pictures, to see that it runs")
     command = commands.add_parser("data", help="images per second of the input pipeline")
     command.add_argument("--images", type=Path, help="folder of JPEG files")
     arguments = parser.parse_args()
@@ -151,8 +166,8 @@ def main() -> None:
     if arguments.what == "data":
         pipeline(arguments.images or benchmark_data.sample_images())
         return
-    if arguments.what == "attention":
-        attention(arguments.quick)
+    if arguments.what in ("attention", "vit"):
+        (attention if arguments.what == "attention" else training_steps)(arguments.quick)
         return
     print(report.table(samplers(), OUT / "samplers"))
     print(report.table(products(), OUT / "products"))

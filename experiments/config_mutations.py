@@ -79,6 +79,7 @@ MEANT: dict[str, Callable[[Any], object]] = {
     "attention.share_heads": lambda _: True,
     "attention.calibration": {"none", "shift", "shift+scale", "full"}.__contains__,
     "attention.redraw_every": range(2**31).__contains__,
+    "attention.exact_window": range(2**31).__contains__,
     "attention.exact_layers": re.compile(r"|[0-3](,[0-3])*").fullmatch,  # of four
     "data.name": {"digits"}.__contains__,
     "data.dir": {""}.__contains__,

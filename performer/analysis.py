@@ -16,6 +16,8 @@ VRC Eq. 45 prints the coefficients 4 and 3 instead of 2 and 1; Eqs 46 and 8 are 
 of a row are equal, the mean over j is (variance - covariance) / N^2 in the terms of
 `AttentionError`.
 
+With an exact window k^_ij = mu_ij for near pairs, in all of this.
+
 Everything is computed from A^_ij and rho_i, each with the row's maximum taken out, so that nothing
 overflows: k^_ij / (N mu_i) = A^_ij rho_i. Second moments over draws come from Helmert's residuals
 
@@ -167,6 +169,8 @@ def attention_error(
     calibration: Calibration | None = None,
     scale: float | None = None,
     mask: ArrayLike | None = None,
+    exact_window: int = 0,
+    exact_first: int = 0,
     seed: int = 0,
 ) -> AttentionError:
     """How far random-feature attention is from softmax attention on these queries and keys.
@@ -188,6 +192,8 @@ def attention_error(
         calibration: as for `performer_attention`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
+        exact_window: near keys are exact, as there; 0 for none.
+        exact_first: so are the first keys.
         seed: of the draws.
 
     Returns:
@@ -212,6 +218,7 @@ def attention_error(
         calibration,
         scale,
         mask,
+        (exact_window, exact_first),
         seed,
     )
 
@@ -239,7 +246,8 @@ def recommend(
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all numbers of them.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask and seed, as for `attention_error`.
+        options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
+            `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, and as `attention_error`.
@@ -252,7 +260,9 @@ def recommend(
         raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
     if limit < 2:
         raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
+    window = options.pop("exact_window", 0), options.pop("exact_first", 0)
     given = dict(draws=32, calibration=None, scale=None, mask=None, seed=0) | options
+    given["window"] = window
     most = 2 ** (limit.bit_length() - 1)
     for m in (2**i for i in range(1, limit.bit_length())):
         error = _errors(query, key, None, coupling, m, most, **given)
@@ -260,7 +270,7 @@ def recommend(
         show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
         if mean <= tolerance:
             break
-    places = (given[name] for name in ("calibration", "scale", "mask"))
+    places = (given[name] for name in ("calibration", "scale", "mask", "window"))
     tokens, *rest = _prepare(query, key, None, coupling, m, *places)
     lengths = _squared_lengths(*tokens[:2], *rest)
     return Recommendation(
@@ -282,13 +292,13 @@ def _print(line: str) -> None:
 
 
 def _errors(
-    query, key, value, coupling, num_features, most, draws, calibration, scale, mask, seed
+    query, key, value, coupling, num_features, most, draws, calibration, scale, mask, window, seed
 ) -> AttentionError:
     """`attention_error`, by a program that serves up to `most` features."""
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     tokens, exists, calibration, scale = _prepare(
-        query, key, value, coupling, num_features, calibration, scale, mask
+        query, key, value, coupling, num_features, calibration, scale, mask, window
     )
     lead, (t, n, h), k = query.shape[:-3], query.shape[-3:], key.shape[-2]
     # `fold` leaves det L out of the weights: attention does not see it, the kernel does.
@@ -300,7 +310,8 @@ def _errors(
         w = _drawn(coupling, num_features, most, jax.random.key(seed), head, h, draws, k)
         w = np.pad(w, ((0, 0), (0, rest), (0, 0)))
         settings = exists, calibration, log_det[head], scale
-        of_key_heads.append(_measure(*tokens, *settings, w, np.int32(num_features), head))
+        counts = np.int32(num_features), head, window if window[0] else None
+        of_key_heads.append(_measure(*tokens, *settings, w, *counts))
     sums, norms = jax.tree.map(  # (b, n / k, ...) of each key head -> (..., n, ...)
         lambda *x: np.concatenate(x, 1, dtype=np.float64).reshape(*lead, n, *x[0].shape[2:]),
         *of_key_heads,
@@ -354,7 +365,17 @@ def _draw(coupling, m, key, head, h, draws, k) -> Float[Array, "draws m h"]:
 
 @jax.jit
 def _measure(
-    query, key, value, exists, calibration, log_det, scale, frequencies, num_features, head
+    query,
+    key,
+    value,
+    exists,
+    calibration,
+    log_det,
+    scale,
+    frequencies,
+    num_features,
+    head,
+    window=None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of the g query heads of one key head.
 
@@ -382,12 +403,13 @@ def _measure(
 
         def entry(args):
             tokens, rows = args
-            return jax.lax.map(lambda x: _block(tokens, features, used, *x), rows)
+            return jax.lax.map(lambda x: _block(tokens, features, used, window, *x), rows)
 
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
         ones = jnp.ones((b, t, g), query.dtype)
+        place = jnp.broadcast_to(jnp.arange(t)[:, None], ones.shape)
         along = 0 * ones if calibration.shift is None else query @ calibration.shift
-        args = query, moved[0], along, ones
+        args = query, moved[0], along, ones, place
         sums = jax.lax.map(entry, (tokens, tuple(map(rows, args))))
     return jax.tree.map(lambda x: x.reshape(b, g, blocks, *x.shape[2:]).sum(2), sums)
 
@@ -408,7 +430,7 @@ def _transform(query, key, calibration, scale, head):
 
 
 def _block(
-    tokens, features, used, query, moved_query, along, counts
+    tokens, features, used, window, query, moved_query, along, counts, place
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h), as many times as `counts` says."""
     key, moved_key, value, exists = tokens
@@ -423,11 +445,17 @@ def _block(
     uniform = jnp.broadcast_to(exists.astype(A.dtype) / N, A.shape)
     half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
     offset = (along - jnp.sum(moved_query**2, axis=-1) / 2)[:, None] - log_sum
+    near = None if window is None else _near(place, jnp.arange(len(key)), *window)
 
     def draw(mean, features):
         w, log_weights, i = features
         top, kernel = _kernel(moved_query, moved_key, exists, half_norms, w, log_weights, used)
-        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1
+        if near is not None:
+            exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
+            new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
+            kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))
+            top = new
+        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1 without a window
         estimate = kernel / total
         rho = total * jnp.exp(top + offset)
         change = estimate * rho - mean
@@ -450,6 +478,12 @@ def _block(
         "uniform_attention": squares(A - uniform),
         "uniform_output": squares((A - uniform) @ value),
     }
+
+
+def _near(query: Array, key: Array, exact_window: Array, exact_first: Array) -> Array:
+    """Which pairs of these places are exact."""
+    apart = query[:, None] // exact_window - key // exact_window
+    return (jnp.abs(apart) <= 1) | (key < exact_first)
 
 
 def _kernel(query, key, exists, half_norms, w, log_weights, used) -> tuple[Array, Array]:
@@ -490,7 +524,7 @@ def _squared_lengths(query, key, exists, calibration, scale) -> np.ndarray:
     return np.concatenate(lengths)
 
 
-def _prepare(query, key, value, coupling, num_features, calibration, scale, mask):
+def _prepare(query, key, value, coupling, num_features, calibration, scale, mask, window):
     """Tokens with one batch axis, which keys exist (b, s), the calibration and the scale.
 
     Raises ValueError for what does not fit.
@@ -516,7 +550,8 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
         )
     calibration = Calibration() if calibration is None else calibration
     inputs = _checks.Inputs(query, key, value, frequencies, calibration=calibration)
-    inputs = _checks.check(inputs, _checks.Options(features.positive, scale))
+    near = dict(zip(("exact_window", "exact_first"), window, strict=True))
+    inputs = _checks.check(inputs, _checks.Options(features.positive, scale, **near))
     exists = key_mask(mask, None, lead, inputs.key)
     exists = np.ones(inputs.key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))

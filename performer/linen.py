@@ -14,6 +14,7 @@ from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.nnx._hooks import Notes, Record, call_of, examples, together, understood
+from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import (
     added,
     apply_to,
@@ -51,6 +52,8 @@ def performer_attention_fn(
     attn_weights_value_einsum: Any = None,
     is_causal: bool = False,
     feature_map: str | FeatureMap = "positive",
+    exact_window: int = 0,
+    exact_first: int = 0,
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
@@ -80,6 +83,8 @@ def performer_attention_fn(
         attn_weights_value_einsum: must be None, likewise.
         is_causal: query i sees the keys up to i.
         feature_map: as in `performer.performer_attention`.
+        exact_window: likewise, for self attention, with a cache for decoding or without.
+        exact_first: likewise.
 
     Returns:
         (..., t, n, v).
@@ -120,6 +125,8 @@ def performer_attention_fn(
         is_causal=is_causal,
         feature_map=feature_map,
         weights=module is not None,
+        exact_window=exact_window,
+        exact_first=exact_first,
     )
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)
@@ -137,6 +144,7 @@ class LinearAttention(NamedTuple):
     calibration: Calibration | None
     masks_are_causal: bool
     """Whether its masks over pairs of a query and a key are; else they are over keys."""
+    window: Window = NO_WINDOW
 
 
 def linearize(
@@ -149,6 +157,8 @@ def linearize(
     calibration: str = "full",
     refine_steps: int = 0,
     keep: int = 0,
+    exact_window: int = 0,
+    exact_first: int = 0,
     where: Callable[[str], bool] | None = None,
     call: Callable[[Callable[..., Any], Any], Any] = apply_to,
     seed: int = 0,
@@ -171,6 +181,8 @@ def linearize(
         calibration: its method.
         refine_steps: for each layer, at most.
         keep: so many layers stay exact.
+        exact_window: near keys are exact, where there are as many queries as keys.
+        exact_first: so are the first ones.
         where: path -> whether that layer is replaced; a path is "block_0/attention".
         call: (apply, batch) -> anything, for other arguments, as in
             `lambda apply, batch: apply(batch, deterministic=True)`.
@@ -184,7 +196,8 @@ def linearize(
         >>> with linearized(layers):
         ...     output = module.apply(variables, x)
     """
-    check(batches, coupling, calibration, refine_steps, keep)
+    window = Window(exact_window, exact_first)
+    check(batches, coupling, calibration, refine_steps, keep, window)
     notes, left = Notes(), {}
 
     def fits(path: str, layer: linen.Module) -> bool:
@@ -193,7 +206,7 @@ def linearize(
 
     see = partial(_observed, module, variables, batches, call)
     measured = found(added(see(fits, notes.record)), notes, left)
-    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed)
+    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
     if refine_steps:
         for number in set(range(len(drawn))) - kept:
             layer = measured.layers[number]
@@ -201,7 +214,10 @@ def linearize(
             refine_layer(drawn[number], layer, sample_of(x[layer.path] for x in seen), refine_steps)
     layers = {
         layer.path: LinearAttention(
-            attention.frequencies[...], attention.calibration, layer.masks_are_causal
+            attention.frequencies[...],
+            attention.calibration,
+            layer.masks_are_causal,
+            attention.window,
         )
         for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True))
         if number not in kept
@@ -246,6 +262,7 @@ def _linear(layer: LinearAttention) -> Callable[..., Array]:
             value,
             frequencies=layer.frequencies,
             calibration=layer.calibration,
+            **layer.window._asdict(),
             deterministic=True,
             **passed,
         )

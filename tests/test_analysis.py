@@ -201,14 +201,42 @@ def attention_logits(query, key):
     return jnp.einsum("...tnh,...snh->...nts", query, key, precision="highest") / H**0.5
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_an_exact_window_is_that_of_the_package(calibrated):
+    """With as many queries as keys; all pairs exact are no error, and row sums are exact then."""
+    query, key, value = inputs(norm=0.8)
+    query = jnp.concatenate([query, query], axis=1)[:, :S]
+    calibration = full_calibration() if calibrated else None
+    options = dict(coupling=gaussian, num_features=M, draws=DRAWS, calibration=calibration)
+    A = jax.nn.softmax(attention_logits(query, key))
+    for window, first in ((2, 1), (5, 0)):
+        near = dict(exact_window=window, exact_first=first)
+        error = attention_error(query, key, value, **options, **near)
+        measured = jax.jit(partial(attention_weights, query, key, calibration=calibration, **near))
+        errors = [np.sum((measured(w) - A) ** 2, (-2, -1)) for w in documented_draws(gaussian)]
+        want = np.mean(errors, axis=0) / np.sum(A**2, axis=(-2, -1))
+        np.testing.assert_allclose(error.attention.value, want, rtol=2e-4)
+    whole = attention_error(query, key, value, **options, exact_window=S)
+    assert whole.attention.value.max() < 1e-10
+    assert whole.row_sum.value.max() < 1e-5
+    with pytest.raises(ValueError, match="exact_window=2 needs one key for each query"):
+        attention_error(query[:, :-1], key, **options, exact_window=2)
+    show = dict(tolerance=1e-6, limit=2, scale=0.3, exact_window=S, show=lambda _: None)
+    assert recommend(query, key, coupling=gaussian, draws=DRAWS, **show).num_features == 2
+
+
 def test_blocks_of_rows(monkeypatch):
     """Three blocks of four rows, two of them padding, make what one block makes."""
     options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
+    query, key, value = inputs()
+    near = jnp.concatenate([query, query], axis=1)[:, :S], key, value
     whole = attention_error(*inputs(), **options)
+    of_near = attention_error(*near, **options, exact_window=2)
     function = analysis._measure.__wrapped__
     monkeypatch.setattr(analysis, "_measure", jax.jit(lambda *args: function(*args)))
     monkeypatch.setattr(analysis, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
+    assert_same(of_near, attention_error(*near, **options, exact_window=2))
 
 
 def assert_same(one, other):

@@ -1,6 +1,8 @@
 """The experiment: its data are as they are said to be, its tables hold what was measured."""
 
 import csv
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -40,3 +42,11 @@ def test_tables(tmp_path, monkeypatch):
     assert all(float(line["m = 64"]) < float(line["m = 16"]) for line in lines)
     assert float(lines[-1]["m = 64"]) < 0.5 * float(lines[0]["m = 64"])
     assert (tmp_path / "features.png").exists()
+
+
+def test_a_window_is_that_of_a_run(tmp_path):
+    command = [sys.executable, "-m", "experiments.attention_mse", f"--out={tmp_path}"]
+    for flags in (["--exact_window=16"], ["--exact_window=0,x", "--workdir=run"]):
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "give integers as in 0,16, and the --workdir of a run" in done.stderr

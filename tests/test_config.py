@@ -122,6 +122,14 @@ def test_differences_name_field_and_both_values():
             dict(attention=config.Attention(coupling="pm-antithetic", num_features=7)),
             "even number of features, got m = 7",
         ),
+        (
+            dict(attention=config.Attention(exact_window=-1)),
+            "config.attention.exact_window=-1: must be an integer from 0",
+        ),
+        (
+            dict(attention=config.Attention(exact_window=8, implementation="pallas")),
+            "config.attention.exact_window=8, config.attention.implementation='pallas': the kernel",
+        ),
         (dict(model=config.Model(variant="XL/16")), "config.model.variant 'XL/16'; did you mean"),
         (dict(model=config.Model(variant="B/x")), "config.model.variant 'B/x'"),
         (

@@ -13,14 +13,14 @@ from flax import nnx
 
 from performer.nnx import PerformerAttention, linearize
 from tests.small import small_config
-from vit import config, conversion, convert, data, evaluate, runs, steps, train
+from vit import classification, config, conversion, convert, data, evaluate, runs, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
 ROWS = [
-    {"coupling": name, "calibration": "none", "m": m, "accuracy": 0.5, "standard error": 0.0}
-    | {"attention error": 0.1}
+    {"coupling": name, "calibration": "none", "window": 0, "m": m, "accuracy": 0.5}
+    | {"standard error": 0.0, "attention error": 0.1}
     for name, m in [("softmax", 0), ("uniform", 0), ("orf", 8)]
 ]
 
@@ -153,6 +153,56 @@ def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
             assert (float(row["attention error"]) == 0) == (int(row["layer"]) == exact)
 
 
+def alone(workdir, window):
+    """The error of softmax over near keys in the first layer, in the order of the run's tokens."""
+    run = runs.restore(workdir)
+    batch = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
+    images = {"image": jnp.asarray(batch["image"])}
+    query, key, _ = classification.projections(run.model(), images)[0]
+    products = np.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+    place = np.arange(query.shape[1])
+    apart = place[:, None] // window - place // window
+    near = np.exp(products) * ((abs(apart) <= 1) | (place == 0))
+    exact, near = (x / x.sum(axis=-1, keepdims=True) for x in (np.exp(products), near))
+    squares = [(x**2).sum(axis=(0, 2, 3)) for x in (near - exact, exact)]
+    return float(np.mean(squares[0] / squares[1]))
+
+
+def test_with_a_window(softmax_run, tmp_path):
+    """Patches of one pixel in 64 tokens, and a class token; the run is that of its row."""
+    source, out = tmp_path / "softmax", tmp_path / "window"
+    model = config.Model(variant="XS/1", pooling="token")
+    train.train(small_config(model=model, attention=config.Attention(kind="softmax")), source)
+    options = dict(names=["orf"], method="full", num_features=[8], draws=1, images=32)
+    table = convert.convert(source, out, exact_window=[0, 16], num_epochs=2 / 44, **options)
+    with (out / "conversion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["coupling"], r["calibration"], int(r["window"])) for r in rows] == [
+        ("softmax", "", 0),
+        ("uniform", "", 0),
+        ("window alone", "", 16),
+        *(("orf", method, window) for method in ("none", "full") for window in (0, 16)),
+    ]
+    assert "| window alone |  | 16 | 0 |" in table
+    errors = [float(row["attention error"]) for row in rows]
+    assert 0 < errors[6] < errors[5] < errors[3]
+    settings = config.of_run(out)
+    assert settings.attention.exact_window == 16
+    layers = [block.attention.attention_fn for block in runs.restore(out).model().blocks]
+    assert [layer.window for layer in layers] == [(16, 1)] * 2
+    trained = evaluate.evaluate_run(source)["eval_accuracy"]
+    assert float(rows[0]["accuracy"]) == pytest.approx(trained, abs=1e-6)  # in the other order
+    own = evaluate.evaluate_run(out)["eval_accuracy"]
+    assert float(rows[-1]["accuracy"]) == pytest.approx(own, abs=1e-6)
+    assert float(rows[2]["error layer 0"]) == pytest.approx(alone(out, 16), rel=1e-4)
+    reports = [
+        evaluate.report_attention(run, tmp_path / "report", images=2, draws=3, **more)
+        for run, more in ((out, {}), (source, dict(coupling="orf", num_features=8)))
+    ]
+    assert len({text.splitlines()[2] for text in reports}) == 2
+    assert train.train(settings, out)["step"] == 2
+
+
 def test_refusals(converted, softmax_run, tmp_path):
     out, _ = converted
     options = dict(names=["orf"], method="full", num_features=[8])
@@ -169,6 +219,7 @@ def test_refusals(converted, softmax_run, tmp_path):
     refused(softmax_run, "unknown calibration 'fulll'", method="fulll")
     refused(softmax_run, "even number of features", names=["pm-antithetic"], num_features=[7])
     refused(softmax_run, "draws=0 must be positive", draws=0)
+    refused(softmax_run, "exact_window=-1: must be an integer from 0", exact_window=[0, -1])
 
 
 def test_attention_report_of_a_run(softmax_run, converted, tmp_path):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from tests.small import small_config
+from experiments import benchmark_vit
+from tests.small import SHALLOW, small_config
 from vit import classification, config
 from vit.model import ViT, random_streams
 
@@ -25,15 +26,16 @@ def abstract(settings, channels):
         ("performer", {"pooling": "mean"}),
         ("performer", {"pooling": "token+mean", "pre_logits": True}),
         ("performer", {"pooling": "mean", "exact_layers": "1,3"}),
+        ("performer", {"pooling": "mean", "exact_window": 32}),
     ],
 )
 def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
     options = dict(options)
-    exact = options.pop("exact_layers", "")
+    own = {name: options.pop(name) for name in ("exact_layers", "exact_window") if name in options}
     settings = small_config(
         model=config.Model("XS/4", **options),
-        attention=config.Attention(kind, num_features=256, exact_layers=exact),
+        attention=config.Attention(kind, num_features=256, **own),
         data=config.Data(image_size=64),
     )
     graph, state = nnx.split(abstract(settings, channels=3))
@@ -53,3 +55,19 @@ def test_b16_takes_what_is_published():
     )
     flops = classification.forward_flops(settings, num_classes=1000, channels=3)
     assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
+
+
+def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
+    """Two kinds of attention at 5 and 17 tokens; the state goes on from call to call."""
+    monkeypatch.setitem(config.SIZES, "Ti", SHALLOW)
+    monkeypatch.setattr(benchmark_vit, "PATCHES", (4, 2))
+    kinds = {name: x for name, x in benchmark_vit.KINDS.items() if "performer," not in name}
+    monkeypatch.setattr(benchmark_vit, "KINDS", kinds)
+    rows = benchmark_vit.measured(8, repeats=1)
+    assert [(row["tokens"], row["attention"]) for row in rows] == [
+        (tokens, name) for tokens in (5, 17) for name in ("softmax", "performer")
+    ]
+    assert all(row["step, ms"] > 0 and row["memory, MiB"] > 0 for row in rows)
+    assert rows[2]["softmax / it"] == 1
+    benchmark_vit.draw(rows, tmp_path / "vit")
+    assert (tmp_path / "vit.png").exists()

@@ -82,8 +82,12 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
         dict(attention=config.Attention(kind="softmax")),
         dict(attention=config.Attention(num_features=8, calibration="shift")),
         dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
+        dict(
+            model=config.Model(variant="XS/2", pooling="token"),
+            attention=config.Attention(num_features=8, exact_window=4),
+        ),
     ],
-    ids=["softmax", "calibrated", "bfloat16 and remat"],
+    ids=["softmax", "calibrated", "bfloat16 and remat", "window"],
 )
 def test_every_model_for_every_number_of_images(sections):
     model = trained(**sections)

@@ -95,6 +95,40 @@ def test_cross_attention():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window(is_causal):
+    """By the op; the errors of the report are those with it, and it decodes with a cache."""
+    model, window = Model(), dict(exact_window=2, exact_first=1)
+    batches = [{"x": x, "is_causal": is_causal} for x in BATCHES]
+    measured = measure(model, batches)
+    plain, new = (
+        linearize(model, batches, num_features=16, measured=measured, **options)
+        for options in ({}, window)
+    )
+    want = by_hand(model, X, is_causal=is_causal, **window)[:B]
+    np.testing.assert_allclose(new[0](X[0], is_causal=is_causal), want, atol=1e-5)
+    errors = [report.layer_errors()["attention"] for _, report in (plain, new)]
+    assert errors[1] < 0.9 * errors[0]
+    whole = linearize(model, batches, num_features=16, measured=measured, exact_window=T)[1]
+    assert whole.layer_errors()["attention"] < 1e-9
+    if is_causal:
+        new[0].attention.init_cache((B, T, WIDTH))
+        for i in range(T):
+            last = new[0](X[0][:, i : i + 1], decode=True)
+        np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
+
+
+def test_cross_attention_has_no_window():
+    others = jax.random.normal(jax.random.key(1), (B, T + 3, WIDTH))
+    new, _ = linearize(Model(), [(X[0], others)], num_features=16, exact_window=2)
+    want, _ = linearize(Model(), [(X[0], others)], num_features=16)
+    np.testing.assert_array_equal(new(X[0], others), want(X[0], others))
+    with pytest.raises(ValueError, match="exact_first=1.*goes with an exact_window|first keys go"):
+        linearize(Model(), BATCHES, exact_first=1)
+    with pytest.raises(ValueError, match="exact_window must not be negative, got -2"):
+        linearize(Model(), BATCHES, exact_window=-2)
+
+
 ALL_KEYS = jnp.concatenate([KEYS, KEYS])
 PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
 
@@ -285,9 +319,12 @@ def test_the_original_and_its_arrays_stay():
 def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
     model = Stack()
     x = jax.random.normal(jax.random.key(5), (4, 16, T, WIDTH)) * jnp.linspace(3, 0.2, WIDTH)
-    plain, refined = (linearize(model, list(x), num_features=8, refine_steps=n)[1] for n in (0, 60))
-    for path, error in refined.layer_errors().items():
-        assert error < 0.7 * plain.layer_errors()[path]
+    for window in ({}, {"exact_window": 1}):
+        plain, refined = (
+            linearize(model, list(x), num_features=8, refine_steps=n, **window)[1] for n in (0, 60)
+        )
+        for path, error in refined.layer_errors().items():
+            assert error < 0.7 * plain.layer_errors()[path]
     with pytest.raises(ValueError, match="these can be read only once"):
         linearize(model, iter(x), refine_steps=1)
 

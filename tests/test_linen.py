@@ -18,7 +18,8 @@ W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
 
 
 def layer(frequencies=W, **kwargs):
-    options = {name: kwargs.pop(name) for name in ("is_causal",) if name in kwargs}
+    own = ("is_causal", "exact_window", "exact_first")
+    options = {name: kwargs.pop(name) for name in own if name in kwargs}
     attention_fn = partial(performer_attention_fn, frequencies=frequencies, **options)
     return linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn, **kwargs)
 
@@ -57,8 +58,9 @@ def test_key_masks_are_honoured(dtype):
     np.testing.assert_allclose(got[:, :3], module.apply(variables, X[:, :3]), atol=1e-5)
 
 
-def test_decoding_is_causal_attention():
-    module = layer(decode=True)
+@pytest.mark.parametrize("window", [{}, {"exact_window": 2, "exact_first": 1}])
+def test_decoding_is_causal_attention(window):
+    module = layer(decode=True, **window)
     variables = module.init(jax.random.key(2), X)
     cache, steps = variables["cache"], []
     for i in range(5):
@@ -67,8 +69,10 @@ def test_decoding_is_causal_attention():
         )
         cache = new["cache"]
         steps.append(out)
-    want = layer(is_causal=True).apply({"params": variables["params"]}, X)
+    want = layer(is_causal=True, **window).apply({"params": variables["params"]}, X)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+    plain = layer(is_causal=True).apply({"params": variables["params"]}, X)
+    assert np.allclose(want, plain, atol=1e-3) == (not window)
 
 
 def test_sown_weights():
@@ -181,6 +185,16 @@ def test_linearize():
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert np.abs(got - exact).max() > 1e-3
     np.testing.assert_array_equal(module.apply(variables, x, others, mask), exact)
+
+    window = dict(exact_window=2, exact_first=1)
+    layers, _ = linearize(module, variables, batches, num_features=16, **window)
+    with linearized(layers):
+        got = module.apply(variables, x, others, mask)
+    options = dict(is_causal=True, **window)
+    middle = x + by_hand(layers["itself"], parameters["itself"], x, x, **options)
+    options = dict(mask=mask, **window)
+    want = middle + by_hand(layers["others"], parameters["others"], middle, others, **options)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
     mine = Reader(attention_fn=partial(linen.dot_product_attention, dropout_rate=0.0))
     layers, report = linearize(mine, variables, [(x, others)], num_features=16)

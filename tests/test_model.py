@@ -9,7 +9,7 @@ from flax import nnx
 from performer.nnx import Frequencies, Statistics
 from tests.small import CALIBRATED, TINY, new_vit, small_config
 from vit import config
-from vit.model import ViT, random_streams, sincos_positions
+from vit.model import ViT, random_streams, sincos_positions, z_order
 
 pytestmark = pytest.mark.usefixtures("tiny")
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
@@ -94,6 +94,68 @@ def test_performer_with_many_features_is_the_softmax_twin():
         outputs.append(forward(model)[0])
     error = np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[1])
     assert error < 0.1
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 8), (1, 6), (3, 5), (7, 7), (14, 14)])
+def test_the_z_order_curve_is_that_of_interleaved_bits(rows, columns):
+    """By strings of digits; every place once; of a whole one 16 in a row are a square."""
+    order = z_order(rows, columns)
+    np.testing.assert_array_equal(np.sort(order), np.arange(rows * columns))
+    pairs = [divmod(int(place), columns) for place in order]
+    codes = ["".join(a + b for a, b in zip(f"{r:09b}", f"{c:09b}", strict=True)) for r, c in pairs]
+    assert codes == sorted(codes)
+    if rows == 8:
+        for chunk in np.array(pairs).reshape(4, 16, 2):
+            assert (np.ptp(chunk, axis=0) == 3).all()
+
+
+KINDS = {
+    "token": config.Model("XS/1", pooling="token"),
+    "mean": config.Model("XS/2", pooling="mean", position="sincos"),
+    "attention": config.Model("XS/2", pooling="attention"),
+    "registers": config.Model("XS/2", pooling="token+mean", registers=2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
+    """Logits and what the head reads, of images of patches that all differ."""
+    outputs, side = [], 8 // KINDS[kind].patch_size
+    order = z_order(side, side)
+    for window in (0, 4):
+        attention = config.Attention(kind="softmax", exact_window=window)
+        model = vit(model=KINDS[kind], attention=attention)
+        model.head.kernel[...] = jax.random.normal(jax.random.key(0), model.head.kernel.shape)
+        outputs.append(forward(model))
+        np.testing.assert_array_equal(model.order, order if window else np.arange(side**2))
+    (logits, plain), (same, ordered) = outputs
+    np.testing.assert_allclose(same, logits, rtol=1e-4, atol=1e-4)
+    prefix = KINDS[kind].num_prefix
+    for name in ("embedded", "block01/output"):
+        want = np.concatenate([plain[name][:, :prefix], plain[name][:, prefix + order]], axis=1)
+        np.testing.assert_allclose(ordered[name], want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way():
+    """65 and 19 tokens; class token and registers are exact for all."""
+    for kind in ("token", "registers"):
+        outputs = {}
+        for name, attention in {
+            "softmax": config.Attention(kind="softmax"),
+            "whole": config.Attention(num_features=8, exact_window=65),
+            "near": config.Attention(num_features=8, exact_window=4),
+            "none": config.Attention(num_features=8),
+        }.items():
+            model = vit(model=KINDS[kind], attention=attention)
+            for block in model.blocks:  # what attention adds at first is next to nothing
+                block.attention.query.kernel[...] *= 4
+            if name in ("whole", "near"):
+                window = model.blocks[0].attention.attention_fn.window
+                assert window == (attention.exact_window, KINDS[kind].num_prefix)
+            outputs[name] = forward(model)[1]["pooled"]
+        np.testing.assert_allclose(outputs["whole"], outputs["softmax"], atol=1e-4)
+        near, none = (np.linalg.norm(outputs[x] - outputs["softmax"]) for x in ("near", "none"))
+        assert 0 < near < none
 
 
 def test_options_of_the_head_and_the_mlp(monkeypatch):

@@ -16,9 +16,12 @@ from performer.calibration import fit, pair_moments
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
 
-def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, **kwargs):
+def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, window=(0, 0), **kwargs):
     rngs = nnx.Rngs(params=0, frequencies=1, dropout=2)
-    attention_fn = PerformerAttention(16, 4, coupling=coupling, num_heads=num_heads, rngs=rngs)
+    options = dict(zip(("exact_window", "exact_first"), window, strict=True))
+    attention_fn = PerformerAttention(
+        16, 4, coupling=coupling, num_heads=num_heads, **options, rngs=rngs
+    )
     return nnx.MultiHeadAttention(
         num_heads=2,
         in_features=8,
@@ -126,6 +129,44 @@ def test_decoding_is_causal_attention():
     steps = [module(X[:, i : i + 1]) for i in range(X.shape[1])]
     want = module(X, decode=False, is_causal=True)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+
+
+WINDOW = (2, 1)
+"""exact_window, exact_first."""
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_is_that_of_the_operator(is_causal):
+    module = layer(window=WINDOW, decode=False)
+    heads = [getattr(module, name)(X) for name in ("query", "key", "value")]
+    W, options = module.attention_fn.frequencies[...], dict(exact_window=2, exact_first=1)
+    want = module.out(performer_attention(*heads, W, is_causal=is_causal, **options))
+    got = module(X, is_causal=is_causal)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert not np.allclose(got, layer(decode=False)(X, is_causal=is_causal), atol=1e-3)
+
+
+def test_decoding_with_a_window_is_causal_attention_with_it():
+    """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
+    module = layer(window=WINDOW, decode=True)
+    module.init_cache(X.shape)
+    step = nnx.jit(lambda module, x: module(x, sow_weights=True))
+    steps, rows = [], []
+    for i in range(X.shape[1]):
+        steps.append(step(module, X[:, i : i + 1]))
+        rows.append(nnx.pop(module, nnx.Intermediate)["attention_weights"].get_value()[0])
+    want = module(X, decode=False, is_causal=True, sow_weights=True)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+    (matrix,) = nnx.state(module, nnx.Intermediate)["attention_weights"].get_value()
+    np.testing.assert_allclose(jnp.concatenate(rows, axis=2), matrix, atol=1e-5)
+
+
+def test_a_window_of_fewer_queries_than_keys_is_that_of_a_cache_alone():
+    module = layer(window=WINDOW, decode=False)
+    with pytest.raises(ValueError, match="exact_window=2 needs one key for each query, got 1 and"):
+        module(X[:, :1], X)  # cross attention: no mask says where the query stands
+    with pytest.raises(ValueError, match="exact_window must not be negative, got -1"):
+        layer(window=(-1, 0))
 
 
 def test_sown_weights_are_the_attention_matrix():

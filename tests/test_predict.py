@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.small import TINY, small_config
+from tests.small import TINY, new_vit, small_config
 from vit import classification, config, loop, predict, rollout
 
 
@@ -85,8 +85,22 @@ def test_maps_leave_out_tokens_without_a_place():
     """Two of them, and four patches: the row of the class token, or the mean of the patches'."""
     total = np.random.default_rng(0).uniform(size=(1, 6, 6))
     for has_token, want in [(True, total[0, 0, 2:]), (False, total[0, 2:, 2:].mean(axis=0))]:
-        got = rollout._on_patches(jnp.asarray(total), has_token, 2)
-        np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
+        for order in (np.arange(4), np.array([2, 0, 3, 1])):
+            rows = total[..., [0, 1, *(2 + order)]][:, [0, 1, *(2 + order)]]
+            got = rollout._on_patches(jnp.asarray(rows), has_token, 2, order)
+            np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
+
+
+def test_maps_with_a_window_lie_as_the_picture_does():
+    """The exact ones are those of the model without one; its own are those of its attention."""
+    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)
+    both = []
+    for attention in (config.Attention("softmax"), config.Attention(exact_window=16)):
+        shape = config.Model(variant="XS/2", pooling="token")
+        model = new_vit(small_config(model=shape, attention=attention))
+        both.append(rollout.maps(model, images))
+    for seen in (both[1].own, both[1].exact):
+        np.testing.assert_allclose(seen, both[0].exact, atol=1e-5)
 
 
 def test_maps_are_of_the_models_own_queries_and_keys(model):

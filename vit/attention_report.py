@@ -15,6 +15,7 @@ from performer.analysis import attention_error
 from performer.calibration import Calibration
 from performer.choices import moved
 from performer.nnx import PerformerAttention
+from performer.nnx.layer import NO_WINDOW, Window
 from vit import data, metrics, report, runs
 from vit.task import Task
 
@@ -38,6 +39,7 @@ def rows(
     coupling: str,
     num_features: int,
     draws: int,
+    window: Window = NO_WINDOW,
 ) -> list[metrics.Record]:
     """One record for each layer and head: errors, means over the examples.
 
@@ -51,6 +53,7 @@ def rows(
         coupling: of the frequencies that are drawn.
         num_features: m.
         draws: how many draws.
+        window: of near keys that are exact.
 
     Raises:
         ValueError: when the task says nothing of attention, or for an unknown coupling.
@@ -66,6 +69,7 @@ def rows(
             num_features=num_features,
             draws=draws,
             calibration=calibration(layer.attention_fn),
+            **window._asdict(),
         )
         assert error.output is not None
         assert error.uniform_output is not None
@@ -139,6 +143,7 @@ def report_attention(
     num_features: int = 0,
     images: int = 8,
     draws: int = 16,
+    exact_window: int | None = None,
     dataset: data.Dataset | None = None,
     task: Task | None = None,
 ) -> str:
@@ -151,6 +156,8 @@ def report_attention(
         num_features: m; likewise if 0.
         images: how many examples.
         draws: of the frequencies.
+        exact_window: near keys that are exact, with class token and registers; 0 for none, that in
+            the run's config if None.
         dataset: as `runs.restore`.
         task: likewise.
 
@@ -159,7 +166,10 @@ def report_attention(
             coupling.
     """
     run = runs.restore(workdir, dataset, task)
+    if exact_window is not None:
+        run = run.with_window(exact_window)
     config = run.config
+    near = config.attention.exact_window
     coupling = coupling or config.attention.coupling
     num_features = num_features or config.attention.num_features
     records = rows(
@@ -169,9 +179,11 @@ def report_attention(
         coupling=coupling,
         num_features=num_features,
         draws=draws,
+        window=Window(near, config.model.num_prefix) if near else NO_WINDOW,
     )
     calibration = config.attention.calibration
     if config.attention.kind == "softmax":
         calibration = "none"
     title = f"{workdir.name}: {coupling}, m = {num_features}, calibration {calibration}"
+    title += f", window {near}" * (near > 0)
     return write(records, out, title)

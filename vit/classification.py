@@ -154,19 +154,20 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
 
     n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
     the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or 8 n m w for random
-    features (`exact_layers` are softmax); pooling by attention is a layer with one query; 2 w^2 for
-    `pre_logits`. A training step takes three times as many; what `remat` computes again is not
-    counted.
+    features (`exact_layers` are softmax), with 4 n w for each exact key of a query if there is a
+    window; pooling by attention is a layer with one query; 2 w^2 for `pre_logits`. A training step
+    takes three times as many; what `remat` computes again is not counted.
     """
     size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2
     pooling, width = config.model.pooling, size.width
-    n = patches + ("token" in pooling) + config.model.registers
-    m = config.attention.num_features
+    n = patches + config.model.num_prefix
+    m, window = config.attention.num_features, config.attention.exact_window
+    near = min(n, 3 * window + config.model.num_prefix) if window else 0
     exact = size.depth
     if config.attention.kind == "performer":
         exact = len(set(exact_layers(config.attention.exact_layers)))
-    attention = width * (4 * n**2 * exact + 8 * n * m * (size.depth - exact))
+    attention = 4 * n * width * (n * exact + (2 * m + near) * (size.depth - exact))
     mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
     layer = width * (8 * n * width + n * mlp)
     pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")

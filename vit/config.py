@@ -113,6 +113,11 @@ class Model:
         return parse_variant(self.variant)[0]._replace(**own)
 
     @property
+    def num_prefix(self) -> int:
+        """Tokens before the patches: class token and registers."""
+        return ("token" in self.pooling) + self.registers
+
+    @property
     def patch_size(self) -> int:
         """In pixels: what follows the variant's slash."""
         return parse_variant(self.variant)[1]
@@ -138,6 +143,10 @@ class Attention:
     """Blocks, counted from 0, as "0,3", whose attention is exact whatever `kind` says."""
     implementation: str = "xla"
     """"xla", or "pallas" for the kernels for TPU: compiled and counted, not yet run."""
+    exact_window: int = 0
+    """So many tokens are a chunk: those of its own and of both neighbours are exact for a query,
+    and so are class token and registers for all. Patches are in the order of a Z-order curve then,
+    so that a chunk is a square of the picture, or nearly. 0: none."""
 
 
 @dataclasses.dataclass
@@ -419,6 +428,7 @@ RANGES = (
     Rule(
         (
             "attention.redraw_every",
+            "attention.exact_window",
             "data.max_bad_records",
             "optim.warmup_steps",
             "optim.constant_steps",
@@ -536,6 +546,11 @@ RELATIONS = (
             max(exact_layers(text), default=0) < (depth or parse_variant(variant)[0].depth)
         ),
         "there are fewer blocks; they are counted from 0",
+    ),
+    Rule(
+        ("attention.exact_window", "attention.implementation"),
+        lambda window, implementation: window == 0 or implementation == "xla",
+        "the kernels have no window: one of the two",
     ),
     Rule(
         ("model.variant", "data.image_size"),

@@ -5,7 +5,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import jax
@@ -15,10 +15,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from performer import performer_attention
+from performer.attention import attention_weights
 from performer.nnx import PerformerAttention, linearize, measure
+from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import Measured
 from performer.nnx.report import head_errors, uniform_error
-from performer.refinement import Sample
+from performer.refinement import Sample, softmax_attention, squared
 from vit import data, metrics
 from vit.runs import Restored, evaluation_examples
 from vit.steps import count, evaluate
@@ -44,7 +46,8 @@ def attentions(task: Task, model: nnx.Module) -> list[Attention]:
 
     def of(attention_fn: Any) -> Attention:
         if isinstance(attention_fn, PerformerAttention):
-            return _performer, (attention_fn.frequencies[...], attention_fn.calibration)
+            own = attention_fn.frequencies[...], attention_fn.calibration
+            return _performer(attention_fn.window), own
         return nnx.dot_product_attention, ()
 
     return [of(layer.attention_fn) for layer in task.layers(model)]
@@ -80,9 +83,33 @@ def _uniform(query: Array, key: Array, value: Array) -> Array:
     return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
 
 
-def _performer(query, key, value, frequencies, calibration):
-    output = performer_attention(query, key, value, frequencies, calibration=calibration)
-    return cast(Array, output)
+@cache  # the same function for the same window is the same program
+def _performer(window: Window) -> Callable[..., Array]:
+    def attend(query, key, value, frequencies, calibration):
+        options: Any = dict(calibration=calibration, **window._asdict())
+        return cast(Array, performer_attention(query, key, value, frequencies, **options))
+
+    return attend
+
+
+@cache
+def _window_alone(window: Window) -> Callable[..., Array]:
+    def attend(query, key, value):
+        options: Any = _nothing_far(query) | window._asdict()
+        return cast(Array, performer_attention(query, key, value, **options))
+
+    return attend
+
+
+def _nothing_far(query: Array) -> dict[str, Array]:
+    """One feature, of weight 0."""
+    return {"frequencies": jnp.zeros((1, query.shape[-1])), "weights": jnp.zeros(1)}
+
+
+def _error_alone(sample: Sample, window: Window) -> float:
+    query, key = sample[:2]
+    estimate = attention_weights(query, key, **_nothing_far(query), **window._asdict())
+    return float(jnp.mean(squared(estimate, softmax_attention(sample), sample.pairs(False))))
 
 
 def compare(
@@ -95,11 +122,13 @@ def compare(
     num_features: Sequence[int],
     draws: int,
     keep: int = 0,
+    windows: Sequence[Window] = (NO_WINDOW,),
 ) -> Iterator[metrics.Record]:
-    """One record for each coupling, method and m: accuracy over draws, attention error by layer.
+    """One record for each coupling, method, window and m: accuracy over draws, attention errors.
 
-    The first two records are of softmax and of uniform attention. Attention errors are those on the
-    inputs that the layers have with softmax attention on evaluation examples; means over heads.
+    The first records, with m = 0, are of softmax and of uniform attention, and of softmax over the
+    exact keys of each window alone. Attention errors are those on the inputs that the layers have
+    with softmax attention on evaluation examples; means over heads.
 
     Args:
         run: with softmax attention; its data are those of the evaluation.
@@ -110,17 +139,19 @@ def compare(
         num_features: each m.
         draws: how many, of the frequencies.
         keep: layers that stay exact, those with the largest errors.
+        windows: of near keys that are exact; the model must have its tokens in their order.
     """
     measured = measured_layers(run.task, model, batches)
     examples = evaluation_examples(run.dataset, run.config, ERROR_EXAMPLES)
     held_out = [layer.sample for layer in measured_layers(run.task, model, [examples]).layers]
 
-    def record(coupling, method, m, accuracies, errors):
+    def record(coupling, method, m, accuracies, errors, window=NO_WINDOW):
         spread = np.std(accuracies, ddof=1) / len(accuracies) ** 0.5 if accuracies[1:] else 0.0
         layers = np.mean(errors, axis=0)
         return {
             "coupling": coupling,
             "calibration": method,
+            "window": window.exact_window,
             "m": m,
             "accuracy": float(np.mean(accuracies)),
             "standard error": float(spread),
@@ -132,7 +163,12 @@ def compare(
     yield record("softmax", "", 0, [accuracy(run, model, layers)], [[0.0] * len(layers)])
     errors = [float(jnp.mean(uniform_error(sample))) for sample in held_out]
     yield record("uniform", "", 0, [accuracy(run, model, [(_uniform, ())] * len(layers))], [errors])
-    for name, (method, steps), m in itertools.product(names, methods, num_features):
+    for window in filter(any, windows):
+        alone = [(_window_alone(window), ())] * len(layers)
+        errors = [_error_alone(sample, window) for sample in held_out]
+        yield record("window alone", "", 0, [accuracy(run, model, alone)], [errors], window)
+    rows = itertools.product(names, methods, windows, num_features)
+    for name, (method, steps), window, m in rows:
         accuracies, errors = [], []
         for draw in range(draws):
             new, _ = linearize(
@@ -143,6 +179,7 @@ def compare(
                 calibration=method,
                 refine_steps=steps,
                 keep=keep,
+                **window._asdict(),
                 call=run.task.count,
                 measured=measured,
                 seed=draw,
@@ -150,10 +187,13 @@ def compare(
             layers = attentions(run.task, new)
             accuracies.append(accuracy(run, model, layers))
             pairs = zip(held_out, layers, strict=True)
-            errors.append([_error(sample, arguments) for sample, (_, arguments) in pairs])
-        yield record(name, method + ", refined" * (steps > 0), m, accuracies, errors)
+            errors.append([_error(sample, arguments, window) for sample, (_, arguments) in pairs])
+        yield record(name, method + ", refined" * (steps > 0), m, accuracies, errors, window)
 
 
-def _error(sample: Sample, arguments: tuple) -> float:
+def _error(sample: Sample, arguments: tuple, window: Window) -> float:
     """The mean over heads; 0 of exact attention, which has no arguments."""
-    return float(jnp.mean(head_errors(sample, *arguments)["attention error"])) if arguments else 0.0
+    if not arguments:
+        return 0.0
+    errors = head_errors(sample, *arguments, window=window)
+    return float(jnp.mean(errors["attention error"]))

@@ -12,9 +12,13 @@ a kill the same command begins anew.
 
 With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
 of the same images: estimates are no longer unbiased, and a good deal nearer with few features. With
---keep=1 the layer with the largest error stays softmax attention.
+--keep=1 the layer with the largest error stays softmax attention. With --exact_window=0,16 patches
+are in the order of a Z-order curve, a square of 16 of them and both neighbours are exact for each
+other, and so are class token and registers for all; the window alone, without any features, stands
+beside.
 
-The folder is also a run: the first coupling, calibrated (and refined), with the most features.
+The folder is also a run: the first coupling, calibrated (and refined), with the most features and
+the largest window.
 `python -m vit.evaluate --workdir=OUT` takes it, and `python -m vit.train --workdir=OUT` fine-tunes
 it, for `--num_epochs` at the peak rate `--learning_rate`.
 """
@@ -30,6 +34,7 @@ from flax import nnx
 
 from performer.choices import moved
 from performer.nnx import linearize
+from performer.nnx.layer import Window
 from vit import checkpoint, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import parse_flags
@@ -40,18 +45,21 @@ __getattr__ = moved(__name__, save_run="vit.runs.begin")
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
-    """Accuracy and attention error against m, a line for each coupling and method."""
+    """Accuracy and attention error against m, a line for each coupling, window and method."""
     drawn, axes = report.figure(out, columns=2)
-    (softmax, uniform), rest = records[:2], records[2:]
-    names = list(dict.fromkeys(r["coupling"] for r in rest))
+    (softmax, uniform, *alone), rest = ([r for r in records if (r["m"] > 0) == x] for x in (0, 1))
+    names = list(dict.fromkeys((r["coupling"], r["window"]) for r in rest))
     styles = dict(
         zip(dict.fromkeys(r["calibration"] for r in rest), ("--", "-", ":"), strict=False)
     )
-    for coupling, method in dict.fromkeys((r["coupling"], r["calibration"]) for r in rest):
-        points = [r for r in rest if (r["coupling"], r["calibration"]) == (coupling, method)]
+    lines = dict.fromkeys((r["coupling"], r["window"], r["calibration"]) for r in rest)
+    for coupling, window, method in lines:
+        line = coupling, window, method
+        points = [r for r in rest if (r["coupling"], r["window"], r["calibration"]) == line]
+        words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
         style = {
-            "label": coupling if method == "none" else f"{coupling}, {method}",
-            "color": f"C{names.index(coupling)}",
+            "label": ", ".join(filter(None, words)),
+            "color": f"C{names.index((coupling, window))}",
             "linestyle": styles[method],
             "marker": "o",
             "markersize": 4,
@@ -64,6 +72,10 @@ def plot(records: Sequence[metrics.Record], out: Path) -> None:
     for end, style in [(softmax, "-"), (uniform, ":")]:
         axes[0].axhline(end["accuracy"], color="black", linestyle=style, label=end["coupling"])
     axes[1].axhline(uniform["attention error"], color="black", linestyle=":", label="uniform")
+    for number, end in enumerate(alone):
+        label, color = f"window {end['window']} alone", f"{0.4 + 0.15 * number:.2f}"
+        for axis, column in zip(axes, ("accuracy", "attention error"), strict=True):
+            axis.axhline(end[column], color=color, linestyle="-.", label=label)
     report.log_log(axes[1], sorted({r["m"] for r in rest}))
     axes[0].set(xscale="log", xlabel="m", ylabel="accuracy, not retrained")
     axes[0].set_xticks(sorted({r["m"] for r in rest}), sorted({r["m"] for r in rest}))
@@ -85,6 +97,7 @@ def convert(
     num_features: Sequence[int],
     refine_steps: int = 0,
     keep: int = 0,
+    exact_window: Sequence[int] = (0,),
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
@@ -102,7 +115,9 @@ def convert(
         keep: so many layers, those with the largest attention errors, stay exact everywhere.
         refine_steps: if not 0, calibrated and refined frequencies are a further row, and the
             converted run has them.
-        draws: of the frequencies, for each coupling, method and m.
+        exact_window: tokens of a chunk whose keys are exact for it and its neighbours, each such
+            number; the largest is that of the converted run.
+        draws: of the frequencies, for each coupling, method, window and m.
         images: training images to calibrate with.
         eval_images: how many to measure accuracy on; 0 for all.
         num_epochs: of fine-tuning, for the config of the converted run.
@@ -125,17 +140,23 @@ def convert(
             f" eval_images={eval_images} and keep={keep} not negative"
         )
     steps = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
-    for name, m in itertools.product(names, num_features):
-        attention = configs.Attention(coupling=name, num_features=m, calibration=method)
+    for name, m, window in itertools.product(names, num_features, exact_window):
+        attention = configs.Attention(
+            coupling=name, num_features=m, calibration=method, exact_window=window
+        )
         configs.validate(dataclasses.replace(config, attention=attention))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
-    run = runs.restore(workdir)
+    run = runs.restore(workdir).with_window(max(exact_window))
     model = run.model()
+    windows = [Window(w, config.model.num_prefix if w else 0) for w in exact_window]
     new_config = dataclasses.replace(
         config,
         attention=configs.Attention(
-            coupling=names[0], num_features=max(num_features), calibration=method
+            coupling=names[0],
+            num_features=max(num_features),
+            calibration=method,
+            exact_window=max(exact_window),
         ),
         num_epochs=num_epochs,
     )
@@ -157,6 +178,7 @@ def convert(
         calibration=method,
         refine_steps=refine_steps,
         keep=keep,
+        **max(windows)._asdict(),
         call=run.task.count,
         measured=measured_layers(run.task, model, batches),
     )
@@ -168,9 +190,9 @@ def convert(
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
         runs.begin(folder, new, new_config, run.dataset, run.task)
-        progress = bar.add_task(
-            "convert", total=2 + len(names) * len(steps) * len(num_features), status=""
-        )
+        rows = len(names) * len(steps) * len(windows) * len(num_features)
+        total = 2 + sum(map(any, windows)) + rows
+        progress = bar.add_task("convert", total=total, status="")
         for record in compare(
             run,
             model,
@@ -180,6 +202,7 @@ def convert(
             num_features=num_features,
             draws=draws,
             keep=keep,
+            windows=windows,
         ):
             records.append(record)
             table = report.table(records, folder / "conversion")
@@ -193,8 +216,9 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     out = Path(_OUT.value or f"{workdir}-performer")
-    if not all(m.isdecimal() for m in _NUM_FEATURES.value):
-        sys.exit(f"--num_features={','.join(_NUM_FEATURES.value)}: give integers, as in 32,64")
+    for name, words in ("num_features", _NUM_FEATURES.value), ("exact_window", _WINDOW.value):
+        if not words or not all(word.isdecimal() for word in words):
+            sys.exit(f"--{name}={','.join(words)}: give integers, as in 32,64")
     try:
         devices.check_alone()
         table = convert(
@@ -204,6 +228,7 @@ def main(_: list[str]) -> None:
             method=str(_CALIBRATION.value),
             num_features=[int(m) for m in _NUM_FEATURES.value],
             refine_steps=_REFINE_STEPS.value,
+            exact_window=[int(w) for w in _WINDOW.value],
             keep=_KEEP.value,
             draws=_DRAWS.value,
             images=_IMAGES.value,
@@ -224,6 +249,7 @@ if __name__ == "__main__":
     _NUM_FEATURES = flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
     _REFINE_STEPS = flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
     _KEEP = flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
+    _WINDOW = flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
     _DRAWS = flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
     _IMAGES = flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
     _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)

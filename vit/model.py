@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, Size, exact_layers
@@ -59,10 +59,10 @@ class ViT(nnx.Module):
     def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
         model, size, patch_size = config.model, config.model.size, config.model.patch_size
         self.pooling, self.remat, self.final_norm = model.pooling, model.remat, model.final_norm
-        self.has_token = "token" in model.pooling
-        self.num_prefix = self.has_token + model.registers
+        self.has_token, self.num_prefix = "token" in model.pooling, model.num_prefix
         dtype = jnp.dtype(model.dtype)
         grid = config.data.image_size // patch_size
+        self.grid, self.has_window = grid, config.attention.exact_window > 0
         patch = (patch_size, patch_size)
         self.embed = nnx.Conv(
             channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
@@ -104,10 +104,13 @@ class ViT(nnx.Module):
         """Logits, and by name what passed on the way.
 
         The intermediates are "embedded", "block00/attention_input" (which the query, key and value
-        projections of that block read), "block00/output", ..., "pooled".
+        projections of that block read), "block00/output", ..., "pooled". Tokens are class token,
+        registers, and the patches in their `order`.
         """
         x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
         x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
+        if self.has_window:
+            x = x[:, self.order]
         x = self.dropout(self.with_prefix(x))
         if self.embed_norm is not None:
             x = self.embed_norm(x)
@@ -124,6 +127,11 @@ class ViT(nnx.Module):
             pooled = jnp.tanh(self.pre_logits(pooled))
         intermediates["pooled"] = pooled
         return self.head(pooled), intermediates
+
+    @property
+    def order(self) -> Int[np.ndarray, " patches"]:
+        """Of the patches as tokens: the number of each, counted row by row."""
+        return z_order(self.grid, self.grid) if self.has_window else np.arange(self.grid**2)
 
     def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
         """Class token and registers, then the patches."""
@@ -171,6 +179,8 @@ class Block(nnx.Module):
                 redraw_every=attention.redraw_every,
                 calibration=attention.calibration,
                 implementation="pallas" if attention.implementation == "pallas" else None,
+                exact_window=attention.exact_window,
+                exact_first=config.model.num_prefix if attention.exact_window else 0,
                 rngs=rngs,
             )
         model, dtype = config.model, jnp.dtype(config.model.dtype)
@@ -246,6 +256,23 @@ class AttentionPooling(nnx.Module):
         query = jnp.broadcast_to(self.query[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
         y = self.attention(query, x, x)
         return (y + self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(self.norm(y)))))[:, 0]
+
+
+def z_order(rows: int, columns: int) -> Int[np.ndarray, " places"]:
+    """Places of a grid, counted row by row, in the order of a Z-order curve (Morton 1966).
+
+    That of the numbers whose bits are those of row and column in turn: if 4^k divides i, the 4^k
+    places from the ith on are a square of side 2^k, where the grid has all of it.
+
+    >>> z_order(4, 4).reshape(4, 4)
+    array([[ 0,  1,  4,  5],
+           [ 2,  3,  6,  7],
+           [ 8,  9, 12, 13],
+           [10, 11, 14, 15]])
+    """
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    bits = range(max(rows, columns).bit_length())
+    return np.argsort(sum((row >> i & 1) * 2 * 4**i + (column >> i & 1) * 4**i for i in bits))
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:

@@ -54,8 +54,8 @@ def maps(model: ViT, images: Array) -> Maps:
         products = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
         exact.append(jax.nn.softmax(products.astype(jnp.float32)))
         own.append(estimated(layer.attention_fn, query, key, exact[-1]))
-    prefix = model.has_token, model.num_prefix
-    return Maps(*(_on_patches(rollout(jnp.stack(x)), *prefix) for x in (own, exact)))
+    tokens = model.has_token, model.num_prefix, model.order
+    return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
 
 
 def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> Array:
@@ -68,14 +68,16 @@ def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> A
         attention_fn.frequencies[...],
         calibration=attention_fn.calibration,
         feature_map=attention_fn.feature_map,
+        **attention_fn.window._asdict(),
     )
 
 
 def _on_patches(
-    total: Float[Array, "n s s"], has_token: bool, num_prefix: int
+    total: Float[Array, "n s s"], has_token: bool, num_prefix: int, order: np.ndarray
 ) -> Float[Array, "n side side"]:
     rows = total[:, 0] if has_token else jnp.mean(total[:, num_prefix:], axis=1)
     rows = rows[:, num_prefix:]
+    rows = rows[:, np.argsort(order)]
     rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
     side = round(rows.shape[-1] ** 0.5)
     return rows.reshape(-1, side, side)

@@ -43,6 +43,14 @@ class Restored(NamedTuple):
         """Its model in evaluation mode."""
         return evaluated_model(self.program.graph, self.state)
 
+    def with_window(self, exact_window: int) -> "Restored":
+        """The same state in a run with that `config.attention.exact_window`."""
+        fields = {"attention.exact_window": exact_window}
+        config = configs.with_values(self.config, fields)
+        configs.validate(config)
+        functions = program(config, self.dataset, self.task, self.mesh)
+        return self._replace(config=config, program=functions)
+
 
 def subject(
     config: configs.Config, dataset: data.Dataset | None = None, task: Task | None = None

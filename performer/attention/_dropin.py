@@ -4,8 +4,9 @@ from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from performer._masks import key_mask
 from performer.attention.op import attention_weights, performer_attention
 from performer.calibration import Calibration
 from performer.features import FeatureMap
@@ -27,8 +28,13 @@ def attention_fn(
     feature_map: str | FeatureMap,
     weights: bool,
     implementation: Literal["pallas"] | None = None,
+    exact_window: int = 0,
+    exact_first: int = 0,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and the attention weights if they are wanted.
+
+    One query with a mask over several keys is that of decoding with a cache: it stands beside the
+    last key that exists, and its window is that of its place there.
 
     Raises:
         ValueError: for a bias, attention dropout, a mask that depends on the query or the head, or
@@ -52,10 +58,33 @@ def attention_fn(
         bias=bias,
         is_causal=is_causal,
         feature_map=feature_map,
+        exact_window=exact_window,
+        exact_first=exact_first,
     )
+    place = None
+    if exact_window and mask is not None and query.shape[-3] == 1 < key.shape[-3]:
+        place = _last(mask, key)
+        query, options["is_causal"] = jnp.where(place, query, 0), True
     output = performer_attention(
         query, key, value, frequencies, implementation=implementation, **options
     )
-    return cast(Array, output), attention_weights(
-        query, key, frequencies, **options
-    ) if weights else None
+    output = _row(cast(Array, output), place, -3)
+    if not weights:
+        return output, None
+    return output, _row(attention_weights(query, key, frequencies, **options), place, -2)
+
+
+def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
+    """Of the query at the place alone."""
+    if place is None:
+        return x
+    return jnp.sum(x, axis, where=jnp.moveaxis(place, -3, axis), keepdims=True)
+
+
+def _last(mask: ArrayLike, key: Float[Array, "*b s k h"]) -> Bool[Array, "*b s 1 1"]:
+    """True for the last key that exists."""
+    lead, s = key.shape[:-3], key.shape[-3]
+    exists = cast(Array, key_mask(mask, None, lead, key.reshape(-1, *key.shape[-3:])))
+    index = jnp.arange(s)
+    last = jnp.max(jnp.where(exists, index, -1), axis=-1, keepdims=True)
+    return (index == last).reshape(*lead, s, 1, 1)

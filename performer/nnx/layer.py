@@ -1,6 +1,6 @@
 """The drop-in attention for today's Flax (nnx)."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,16 @@ class Statistics(nnx.Variable):
     """Running moments of a layer and the calibration they give: in the checkpoint, not trained."""
 
 
+class Window(NamedTuple):
+    """Which keys are exact, as `performer.performer_attention` has it."""
+
+    exact_window: int = 0
+    exact_first: int = 0
+
+
+NO_WINDOW = Window()
+
+
 class PerformerAttention(nnx.Module):
     """FAVOR+ as the `attention_fn` of `nnx.MultiHeadAttention`.
 
@@ -39,7 +49,8 @@ class PerformerAttention(nnx.Module):
     attention stays causal. Any calibration gives an estimate of the same attention.
 
     In decode mode Flax keeps all keys and hands them over at each step, which costs as much as the
-    cache is long; `performer_attention` with `initial_state` decodes in constant time.
+    cache is long; `performer_attention` with `initial_state` decodes in constant time, with an
+    exact window, too.
 
     Args:
         num_features: m, the number of frequencies per head.
@@ -58,12 +69,16 @@ class PerformerAttention(nnx.Module):
         num_queries: so many queries of each sequence are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         implementation: "pallas" for the kernels for TPU, as in `performer.performer_attention`.
+        exact_window: w > 0 makes near keys exact, as in `performer.performer_attention`: for self
+            attention.
+        exact_first: so are the first keys.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
             sharded batches they are means over all devices without it.
         rngs: random streams; `frequencies` is used, or the default one.
 
     Raises:
-        ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
+        ValueError: for an unknown coupling or feature map, sizes that it does not admit, or numbers
+            below 0.
 
     Example:
         >>> rngs = nnx.Rngs(params=0, frequencies=1)
@@ -88,11 +103,15 @@ class PerformerAttention(nnx.Module):
         num_queries: int = 64,
         use_running_average: bool = False,
         implementation: Literal["pallas"] | None = None,
+        exact_window: int = 0,
+        exact_first: int = 0,
         axis_name: str | None = None,
         rngs: nnx.Rngs,
     ):
-        if redraw_every < 0:
-            raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
+        self.window = Window(exact_window, exact_first)
+        for name, count in {"redraw_every": redraw_every, **self.window._asdict()}.items():
+            if count < 0:
+                raise ValueError(f"{name} must not be negative, got {count}")
         self.feature_map = features.get(feature_map)
         self.coupling, self.redraw_every = coupling, redraw_every
         self.implementation: Literal["pallas"] | None = implementation
@@ -189,6 +208,7 @@ class PerformerAttention(nnx.Module):
             feature_map=self.feature_map,
             weights=module is not None,
             implementation=self.implementation,
+            **self.window._asdict(),
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from performer import calibration as calibrations
 from performer import couplings
 from performer.nnx import _hooks as hooks_
-from performer.nnx.layer import PerformerAttention
-from performer.nnx.report import Report, head_errors, rows_of
-from performer.refinement import Sample, refine
+from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
+from performer.nnx.report import Report, estimate_with, head_errors, rows_of
+from performer.refinement import Sample, transfer
 from performer.typing import Coupling
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -51,6 +51,8 @@ def linearize(
     calibration: str = "full",
     refine_steps: int = 0,
     keep: int = 0,
+    exact_window: int = 0,
+    exact_first: int = 0,
     where: Callable[[str], bool] | None = None,
     call: Call | None = None,
     measured: Measured | None = None,
@@ -84,6 +86,9 @@ def linearize(
         calibration: as of `PerformerAttention`.
         refine_steps: of Adam for each layer, at most; see `performer.refinement`.
         keep: so many layers, those with the largest errors, stay exact.
+        exact_window: near keys are exact, as in `performer.performer_attention`, in layers of as
+            many queries as keys; the errors are those with it.
+        exact_first: so are the first keys.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> anything, for a model that is called otherwise.
@@ -94,16 +99,17 @@ def linearize(
         A new model of the same parameters, in evaluation mode, and the report.
 
     Raises:
-        ValueError: for batches that cannot be read again, a negative `keep`, or an unknown coupling
-            or calibration.
+        ValueError: for batches that cannot be read again, numbers below 0, `exact_first` without a
+            window, or an unknown coupling or calibration.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    check(batches, coupling, calibration, refine_steps, keep)
+    window = Window(exact_window, exact_first)
+    check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
-    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed)
+    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
     new = evaluated(model)
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
         if number not in kept:
@@ -160,13 +166,17 @@ def check(
     calibration: str,
     refine_steps: int,
     keep: int,
+    window: Window = NO_WINDOW,
 ) -> None:
     """Raises ValueError for arguments of `linearize` that cannot be meant."""
     calibrations.parts(calibration, coupling)
     couplings.get(coupling)
-    if min(refine_steps, keep) < 0:
-        name, value = ("keep", keep) if keep < 0 else ("refine_steps", refine_steps)
-        raise ValueError(f"{name} must not be negative, got {value}")
+    counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name} must not be negative, got {count}")
+    if window.exact_first and not window.exact_window:
+        raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
     if refine_steps and iter(batches) is batches:
         raise ValueError(
             "refine_steps reads the batches once for each layer, and these can be read only once:"
@@ -262,20 +272,27 @@ def draw(
     calibration: str,
     keep: int,
     seed: int,
+    window: Window = NO_WINDOW,
 ) -> tuple[list[PerformerAttention], set[int]]:
     """What may take the place of each layer, and the numbers of those that stay exact."""
     keys = jax.random.split(jax.random.key(seed), max(1, len(layers)))
     pairs = zip(keys, layers, strict=False)
-    drawn = [_calibrated(*pair, coupling, num_features, calibration) for pair in pairs]
+    drawn = [_calibrated(*pair, coupling, num_features, calibration, window) for pair in pairs]
     pairs = zip(layers, drawn, strict=True)
     errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
     return drawn, set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
 
 
 def _calibrated(
-    key: Array, layer: Layer, coupling: str | Coupling, m: int | None, calibration: str
+    key: Array,
+    layer: Layer,
+    coupling: str | Coupling,
+    m: int | None,
+    calibration: str,
+    window: Window,
 ) -> PerformerAttention:
     heads, head_dim = layer.sample.key.shape[-2:]
+    itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
     attention = PerformerAttention(
         m or 2 * head_dim,
         head_dim,
@@ -283,6 +300,7 @@ def _calibrated(
         num_heads=heads,
         calibration=calibration,
         use_running_average=True,
+        **(window if itself else NO_WINDOW)._asdict(),
         rngs=nnx.Rngs(frequencies=key),
     )
     drawn = couplings.draw(key, coupling, m or 2 * head_dim, head_dim, heads)
@@ -294,13 +312,14 @@ def _calibrated(
 
 def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
     """`head_errors` on the examples of the layer."""
-    frequencies = attention.frequencies[...]
-    return head_errors(layer.sample, frequencies, attention.calibration, layer.is_causal)
+    own = attention.frequencies[...], attention.calibration
+    return head_errors(layer.sample, *own, layer.is_causal, attention.window)
 
 
 def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
-    """Moves its frequencies."""
-    attention.frequencies[...] = refine(
+    """Moves its frequencies, towards lower errors with its window."""
+    attention.frequencies[...] = transfer(
+        estimate_with(attention.window),
         attention.frequencies[...],
         attention.calibration,
         sample,

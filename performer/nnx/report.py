@@ -1,9 +1,9 @@
 """How far a model's attention is from what it was, layer by layer and head by head."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from performer.attention import attention_weights
 from performer.calibration import Calibration
-from performer.refinement import Sample, performer_estimate, softmax_attention, squared
+from performer.nnx.layer import NO_WINDOW, Window
+from performer.refinement import Sample, softmax_attention, squared
 
 
-@partial(jax.jit, static_argnames="is_causal")
+@partial(jax.jit, static_argnames=("is_causal", "window"))
 def head_errors(
     sample: Sample,
     frequencies: Float[Array, "k m h"],
     calibration: Calibration | None,
     is_causal: bool = False,
+    window: Window = NO_WINDOW,
 ) -> dict[str, Float[Array, " n"]]:
     """By name a number for each head, of one layer; sums and means over what exists.
 
@@ -30,7 +33,7 @@ def head_errors(
     the mean entropy of a row of A.
     """
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = performer_estimate(frequencies, calibration, sample, is_causal)
+    estimate = estimate_with(window)(frequencies, calibration, sample, is_causal)
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
     return {
         "attention error": squared(estimate, exact, pairs),
@@ -39,6 +42,23 @@ def head_errors(
         "|k|^2": jnp.repeat(_squared_length(sample.key, sample.keys), _groups(sample)),
         "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / jnp.sum(jnp.any(pairs, -1))),
     }
+
+
+@cache
+def estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
+    """`performer.refinement.performer_estimate` with it: for the same window the same function."""
+
+    def estimate(
+        frequencies: Float[Array, "k m h"],
+        calibration: Calibration | None,
+        sample: Sample,
+        is_causal: bool = False,
+    ) -> Float[Array, "b n t s"]:
+        options: Any = dict(calibration=calibration, is_causal=is_causal, **window._asdict())
+        mask = sample.keys[:, None, None]
+        return attention_weights(*sample[:2], frequencies, mask=mask, **options)
+
+    return estimate
 
 
 def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
