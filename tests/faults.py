@@ -416,6 +416,27 @@ FAULTS = [
         "test_attention_window.py::test_streaming",
     ),
     Fault(
+        "closed forms take one order of a pair of walkers",
+        "performer/graphs/theory.py",
+        "count = 2 * (groups * (size - apart)",
+        "count = 1 * (groups * (size - apart)",
+        "test_graph_theory.py::test_expected_errors",
+    ),
+    Fault(
+        "a visit's later visits are counted from one side",
+        "performer/graphs/theory.py",
+        "return own + own.T",
+        "return 2 * own",
+        "test_graph_theory.py::test_second_moments_of_one_walk",
+    ),
+    Fault(
+        "both walkers halt where only one does",
+        "performer/graphs/theory.py",
+        "one_halts, both_halt = 1 - p_halt - q, 2 * p_halt - 1 + q",
+        "one_halts, both_halt = 1 - p_halt - q, p_halt**2 + 0 * q",
+        "test_graph_theory.py::test_pagerank_of_pairs",
+    ),
+    Fault(
         "what has decayed is only counted in the maxima",
         "performer/attention/_decay.py",
         "    drift = jnp.clip(drift, -8.0, 8.0)",

@@ -827,6 +827,10 @@ def responses(order: int = 3) -> np.ndarray:
     return graphs.matching.spectral_responses(graph(), graphs.kernels.diffusion(), 0.5, order)
 
 
+def joined() -> Graph:
+    return Graph.from_edges([(0, 1), (1, 2), (2, 0)], num_nodes=3)
+
+
 def edges() -> np.ndarray:
     return graphs.matching.spectral_edges(responses())
 
@@ -860,6 +864,16 @@ rows(
         "graphs.matching.enumerate_all": lambda x: graphs.matching.enumerate_all(edges(), edges()),
         "graphs.matching.project": lambda x: graphs.matching.project(
             np.random.default_rng(0), edges(), 2
+        ),
+        "graphs.theory.survival": lambda x: graphs.theory.survival(0.3, 0.5),
+        "graphs.theory.expected_error": lambda x: graphs.theory.expected_error(
+            joined(), graphs.kernels.diffusion(), num_walks=2, p_halt=0.5
+        ),
+        "graphs.theory.recommend": lambda x: (
+            graphs.theory.recommend(joined(), graphs.kernels.diffusion(), 0.5).error
+        ),
+        "graphs.theory.pagerank_variance": lambda x: graphs.theory.pagerank_variance(
+            joined(), num_walks=2, p_halt=0.5
         ),
         "graphs.pagerank.learn": lambda x: graphs.pagerank.learn(graph(), p_halt=0.5, order=3),
         "graphs.tasks.clustering_error": lambda x: graphs.tasks.clustering_error(

@@ -95,6 +95,10 @@ NEEDED = {
     "performer.graphs.matching": lambda normal: (
         {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),
+    "performer.graphs.theory": lambda normal: (
+        {"graph": _ring(), "kernels": graphs.kernels, "key": jax.random.key(0)}
+        | {"graph_random_features": graphs.graph_random_features, "theory": graphs.theory}
+    ),
     "performer.graphs.features": lambda normal: (
         {"graph": _ring(), "v": jnp.arange(8.0)} | {"kernels": graphs.kernels}
     ),

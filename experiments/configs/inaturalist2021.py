@@ -9,9 +9,12 @@ DIR holds the class folders `train/<class>/*.jpg` and `val/<class>/*.jpg` that t
 val.tar.gz of the 2021 competition unpack to. The originals are up to 500 pixels on a side.
 
 The paper: model, optimiser, features and epochs as on ImageNet (see `imagenet_simrf`, also for what
-is left open and for the machine: 8 devices with 80 GB); "10K classes, 2.7M training images, 500K
-test set". The labels of that test set are not public: the accuracy here is that on the validation
+is left open); "10K classes, 2.7M training images, 500K test set". The labels
+of that test set are not public: the accuracy here is that on the validation
 split, 100,000 images, 10 a class. 300 epochs of 2,686,843 images are 196,500 steps.
+
+Machine: 8 devices with 80 GB; compiled for h100:8 and counted, not run, the step takes 12.4 GiB on
+each.
 
 Expected: the paper prints curves only; of this data set it says that SimRF is never worse than ORF.
 Not yet run here: it takes accelerators.

@@ -7,6 +7,7 @@ matching       learns the permutation of the sigma-coupling
 walks          the random walks; `reinforced`, the self-avoiding baseline
 features       `graph_random_features`: a sparse, unbiased estimate that multiplies vectors
 pagerank       PageRank by random walks and by power iteration
+theory         expected errors in closed form: `theory.recommend` says which walks to take
 tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes, by conjugate gradients
 """
@@ -21,6 +22,7 @@ from performer.graphs import matching as matching
 from performer.graphs import pagerank as pagerank
 from performer.graphs import reinforced as reinforced
 from performer.graphs import tasks as tasks
+from performer.graphs import theory as theory
 from performer.graphs import walks as walks
 from performer.graphs.features import graph_random_features as graph_random_features
 from performer.graphs.graph import Graph as Graph

@@ -1,0 +1,320 @@
+"""Closed forms of the errors of graph random features and of PageRank by walks, and what to take.
+
+Two walkers of a node both go on with probability q at each step, by their coupling: (1 - p)^2 if
+they are independent, 1 - 2 p if they never halt at once (qGRF Def. 3.1, p <= 1/2), in between for
+other offsets (Thm 3.4). With A the adjacency matrix, f the modulation and m walks, the second
+moments of the features are, summed over the nodes i that walks leave from,
+
+    T = sum_i E[phi(i) phi(i)^T] = S / m + 1/m^2 sum over ordered pairs of walkers  X(q)
+    S = sum_{s,r} f_s f_{s+r} diag(1^T V^s) A^r  and its transpose, r = 0 once
+    X = sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t},    c = q / (1 - p)^2
+
+with V_uv = A_uv^2 / (P_uv (1 - p)) and P_uv the probability of a step; S is of the visits of one
+walk. For two independent ensembles
+
+    E |Phi_1 Phi_2^T - K|^2 = |T|^2 - |K|^2    (Frobenius norms)
+
+This is qGRF Thm 3.2 with numbers: whether antithetic walks gain, and how much, on any graph. X is a
+function of A, which its eigenvalues give; all of it takes O(N^3).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float
+
+from performer import choices
+from performer.graphs import couplings, kernels
+from performer.graphs.graph import Graph
+from performer.graphs.kernels import Modulation
+from performer.graphs.walks import Steps, require_steps
+
+LARGEST = 3000
+"""Nodes; matrices of more take minutes and gigabytes."""
+SMALL = 1e-12
+"""What is left of a series that counts as summed, relative."""
+TERMS = 512
+"""The most terms of a modulation."""
+PROBABILITIES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
+"""Of halting, that `recommend` looks at."""
+MOST_WALKS = 2**20
+"""From a node."""
+
+Matrix = Float[np.ndarray, "n n"]
+
+
+class Recommendation(NamedTuple):
+    """What `graph_random_features` is called with, and what comes of it."""
+
+    p_halt: float
+    num_walks: int
+    coupling: str
+    error: float
+    """Expected: sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|."""
+    visits: float
+    """Expected, of all walks of an ensemble: num_nodes num_walks / p_halt."""
+    independent: float
+    """The error of as many independent walks."""
+
+
+def survival(p_halt: float, offset: float) -> float:
+    """q, the probability that neither of two walkers halts at a step (qGRF Eqs 11 and 92).
+
+    Their termination variables are t and mod_1(t + offset), t uniform; a walker halts below p_halt.
+
+    Raises:
+        ValueError: for p_halt outside (0, 1).
+    """
+    couplings.require_probability(p_halt)
+    apart = min(offset % 1, -offset % 1)
+    both_halt = max(p_halt - apart, 0.0) + max(p_halt - (1 - apart), 0.0)
+    return 1 - 2 * p_halt + both_halt
+
+
+def expected_error(
+    graph: Graph,
+    kernel: Modulation,
+    *,
+    num_walks: int,
+    p_halt: float,
+    coupling: str = "antithetic",
+    steps: Steps = "uniform",
+) -> float:
+    """sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles, as the module says; infinite if it is.
+
+    The kernel is of the normalised adjacency matrix. Of one ensemble this is the error without the
+    diagonal, or a little more.
+
+    Args:
+        graph: up to `LARGEST` nodes.
+        kernel: of `kernels`, or a function length -> (f_0, ...).
+        num_walks: m, from each node.
+        p_halt: the probability to halt at each step.
+        coupling: "independent", "antithetic" or "ensemble".
+        steps: "uniform" or "weighted".
+
+    Raises:
+        ValueError: for more nodes, an unknown coupling, and what `graph_random_features` refuses.
+
+    Example:
+        >>> theory.expected_error(graph, kernels.diffusion(), num_walks=8, p_halt=0.2)
+    """
+    choices.positive_integer("num_walks", num_walks)
+    spectrum = _spectrum(graph, kernel, steps)
+    own = _of_one_walk(spectrum, p_halt)
+    return _error(spectrum, own, num_walks, p_halt, coupling)
+
+
+def recommend(
+    graph: Graph, kernel: Modulation, tolerance: float, *, steps: Steps = "uniform"
+) -> Recommendation:
+    """The p_halt, number of walks and coupling that reach an expected error in fewest visits.
+
+    Args:
+        graph: up to `LARGEST` nodes; for a larger one, a part of it that is like the whole.
+        kernel: of the normalised adjacency matrix.
+        tolerance: the error, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|.
+        steps: "uniform" or "weighted".
+
+    Raises:
+        ValueError: for a tolerance that is not positive, or that `MOST_WALKS` walks do not reach.
+
+    Example:
+        >>> best = theory.recommend(graph, kernels.diffusion(), 0.1)
+        >>> graph_random_features(
+        ...     key, graph, kernels.diffusion(), num_walks=best.num_walks, p_halt=best.p_halt,
+        ...     coupling=best.coupling
+        ... )
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    spectrum = _spectrum(graph, kernel, steps)
+    found = []
+    for p_halt in PROBABILITIES:
+        own = _of_one_walk(spectrum, p_halt)
+        for coupling in COUPLINGS:
+            error = partial(_error, spectrum, own, p_halt=p_halt, coupling=coupling)
+            m = _fewest(error, tolerance, _group(coupling, p_halt)[1])
+            if m is not None:
+                visits, alone = graph.num_nodes * m / p_halt, error(m, coupling="independent")
+                found.append(Recommendation(p_halt, m, coupling, error(m), visits, alone))
+    if not found:
+        raise ValueError(
+            f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
+            " may be infinite; take another kernel, or solve with the dense one"
+        )
+    return min(found, key=lambda x: x.visits)
+
+
+def pagerank_variance(
+    graph: Graph,
+    *,
+    num_walks: int,
+    p_halt: float,
+    coupling: str = "antithetic",
+    steps: Steps = "uniform",
+) -> Float[np.ndarray, " n"]:
+    """The variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
+
+    With T the steps and G = p sum_l (1 - p)^l T^l, one walk from j halts at i with probability
+    G_ji, and both of a pair with
+
+        sum_l q^l T^l_ji (b T^l_ji + 2 (1 - p - q) p [T^{l+1} (I - (1 - p) T)^{-1}]_ji)
+
+    where b = 2 p - 1 + q is the probability that both halt. (qGRF Eq. 36 is its case b = 0.)
+
+    Raises:
+        ValueError: for nodes without edges, more than `LARGEST` nodes, and what
+            `couplings.lengths` refuses.
+    """
+    choices.positive_integer("num_walks", num_walks)
+    transition = _transition(_require_small(graph), steps)
+    n = graph.num_nodes
+    if not np.allclose(transition.sum(axis=1), 1):
+        raise ValueError("a node without edges teleports: leave such nodes out")
+    after = np.linalg.inv(np.eye(n) - (1 - p_halt) * transition)
+    halts = p_halt * after
+    covariance = np.zeros((n, n))
+    for count, q in _pairs(coupling, p_halt, num_walks):
+        covariance += count * (_both(transition, after, p_halt, q) - halts**2)
+    return np.sum(num_walks * (halts - halts**2) + covariance, axis=0) / (n * num_walks) ** 2
+
+
+COUPLINGS = ("independent", "antithetic", "ensemble")
+"""The couplings that there are closed forms of."""
+
+
+def _group(coupling: str, p_halt: float) -> tuple[float, int]:
+    """Offset and size of the groups of walkers; those of size 1 are independent."""
+    if coupling not in COUPLINGS:
+        raise ValueError(choices.unknown("coupling of walks", coupling, COUPLINGS))
+    couplings.require_probability(p_halt)
+    if coupling == "ensemble":
+        return p_halt, max(int(1 / p_halt + 1e-9), 1)
+    return 0.5, 2 if coupling == "antithetic" else 1
+
+
+def _pairs(coupling: str, p_halt: float, num_walks: int) -> Iterator[tuple[int, float]]:
+    """Ordered pairs of walkers: how many, and their q."""
+    offset, size = _group(coupling, p_halt)
+    groups, rest = divmod(num_walks, size)
+    within = 0
+    for apart in range(1, size):
+        count = 2 * (groups * (size - apart) + max(rest - apart, 0))
+        within += count
+        if count:
+            yield count, survival(p_halt, apart * offset)
+    alone = num_walks * (num_walks - 1) - within
+    if alone:
+        yield alone, (1 - p_halt) ** 2
+
+
+class _Spectrum(NamedTuple):
+    """A of the nodes that have edges, its eigenvalues and eigenvectors, and the modulation."""
+
+    adjacency: Matrix
+    chances: Matrix
+    """Of the steps."""
+    values: Float[np.ndarray, " n"]
+    vectors: Matrix
+    f: Float[np.ndarray, " t"]
+    exact: float
+    """|K|^2, with the nodes alone, where nothing is drawn."""
+
+    def of(self, c: float) -> Float[np.ndarray, " n"]:
+        """The eigenvalues of X: sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t}."""
+        powers = self.values[:, None] ** np.arange(len(self.f)) * self.f
+        after = np.cumsum(powers[:, ::-1], axis=1)[:, ::-1] - powers
+        return np.sum(c ** np.arange(len(self.f)) * powers * (powers + 2 * after), axis=1)
+
+
+def _require_small(graph: Graph) -> Graph:
+    if graph.num_nodes > LARGEST:
+        raise ValueError(
+            f"the closed forms take N x N matrices: {graph.num_nodes} nodes are more than"
+            f" {LARGEST}; take a part of the graph that is like the whole"
+        )
+    return graph
+
+
+def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
+    kernels.require_radius(kernel, 1.0)
+    joined = np.diff(np.asarray(_require_small(graph).indptr)) > 0
+    normalised = graph.normalised()
+    adjacency, chances = (
+        x[joined][:, joined]
+        for x in (normalised.to_scipy().toarray(), _transition(normalised, steps))
+    )
+    f = np.asarray(kernel(TERMS), np.float64)
+    f = f[: np.flatnonzero(np.abs(f) > SMALL * np.abs(f).max())[-1] + 1]
+    values, vectors = scipy.linalg.eigh(adjacency.astype(np.float64))
+    spectrum = _Spectrum(adjacency.astype(np.float64), chances, values, vectors, f, 0.0)
+    alone = np.sum(~joined) * f.sum() ** 4
+    return spectrum._replace(exact=float(np.sum(spectrum.of(1.0) ** 2) + alone))
+
+
+def _transition(graph: Graph, steps: Steps) -> Matrix:
+    require_steps(steps, graph)
+    weights = graph.to_scipy().toarray().astype(np.float64)
+    if steps == "uniform":
+        weights = (weights != 0).astype(np.float64)
+    strengths = weights.sum(axis=1, keepdims=True)
+    return weights / np.where(strengths > 0, strengths, 1)
+
+
+def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
+    """S, of the visits of one walk of each node."""
+    couplings.require_probability(p_halt)
+    adjacency, chances, f = spectrum.adjacency, spectrum.chances, spectrum.f
+    squares = adjacency**2 / np.where(chances > 0, chances, 1) / (1 - p_halt)
+    reach = np.zeros((len(f), len(adjacency)))  # 1^T V^s
+    reach[0] = 1
+    for s in range(1, len(f)):
+        reach[s] = reach[s - 1] @ squares
+    own, power = np.zeros_like(adjacency), np.eye(len(adjacency))
+    for r in range(len(f)):
+        a = (f[: len(f) - r] * f[r:]) @ reach[: len(f) - r]
+        own += a[:, None] * power * (0.5 if r == 0 else 1.0)
+        power = power @ adjacency
+    return own + own.T
+
+
+def _error(spectrum: _Spectrum, own: Matrix, num_walks: int, p_halt: float, coupling: str) -> float:
+    if not np.isfinite(own).all():
+        return np.inf
+    pairs = sum(
+        count * spectrum.of(q / (1 - p_halt) ** 2)
+        for count, q in _pairs(coupling, p_halt, num_walks)
+    )
+    vectors = spectrum.vectors
+    moments = own / num_walks + (vectors * (pairs / num_walks**2)) @ vectors.T
+    drawn = np.sum(spectrum.of(1.0) ** 2)
+    return float(np.sqrt(max(np.sum(moments**2) - drawn, 0.0) / spectrum.exact))
+
+
+def _fewest(error, tolerance: float, size: int) -> int | None:
+    """The smallest multiple of the size with an error in the tolerance, up to `MOST_WALKS`."""
+    high = 1
+    while error(high * size) > tolerance:
+        high *= 2
+        if high * size > MOST_WALKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if error(middle * size) <= tolerance else (middle, high)
+    return high * size
+
+
+def _both(transition: Matrix, after: Matrix, p_halt: float, q: float) -> Matrix:
+    """The probability that both walkers of a pair from j halt at i, for all j and i."""
+    one_halts, both_halt = 1 - p_halt - q, 2 * p_halt - 1 + q
+    total, power, weight = np.zeros_like(transition), np.eye(len(transition)), 1.0
+    while weight > SMALL:
+        following = power @ transition
+        total += weight * power * (both_halt * power + 2 * one_halts * p_halt * following @ after)
+        power, weight = following, weight * q
+    return total
