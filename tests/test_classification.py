@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import classification, kernel_regression, tabular
+from experiments.common import tabular
+from experiments.tabular import classification, kernel_regression
 from performer import kernels
 
 

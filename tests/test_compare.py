@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import compare, compare_report, ensemble, in_turn
+from experiments.training import comparison as compare
+from experiments.training import ensemble, in_turn
+from experiments.training import report as compare_report
 from tests.small import TINY, small_config
 from vit import checkpoint, config, files, metrics, train
 

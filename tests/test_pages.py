@@ -16,7 +16,7 @@ COMMAND = re.compile(
 )
 SHARED = "".join(
     Path(name).read_text()
-    for name in ("experiments/uci.py", "experiments/graph_data.py", "vit/devices.py")
+    for name in ("experiments/tabular/uci.py", "experiments/graphs/data.py", "vit/devices.py")
 )
 
 
