@@ -67,7 +67,7 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
-    _OUT = flags.DEFINE_string("out", None, "folder of the report and the runs", required=True)
+    _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
     _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
     _SEEDS = flags.DEFINE_integer("seeds", 5, "of each setting")
     _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
