@@ -30,8 +30,8 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
         if name in names:
             module = names[name][0]
         given = rest.split("#")[0].replace("\\\n", " ").rstrip(".,;:) ")
-        if given.count("'") % 2:  # the end of a script within quotes
-            given = given[: given.rindex("'")]
+        for quote in "'\"":  # where a script within quotes ends
+            given = given if given.count(quote) % 2 == 0 else given[: given.rindex(quote)]
         yield module, shlex.split(given)
 
 

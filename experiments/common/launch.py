@@ -86,9 +86,7 @@ def define(
             flags.mark_flag_as_required(p.name, values)
     if quick is not None:
         said = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
-        flags.DEFINE_bool(
-            "quick", False, f"little, to see that it runs: {said}", values
-        )
+        flags.DEFINE_bool("quick", False, f"little, to see that it runs: {said}", values)
     return parameters
 
 
