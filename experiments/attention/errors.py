@@ -113,14 +113,15 @@ def errors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors on each data set of random features, and of uniform attention.
 
-    What is calibrated is fitted to as many other tokens of the same law.
+    What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
+    of their own, which all couplings share.
     """
     found = []
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
         fitted = calibrate(others, other_keys, coupling=name, method=method, scale=1.0)
-        options: Any = dict(num_features=m, draws=draws, scale=1.0, calibration=fitted)
+        options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
         found.append(attention_error(query, key, coupling=name, **options))
     values = [(error.attention.value[0], error.uniform_attention[0]) for error in found]
     of_features, uniform = np.asarray(values, np.float64).reshape(len(found), 2).T

@@ -6,10 +6,9 @@
 Fig. 4: the nodes are the faces of a mesh, the values the z-components of their normals, and 5% of
 them are test nodes. Fig. 11, "traffic": speeds on the roads of San Jose, standardised by 250
 sensors; the other 75 are test nodes. The kernel is that of diffusion. Its scales are fitted under
-an estimate with 8 independent walks by Adam, 300 steps at 0.05: within 3% the scales of the paper's
-1000 at 0.01 on meshes, and of 3000 on the roads, where 1000 do not converge. With the exact kernel
-of these scales are then compared its estimates by m walks, independent, antithetic and
-sigma-coupled, all at p_halt = 0.4; the permutation of 50 is learned on an Erdos-Renyi graph for
+an estimate with 8 independent walks by Adam, 300 steps at 0.05, the paper's by 1000 at 0.01. With
+the exact kernel of these scales are then compared its estimates by m walks, independent, antithetic
+and sigma-coupled, all at p_halt = 0.4; the permutation of 50 is learned on an Erdos-Renyi graph for
 this kernel.
 
     error   |K - K_hat|_F / |K|_F, over all nodes

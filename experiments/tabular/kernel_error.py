@@ -11,9 +11,7 @@ in units of the joint standard error. With Laplace features rare draws make up m
 where points lie far out: the measured error is then below the theory's until there are very many
 draws.
 
-The paper's Halton points are not ours: plain ones with a random shift come to 1.25, 1.06, 0.89 and
-1.01 on Boston housing, concrete, power plant and abalone, near its figures; scrambled ones to less
-than 1 everywhere.
+The paper's Halton points are not ours, which are scrambled: its ratios lie above ours.
 
 Writes kernels.csv, kernels.md and kernels.png to --out.
 """

@@ -4,8 +4,8 @@ The setting is that of VRC App. B.1: random splits of at most 256 training and 2
 inputs and targets standardised by the training part. For Fourier features the scales maximise the
 marginal likelihood of the training points; for Laplace features the lengthscale is VRC Eq. 36,
 twice the mean of |x_i + x_j|, and the other two are fitted. The descent is Adam at 0.05 for 300
-steps, from lengthscale sqrt(d), output scale 1 and noise 0.5: the same scales to three digits as
-the paper's 1e-2 for 3,000 steps, in a tenth of the time.
+steps, from lengthscale sqrt(d), output scale 1 and noise 0.5; the paper's is at 1e-2 for up to 5000
+steps.
 """
 
 from collections.abc import Iterator, Sequence
