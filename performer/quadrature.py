@@ -37,7 +37,7 @@ chi_{d+2}: importance sampling, with positive weights. That is what attention ta
 
 (Estimates of exp(q.k) with the constant of either sign are positive, too, if the points are
 reflected, since cosh >= 1 and the weights add up to one; without reflected points they may be
-negative. `experiments.quadrature` finds no lower error with the constant.)
+negative. `experiments.kernels.quadrature` finds no lower error with the constant.)
 
 Source: Munkhoeva et al. 2018 (Quad), Sec. 2 to 4, after Genz and Monahan 1998. Its D is the number
 of features, n our num_rules, V the matrix of `vertices`.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import accelerators, counted
+from experiments.speed import accelerators, counted
 
 BUNDLES = """
      0   :  { %s1 = smov 0 }

@@ -1,13 +1,14 @@
 """The experiment: its data are as they are said to be, its tables hold what was measured."""
 
 import csv
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import attention_data, attention_mse
+from experiments import attention_mse
+from experiments.attention import data as attention_data
+from experiments.attention import errors
 
 
 @pytest.mark.parametrize(
@@ -22,31 +23,66 @@ def test_mean_squared_norms(kind, of_queries):
         assert mean == pytest.approx(expected, rel=0.1)
 
 
-def test_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_mse, "SIZES", (16,))
-    table = attention_mse.figure7(["pm"], 30, tmp_path / "figure7")
+def test_tables(tmp_path):
+    table = errors.figure7(["pm"], [16], 30, tmp_path / "figure7")
     assert len(table.splitlines()) == 2 + 2
     assert (tmp_path / "figure7_I___d.png").exists()
-    attention_mse.vit(["orf"], ["none", "full"], [1.0], 32, 4, tmp_path / "vit")
-    with (tmp_path / "vit_absolute.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    table = errors.vit(["orf"], ["none", "full"], [1.0], 32, 4, tmp_path / "vit")
+    rows = read(tmp_path / "vit.csv")
     schemes = [(r["coupling"], r["calibration"]) for r in rows]
     assert schemes == [("orf", "none"), ("orf", "full"), ("uniform", "")]
-    assert float(rows[0]["anisotropic 1 / orf"]) == pytest.approx(1)
-    assert float(rows[1]["anisotropic 1 / orf"]) < 0.5
+    assert all(" ± " in row["clustered 1"] for row in rows)
+    ratios = [float(row["anisotropic 1 / orf"]) for row in read(tmp_path / "vit_ratios.csv")]
+    assert ratios[0] == pytest.approx(1)
+    assert ratios[1] < 0.5
     assert (tmp_path / "vit.png").exists()
-    table = attention_mse.against_features([16, 64], 3, tmp_path / "features")
+    table = errors.against_features((), [16, 64], 3, tmp_path / "features")
     assert len(table.splitlines()) == 2 + 4
-    with (tmp_path / "features.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert all(float(line["m = 64"]) < float(line["m = 16"]) for line in lines)
-    assert float(lines[-1]["m = 64"]) < 0.5 * float(lines[0]["m = 64"])
-    assert (tmp_path / "features.png").exists()
+    for line in read(tmp_path / "features.csv"):
+        few, many = (float(line[f"m = {m}"].split()[0]) for m in (16, 64))
+        assert many < few
 
 
-def test_a_window_is_that_of_a_run(tmp_path):
-    command = [sys.executable, "-m", "experiments.attention_mse", f"--out={tmp_path}"]
-    for flags in (["--exact_window=16"], ["--exact_window=0,x", "--workdir=run"]):
-        done = subprocess.run([*command, *flags], capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "give integers as in 0,16, and the --workdir of a run" in done.stderr
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_calibrations_are_scored_on_other_tokens(monkeypatch):
+    """What is fitted and what is scored has no token in common."""
+    seen = []
+    fit, score = errors.calibrate, errors.attention_error
+
+    def calibrate(query, key, **options):
+        seen.append((np.asarray(query), np.asarray(key)))
+        return fit(query, key, **options)
+
+    def attention_error(query, key, **options):
+        for fitted, scored in zip(seen[-1], (query, key), strict=True):
+            assert fitted.shape == scored.shape == (197, 1, 64)
+            same = np.asarray(scored)[:, None] == fitted[None]
+            assert not same.all(axis=(2, 3)).any()
+        return score(query, key, **options)
+
+    monkeypatch.setattr(errors, "calibrate", calibrate)
+    monkeypatch.setattr(errors, "attention_error", attention_error)
+    monkeypatch.setattr(attention_data, "DATA_SETS", 2)
+    values, uniform = errors.errors("anisotropic", 1.0, "orf", "full", 16, 3)
+    assert len(seen) == len(values) == len(uniform) == 2
+
+
+def test_each_number_of_features_has_its_table(tmp_path, monkeypatch):
+    """The command of the README: --couplings=iid,orf --num_features=16,32."""
+    asked = []
+    monkeypatch.setattr(errors, "vit", lambda *a: asked.append((a[3], a[5].name)) or "")
+    attention_mse.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
+    attention_mse.main(parts=["vit"], out=tmp_path)
+    assert asked == [(16, "vit_16"), (32, "vit_32"), (128, "vit")]
+    with pytest.raises(ValueError, match="--draws=2 must be at least 3"):
+        attention_mse.main(draws=2)
+
+
+@pytest.mark.parametrize("given", [{}, {"workdir": Path("run")}])
+def test_a_window_is_that_of_a_run(given):
+    with pytest.raises(ValueError, match="give the --workdir of a run|must be at least 0"):
+        attention_mse.main(exact_window=(16, -1), **given)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from experiments import benchmark_kernels
-from experiments.benchmark_attention import Scale
+from experiments.speed import kernels as benchmark_kernels
+from experiments.speed.attention import Scale
 from performer import calibration, performer_attention
 from performer.attention import _fused, op
 from tests import oracles

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.attention_data import DATA
+from experiments.attention.data import DATA
 from performer import calibration, couplings, directions, norms, performer_attention
 from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate, fit, pair_moments

@@ -30,7 +30,7 @@ def test_the_scripts_list_their_programs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["performer-experiments"])
     cli.experiments()
     text = capsys.readouterr().out
-    assert "\nperformer-experiments graph_gp " in text
+    assert "\nperformer-experiments graphs.gp " in text
     assert "launch" not in text
 
 

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import compare, compare_report, ensemble, in_turn
+from experiments.common import statistics
+from experiments.training import comparison as compare
+from experiments.training import ensemble, in_turn
+from experiments.training import report as compare_report
 from tests.small import TINY, small_config
 from vit import checkpoint, config, files, metrics, train
 
@@ -66,12 +69,12 @@ def test_the_report_has_what_was_asked_for(compared):
     assert float(rows[1]["attention error"].split(" ")[0]) > 0
     noted = files.noted(out / "runs" / "pm" / "attention_errors.json")
     assert len(set(noted["uniform"]) - set(noted["errors"])) == 3
-    assert rows[1]["of uniform attention"].startswith(f"{np.mean(noted['uniform']):.4f} ± ")
+    assert rows[1]["of uniform attention"] == statistics.estimate(noted["uniform"])
     assert rows[0]["of uniform attention"] == ""
     with (out / "seeds.csv").open() as file:
         runs = list(csv.DictReader(file))
     accuracies = [float(run["eval_accuracy"]) for run in runs if run["coupling"] == "pm"]
-    assert rows[1]["accuracy"].startswith(f"{np.mean(accuracies):.4f} ± ")
+    assert rows[1]["accuracy"] == statistics.estimate(accuracies)
     page = (out / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
     assert '<td><a href="runs/pm/">pm</a></td>' in page
@@ -368,7 +371,7 @@ def test_seeds_in_turn_are_those_that_are_trained_at_once(compared, one_by_one):
     for a, b in zip(found.records, together, strict=True):
         np.testing.assert_allclose(a["train_loss"], b["train_loss"][:2], rtol=1e-5)
     last = [metrics.read(folder / "metrics.jsonl")[-1]["eval_accuracy"] for folder in folders]
-    assert f"| [pm](runs/pm/) | 2 | {np.mean(last):.4f}" in one_by_one[1]
+    assert f"| [pm](runs/pm/) | 2 | {statistics.estimate(last)} |" in one_by_one[1]
 
 
 def test_a_report_of_any_finished_runs(one_by_one, tmp_path):

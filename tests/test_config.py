@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config_mutations
+from experiments.training import config_mutations
 from tests.small import small_config
 from vit import config, data, runs
 from vit.arguments import from_flag, parse_flags

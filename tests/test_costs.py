@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from experiments import benchmark_vit
+from experiments.speed import vit as vit_speed
 from tests.small import SHALLOW, small_config
 from vit import classification, config
 from vit.model import ViT, random_streams
@@ -60,14 +60,14 @@ def test_b16_takes_what_is_published():
 def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
     """Two kinds of attention at 5 and 17 tokens; the state goes on from call to call."""
     monkeypatch.setitem(config.SIZES, "Ti", SHALLOW)
-    monkeypatch.setattr(benchmark_vit, "PATCHES", (4, 2))
-    kinds = {name: x for name, x in benchmark_vit.KINDS.items() if "performer," not in name}
-    monkeypatch.setattr(benchmark_vit, "KINDS", kinds)
-    rows = benchmark_vit.measured(8, repeats=1)
+    monkeypatch.setattr(vit_speed, "PATCHES", (4, 2))
+    kinds = {name: x for name, x in vit_speed.KINDS.items() if "performer," not in name}
+    monkeypatch.setattr(vit_speed, "KINDS", kinds)
+    rows = vit_speed.measured(8, repeats=1)
     assert [(row["tokens"], row["attention"]) for row in rows] == [
         (tokens, name) for tokens in (5, 17) for name in ("softmax", "performer")
     ]
     assert all(row["step, ms"] > 0 and row["memory, MiB"] > 0 for row in rows)
     assert rows[2]["softmax / it"] == 1
-    benchmark_vit.draw(rows, tmp_path / "vit")
+    vit_speed.draw(rows, tmp_path / "vit")
     assert (tmp_path / "vit.png").exists()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
-from experiments import benchmark_data
+from experiments.speed import data as benchmark_data
 from tests.small import small_config
 from vit import augment, bounded, classification, config, data, steps
 

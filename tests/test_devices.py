@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import ensemble
+from experiments.training import ensemble
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config, train_batches
 from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
 

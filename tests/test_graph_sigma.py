@@ -12,7 +12,9 @@ import scipy.sparse
 from graph_examples import laplacian
 from matplotlib import pyplot as plt
 
-from experiments import graph_gp, graph_report, graph_sigma
+from experiments.graphs import gp as graph_gp
+from experiments.graphs import report as graph_report
+from experiments.graphs import sigma as graph_sigma
 from performer import graphs
 from performer.graphs import Graph, couplings, features, kernels
 
@@ -102,12 +104,6 @@ def test_cayley_distance():
     assert graph_sigma.cayley_distance(cycle, swapped[cycle]) == 1
 
 
-def test_text():
-    assert graph_report.text(0.98765, 0.0123) == "0.988 ± 0.012"
-    assert graph_report.text(98.765, 12.3) == "99 ± 12"
-    assert graph_report.text(1.0, 0.0) == "1.0000 ± 0.0000"
-
-
 def test_verdict():
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(3, 20))
@@ -115,7 +111,6 @@ def test_verdict():
     bad = dict(zip(graph_report.COUPLINGS, noise + np.array([[9], [6], [12]]), strict=True))
     lines = graph_report.verdict({"a": good, "b": bad}).splitlines()
     assert lines[0].startswith("- sigma below antithetic in 1 and above in 1 of 2 cases")
-    assert "highest in b, z = " in lines[0]
     assert lines[2].startswith("- antithetic below independent in 2 and above in 0 of 2 cases")
 
 

@@ -5,44 +5,46 @@ from pathlib import Path
 
 import pytest
 
-from vit import bundled, config
+from tests import commands
 
 PAGES = [Path("README.md"), *(p for p in Path("docs").rglob("*.md") if "_build" not in p.parts)]
 WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 """By hand; the others are made of the code."""
 
-COMMAND = re.compile(
-    r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+)((?: \\\n|[^\n`])*)"
-)
-SHARED = "".join(
-    Path(name).read_text()
-    for name in ("experiments/uci.py", "experiments/graph_data.py", "vit/devices.py")
-)
+TEXTS = {str(page): page.read_text() for page in WRITTEN} | commands.docstrings()
+WITH_COMMANDS = [name for name, text in TEXTS.items() if commands.COMMAND.search(text)]
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_commands_and_their_flags_exist(page):
-    """Or the page shows how to write them."""
-    text = page.read_text()
-    for module, script, name, arguments in COMMAND.findall(text):
-        path = Path(module or script, f"{name}.py")
-        if not path.exists() and name == "compare":
-            path = Path("experiments/compare.py")  # `performer-vit compare`
-        if f"`{path}`" in text and not path.exists():
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_printed_commands_are_what_the_programs_take(name):
+    """Flags and their values, fields of configs and theirs; or the page shows how to write it."""
+    for module, given in commands.printed(TEXTS[name]):
+        path = module.replace(".", "/") + ".py"
+        if f"`{path}`" in TEXTS[name] and not Path(path).exists():
             continue
-        source = path.read_text()
-        for flag in re.findall(r"--([a-z]\w*)(?=[= ]|$)", arguments.split("#")[0]):
-            known = rf"""DEFINE_\w+\(\s*"{flag}"|"--{flag}\""""
-            assert flag == "help" or re.search(known, source + SHARED), flag
+        try:
+            commands.check(module, given)
+        except Exception as error:
+            pytest.fail(f"{module} {given}: {error}")
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_configs_and_their_fields_exist(page):
-    text = page.read_text()
-    for name in re.findall(r"--config=([\w/]+(?:\.py)?)", text):
-        assert bundled.path(name).exists()
-    for field in re.findall(r"(?:--|grid )config\.([\w.]+)=", text):
-        assert field in config.flatten(config.Config())
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("python -m experiments.graphs.sigma --repeat=3", "Unknown command line flag 'repeat'"),
+        ("python -m experiments.graphs.sigma --repeats=3.5", "'3.5' is no integer"),
+        ("python -m experiments.benchmark attention --images", "Missing value for flag --images"),
+        ("performer-vit train --config=digit --workdir=x", "unknown config 'digit'"),
+        ("python -m vit.train --config=digits --config.lr=1", "lr"),
+        ("python -m vit.evaluate --workdir=x --report=heads", "heads"),
+        ("python -m experiments.compare --grid config.num_epochs=many", "num_epochs=many"),
+        ("python -m experiments.nothing --out=x", "No such file"),
+    ],
+)
+def test_a_command_that_is_wrong_is_seen(text, said):
+    ((module, given),) = commands.printed(text)
+    with pytest.raises(Exception, match=said):
+        commands.check(module, given)
 
 
 def test_tests_that_pages_name_are_there():
@@ -55,4 +57,4 @@ def test_tests_that_pages_name_are_there():
 
 def test_there_are_pages():
     assert len(WRITTEN) > 30
-    assert sum(len(COMMAND.findall(page.read_text())) for page in WRITTEN) > 100
+    assert sum(len(list(commands.printed(text))) for text in TEXTS.values()) > 150

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import attention_data, quadrature, quadrature_attention, statistics, uci
+from experiments.attention import data as attention_data
+from experiments.attention import quadrature as quadrature_attention
+from experiments.common import statistics
+from experiments.kernels import quadrature
 from performer import quadrature as rules
 from performer.quadrature import Rule
 
@@ -313,17 +315,11 @@ def _pairs(squared_norm, prefix=""):
 @pytest.mark.parametrize(
     ("parts", "names", "message"),
     [
-        (["figure_4"], [], "unknown part 'figure_4'; did you mean"),
         (["figure_1"], ["digits", "mnist"], "unknown data set 'mnist'"),
         (["figure_1", "figure_2"], ["normal_3072"], "figure_2 needs a data set with targets"),
     ],
 )
-def test_bad_flags_before_any_work(parts, names, message, monkeypatch, tmp_path):
-    values = {"_PARTS": parts, "_RUNS": 0, "_QUICK": True, "_OUT": str(tmp_path / "out")}
-    for name, value in values.items():
-        monkeypatch.setattr(quadrature, name, SimpleNamespace(value=value), raising=False)
-    monkeypatch.setattr(uci, "DATA_SETS", SimpleNamespace(value=names))
-    monkeypatch.setattr(uci, "DATA_DIR", SimpleNamespace(value=None))
+def test_bad_input_before_any_work(parts, names, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        quadrature.main()
+        quadrature.main(parts=parts, data_sets=names, quick=True, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

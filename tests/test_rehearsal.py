@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import rehearsal
+from experiments.training import rehearsal
 
 SMALL = (
     "--config.model.depth=1",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import statistics
+from experiments.common import statistics
 
 
 def test_paired_differences_are_scipys():
@@ -59,3 +59,35 @@ def test_seeds_needed_of_cohens_tables():
     for effect, deviation in [(0.0, 1.0), (1.0, 0.0), (1.0, float("nan"))]:
         with pytest.raises(ValueError, match="must be positive"):
             statistics.seeds_needed(effect, deviation)
+
+
+def test_text():
+    assert statistics.plus_minus(0.98765, 0.0123) == "0.988 ± 0.012"
+    assert statistics.plus_minus(98.765, 12.3) == "99 ± 12"
+    assert statistics.plus_minus(1.0, 0.0) == "1.0000 ± 0.0000"
+    assert statistics.estimate([0.25]) == "0.25"
+    assert statistics.estimate([1.0, 2.0, 3.0]) == "2.00 ± 0.58"
+
+
+def test_relative_error_by_hand():
+    found = statistics.relative_error(np.array([[3.0, 0], [0, 4]]), np.array([[3.0, 0], [0, 0]]))
+    assert float(found) == pytest.approx(4 / 3)
+
+
+def test_verdict():
+    """Lower and higher by far, and one that shows nothing: the interval of SciPy, in percent."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(10, 0.1, (2, 12))
+    said = statistics.verdict("new", "old", {"x": (a - 5, b), "y": (a + 5, b), "z": (a, b)})
+    interval = stats.ttest_rel(a, b).confidence_interval(0.95)
+    low, high = 100 * np.array([interval.low, interval.high]) / b.mean()
+    assert said == (
+        "new below old in 1 and above in 1 of 3 cases (paired t-tests, Holm, 5%); in 1 without a"
+        f" difference the 95% intervals lie in {low:+.2g}% to {high:+.2g}% of old"
+    )
+    p = 0.03  # alone it is below the level, beside a second case twice as much
+    half = stats.t.isf(p / 2, 11) / np.sqrt(12)
+    noise = (a - a.mean()) / a.std(ddof=1)
+    pair = 1 + noise + half, np.ones(12)
+    assert "above in 1 of 1" in statistics.verdict("new", "old", {"x": pair})
+    assert "above in 0 of 2" in statistics.verdict("new", "old", {"x": pair, "y": (a, b)})

@@ -50,7 +50,7 @@ def test_a_damaged_cache_changes_no_result(tmp_path):
         ("performer/norms.py", {"couplings", "train", "norms"}, {"graph_walks", "augment"}),
         ("performer/attention/state.py", {"attention_op", "nnx", "train"}, {"norms", "gp"}),
         ("vit/augment.py", {"augment", "data"}, {"couplings", "attention_op"}),
-        ("experiments/statistics.py", {"statistics", "compare"}, {"train", "couplings"}),
+        ("experiments/common/statistics.py", {"statistics", "compare"}, {"train", "couplings"}),
         ("README.md", {"readme"}, {"couplings", "train"}),
     ],
 )

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from experiments import tabular
+from experiments.common import tabular
 
 GOOD = "a,b,y\n1,2,0.5\n2,1,1.5\n3,5,2.5\n"
 

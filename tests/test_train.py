@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import fault_injection
+from experiments.training import fault_injection
 from performer.nnx import Frequencies
 from tests.small import (
     CALIBRATED,
@@ -520,7 +520,7 @@ def test_a_killed_process_resumes(tmp_path):
 
 
 def test_damages_are_counted_and_none_is_silent():
-    """Three of the table of `experiments.fault_injection`, and what it makes of them."""
+    """Three of the table of `experiments.training.fault_injection`, and what it makes of them."""
     chosen = {
         ("metrics.jsonl", "one bit flipped"),
         ("saved", "a pipe instead"),

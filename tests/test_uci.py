@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import copula, matern, statistics, tabular, uci, uci_gp, uci_kernels, uci_published
+from experiments.common import statistics, tabular
+from experiments.kernels import matern
+from experiments.tabular import copula, kernel_error, published, uci
+from experiments.tabular import gp as uci_gp
 from performer import gp, kernels, theory
 
 FOURIER, LAPLACE = uci.SCHEMES
@@ -58,16 +61,16 @@ def test_hyperparameters(splits):
 
 
 def test_published_tables_are_whole():
-    for key, table in uci_published._TABLES.items():
+    for key, table in published._TABLES.items():
         assert len(table.split()) == 24, key
         quantity, kind = key.rsplit(", ", 1)
-        for name in uci_published.SETS:
-            for coupling in uci_published._ROWS:
-                assert uci_published.value(quantity, kind, coupling, name)
-    got = uci_published.value("KL, m = d", "Laplace", "+ pnc", "boston_housing")
+        for name in published.SETS:
+            for coupling in published._ROWS:
+                assert published.value(quantity, kind, coupling, name)
+    got = published.value("KL, m = d", "Laplace", "+ pnc", "boston_housing")
     assert got == (0.673, 0.058)
-    assert uci_published.value("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
-    assert uci_published.value("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
+    assert published.value("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
+    assert published.value("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
 
 
 @pytest.mark.parametrize("scheme", uci.SCHEMES, ids=["Fourier", "Laplace"])
@@ -77,7 +80,7 @@ def test_predicted_is_the_theory_of_every_pair(scheme, splits):
     exact = theory.kernel_mse(
         scheme.couplings["+ pnc"], x[:, None], x, 4 * scheme.per_dimension, features=kind
     )
-    got = uci_kernels.predicted(scheme, "+ pnc", x, 4 * scheme.per_dimension)
+    got = kernel_error.predicted(scheme, "+ pnc", x, 4 * scheme.per_dimension)
     assert got == pytest.approx(np.sqrt(exact.mean()), rel=1e-3)
 
 
@@ -93,13 +96,13 @@ def test_ratio():
 def test_kernel_table(splits, tmp_path, monkeypatch):
     """Measured and theory agree; the false-alarm rate of 5 standard errors is below 1e-3."""
     monkeypatch.setattr(uci, "SCHEMES", (SMALL, SMALL._replace(name="Laplace")))
-    rows = uci_kernels.rows_of("toy", SMALL, splits, 300)
+    rows = kernel_error.rows_of("toy", SMALL, splits, 300)
     assert rows[0]["ratio"] == 1
     for row in rows[1:]:
         assert abs(row["ratio"] - row["theory"]) < 5 * row["standard error"] + 0.03
         assert row["ratio"] < 0.9
     rows[2] |= {"paper": 0.5}
-    uci_kernels.plot(rows + [row | {"features": "Laplace"} for row in rows], tmp_path / "kernels")
+    kernel_error.plot(rows + [row | {"features": "Laplace"} for row in rows], tmp_path / "kernels")
     assert (tmp_path / "kernels.png").exists()
 
 
@@ -165,7 +168,9 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
     monkeypatch.setattr(uci_gp, "SIZES", (1,))
     monkeypatch.setattr(uci, "SCHEMES", (SMALL,))
-    rows, differences = uci_gp.rows_of("toy", splits, 4)
+    cases = {quantity: {} for quantity in uci_gp.QUANTITIES}
+    rows = uci_gp.rows_of("toy", splits, 4, cases)
+    differences, said = uci_gp.differences(cases)
     by_name = {row["coupling"]: row for row in rows}
     assert list(by_name) == [*SMALL.couplings, "exact", "linear"]
     assert by_name["exact"]["RMSE"] < by_name["orthogonal"]["RMSE"] < by_name["iid"]["RMSE"]
@@ -174,26 +179,12 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert [row["quantity"] for row in differences] == list(uci_gp.QUANTITIES)
     difference = by_name["+ pnc"]["NLL"] - by_name["orthogonal"]["NLL"]
     assert differences[3]["mean"] == pytest.approx(difference)
+    assert said.count("of 1 cases") == 4
     monkeypatch.setattr(uci, "SCHEMES", (FOURIER._replace(couplings={"iid": "iid"}),))
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
     with (tmp_path / "figure_1.csv").open() as file:
         sizes = [(row["coupling"], row["m"]) for row in csv.DictReader(file)]
     assert sizes == [("iid", "4")]
-
-
-def test_verdict():
-    def row(quantity, mean, p):
-        return {"quantity": quantity, "mean": mean, "p_value": p}
-
-    rows = [
-        row("KL", -1.0, 1e-6),
-        row("KL", 1.0, 1e-6),
-        row("KL", -1.0, 0.03),
-        row("RMSE", -1, 0.9),
-    ]
-    said = uci_gp.verdict(rows)
-    assert "- KL: + pnc is better than orthogonal in 1 and worse in 1 of 3 cases" in said
-    assert rows[2]["corrected p"] == pytest.approx(0.06)
 
 
 def test_copulas(splits, tmp_path):
@@ -226,7 +217,7 @@ def test_matern(tmp_path, monkeypatch):
 def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "mine.csv").write_text("a,b,y\n1,2,3\n1,5,4\n")
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.uci_kernels", f"--data_dir={tmp_path}"],
+        [sys.executable, "-m", "experiments.tabular.kernel_error", f"--data_dir={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,

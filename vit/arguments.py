@@ -73,7 +73,11 @@ HELP = {"-h", "--h", "--help", "-help"}
 
 
 def parse_flags(
-    argv: Sequence[str], values: flags.FlagValues = flags.FLAGS, *, words: bool = False
+    argv: Sequence[str],
+    values: flags.FlagValues = flags.FLAGS,
+    *,
+    words: bool = False,
+    others: bool = False,
 ) -> list[str]:
     """absl's flag parser; what it cannot take ends the program with one line.
 
@@ -83,9 +87,10 @@ def parse_flags(
         argv: the name of the program and its arguments.
         values: the flags.
         words: whether words that belong to no flag are taken, as names of files are.
+        others: whether flags of another program are taken, too.
 
     Returns:
-        The name of the program, and these words.
+        The name of the program, these words and flags.
     """
     argv = list(argv)
     if HELP & set(argv[1:]):
@@ -95,7 +100,7 @@ def parse_flags(
         _check_fields(argv, values)
         argv = _with_path(argv)
     try:
-        program, *rest = values(argv)
+        program, *rest = values(argv, known_only=others)
     except flags.UnrecognizedFlagError as error:
         sys.exit(_unknown(error.flagname, values))
     except flags.Error as error:
@@ -104,7 +109,7 @@ def parse_flags(
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
-    if rest and not words:
+    if rest and not (words or others):
         name, equals, value = rest[0].partition("=")
         meant = (
             f"did you mean '{nearest(name, values)}={value}'?" if equals else "--help lists them"

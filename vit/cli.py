@@ -35,16 +35,21 @@ def command(name: str, *words: str, **flags: object) -> str:
 
 
 def programs(*packages: str) -> dict[str, tuple[str, str]]:
-    """The programs of packages: by name the module and the first line of its docstring."""
+    """The programs of packages: by name the module and the first line of its docstring.
+
+    One in a folder has the name "folder.program"; that of a folder itself is its `__main__`.
+    """
     found = {}
     for package in packages:
         spec = find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(Path(folder).glob("*.py")):
+            for path in sorted(Path(folder).rglob("*.py")):
                 text = path.read_text()
                 if "\nif __name__ ==" in text:  # it can be run
                     line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-                    found.setdefault(path.stem, (f"{package}.{path.stem}", line))
+                    parts = path.relative_to(folder).with_suffix("").parts
+                    name = ".".join(parts).removesuffix(".__main__")
+                    found.setdefault(name, (f"{package}.{name}", line))
     return found
 
 

@@ -1,11 +1,11 @@
-"""The way of an ImageNet run in small: what `python -m experiments.rehearsal` trains.
+"""The way of an ImageNet run in small: what `python -m experiments.training.rehearsal` trains.
 
 The data, the commands and all that happens to a run are those of `imagenet`; the model is ViT-B/16
 cut to two layers, and there are six steps of 16 pictures. Beside what `imagenet` has it asks for
 what the other configs of ImageNet have: mixup, RandAugment, dropout, calibrated attention, and
 parameters split over two devices.
 
-    python -m experiments.rehearsal --out=results/rehearsal
+    python -m experiments.training.rehearsal --out=results/rehearsal
     python -m vit.train --config=imagenet_rehearsal --workdir=runs/rehearsal \\
         --config.data.dir=results/rehearsal/data       # one of its processes, alone
 

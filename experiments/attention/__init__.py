@@ -1,0 +1,1 @@
+"""Error of the attention matrix, and trained feature maps."""

@@ -1,0 +1,172 @@
+"""The parts of `experiments.attention_mse`: VRC Fig. 7, kinds of data, numbers of features."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.attention import data
+from experiments.common import plots
+from experiments.common.statistics import mean_and_error, plus_minus
+from performer.analysis import attention_error
+from performer.calibration import calibrate
+from vit import report
+
+SIZES = (16, 32, 48, 64)
+FEATURES = (16, 32, 64, 128, 256, 512)
+CURVES = (("iid", "none"), ("orf", "none"), ("pm-antithetic", "none"), ("pm-antithetic", "full"))
+"""Couplings and calibrations against m."""
+SCHEMES = {
+    "none": (
+        *("iid", "orf", "simrf", "pnc", "pm", "fixed"),
+        *("orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+    ),
+    "shift": ("fixed-antithetic",),
+    "shift+scale": ("pm-antithetic", "fixed-antithetic"),
+    "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+}
+"""Couplings under each calibration; where names are given all of those under each."""
+
+
+def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
+    """VRC Fig. 7 in both readings: variance, covariance, attention error against m."""
+    rows, columns = [], ("variance", "covariance", "attention error")
+    for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
+        tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
+        x = jnp.asarray(tokens, jnp.float32)
+        drawn, axes = plots.panels(_suffixed(out, reading), len(columns))
+        for name in names:
+            of_name = [_row7(x, name, m, draws) for m in sizes]
+            for axis, column in zip(axes, columns, strict=True):
+                axis.plot(sizes, [row[column] for row in of_name], marker="o", label=name)
+                axis.set(ylabel=f"{column}, relative")
+            rows += [{"x ~ N(0, .)": reading} | row for row in of_name]
+        for axis in axes:
+            report.log_log(axis, sizes)
+        drawn.suptitle(f"VRC Fig. 7, x ~ N(0, {reading})")
+        report.save(drawn, _suffixed(out, reading))
+    return report.table(rows, out)
+
+
+def _row7(x: Any, name: str, m: int, draws: int) -> dict[str, Any]:
+    found = attention_error(x, x, coupling=name, num_features=m, draws=draws, scale=1.0, seed=1)
+    columns = {
+        "variance": found.variance,
+        "covariance": found.covariance,
+        "attention error": found.attention,
+        "predicted": found.predicted,
+    }
+    row: dict[str, Any] = {"coupling": name, "m": m}
+    row |= {column: float(estimate.value.mean()) for column, estimate in columns.items()}
+    # The data sets share the draws, so that their standard errors do not average out.
+    row["standard error"] = float(found.attention.standard_error.mean())
+    return row | {"uniform": float(found.uniform_attention.mean())}
+
+
+def vit(
+    names: Sequence[str],
+    methods: Sequence[str],
+    norms: Sequence[float],
+    m: int,
+    draws: int,
+    out: Path,
+) -> str:
+    """Errors, absolute and relative to ORF's, for three kinds of data and several norms.
+
+    Means and standard errors over the data sets.
+    """
+    schemes = [
+        (name, method)
+        for method in methods
+        for name in names or SCHEMES.get(method, SCHEMES["full"])
+    ]
+    rows: list[dict] = [{"coupling": name, "calibration": method} for name, method in schemes]
+    rows.append({"coupling": "uniform", "calibration": ""})
+    for kind, squared_norm in itertools.product(data.DATA, norms):
+        column = f"{kind} {squared_norm:g}"
+        reference, uniform = errors(kind, squared_norm, "orf", "none", m, draws)
+        found = [
+            reference if s == ("orf", "none") else errors(kind, squared_norm, *s, m, draws)[0]
+            for s in schemes
+        ]
+        for row, values in zip(rows, [*found, uniform], strict=True):
+            row[column], row[f"{column} ±"] = mean_and_error(values)
+            row[f"{column} / orf"] = float(np.exp(np.mean(np.log(values / reference))))
+        print(column, flush=True)
+    _plot_vit(rows, norms, out)
+    columns = [f"{kind} {norm:g}" for kind, norm in itertools.product(data.DATA, norms)]
+    scheme = ("coupling", "calibration")
+    ratios = [{x: row[x] for x in (*scheme, *(f"{c} / orf" for c in columns))} for row in rows]
+    report.table(ratios, _suffixed(out, "ratios"))
+    texts = [
+        {x: row[x] for x in scheme} | {c: plus_minus(row[c], row[f"{c} ±"]) for c in columns}
+        for row in rows
+    ]
+    return report.table(texts, out)
+
+
+def errors(
+    kind: str, squared_norm: float, name: str, method: str, m: int, draws: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors on each data set of random features, and of uniform attention.
+
+    What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
+    of their own, which all couplings share.
+    """
+    found = []
+    for seed in range(data.DATA_SETS):
+        pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
+        (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
+        fitted = calibrate(others, other_keys, coupling=name, method=method, scale=1.0)
+        options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
+        found.append(attention_error(query, key, coupling=name, **options))
+    values = [(error.attention.value[0], error.uniform_attention[0]) for error in found]
+    of_features, uniform = np.asarray(values, np.float64).reshape(len(found), 2).T
+    return of_features, uniform
+
+
+def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
+    """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
+    rows: list[dict] = []
+    drawn, axis = report.figure(out)
+    uniform = np.zeros(1)
+    for name, method in [(name, "none") for name in names] or CURVES:
+        found = []
+        for m in sizes:
+            values, uniform = errors("anisotropic", 2.0, name, method, m, draws)
+            found.append(mean_and_error(values))
+        label = name if method == "none" else f"{name}, calibrated"
+        texts = {f"m = {m}": plus_minus(*x) for m, x in zip(sizes, found, strict=True)}
+        rows.append({"coupling": label} | texts)
+        plots.band(axis, sizes, found, label)
+    axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
+    report.log_log(axis, sizes)
+    axis.set(xlabel="features m", ylabel="relative attention error")
+    report.save(drawn, out)
+    return report.table(rows, out)
+
+
+def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
+    drawn, axes = plots.panels(out, len(data.DATA))
+    for axis, kind in zip(axes, data.DATA, strict=True):
+        for number, row in enumerate(rows):
+            label = ", ".join(
+                x for x in (row["coupling"], row["calibration"]) if x not in ("", "none")
+            )
+            style = {"none": "--", "": ":"}.get(row["calibration"], "-")
+            values = [(row[f"{kind} {norm:g}"], row[f"{kind} {norm:g} ±"]) for norm in norms]
+            color = "black" if row["coupling"] == "uniform" else f"C{number % 10}"
+            plots.band(axis, norms, values, label, ls=style, color=color)
+        report.log_log(axis, norms)
+        axis.set(title=kind, xlabel="mean |q|^2 = |k|^2", ylabel="relative attention error")
+        axis.get_legend().remove()
+    axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    report.save(drawn, out)
+
+
+def _suffixed(out: Path, suffix: str) -> Path:
+    safe = "".join(c if c.isalnum() else "_" for c in suffix).strip("_")
+    return out.with_name(f"{out.name}_{safe}")

@@ -1,0 +1,154 @@
+"""How experiments start: the flags of a command are the parameters of its `main`.
+
+    def main(data_sets: Sequence[str] = (), draws: int = 100, out: Path = Path("results")) -> None:
+        \"\"\"Prints the table.
+
+        Args:
+            data_sets: names; all there are if none is given.
+            draws: of the frequencies.
+            out: folder for the tables.
+        \"\"\"
+
+    if __name__ == "__main__":
+        launch.run(main)
+
+takes `--data_sets=a,b --draws=10`. An annotation is int, float, bool, str, Path, a `Literal` of
+choices, one of these or None, or a `Sequence` of them, with commas between. A parameter without a
+default must be given; one before `/` is a word without dashes; `*others` are all flags that are not
+those of `main`.
+"""
+
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from absl import app, flags, logging
+
+from performer.choices import unknown
+from vit.arguments import parse_flags
+
+KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
+
+
+def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
+    """Parses the command line and calls `main`; a ValueError or OSError ends in one line.
+
+    Args:
+        main: its parameters are the flags.
+        quick: what `--quick` sets where no flag says otherwise, to see that all runs. The tables
+            are then in a folder `quick` of --out.
+    """
+    parameters = define(main, quick)
+    words = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    others = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+    def guarded(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)
+        try:
+            given = argv[1:] if others else _words(words, argv[1:])
+            values: dict[str, Any] = {name: flags.FLAGS[name].value for name in named}
+            if quick is not None and flags.FLAGS["quick"].value:
+                values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
+                values["out"] /= "quick"
+            main(*given, **values)
+        except (ValueError, OSError) as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+
+    flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
+    app.run(guarded, flags_parser=partial(parse_flags, words=bool(words), others=others))
+
+
+def define(
+    main: Callable[..., Any],
+    quick: Mapping[str, Any] | None = None,
+    values: flags.FlagValues = flags.FLAGS,
+) -> list[inspect.Parameter]:
+    """Defines a flag for each parameter that is no word, and returns them all."""
+    told = meanings(main)
+    parameters = list(inspect.signature(main, eval_str=True).parameters.values())
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            continue
+        default: Any = None if p.default is p.empty else p.default
+        if p.annotation is bool:
+            flags.DEFINE_bool(p.name, default, told[p.name], values)
+            continue
+        parser: Any = Parser(p.annotation)
+        flags.DEFINE(parser, p.name, default, told[p.name], values, serializer=parser)
+        if p.default is p.empty:
+            flags.mark_flag_as_required(p.name, values)
+    if quick is not None:
+        said = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
+        flags.DEFINE_bool("quick", False, f"little, to see that it runs: {said}", values)
+    return parameters
+
+
+class Parser(flags.ArgumentParser):
+    """Text -> a value of an annotation, for absl; also the way back."""
+
+    def __init__(self, annotation: Any) -> None:
+        if get_origin(annotation) in (types.UnionType, typing.Union):  # of a kind and None
+            annotation = get_args(annotation)[0]
+        self.many = get_origin(annotation) is Sequence
+        self.kind = get_args(annotation)[0] if self.many else annotation
+
+    def parse(self, argument: Any) -> Any:
+        """A default stays as it is.
+
+        Raises:
+            ValueError: saying what the value may be.
+        """
+        if not isinstance(argument, str):
+            return argument
+        if self.many:
+            return tuple(self._one(part.strip()) for part in argument.split(",") if part.strip())
+        return self._one(argument)
+
+    def _one(self, text: str) -> Any:
+        if get_origin(self.kind) is Literal:
+            if text not in get_args(self.kind):
+                raise ValueError(unknown("value", text, get_args(self.kind)))
+            return text
+        try:
+            if not text and self.kind is Path:
+                raise ValueError
+            return self.kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
+
+    def flag_type(self) -> str:
+        """For absl's own help."""
+        return "value"
+
+    def serialize(self, value: Any) -> str:
+        """As it would be typed."""
+        return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def meanings(main: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring says of each parameter, below "Args:"."""
+    section = (inspect.getdoc(main) or "").partition("\nArgs:\n")[2].split("\n\n")[0]
+    lines = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in lines}
+
+
+def at_least(least: float, **values: float) -> None:
+    """Raises ValueError for a flag below the least that it may be."""
+    for name, value in values.items():
+        if not value >= least:
+            raise ValueError(f"--{name}={value} must be at least {least:g}")
+
+
+def _words(parameters: Sequence[inspect.Parameter], given: Sequence[str]) -> list[Any]:
+    """The words of the command line, one for each parameter."""
+    if len(given) != len(parameters):
+        wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in parameters)
+        raise ValueError(f"{' '.join(given) or 'nothing'} is given where {wanted} is to be said")
+    return [Parser(p.annotation).parse(x) for p, x in zip(parameters, given, strict=True)]

@@ -1,0 +1,157 @@
+"""What a comparison over a few seeds can say: means, paired differences, corrected p-values, power.
+
+Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
+cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom. So
+for draws and splits.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+Values = Sequence[float] | np.ndarray
+
+LEVEL = 0.05
+"""Of the tests, after Holm's correction."""
+
+
+class Difference(NamedTuple):
+    """A paired difference over n seeds."""
+
+    mean: float
+    standard_error: float
+    low: float
+    high: float
+    """The ends of the 95% confidence interval."""
+    p_value: float
+    """Two-sided, of the paired t-test; not corrected."""
+    deviation: float
+    """Standard deviation of the d_s."""
+    count: int
+
+
+def mean_and_error(values: Values) -> tuple[float, float]:
+    """Mean and standard error of the mean; NaN where the values are too few."""
+    x = np.asarray(values, np.float64)
+    mean = float(np.mean(x)) if len(x) else float("nan")
+    return mean, float(np.std(x, ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+
+
+def plus_minus(mean: float, error: float) -> str:
+    """Both with as many decimals as the error needs: "0.988 ± 0.012"."""
+    if np.isnan(error):
+        return f"{mean:.4g}"
+    digits = max(1 - int(np.floor(np.log10(error))), 0) if error > 0 else 4
+    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def estimate(values: Values) -> str:
+    """Mean and standard error as text."""
+    return plus_minus(*mean_and_error(values))
+
+
+def relative_error(estimate: Any, exact: Any) -> Any:
+    """|K^ - K|_F / |K|_F, the relative Frobenius error."""
+    return jnp.linalg.norm(estimate - exact) / jnp.linalg.norm(exact)
+
+
+def interval(values: Values) -> tuple[float, float]:
+    """The mean and half of its 95% confidence interval, Student's t over the values."""
+    mean, error = mean_and_error(values)
+    return mean, float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
+
+
+def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
+    """Of two means, and its standard error (delta method: what both share counts once)."""
+    value = values.mean() / reference.mean()
+    residuals = values - value * reference
+    return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
+
+
+def paired(a: Values, b: Values) -> Difference:
+    """a - b, seed by seed. With one seed, or no spread at all, nothing can be said: NaN."""
+    d = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    mean, error = mean_and_error(d.tolist())
+    if not error > 0:
+        nothing = float("nan")
+        return Difference(mean, error, nothing, nothing, nothing, error, len(d))
+    t = stats.t(len(d) - 1)
+    half = float(t.ppf(0.975)) * error
+    p = float(2 * t.sf(abs(mean) / error))
+    return Difference(mean, error, mean - half, mean + half, p, float(np.std(d, ddof=1)), len(d))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction (1979): with it the chance of any false alarm is at most the level.
+
+    The i-th smallest of n is multiplied by n - i + 1; a corrected value is at least the one before.
+    A NaN (nothing could be tested) stays one and is not counted.
+    """
+    p = np.asarray(p_values, np.float64)
+    tested = np.flatnonzero(~np.isnan(p))
+    corrected, largest = p.copy(), 0.0
+    for rank, i in enumerate(tested[np.argsort(p[tested])]):
+        largest = max(largest, float(min(1.0, p[i] * (len(tested) - rank))))
+        corrected[i] = largest
+    return corrected.tolist()
+
+
+def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
+    """How often one differs from another, and how much it may where no difference is shown.
+
+    Args:
+        name: of the first of each pair.
+        other: of the second.
+        cases: (values, values of the other) by the name of the case, paired.
+    """
+    tests = {case: paired(a, b) for case, (a, b) in cases.items()}
+    corrected = holm([test.p_value for test in tests.values()])
+    shown = [p < LEVEL for p in corrected]
+    below = sum(s and test.mean < 0 for s, test in zip(shown, tests.values(), strict=True))
+    said = (
+        f"{name} below {other} in {below} and above in {sum(shown) - below} of {len(tests)} cases"
+        f" (paired t-tests, Holm, {LEVEL:.0%})"
+    )
+    ends = [
+        100 * np.array([test.low, test.high]) / abs(np.mean(cases[case][1]))
+        for s, (case, test) in zip(shown, tests.items(), strict=True)
+        if not s and not np.isnan(test.low)
+    ]
+    if ends:
+        low, high = np.min(ends), np.max(ends)
+        said += f"; in {len(ends)} without a difference the 95% intervals lie in"
+        said += f" {low:+.2g}% to {high:+.2g}% of {other}"
+    return said
+
+
+def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
+    """Chance that the two-sided paired t-test over `count` seeds finds a true difference."""
+    freedom, shift = count - 1, effect / deviation * np.sqrt(count)
+    limit = stats.t.ppf(1 - level / 2, freedom)
+    missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)
+    return float(1 - missed)
+
+
+def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: float = 0.8) -> int:
+    """The fewest seeds (at least 2) with which a difference is found with that chance.
+
+    Raises:
+        ValueError: when the effect or the deviation is not positive.
+    """
+    if not (effect > 0 and deviation > 0):
+        raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
+    low, high = 1, 2
+    while power(effect, deviation, high, level) < chance:
+        low, high = high, 2 * high
+        if high > 10**6:
+            return high
+    while high - low > 1:  # power grows with the count
+        middle = (low + high) // 2
+        if power(effect, deviation, middle, level) < chance:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,1 @@
+"""Random walks on graphs."""

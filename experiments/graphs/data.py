@@ -1,0 +1,180 @@
+"""What the experiments on graphs share: generated graphs, files of graphs, meshes, traffic.
+
+A folder of data has `graphs/*.npz`, `meshes/*.npz` and `traffic_san_jose/*.npz`. The arrays of a
+file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps `weights` (E,);
+of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3); of traffic those
+of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled.
+
+The edge probabilities of the qGRF paper's two Erdos-Renyi graphs are not in its text: 0.2 (20
+nodes) and 0.04 (100 nodes) are ours. The seeds are the first that make connected graphs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import networkx
+import numpy as np
+import scipy.sparse
+from jaxtyping import Float, Int
+
+from performer import choices
+from performer.graphs import Graph
+from vit import bounded
+
+GENERATED = {
+    "Small ER": lambda: networkx.gnp_random_graph(20, 0.2, seed=1),
+    "Larger ER": lambda: networkx.gnp_random_graph(100, 0.04, seed=3),
+    "Binary tree": lambda: networkx.balanced_tree(2, 6),
+    "Ladder": lambda: networkx.ladder_graph(50),
+}
+BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
+"""What there is without a folder of data."""
+
+
+def generated() -> dict[str, Graph]:
+    """The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
+    return {name: load(name) for name in GENERATED}
+
+
+def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
+    """A graph by its name.
+
+    Args:
+        name: in `GENERATED`, or of a file `<name>.npz`; in `BUNDLED` without data_dir.
+        data_dir: folder with a folder `graphs`.
+        weighted: with the weights of the file, where it has some; all are 1 otherwise.
+
+    Raises:
+        ValueError: for a name that is not there, with the choices, and as `arrays`.
+    """
+    made = GENERATED if data_dir else BUNDLED
+    if name in made:
+        return Graph.from_networkx(made[name](), weight=None)
+    if data_dir is None:
+        raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
+    path = data_dir / "graphs" / f"{name}.npz"
+    parts = arrays(path, "edges", "n_nodes")
+    return _graph(path, parts, weighted and "weights" in parts)
+
+
+def chosen(names: Sequence[str], default: Sequence[str], data_dir: Path | None) -> dict[str, Graph]:
+    """The graphs of these names, else of `default`, or what there is of it without a folder."""
+    there = [name for name in default if data_dir or name in BUNDLED]
+    return {name: load(name, data_dir) for name in names or there}
+
+
+def copies(graph: Graph, count: int) -> Graph:
+    """So many copies of a graph side by side: one draw of walks has as many repetitions of each."""
+    return Graph.from_scipy(scipy.sparse.kron(scipy.sparse.eye_array(count), graph.to_scipy()))
+
+
+def side_by_side(graphs: Sequence[Graph]) -> Graph:
+    """One graph of all these, without edges between them."""
+    return Graph.from_scipy(scipy.sparse.block_diag([graph.to_scipy() for graph in graphs]))
+
+
+def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
+    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4).
+
+    Raises:
+        ValueError: as `arrays`.
+    """
+    parts = arrays(path, "edges", "vertex_normals")
+    normals = _vectors(path, "vertex_normals", parts)
+    return _graph(path, parts | {"n_nodes": np.asarray(len(normals))}), normals
+
+
+def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
+    """The graph of the faces of a mesh, adjacent if they share an edge, and their unit normals.
+
+    As in VRC Fig. 4.
+
+    Raises:
+        ValueError: as `arrays`; for a face without area.
+    """
+    parts = arrays(path, "vertices", "faces")
+    vertices, faces = _vectors(path, "vertices", parts), parts["faces"]
+    if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
+        raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
+    sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
+    edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
+    owners = np.tile(np.arange(len(faces)), 3)
+    bounds = scipy.sparse.csr_array((np.ones(len(edges)), (owners, edges)))
+    shared = scipy.sparse.triu(bounds @ bounds.T, k=1).tocoo()
+    a, b, c = np.moveaxis(vertices[faces], 1, 0)
+    normals = np.cross(b - a, c - a)
+    areas = np.linalg.norm(normals, axis=1, keepdims=True)
+    if not np.all(areas > 0):
+        raise ValueError(f"face {int(np.argmin(areas))} of {path} has no area: leave it out")
+    return Graph.from_edges(np.stack(shared.coords, axis=1), len(faces)), normals / areas
+
+
+def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """The weighted graph of roads, the nodes with a sensor, and the speeds there in mph.
+
+    Raises:
+        ValueError: as `arrays`.
+    """
+    parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
+    graph = _graph(path, parts, weighted=True)
+    nodes, speed = parts["obs_nodes"], parts["obs_speed"]
+    if nodes.ndim != 1 or not _are_nodes(nodes, graph.num_nodes):
+        raise ValueError(f"obs_nodes of {path} must be (n,) nodes, 0 to {graph.num_nodes - 1}")
+    if speed.shape != nodes.shape or not _are_finite(speed):
+        raise ValueError(f"obs_speed of {path} must be a finite number for each of obs_nodes")
+    return graph, nodes, speed
+
+
+def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """All arrays of an npz file, with these `names` among them.
+
+    Raises:
+        ValueError: when there is no such file, with those that are there; when it cannot be read,
+            or would unpack to more than `bounded.unpacked` allows; when an array is missing.
+    """
+    if not path.exists():
+        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.npz"))) or "none"
+        raise ValueError(f"no file {path}; files of this kind there: {there}")
+    bounded.check_npz(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            parts = dict(file)
+    except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
+        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
+    missing = [name for name in names if name not in parts]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(parts)}")
+    return parts
+
+
+def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> Graph:
+    """The graph of the arrays of a file; what is wrong with them names the file."""
+    count = parts["n_nodes"]
+    if count.shape != () or not np.issubdtype(count.dtype, np.integer) or count < 1:
+        raise ValueError(f"n_nodes of {path} must be one positive integer, got {count}")
+    try:
+        return Graph.from_edges(parts["edges"], int(count), parts["weights"] if weighted else None)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _vectors(path: Path, name: str, parts: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
+    vectors = parts[name]
+    if vectors.ndim != 2 or vectors.shape[1] != 3 or not _are_finite(vectors):
+        raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
+    return vectors.astype(np.float64)
+
+
+def _are_finite(values: np.ndarray) -> bool:
+    return np.issubdtype(values.dtype, np.number) and bool(np.isfinite(values).all())
+
+
+def _are_nodes(values: np.ndarray, count: int) -> bool:
+    return np.issubdtype(values.dtype, np.integer) and bool(
+        ((values >= 0) & (values < count)).all()
+    )
+
+
+def erdos_renyi() -> Graph:
+    """The graph on which permutations are learned."""
+    return Graph.from_networkx(networkx.gnp_random_graph(100, 0.1, seed=0))

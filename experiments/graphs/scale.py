@@ -1,0 +1,189 @@
+"""Speed and scale of graph random features: against a Python loop, and up to a million nodes.
+
+    python -m experiments.graphs.scale                       # a random graph of cora's size
+    python -m experiments.graphs.scale --data_dir=DIR        # cora
+    python -m experiments.graphs.scale --largest=1000000     # 5 million edges
+
+Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 as it is written, with
+draws of numpy's generator into a dense array, and the same with Python's own lists, dictionary and
+`random`. Ours, whose draws are coupled, is timed with everything from the graph to the features,
+and once more with the adjacency matrix already normalised and the lengths drawn.
+
+Time and memory for random graphs of N nodes and 5 N edges, at 4 walks from each node: features of
+the 2-regularised Laplacian, the product K v, and PageRank. Memory is the largest that the process
+has held so far.
+
+Writes graph_speed and graph_scale, csv and md, and graph_scale.png to --out.
+"""
+
+import random
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.common import launch, timing
+from experiments.graphs import data
+from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
+from vit import report
+
+KERNEL = kernels.regularised_laplacian(d=2, sigma=1.0)
+NUM_WALKS = 4
+P_HALT = 0.5
+SIZES = (10**3, 10**4, 10**5, 3 * 10**5, 10**6)
+
+
+def loop_numpy(graph: Graph, num_walks: int, p_halt: float) -> np.ndarray:
+    """qGRF Eq. 8 with independent walks: the features (N, N)."""
+    matrix, rng = graph.normalised().to_scipy(), np.random.default_rng(0)
+    f = np.asarray(KERNEL(1000), np.float64)
+    phi = np.zeros((graph.num_nodes,) * 2)
+    for i in range(graph.num_nodes):
+        for _ in range(num_walks):
+            x, load, t = i, 1.0, 0
+            while True:
+                phi[i, x] += load * f[t] / num_walks
+                if rng.random() < p_halt:
+                    break
+                begin, end = matrix.indptr[x], matrix.indptr[x + 1]
+                edge = rng.integers(begin, end)
+                load *= matrix.data[edge] * (end - begin) / (1 - p_halt)
+                x, t = matrix.indices[edge], t + 1
+    return phi
+
+
+def loop_python(graph: Graph, num_walks: int, p_halt: float) -> list[dict[int, float]]:
+    """The same with lists and dictionaries: as fast as interpreted Python is."""
+    matrix = graph.normalised().to_scipy()
+    rows = [slice(*matrix.indptr[i : i + 2]) for i in range(graph.num_nodes)]
+    neighbours = [matrix.indices[row].tolist() for row in rows]
+    weights = [matrix.data[row].tolist() for row in rows]
+    f = np.asarray(KERNEL(1000), np.float64).tolist()
+    draw, features = random.Random(0).random, []
+    for i in range(graph.num_nodes):
+        phi: dict[int, float] = {}
+        for _ in range(num_walks):
+            x, load, t = i, 1.0, 0
+            while True:
+                phi[x] = phi.get(x, 0.0) + load * f[t] / num_walks
+                if draw() < p_halt:
+                    break
+                degree = len(neighbours[x])
+                edge = int(draw() * degree)
+                load *= weights[x][edge] * degree / (1 - p_halt)
+                x, t = neighbours[x][edge], t + 1
+        features.append(phi)
+    return features
+
+
+def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
+    """Times of both loops, of ours, and of the walks alone: the best of the repeats."""
+    normalised = graph.normalised()
+    lengths = couplings.lengths(jax.random.key(0), "antithetic", graph.num_nodes, num_walks, p_halt)
+    calls = {
+        "ours": lambda: graph_random_features(
+            jax.random.key(0), graph, KERNEL, num_walks=num_walks, p_halt=p_halt
+        ),
+        "walks alone": lambda: walks.sample(jax.random.key(0), normalised, lengths, p_halt=p_halt),
+    }
+    ours = {name: best.wall for name, best in timing.race(calls, repeats).items()}
+    loops = {"loop, numpy": loop_numpy, "loop, lists": loop_python}
+    theirs = {
+        name: seconds(partial(loop, graph, num_walks, p_halt)) for name, loop in loops.items()
+    }
+    row: dict = {"m": num_walks, "p_halt": p_halt}
+    row |= {f"{name}, ms": 1000 * t for name, t in (theirs | ours).items()}
+    for name, t in theirs.items():
+        row[f"{name} / ours"] = t / ours["ours"]
+        row[f"{name} / walks"] = t / ours["walks alone"]
+    return row
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The shorter of two calls."""
+    times = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def random_graph(num_nodes: int, num_edges: int) -> Graph:
+    """Ends of edges drawn uniformly; a few are drawn twice and weigh 2, some nodes have none."""
+    ends = np.random.default_rng(0).integers(0, num_nodes, (num_edges, 2))
+    return Graph.from_edges(ends, num_nodes)
+
+
+def scale(num_nodes: int) -> dict:
+    """Times and memory for a random graph; every program is compiled before it is timed."""
+    begin = time.perf_counter()
+    graph = random_graph(num_nodes, 5 * num_nodes)
+    built = time.perf_counter() - begin
+    draw = partial(
+        graph_random_features, graph=graph, kernel=KERNEL, num_walks=NUM_WALKS, p_halt=P_HALT
+    )
+    multiply, v = jax.jit(lambda kernel, v: kernel @ v), jnp.ones(num_nodes)
+    kernel = draw(jax.random.key(0))
+    ranks = partial(pagerank.pagerank, graph=graph, num_walks=NUM_WALKS, p_halt=P_HALT)
+    calls = {
+        "features, s": lambda: draw(jax.random.key(0)).left.value,
+        "product K v, s": lambda: multiply(kernel, v),
+        "PageRank, s": lambda: ranks(jax.random.key(0)),
+    }
+    seconds = {name: best.wall for name, best in timing.race(calls, 2).items()}
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    visits = int(jnp.count_nonzero(kernel.left.value))
+    row = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": visits, "graph, s": built}
+    return row | seconds | {"memory, GiB": largest}
+
+
+def plot(rows: list[dict], out: Path) -> None:
+    """Times against N, and the line that is linear."""
+    drawn, axis = report.figure(out)
+    nodes = [row["nodes"] for row in rows]
+    for name in ("graph, s", "features, s", "product K v, s", "PageRank, s", "memory, GiB"):
+        axis.plot(nodes, [row[name] for row in rows], marker="o", markersize=3, label=name)
+    top = rows[-1]["features, s"] / nodes[-1]
+    axis.plot(nodes, [top * n for n in nodes], "k:", linewidth=1, label="linear")
+    axis.set(xscale="log", yscale="log", xlabel="nodes (5 edges, 4 walks for each)")
+    axis.legend()
+    report.save(drawn, out)
+
+
+def main(
+    data_dir: Path | None = None,
+    repeats: int = 10,
+    largest: int = 10**5,
+    out: Path = Path("results/graphs/scale"),
+) -> None:
+    """Prints both tables.
+
+    Args:
+        data_dir: folder with graphs/cora.npz; a random graph of its size without.
+        repeats: of each call that is timed.
+        largest: nodes of the largest graph.
+        out: folder for tables and figure.
+    """
+    launch.at_least(1, repeats=repeats)
+    launch.at_least(SIZES[0], largest=largest)
+    text = f"{timing.machine()}. The best of {repeats} repeats (loops: of 2)."
+    graph = data.load("cora", data_dir) if data_dir else random_graph(2708, 5278)
+    settings = [(m, p_halt) for p_halt in (0.5, 0.1) for m in (4, 16)]
+    rows = [speed(graph, m, p_halt, repeats) for m, p_halt in settings]
+    print(report.table(rows, out / "graph_speed", text), flush=True)
+    rows = []
+    for size in (n for n in SIZES if n <= largest):
+        rows.append(scale(size))
+        print(rows[-1], flush=True)
+    print(report.table(rows, out / "graph_scale", text))
+    plot(rows, out / "graph_scale")
+
+
+if __name__ == "__main__":
+    launch.run(main, quick={"repeats": 1, "largest": 1000})

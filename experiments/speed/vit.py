@@ -1,0 +1,88 @@
+"""What a training step of a ViT costs, by the number of tokens: time and memory.
+
+Size Ti, one picture of 224 pixels in patches of 16, 8 and 4: 197, 785 and 3137 tokens, class token
+included. The step is that of `vit.train`, gradients and optimiser included, as it is compiled for
+this machine; at each number of tokens the kinds of attention take turns, in one process.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.common import timing
+from vit import classification, config, costs, devices, report, steps
+
+M, WINDOW = 128, 16
+KINDS = {
+    "softmax": config.Attention(kind="softmax"),
+    "performer": config.Attention(num_features=M),
+    f"performer, window {WINDOW}": config.Attention(num_features=M, exact_window=WINDOW),
+}
+PATCHES = (16, 8, 4)
+REPEATS = 7
+
+
+def measured(pixels: int = 224, repeats: int = REPEATS) -> list[dict[str, Any]]:
+    """One row for each number of tokens and kind of attention."""
+    rows = []
+    for patch in PATCHES:
+        programs = {name: step(kind, patch, pixels) for name, kind in KINDS.items()}
+        best = timing.race({name: call for name, (call, _) in programs.items()}, repeats)
+        for name, (_, memory) in programs.items():
+            rows.append(
+                {
+                    "tokens": (pixels // patch) ** 2 + 1,
+                    "attention": name,
+                    "step, ms": 1e3 * best[name].wall,
+                    "CPU time, ms": 1e3 * best[name].cpu,
+                    "memory, MiB": memory["in all"] / 2**20,
+                    "softmax / it": best["softmax"].wall / best[name].wall,
+                }
+            )
+            told = (
+                f"{name} {x:.4g}" for name, x in rows[-1].items() if name.endswith(("ms", "MiB"))
+            )
+            print(f"{rows[-1]['tokens']} tokens, {name}: {', '.join(told)}", flush=True)
+    return rows
+
+
+def step(
+    attention: config.Attention, patch: int, pixels: int
+) -> tuple[Callable[[], Any], Mapping[str, int]]:
+    """A call that makes one step after another, and the bytes that its program needs."""
+    settings = config.Config(
+        model=config.Model(f"Ti/{patch}"),
+        attention=attention,
+        data=config.Data(image_size=pixels, batch_size=1),
+    )
+    mesh, task = devices.mesh(settings, jax.devices()[:1]), classification.task(1000, 3)
+    program = steps.build(settings, task, 1000, mesh)
+    image = np.random.default_rng(0).integers(0, 256, (1, pixels, pixels, 3), dtype=np.uint8)
+    arrays = {"image": image, "label": np.zeros(1, np.int32), "bad": np.full(1, -1, np.int32)}
+    batch = devices.put(mesh, arrays)
+    train = program.train.lower(program.abstract, batch).compile()
+    state = program.initial()
+
+    def call() -> Any:
+        nonlocal state
+        state, values = train(state, batch)
+        return values
+
+    return call, costs.memory_of(train)
+
+
+def draw(rows: list[dict[str, Any]], out: Path) -> None:
+    """Time and memory against tokens, a line for each kind of attention."""
+    drawn, axes = report.figure(out, columns=2)
+    for name in KINDS:
+        of_kind = [row for row in rows if row["attention"] == name]
+        for axis, column in zip(axes, ("step, ms", "memory, MiB"), strict=True):
+            tokens = [row["tokens"] for row in of_kind]
+            axis.plot(tokens, [row[column] for row in of_kind], "o-", ms=3, label=name)
+    for axis, label in zip(axes, ("training step, ms", "memory, MiB"), strict=True):
+        report.log_log(axis, sorted({row["tokens"] for row in rows}))
+        axis.set(xlabel="tokens", ylabel=label)
+    report.save(drawn, out)

@@ -1,0 +1,315 @@
+"""Gaussian processes on tabular data with coupled features: VRC Tables 3 and 4, Fig. 1.
+
+    python -m experiments.tabular.gp --data_dir=DIR --data_sets=boston_housing,power_plant
+    python -m experiments.tabular.gp                      # the sets that come with scikit-learn
+
+With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and with the scales of
+`experiments.tabular.uci`, in the units of the targets:
+
+    kernel RMSE   of the Gram matrix of the test points, over the draws, too; targets standardised
+    KL            KL(exact || approximate) of the predictive laws of the test values, over their
+                  number: the order and the scale that the paper's figures have
+    RMSE          of the predictive mean
+    NLL           negative log density of the test values, each by itself
+
+Values are means over splits of means over draws, ± two standard errors over the splits. What the
+couplings themselves change is far smaller than what the splits do, and is told from the paired
+differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm's correction over
+the cases of a quantity, and intervals where they show nothing.
+"exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
+
+Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m from d to 32 d, and
+the KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn.linear_model import RidgeCV
+
+from experiments.common import launch, statistics, tabular
+from experiments.tabular import published, uci
+from performer import gp, kernels
+from vit import report
+
+MULTIPLES = (1, 8)
+SIZES = (1, 2, 4, 8, 16, 32)
+QUANTITIES = ("kernel RMSE", "KL", "RMSE", "NLL")
+
+
+Cases = dict[str, dict[str, tuple[Any, Any]]]
+"""By quantity and case: the means over the draws of "+ pnc" and of "orthogonal", split by split."""
+
+
+class Scores(NamedTuple):
+    """What one draw of the frequencies, or the exact kernel, comes to."""
+
+    kernel_mse: Any
+    kl: Any
+    rmse: Any
+    nll: Any
+    prior_kl: Any
+
+
+class Split(NamedTuple):
+    """One split, and its scales."""
+
+    x: jax.Array
+    y: jax.Array
+    test_x: jax.Array
+    test_y: jax.Array
+    scales: gp.Scales
+
+
+def split_of(splits: tabular.Splits, scales: gp.Scales) -> Split:
+    """All splits, stacked."""
+    x, y, test_x, test_y = (jnp.asarray(part) for part in splits[:4])
+    return Split(x, y, test_x, test_y, scales)
+
+
+def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The exact kernel with the scales of the split."""
+    lengthscale, output_scale, _ = split.scales
+    return kernels.gaussian(x, y, lengthscale=lengthscale, output_scale=output_scale)
+
+
+def exact(split: Split) -> gp.Gaussian:
+    """The exact law of the test values."""
+    x, test_x, noise = split.x, split.test_x, split.scales.noise_scale
+    f = gp.condition(
+        gram(split, x, x), gram(split, test_x, x), gram(split, test_x, test_x), split.y, noise
+    )
+    return gp.observed(f, noise)
+
+
+def law_scores(law: gp.Gaussian, split: Split) -> tuple[jax.Array, jax.Array]:
+    """RMSE and NLL of a predictive law."""
+    rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
+    return rmse, gp.negative_log_density(law, split.test_y)
+
+
+def scores(
+    split: Split, frequencies: jax.Array, reference: gp.Gaussian, kernel: kernels.Kernel
+) -> Scores:
+    """The scores of the random-feature Gaussian process; `reference` is `exact(split)`."""
+    lengthscale, output_scale, noise = split.scales
+    options = dict(lengthscale=lengthscale, output_scale=output_scale)
+    points = (split.x, split.test_x)
+    phi, test_phi = (kernel.feature_map(x, frequencies, **options) for x in points)
+    law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
+    test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
+    count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
+    prior, approximate = (gp.observed(gp.Gaussian(zero, k), noise) for k in (test_gram, estimate))
+    return Scores(
+        jnp.mean((estimate - test_gram) ** 2),
+        gp.kl(reference, law) / count,
+        *law_scores(law, split),
+        gp.kl(prior, approximate) / count,
+    )
+
+
+@partial(jax.jit, static_argnames=("coupling", "m", "kernel"))
+def all_scores(
+    splits: Split, keys: jax.Array, *, coupling: str, m: int, kernel: kernels.Kernel
+) -> Scores:
+    """Scores by split and draw, (s, draws) each."""
+
+    def one(arguments):
+        split, keys = arguments
+        reference = exact(split)
+
+        def draw(key):
+            w = kernels.frequencies(key, kernel, m, split.x.shape[-1], coupling)
+            return scores(split, w, reference, kernel)
+
+        return jax.lax.map(draw, keys)
+
+    return jax.lax.map(one, (splits, keys))
+
+
+def scores_of(
+    scheme: uci.Scheme, coupling: str, multiple: int, splits: Split, keys: jax.Array
+) -> Scores:
+    """The same for a row of the paper's tables."""
+    return all_scores(
+        splits,
+        keys,
+        coupling=scheme.couplings[coupling],
+        m=multiple * scheme.per_dimension * splits.x.shape[-1],
+        kernel=scheme.kernel,
+    )
+
+
+def in_units(raw: Scores, scale: np.ndarray) -> Scores:
+    """RMSE and NLL in the units of the targets."""
+    scale = scale.reshape(-1, *[1] * (np.ndim(raw.rmse) - 1))
+    rmse, nll = np.asarray(raw.rmse) * scale, np.asarray(raw.nll) + np.log(scale)
+    return Scores(*map(np.asarray, (raw.kernel_mse, raw.kl, rmse, nll, raw.prior_kl)))
+
+
+def over_draws(by_draw: Scores) -> Scores:
+    """Means over the draws, (s, draws) -> (s,); of the kernel's error the root mean square."""
+    means = Scores(*(np.mean(values, axis=1) for values in by_draw))
+    return means._replace(kernel_mse=np.sqrt(means.kernel_mse))
+
+
+def baselines(name: str, splits: tabular.Splits, stacked: Split) -> dict[str, Scores]:
+    """The exact Gaussian process and ridge regression, by split."""
+    rmse, nll = jax.jit(
+        lambda stacked: jax.lax.map(lambda split: law_scores(exact(split), split), stacked)
+    )(stacked)
+    zero, none = np.zeros(len(rmse)), np.full(len(rmse), np.nan)
+    linear = [
+        RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
+        for x, y, test_x, test_y in zip(*splits[:4], strict=True)
+    ]
+    raw = {
+        "exact": Scores(zero, zero, rmse, nll, zero),
+        "linear": Scores(none, none, np.sqrt(np.mean(np.square(linear), axis=1)), none, none),
+    }
+    return {key: in_units(value, splits.scale) for key, value in raw.items()}
+
+
+def rows_of(name: str, splits: tabular.Splits, draws: int, cases: Cases) -> list[dict]:
+    """The rows of one data set; `cases` receives its pairs."""
+    keys = uci.split_keys(len(splits.scale), draws)
+    rows = []
+    for scheme in uci.SCHEMES:
+        stacked = split_of(splits, uci.hyperparameters(name, scheme, splits))
+        for multiple in MULTIPLES:
+            by_coupling = {
+                coupling: in_units(
+                    scores_of(scheme, coupling, multiple, stacked, keys), splits.scale
+                )
+                for coupling in scheme.couplings
+            }
+            for number, quantity in enumerate(QUANTITIES):
+                values = {coupling: row[number] for coupling, row in by_coupling.items()}
+                uci.check_finite(name, scheme, quantity, values)
+            means = {coupling: over_draws(values) for coupling, values in by_coupling.items()}
+            common = {
+                "data set": name,
+                "d": splits.test_x.shape[-1],
+                "features": scheme.name,
+                "m": "d" if multiple == 1 else f"{multiple}d",
+            }
+            for coupling, values in (means | baselines(name, splits, stacked)).items():
+                rows.append(common | {"coupling": coupling} | _columns(common, coupling, values))
+                short = [f"{q} {v.mean():.4g}" for q, v in zip(QUANTITIES, values, strict=False)]
+                print(*common.values(), coupling, *short, flush=True)
+            case = f"{name}, {scheme.name}, m = {common['m']}"
+            pairs = zip(QUANTITIES, means["+ pnc"], means["orthogonal"], strict=False)
+            for quantity, *pair in pairs:
+                cases[quantity][case] = tuple(pair)
+    return rows
+
+
+def _columns(common: dict, coupling: str, scores: Scores) -> dict:
+    columns: dict = {}
+    for quantity, values in zip(QUANTITIES, scores, strict=False):
+        mean, error = statistics.mean_and_error(values.tolist())
+        theirs = published.value(
+            f"{quantity}, m = {common['m']}", common["features"], coupling, common["data set"]
+        )
+        empty = np.isnan(mean)
+        columns[quantity] = "" if empty else mean
+        columns[f"{quantity} ±"] = "" if empty else 2 * error
+        columns[f"{quantity}, paper"] = "" if theirs is None else f"{theirs[0]:g} ± {theirs[1]:g}"
+    return columns
+
+
+def differences(cases: Cases) -> tuple[list[dict], str]:
+    """The paired differences of "+ pnc" to "orthogonal", and what they say."""
+    rows = [
+        {"quantity": quantity, "case": case, "orthogonal": float(np.mean(b))}
+        | statistics.paired(a, b)._asdict()
+        for quantity, of_cases in cases.items()
+        for case, (a, b) in of_cases.items()
+    ]
+    said = [
+        f"- {quantity}: {statistics.verdict('+ pnc', 'orthogonal', of_cases)}."
+        for quantity, of_cases in cases.items()
+    ]
+    return rows, "\n".join(said) + "\n"
+
+
+def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
+    """Scores against m on the first split, Fourier features."""
+    scheme = uci.SCHEMES[0]
+    first = tabular.Splits(*(part[:1] for part in splits))
+    stacked = split_of(first, uci.hyperparameters(name, scheme, first))
+    keys, d = uci.split_keys(1, draws), first.test_x.shape[-1]
+    rows = []
+    for coupling in scheme.couplings:
+        for size in SIZES:
+            by_draw = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
+            row: dict = {"coupling": coupling, "m": size * d}
+            labels = (*QUANTITIES, "prior KL")
+            for label, values, mean in zip(labels, by_draw, over_draws(by_draw), strict=True):
+                _, error = statistics.mean_and_error(values[0].tolist())
+                if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
+                    error /= 2 * mean[0]
+                row |= {label: float(mean[0]), f"{label} ±": float(error)}
+            rows.append(row)
+    drawn, axes = report.figure(out, columns=5)
+    for axis, label in zip(axes, (*QUANTITIES, "prior KL"), strict=True):
+        for coupling in scheme.couplings:
+            curve = [row for row in rows if row["coupling"] == coupling]
+            sizes, values, errors = ([row[c] for row in curve] for c in ("m", label, f"{label} ±"))
+            axis.errorbar(sizes, values, errors, marker="o", markersize=3, label=coupling)
+        axis.set(ylabel=label)
+    references = baselines(name, first, stacked)
+    axes[2].axhline(references["exact"].rmse[0], color="black", ls=":", label="exact kernel")
+    axes[2].axhline(references["linear"].rmse[0], color="gray", ls="--", label="linear regression")
+    axes[3].axhline(references["exact"].nll[0], color="black", ls=":", label="exact kernel")
+    for axis in axes:
+        report.log_log(axis, [size * d for size in SIZES])
+    drawn.suptitle(f"VRC Fig. 1: {name}, one split")
+    report.save(drawn, out)
+    return report.table(rows, out)
+
+
+def main(
+    data_dir: Path | None = None,
+    data_sets: Sequence[str] = (),
+    splits: int = 20,
+    points: int = 256,
+    draws: int = 10,
+    figure: str = "",
+    out: Path = Path("results/tabular/gp"),
+) -> None:
+    """Prints the tables.
+
+    Args:
+        data_dir: folder of csv files; scikit-learn's sets without.
+        data_sets: names; all there are if none is given.
+        splits: random splits.
+        points: training and test points at most.
+        draws: of the frequencies per split.
+        figure: the data set of Fig. 1; power_plant, or the first one.
+        out: folder for tables and figures.
+    """
+    launch.at_least(2, splits=splits, points=points)
+    launch.at_least(1, draws=draws)
+    parts = dict(uci.tables(data_sets, data_dir, splits, points))
+    figure = figure or ("power_plant" if "power_plant" in parts else next(iter(parts)))
+    if figure not in parts:
+        raise ValueError(f"--figure={figure} is none of the data sets {', '.join(parts)}")
+    rows: list[dict] = []
+    cases: Cases = {quantity: {} for quantity in QUANTITIES}
+    with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
+        for name, of_name in parts.items():
+            rows += rows_of(name, of_name, draws, cases)
+        print(report.table(rows, out / "gp"))
+        print(figure_1(figure, parts[figure], 5 * draws, out / "figure_1"))
+    apart, said = differences(cases)
+    print(report.table(apart, out / "differences", said))
+
+
+if __name__ == "__main__":
+    launch.run(main, quick={"splits": 2, "points": 32, "draws": 2})

@@ -1,0 +1,1 @@
+"""Trained models: couplings compared, runs that are killed."""

@@ -1,0 +1,94 @@
+"""The commands that texts print, and the flags of the programs that they name."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from absl import flags
+
+from experiments.common import launch
+from vit import bundled, cli
+from vit import config as configs
+
+COMMAND = re.compile(
+    r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
+    r"((?: \\\n|[^\n`])*)"
+)
+FIELDS = configs.flatten(configs.Config())
+programs = cache(cli.programs)
+
+
+def printed(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(module, arguments) of each command of a text."""
+    for package, script, name, rest in COMMAND.findall(text):
+        names = programs(package or script)
+        module = f"experiments.{name}" if name == "compare" else f"{package or script}.{name}"
+        if name in names:
+            module = names[name][0]
+        given = rest.split("#")[0].replace("\\\n", " ").rstrip(".,;:) ")
+        for quote in "'\"":  # where a script within quotes ends
+            given = given if given.count(quote) % 2 == 0 else given[: given.rindex(quote)]
+        yield module, shlex.split(given)
+
+
+def docstrings() -> dict[str, str]:
+    """By file; a backtick ends a command in prose."""
+    paths = [p for top in ("performer", "vit", "experiments") for p in Path(top).rglob("*.py")]
+    return {str(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in paths}
+
+
+def check(module: str, given: list[str]) -> None:
+    """Raises where the program would: for an unknown flag, or a value of another kind."""
+    own = [x for x in given if not re.match(r"--config\b", x)]
+    for argument in given:
+        if argument.startswith("--config="):
+            assert bundled.path(argument.split("=")[1].split(":")[0])
+        elif argument.startswith("--config.") or argument.startswith("config."):
+            name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
+            for text in value.split(",") if argument.startswith("config.") else [value]:
+                configs.parse(name, text, FIELDS[name])
+    if "--help" in own or module.startswith("tests."):
+        return
+    values = defined(module)
+    values(["program", *own])
+
+
+def source(module: str) -> str:
+    """Of a program."""
+    path = Path(*module.split("."))
+    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+def defined(module: str) -> flags.FlagValues:
+    """The flags of a program, as it defines them when it is started."""
+    values = flags.FlagValues()
+    if "launch.run(main" in source(module):
+        main = importlib.import_module(module).main
+        launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
+    else:
+        for text in (source(module), Path("vit/devices.py").read_text()):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    _define(node.func.attr, node.args, values)
+    values.set_gnu_getopt(True)
+    return values
+
+
+def _define(kind: str, arguments: list[ast.expr], values: flags.FlagValues) -> None:
+    """A flag of this kind, if it is one."""
+    if kind == "add_argument":
+        name = ast.literal_eval(arguments[0])
+        flags.DEFINE_string(name.lstrip("-"), None, "", flag_values=values)
+    if not kind.startswith("DEFINE_"):
+        return
+    name = ast.literal_eval(arguments[0])
+    if kind == "DEFINE_enum":
+        flags.DEFINE_enum(name, None, ast.literal_eval(arguments[2]), "", flag_values=values)
+    elif kind in ("DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_list"):
+        getattr(flags, kind)(name, None, "", flag_values=values)
+    elif name != "config":
+        flags.DEFINE_multi_string(name, None, "", flag_values=values)

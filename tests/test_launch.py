@@ -1,0 +1,199 @@
+"""The flags of a command are the parameters of its main, and say what is wrong with them."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from absl import flags
+
+from experiments.common import launch
+from tests.pages import code
+from vit import cli
+from vit.arguments import parse_flags
+
+
+def example(
+    workdir: Path,
+    names: Sequence[str] = ("a", "b"),
+    sizes: Sequence[int] = (),
+    parts: Sequence[Literal["one", "two"]] = ("one",),
+    rate: float = 0.5,
+    draws: int = 3,
+    folder: Path | None = None,
+    deep: bool = False,
+) -> None:
+    """Does it.
+
+    Args:
+        workdir: of a run.
+        names: to take.
+        sizes: each m;
+            even numbers.
+        parts: which.
+        rate: of all.
+        draws: how many.
+        folder: of data.
+        deep: or not.
+
+    Raises:
+        ValueError: never.
+    """
+
+
+def parsed(*given):
+    values = flags.FlagValues()
+    launch.define(example, {"draws": 1}, values)
+    parse_flags(["program", *given], values)
+    return {name: values[name].value for name in values}
+
+
+def test_values_are_of_their_kinds():
+    given = parsed(
+        *("--workdir=x", "--names=c, d", "--sizes=16,32", "--parts=two,one", "--rate=2", "--deep"),
+        *("--folder", "y"),
+    )
+    assert given | {"names": given["names"]} == {
+        "workdir": Path("x"),
+        "names": ("c", "d"),
+        "sizes": (16, 32),
+        "parts": ("two", "one"),
+        "rate": 2.0,
+        "draws": 3,
+        "folder": Path("y"),
+        "deep": True,
+        "quick": False,
+    } | {k: v for k, v in given.items() if k in ("help", "helpshort", "helpfull", "helpxml")}
+    defaults = parsed("--workdir=x")
+    assert (defaults["names"], defaults["sizes"], defaults["folder"]) == (("a", "b"), (), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--draws=3"], "--workdir is missing: of a run"),
+        (["--workdir="], "flag --workdir=: '' is no path"),
+        (["--workdir=x", "--draws=3.5"], "flag --draws=3.5: '3.5' is no integer"),
+        (["--workdir=x", "--sizes=16,a"], "flag --sizes=16,a: 'a' is no integer"),
+        (["--workdir=x", "--rate=fast"], "flag --rate=fast: 'fast' is no number"),
+        (
+            ["--workdir=x", "--parts=one,too"],
+            "flag --parts=one,too: unknown value 'too'; did you mean 'two'? Choices: one, two",
+        ),
+        (["--workdir=x", "--draw=3"], "unknown flag '--draw'; did you mean '--draws'?"),
+        (["--workdir=x", "draws=3"], "'draws=3' is no flag: did you mean '--draws=3'?"),
+    ],
+)
+def test_a_bad_value_ends_in_one_line(given, said):
+    with pytest.raises(SystemExit) as end:
+        parsed(*given)
+    assert str(end.value).startswith(said)
+    assert "\n" not in str(end.value)
+
+
+def test_the_help_is_that_of_the_docstring():
+    told = launch.meanings(example)
+    assert told["sizes"] == "each m; even numbers"
+    assert list(told) == list(inspect.signature(example).parameters)
+
+
+def test_at_least():
+    launch.at_least(2, draws=2, repeats=3)
+    for value in (1, float("nan")):
+        with pytest.raises(ValueError, match=f"^--draws={value} must be at least 2$"):
+            launch.at_least(2, repeats=3, draws=value)
+
+
+PROGRAM = '''
+"""What it does."""
+from pathlib import Path
+from typing import Literal
+from experiments.common import launch
+
+def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> None:
+    """Does it.
+
+    Args:
+        what: of them.
+        draws: how many.
+        out: folder.
+    """
+    launch.at_least(2, draws=draws)
+    print(what, draws, out)
+
+def others(*others: str, draws: int = 3) -> None:
+    """Does it.
+
+    Args:
+        others: of another program.
+        draws: how many.
+    """
+    print(others, draws)
+
+if __name__ == "__main__":
+    launch.run({}, {})
+'''
+
+
+@pytest.mark.parametrize(
+    ("main", "quick", "given", "said"),
+    [
+        ("words", {"draws": 2}, ["--out=y", "a", "--quick"], "a 2 y/quick"),
+        ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
+        ("words", None, ["c"], "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"),
+        ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
+        ("others", None, ["--config.depth=1", "--draws=5", "--x"], "('--config.depth=1', '--x') 5"),
+    ],
+)
+def test_a_program(main, quick, given, said, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.replace("{}, {}", f"{main}, {quick}"))
+    done = subprocess.run(
+        [sys.executable, str(path), *given],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout + done.stderr).strip() == said
+
+
+LAUNCHED = [
+    module
+    for module, _ in cli.programs("experiments").values()
+    if "launch.run(main" in Path(*module.split(".")).with_suffix(".py").read_text()
+]
+
+
+@pytest.mark.parametrize("module", LAUNCHED)
+def test_every_flag_of_every_experiment_is_told(module):
+    main = importlib.import_module(module).main
+    values, told = flags.FlagValues(), launch.meanings(main)
+    parameters = launch.define(main, None, values)
+    assert list(told) == [p.name for p in parameters]
+    assert all(told.values())
+    for p in parameters:  # the default is one that the command line can say
+        if p.name in values and p.default not in (None, p.empty, (), ""):
+            text = launch.Parser(p.annotation).serialize(p.default)
+            if p.annotation is not bool:
+                assert launch.Parser(p.annotation).parse(text) == p.default
+
+
+def test_there_are_experiments():
+    assert len(LAUNCHED) >= 18
+
+
+def test_the_recipe_runs(tmp_path):
+    """Of docs/howto/add-an-experiment.md: as a module that Python calls."""
+    page = Path("docs/howto/add-an-experiment.md").read_text()
+    (body,) = code(page, "python")
+    namespace = {"__name__": "recipe"}
+    exec(compile(body, "recipe", "exec", dont_inherit=True), namespace)
+    namespace["main"](couplings=("iid", "orf"), draws=40, out=tmp_path)
+    written = (tmp_path / "gram_error.md").read_text()
+    assert "orf below iid in 1 and above in 0 of 1 cases" in written
+    assert len((tmp_path / "gram_error.csv").read_text().splitlines()) == 3
