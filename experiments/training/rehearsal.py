@@ -26,6 +26,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -257,6 +258,7 @@ def main(
     """
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or take another --out")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))  # its processes end with it
     try:
         rows = rehearse(out.resolve(), photographs, others)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
