@@ -34,7 +34,7 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
             given = given if given.count(quote) % 2 == 0 else given[: given.rindex(quote)]
         words = shlex.split(given)
         folder = Path(*module.split("."))
-        if words and (folder / f"{words[0]}.py").exists():  # of a folder, which the first word names
+        if words and (folder / f"{words[0]}.py").exists():  # in a folder
             module = f"{module}.{words.pop(0)}"
         yield module, words
 
