@@ -32,7 +32,11 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
         given = rest.split("#")[0].replace("\\\n", " ").rstrip(".,;:) ")
         for quote in "'\"":  # where a script within quotes ends
             given = given if given.count(quote) % 2 == 0 else given[: given.rindex(quote)]
-        yield module, shlex.split(given)
+        words = shlex.split(given)
+        folder = Path(*module.split("."))
+        if words and (folder / f"{words[0]}.py").exists():  # in a folder
+            module = f"{module}.{words.pop(0)}"
+        yield module, words
 
 
 def docstrings() -> dict[str, str]:
@@ -66,7 +70,7 @@ def source(module: str) -> str:
 def defined(module: str) -> flags.FlagValues:
     """The flags of a program, as it defines them when it is started."""
     values = flags.FlagValues()
-    if "launch.run(main" in source(module):
+    if "launch.run(main" in source(module) and "DEFINE_" not in source(module):
         main = importlib.import_module(module).main
         launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
     else:

@@ -161,4 +161,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"repeats": 4})
+    launch.run(main, quick={"graphs": ("Small ER", "karate"), "repeats": 4})

@@ -242,4 +242,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"trials": 20})
+    launch.run(main, quick={"graphs": ("karate",), "trials": 20})

@@ -91,4 +91,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"draws": 4})
+    launch.run(main, quick={"data_sets": ("diabetes",), "draws": 4})

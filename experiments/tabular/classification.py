@@ -300,4 +300,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"draws": 4, "max_rows": 100})
+    launch.run(main, quick={"data_sets": ("wine",), "draws": 4, "max_rows": 100})

@@ -157,4 +157,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"points": 32, "steps": 10, "draws": 20})
+    launch.run(main, quick={"data_sets": ("diabetes",), "points": 32, "steps": 10, "draws": 20})

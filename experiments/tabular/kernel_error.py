@@ -171,4 +171,4 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"splits": 2, "points": 32, "draws": 4})
+    launch.run(main, quick={"data_sets": ("diabetes",), "splits": 2, "points": 32, "draws": 4})
