@@ -9,6 +9,10 @@ but queries and keys is needed: A is softmax attention on them, A^ its estimate,
 is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
 parameters are kept with which its loss there was least, and when none gets better, it is over.
 What is transferred is no longer unbiased.
+
+Beside an exact window (`exact_window` of `performer_attention`) only the far pairs are estimated,
+by features of which all may move (`Far`): near pairs are exact in A^, and so have no part in what
+moves them.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,8 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from performer.attention import attention_weights
-from performer.calibration import Calibration
+from performer.attention.state import finite
+from performer.calibration import Calibration, transform_keys, transform_queries
 from performer.choices import unknown
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
@@ -84,6 +89,89 @@ def performer_estimate(
     )
 
 
+class Far(NamedTuple):
+    """Features of far pairs; for each key head the estimate of e^{q.k}, after sqrt(scale), is
+
+        e^weight sum_j exp(w_j.q - |q|^2 / 2 + u_j.k - |k|^2 / 2 + bias_j) / m
+
+    which is unbiased for w = u of a coupling, and bias and weight 0. With a weight of -inf all of
+    attention is the window's.
+    """
+
+    of_query: Float[Array, "k m h"]
+    """w."""
+    of_key: Float[Array, "k m h"]
+    """u."""
+    bias: Float[Array, "k m"]
+    weight: Float[Array, " k"]
+
+    @classmethod
+    def of(cls, frequencies: Float[Array, "k m h"]) -> "Far":
+        """The same frequencies for queries and keys."""
+        zeros = jnp.zeros(frequencies.shape[:2], frequencies.dtype)
+        return cls(frequencies, frequencies, zeros, zeros[:, 0])
+
+    @property
+    def weights(self) -> Float[Array, "k m"]:
+        """Of the features, as `performer_attention` takes them."""
+        return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
+
+
+def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
+    """Which pairs are exact with `exact_window` and `exact_first`, in causal attention too."""
+    place = np.arange(length)
+    if not window:
+        return np.zeros((length, length), bool)
+    apart = place[:, None] // window - place // window
+    return (abs(apart) <= 1) | (place < first)
+
+
+def hybrid_estimate(
+    far: Far,
+    fixed: tuple[Calibration | None, Bool[Array, "t s"]],
+    sample: Sample,
+    is_causal: bool = False,
+) -> Float[Array, "b n t s"]:
+    """A^ with exact near pairs, in quadratic time.
+
+    Args:
+        far: features of all others.
+        fixed: shift and scale of a calibration, and which pairs are near.
+        sample: queries and keys.
+        is_causal: query i sees the keys up to i.
+    """
+    calibration, near = fixed
+    query, key = (x * x.shape[-1] ** -0.25 for x in sample[:2])
+    if calibration is not None:
+        query, key = transform_queries(calibration, query), transform_keys(calibration, key)
+    groups = query.shape[2] // key.shape[2]
+    key = jnp.repeat(key, groups, axis=2)
+    far = Far(*(jnp.repeat(x, groups, axis=0) for x in far))
+    of_query = _exponents(query, far.of_query)
+    of_key = _exponents(key, far.of_key) + (far.bias + far.weight[:, None])[:, None]
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+    logits = jnp.where(near, logits, _log_kernel(of_query, of_key))
+    pairs = sample.pairs(is_causal)
+    return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
+
+
+def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "n m h"]) -> Float[Array, "b n t m"]:
+    half = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None] / 2
+    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half
+
+
+def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
+    """log (sum_j e^{a_j + b_j} / m); the largest of each feature over keys is taken out, as is
+    then the largest of each query."""
+    largest = jax.lax.stop_gradient(finite(jnp.max(of_key, axis=-2, keepdims=True)))
+    towards = of_query + largest
+    most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
+    features = jnp.exp(towards - most), jnp.exp(of_key - largest)
+    kernel = jnp.einsum("bntm,bnsm->bnts", *features) / of_key.shape[-1]
+    positive = kernel > 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
+
+
 def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
     """|A^ - A|^2 / |A|^2 of each head."""
     over = (0, 2, 3)
@@ -114,6 +202,8 @@ def transfer(
     rate: float = RATE,
     optimizer: optax.GradientTransformation = ADAM,
     seed: int = 0,
+    examples: int = EXAMPLES,
+    fallback: Parameters | None = None,
 ) -> Parameters:
     """Parameters with a lower loss than `start`, on examples that they have not seen.
 
@@ -129,15 +219,17 @@ def transfer(
         rate: that of the first step; it falls as half a cosine.
         optimizer: of optax, for a rate of -1.
         seed: of the order of the examples.
+        examples: of a step, at most.
+        fallback: what a head has where nothing that was reached is better; `start` if None.
 
     Raises:
         ValueError: for an unknown loss.
     """
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    key = jax.random.key(seed)
-    static = estimate, LOSSES[loss], optimizer, is_causal, steps
-    return _transfer(*static, rate, key, start, fixed, sample)
+    key, least = jax.random.key(seed), start if fallback is None else fallback
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
+    return _transfer(*static, rate, key, start, least, fixed, sample)
 
 
 def refine(
@@ -164,6 +256,38 @@ def refine(
     return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
 
 
+def refine_far(
+    far: Far,
+    calibration: Calibration | None,
+    near: Bool[Array, "t s"],
+    sample: Sample,
+    *,
+    steps: int,
+    **options: Any,
+) -> Far:
+    """Features of far pairs that have moved to a lower error of attention, near pairs exact.
+
+    A head whose features make nothing better gets the weight -inf: no head is worse than its window
+    on the examples that are held out.
+
+    Args:
+        far: where they start.
+        calibration: its shift and scale stay.
+        near: the exact pairs, as `near_pairs` has them.
+        sample: queries and keys of the layer.
+        steps: of Adam, at most.
+        options: is_causal, loss, rate, optimizer, seed and examples, as of `transfer`.
+
+    Example:
+        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12))
+        >>> near = near_pairs(q.shape[1], 4)
+        >>> refined = refine_far(far, None, near, Sample.of(q, k), steps=2, is_causal=True)
+    """
+    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
+    fixed = calibration, jnp.asarray(near)
+    return transfer(hybrid_estimate, far, fixed, sample, steps=steps, fallback=alone, **options)
+
+
 class _Search(NamedTuple):
     """Between two rounds of steps."""
 
@@ -177,10 +301,12 @@ class _Search(NamedTuple):
     """Rounds since a loss was the least."""
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fixed, sample):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _transfer(
+    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fallback, fixed, sample
+):
     training, held_out = _parted(sample)
-    size, length = _size(training), -(-steps // ROUNDS)
+    size, length = _size(training, examples), -(-steps // ROUNDS)
     losses = partial(_losses, estimate, loss, is_causal, fixed)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
@@ -197,15 +323,15 @@ def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fix
     def round_(search):
         xs = jax.random.split(jax.random.fold_in(key, search.round), length), rates[search.round]
         (trained, state), _ = jax.lax.scan(step, (search.trained, search.optimizer), xs)
-        reached = _mean_losses(losses, held_out, trained)
+        reached = _mean_losses(losses, held_out, trained, examples)
         better = reached < search.least
         best = jax.tree.map(partial(_where, better), trained, search.best)
         least = jnp.where(better, reached, search.least)
         since = jnp.where(jnp.any(better), 0, search.since + 1)
         return _Search(trained, state, best, least, search.round + 1, since)
 
-    least = _mean_losses(losses, held_out, start)
-    search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
+    least = _mean_losses(losses, held_out, fallback, examples)
+    search = _Search(start, optimizer.init(start), fallback, least, jnp.int32(0), jnp.int32(0))
     goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
     return jax.lax.while_loop(goes_on, round_, search).best
 
@@ -220,18 +346,18 @@ def _losses(estimate, loss, is_causal, fixed, sample, trained) -> Float[Array, "
     return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
 
 
-def _mean_losses(losses, sample: Sample, trained) -> Float[Array, " k"]:
+def _mean_losses(losses, sample: Sample, trained, examples: int) -> Float[Array, " k"]:
     """The mean over batches of as many examples as a step has; the rest is left out."""
-    size = _size(sample)
+    size = _size(sample, examples)
     count = len(sample.query) // size
     batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
     return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
 
 
-def _size(sample: Sample) -> int:
+def _size(sample: Sample, examples: int) -> int:
     """Examples in a step."""
     b, t, n, _ = sample.query.shape
-    return min(b, EXAMPLES, max(1, ENTRIES // (n * t * sample.key.shape[1])))
+    return min(b, examples, max(1, ENTRIES // (n * t * sample.key.shape[1])))
 
 
 def _parted(sample: Sample) -> tuple[Sample, Sample]:
