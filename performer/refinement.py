@@ -128,7 +128,7 @@ def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t 
 
 def hybrid_estimate(
     far: Far,
-    fixed: tuple[Calibration | None, Bool[Array, "t s"]],
+    fixed: tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]],
     sample: Sample,
     is_causal: bool = False,
 ) -> Float[Array, "b n t s"]:
@@ -259,7 +259,7 @@ def refine(
 def refine_far(
     far: Far,
     calibration: Calibration | None,
-    near: Bool[Array, "t s"],
+    near: Bool[Array | np.ndarray, "t s"],
     sample: Sample,
     *,
     steps: int,

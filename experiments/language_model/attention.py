@@ -44,7 +44,7 @@ class Softmax(nnx.Module):
         """Of no tokens, with room for (b, s, n, h)."""
         return Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.int32(0))
 
-    def stream(self, query: Array, key: Array, value: Array, state: Cache) -> tuple[Array, Cache]:
+    def stream(self, query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
         """The output after earlier keys, and all keys."""
         start = (0, state.position, 0, 0)
         keys = jax.lax.dynamic_update_slice(state.key, key, start)
@@ -113,7 +113,10 @@ class Hybrid(nnx.Module):
         )
 
 
-def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> nnx.Module:
+AttentionFn = Softmax | Hybrid
+
+
+def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> AttentionFn:
     """The attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.

@@ -9,13 +9,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.language_model.attention import Hybrid
+from experiments.language_model.attention import AttentionFn, Hybrid
 from experiments.language_model.model import Decoder
 from experiments.language_model.runs import COUPLING
 from experiments.language_model.task import losses
 from performer import couplings
 from performer.calibration import Calibration, fit, fold, log_determinant, pair_moments
-from performer.refinement import Far, Sample, hybrid_estimate, near_pairs, transfer
+from performer.refinement import Far, Sample, hybrid_estimate, near_pairs, refine_far, transfer
 
 EVALUATED = 8
 """Windows that go through the model at once."""
@@ -25,10 +25,8 @@ def samples(model: Decoder, tokens: Int[Array, "b t"]) -> list[Sample]:
     """Queries and keys of each layer."""
     graph, state = nnx.split(model)
     found = [_projected(graph, state, part) for part in _parts(tokens)]
-    return [
-        Sample.of(*map(jnp.concatenate, zip(*layer, strict=True)))
-        for layer in zip(*found, strict=True)
-    ]
+    layers = zip(*found, strict=True)
+    return [Sample.of(*map(jnp.concatenate, zip(*layer, strict=True))) for layer in layers]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -72,7 +70,7 @@ def calibrated(
     drawn = couplings.draw(jax.random.key(seed), COUPLING, num_features, h, n)
     _, of_key, log_weights = fold(calibration, drawn)
     far = Far.of(jnp.broadcast_to(of_key, drawn.shape))
-    if log_weights is not None:
+    if log_weights is not None and calibration.root is not None:
         far = far._replace(bias=log_weights + log_determinant(calibration.root)[:, None])
     return far, calibration._replace(mean=None, root=None)
 
@@ -105,7 +103,7 @@ def hybrids(
     """
     if not num_features:
         return [Hybrid(None, None, window, 1) for _ in layers]
-    near, found = near_pairs(layers[0].query.shape[1], window, 1), []
+    near, found = jnp.asarray(near_pairs(layers[0].query.shape[1], window, 1)), []
     options = dict(steps=steps, is_causal=True, examples=examples)
     for i, sample in enumerate(layers):
         calibration = "none" if method == "none" else "shift+scale"
@@ -121,7 +119,7 @@ def hybrids(
 
 def weighed(far: Far, calibration: Calibration, near: Array, sample: Sample, **options) -> Far:
     """With another weight of each head, -inf where none is better; its features as they are."""
-    nothing, fixed = jnp.full_like(far.weight, -jnp.inf), (far, calibration, jnp.asarray(near))
+    nothing, fixed = jnp.full_like(far.weight, -jnp.inf), (far, calibration, near)
     weight = transfer(_weighed, far.weight, fixed, sample, fallback=nothing, **options)
     return far._replace(weight=weight)
 
@@ -131,7 +129,7 @@ def _weighed(weight: Array, fixed: tuple, sample: Sample, is_causal: bool = Fals
     return hybrid_estimate(far._replace(weight=weight), tuple(rest), sample, is_causal)
 
 
-def exchanged(model: Decoder, attention: Sequence[nnx.Module]) -> Decoder:
+def exchanged(model: Decoder, attention: Sequence[AttentionFn]) -> Decoder:
     """A copy of the model with these modules for its attention."""
     new = nnx.clone(model)
     for block, attention_fn in zip(new.blocks, attention, strict=True):

@@ -109,7 +109,7 @@ def finetuned(
     new = runs.config(
         own,
         of.run.dataset,
-        size=config.model.size._asdict(),
+        size=config.model.size,
         optim=runs.optim(rate, steps),
         steps=steps,
         dir=config.data.dir,

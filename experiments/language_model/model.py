@@ -33,7 +33,7 @@ def rotated(x: Float[Array, "b t n h"], place: Int[Array, " t"]) -> Float[Array,
 class Attention(nnx.Module):
     """Projections around an `attention_fn`, which can be exchanged."""
 
-    def __init__(self, size: Size, attention_fn: nnx.Module, *, rngs: nnx.Rngs):
+    def __init__(self, size: Size, attention_fn: attention.AttentionFn, *, rngs: nnx.Rngs):
         def linear() -> nnx.Linear:
             return nnx.Linear(size.width, size.width, use_bias=False, rngs=rngs)
 
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Attention, then an MLP, each added to what comes in."""
 
-    def __init__(self, size: Size, attention_fn: nnx.Module, *, rngs: nnx.Rngs):
+    def __init__(self, size: Size, attention_fn: attention.AttentionFn, *, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.RMSNorm(size.width, rngs=rngs) for _ in range(2)])
         self.attention = Attention(size, attention_fn, rngs=rngs)
         self.up = nnx.Linear(size.width, size.mlp_dim, use_bias=False, rngs=rngs)

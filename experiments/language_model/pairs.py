@@ -69,7 +69,8 @@ def _measured(model: Decoder, batch: Batch) -> tuple[Array, Array]:
     asked = targets >= 0
     entropy = cross_entropy(logits, jnp.maximum(targets, 0))
     right = jnp.argmax(logits, axis=-1) == targets
-    return tuple(jnp.sum(x * asked, -1) / jnp.sum(asked, -1) for x in (entropy, right))
+    number = jnp.sum(asked, axis=-1)
+    return jnp.sum(entropy * asked, axis=-1) / number, jnp.sum(right & asked, axis=-1) / number
 
 
 def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:

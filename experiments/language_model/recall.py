@@ -14,9 +14,9 @@ from absl import flags
 from experiments import launch
 from experiments.language_model import pairs, rows, runs
 from vit import loop
-from vit.config import Optim
+from vit.config import Optim, Size
 
-SIZE = dict(width=64, depth=2, num_heads=2, mlp_dim=128)
+SIZE = Size(width=64, depth=2, num_heads=2, mlp_dim=128)
 BATCH = 64
 
 

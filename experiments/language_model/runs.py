@@ -14,14 +14,14 @@ from performer.choices import unknown
 from vit import checkpoint, files, loop, metrics
 from vit import config as configs
 from vit import runs as of_vit
-from vit.config import Attention, Config, Data, Model, Optim
+from vit.config import Attention, Config, Data, Model, Optim, Size
 from vit.data import Dataset
 from vit.task import Task, random_streams
 
 NAME, COUPLING = "text", "orf-antithetic"
 NOTE = "language_model.json"
-SIZE = dict(width=128, depth=4, num_heads=4, mlp_dim=512)
-QUICK = dict(width=64, depth=2, num_heads=2, mlp_dim=256)
+SIZE = Size(width=128, depth=4, num_heads=4, mlp_dim=512)
+QUICK = Size(width=64, depth=2, num_heads=2, mlp_dim=256)
 ATTENTION = ("softmax", "performer", "window", "both")
 
 
@@ -52,20 +52,20 @@ def attention(kind: str, num_features: int, window: int) -> tuple[Attention, int
 
 
 def config(
-    own: Attention, dataset: Dataset, *, size: dict[str, int], optim: Optim, steps: int, **data: Any
+    own: Attention, dataset: Dataset, *, size: Size, optim: Optim, steps: int, **data: Any
 ) -> Config:
     """Of a run of so many steps; `data` are fields of that section."""
     section = Data(name=NAME, **data)
     per_epoch = max(1, len(dataset.train) // section.batch_size)
     every = max(1, steps // 10)
     return Config(
-        model=Model("XS/1", **size),
+        model=Model("XS/1", *size),
         attention=own,
         data=section,
         optim=optim,
         num_epochs=steps / per_epoch,
         log_every=every,
-        eval_every=every,
+        eval_every=5 * every,
         checkpoint_every=every,
     )
 
