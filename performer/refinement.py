@@ -29,6 +29,7 @@ from performer.attention import attention_weights
 from performer.attention.state import finite
 from performer.calibration import Calibration, transform_keys, transform_queries
 from performer.choices import unknown
+from performer.features import FeatureMap
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """What moves the parameters, and its rate at the start."""
@@ -92,10 +93,11 @@ def performer_estimate(
 class Far(NamedTuple):
     """Features of far pairs; for each key head the estimate of e^{q.k}, after sqrt(scale), is
 
-        e^weight sum_j exp(w_j.q - |q|^2 / 2 + u_j.k - |k|^2 / 2 + bias_j) / m
+        e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
 
-    which is unbiased for w = u of a coupling, and bias and weight 0. With a weight of -inf all of
-    attention is the window's.
+    times e^{-|q|^2 / 2 - |k|^2 / 2} in `hybrid_estimate`, which is unbiased for w = u of a
+    coupling, and bias and weight 0. Learned features do better without this factor, which they
+    would have to undo. With a weight of -inf all of attention is the window's.
     """
 
     of_query: Float[Array, "k m h"]
@@ -117,6 +119,15 @@ class Far(NamedTuple):
         return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
 
 
+def _learned(projections: Array, half: Array) -> tuple[Array, None]:
+    del half
+    return projections, None
+
+
+LEARNED = FeatureMap(_learned, kernel="softmax")
+"""exp(w.x), of `learned_estimate`: it estimates e^{q.k} when it has learned to."""
+
+
 def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
     """Which pairs are exact with `exact_window` and `exact_first`, in causal attention too."""
     place = np.arange(length)
@@ -126,20 +137,32 @@ def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t 
     return (abs(apart) <= 1) | (place < first)
 
 
+Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
+"""Shift and scale of a calibration, and which pairs are near."""
+
+
 def hybrid_estimate(
-    far: Far,
-    fixed: tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]],
-    sample: Sample,
-    is_causal: bool = False,
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ with exact near pairs, in quadratic time.
+    """A^ with exact near pairs, in quadratic time; positive features for the others.
 
     Args:
-        far: features of all others.
+        far: these features.
         fixed: shift and scale of a calibration, and which pairs are near.
         sample: queries and keys.
         is_causal: query i sees the keys up to i.
     """
+    return _hybrid(far, fixed, sample, is_causal, half=0.5)
+
+
+def learned_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """The same with the features `LEARNED`."""
+    return _hybrid(far, fixed, sample, is_causal, half=0.0)
+
+
+def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float) -> Array:
     calibration, near = fixed
     query, key = (x * x.shape[-1] ** -0.25 for x in sample[:2])
     if calibration is not None:
@@ -147,17 +170,19 @@ def hybrid_estimate(
     groups = query.shape[2] // key.shape[2]
     key = jnp.repeat(key, groups, axis=2)
     far = Far(*(jnp.repeat(x, groups, axis=0) for x in far))
-    of_query = _exponents(query, far.of_query)
-    of_key = _exponents(key, far.of_key) + (far.bias + far.weight[:, None])[:, None]
+    of_query = _exponents(query, far.of_query, half)
+    of_key = _exponents(key, far.of_key, half) + (far.bias + far.weight[:, None])[:, None]
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
     logits = jnp.where(near, logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
 
 
-def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "n m h"]) -> Float[Array, "b n t m"]:
-    half = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None] / 2
-    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half
+def _exponents(
+    x: Float[Array, "b t n h"], w: Float[Array, "n m h"], half: float
+) -> Float[Array, "b n t m"]:
+    squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
+    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -203,7 +228,6 @@ def transfer(
     optimizer: optax.GradientTransformation = ADAM,
     seed: int = 0,
     examples: int = EXAMPLES,
-    fallback: Parameters | None = None,
 ) -> Parameters:
     """Parameters with a lower loss than `start`, on examples that they have not seen.
 
@@ -220,16 +244,15 @@ def transfer(
         optimizer: of optax, for a rate of -1.
         seed: of the order of the examples.
         examples: of a step, at most.
-        fallback: what a head has where nothing that was reached is better; `start` if None.
 
     Raises:
         ValueError: for an unknown loss.
     """
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    key, least = jax.random.key(seed), start if fallback is None else fallback
+    key = jax.random.key(seed)
     static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
-    return _transfer(*static, rate, key, start, least, fixed, sample)
+    return _transfer(static, rate, key, start, fixed, sample)
 
 
 def refine(
@@ -263,29 +286,48 @@ def refine_far(
     sample: Sample,
     *,
     steps: int,
+    is_causal: bool = False,
     **options: Any,
 ) -> Far:
-    """Features of far pairs that have moved to a lower error of attention, near pairs exact.
+    """Features `LEARNED` that have moved to a lower error of attention, near pairs exact.
 
-    A head whose features make nothing better gets the weight -inf: no head is worse than its window
-    on the examples that are held out.
+    A head whose squared error with them is not below that of its near pairs alone gets the weight
+    -inf: on the examples that are held out none is worse than its window.
 
     Args:
-        far: where they start.
+        far: where they start: small frequencies, as a third of a draw.
         calibration: its shift and scale stay.
         near: the exact pairs, as `near_pairs` has them.
         sample: queries and keys of the layer.
         steps: of Adam, at most.
-        options: is_causal, loss, rate, optimizer, seed and examples, as of `transfer`.
+        is_causal: query i sees the keys up to i.
+        options: loss, rate, optimizer, seed and examples, as of `transfer`.
 
     Example:
-        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12))
+        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12) / 3)
         >>> near = near_pairs(q.shape[1], 4)
         >>> refined = refine_far(far, None, near, Sample.of(q, k), steps=2, is_causal=True)
     """
-    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
     fixed = calibration, jnp.asarray(near)
-    return transfer(hybrid_estimate, far, fixed, sample, steps=steps, fallback=alone, **options)
+    options = dict(is_causal=is_causal) | options
+    moved = transfer(learned_estimate, far, fixed, sample, steps=steps, **options)
+    return at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def at_least_near(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    far: Far,
+    fixed: Fixed,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Far:
+    """With the weight -inf for heads whose squared error, held out, is then smaller or the same."""
+    _, held_out = _parted(sample)
+    losses = partial(_losses, estimate, squared, is_causal, fixed)
+    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
+    errors = [_mean_losses(losses, held_out, each, 1) for each in (far, alone)]
+    return far._replace(weight=jnp.where(errors[0] < errors[1], far.weight, -jnp.inf))
 
 
 class _Search(NamedTuple):
@@ -303,7 +345,7 @@ class _Search(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _transfer(
-    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fallback, fixed, sample
+    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
 ):
     training, held_out = _parted(sample)
     size, length = _size(training, examples), -(-steps // ROUNDS)
@@ -330,8 +372,8 @@ def _transfer(
         since = jnp.where(jnp.any(better), 0, search.since + 1)
         return _Search(trained, state, best, least, search.round + 1, since)
 
-    least = _mean_losses(losses, held_out, fallback, examples)
-    search = _Search(start, optimizer.init(start), fallback, least, jnp.int32(0), jnp.int32(0))
+    least = _mean_losses(losses, held_out, start, examples)
+    search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
     goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
     return jax.lax.while_loop(goes_on, round_, search).best
 

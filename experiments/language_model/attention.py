@@ -2,11 +2,10 @@
 
 `Hybrid` is exact near by and estimates what is far with features of its own: for each head
 
-    sum_j exp(w_j.q - |q|^2 / 2 + u_j.k - |k|^2 / 2 + b_j + far) / m
+    sum_j exp(w_j.q + u_j.k + b_j + far) / m
 
 with frequencies w of queries and u of keys, a bias b of each feature and a weight of the far part,
-all of them parameters. With w = u from a coupling and b = far = 0 it is the unbiased estimate of
-e^{q.k}; with far = -inf it is the window alone.
+all of them parameters (`performer.refinement.Far`). With far = -inf it is the window alone.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from performer import couplings, performer_attention
 from performer.calibration import Calibration, transform_keys, transform_queries
-from performer.refinement import Far
+from performer.features import FeatureMap
+from performer.refinement import LEARNED, Far
 from vit.config import Config
 
 EPSILON = 2.0**-12
 """Of `_as_one`: its square, relative to that of a query, is what float32 does not see."""
+
+
+SIZE = 0.3
+"""Of frequencies at the start of learning, relative to those of a coupling."""
 
 
 class Cache(NamedTuple):
@@ -68,14 +72,23 @@ class Hybrid(nnx.Module):
             for the identity.
         window: tokens of a chunk; 0 for none.
         first: the first so many keys are exact.
+        feature_map: positive features, which may be unbiased, in the place of `LEARNED`.
     """
 
-    def __init__(self, far: Far | None, calibration: Calibration | None, window: int, first: int):
+    def __init__(
+        self,
+        far: Far | None,
+        calibration: Calibration | None,
+        window: int,
+        first: int,
+        feature_map: FeatureMap = LEARNED,
+    ):
         self.far, self.calibration = nnx.Dict(), nnx.Dict()
         if far is not None:
             moved = _whole(calibration or Calibration(), *far.of_key.shape[::2])
             self.far.update({name: nnx.Param(x) for name, x in far._asdict().items()})
             self.calibration.update({name: Fixed(x) for name, x in moved.items()})
+        self.feature_map = feature_map
         self.window, self.first = window, first if window else 0
 
     def __call__(self, query: Array, key: Array, value: Array) -> Array:
@@ -107,6 +120,7 @@ class Hybrid(nnx.Module):
             is_causal=True,
             scale=1.0,
             weights=weights,
+            feature_map=self.feature_map,
             exact_window=self.window,
             exact_first=self.first,
             **options,
@@ -127,7 +141,8 @@ def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> Att
     if window and own.num_features == 1:
         return Hybrid(None, None, window, first)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads
-    return Hybrid(Far.of(couplings.draw(rngs.frequencies(), *draw)), None, window, first)
+    far = Far.of(SIZE * couplings.draw(rngs.frequencies(), *draw))
+    return Hybrid(far, None, window, first)
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:

@@ -9,13 +9,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.language_model.attention import AttentionFn, Hybrid
+from experiments.language_model.attention import SIZE, AttentionFn, Hybrid
 from experiments.language_model.model import Decoder
 from experiments.language_model.runs import COUPLING
 from experiments.language_model.task import losses
 from performer import couplings
 from performer.calibration import Calibration, fit, fold, log_determinant, pair_moments
-from performer.refinement import Far, Sample, hybrid_estimate, near_pairs, refine_far, transfer
+from performer.features import positive
+from performer.refinement import (
+    LEARNED,
+    Far,
+    Sample,
+    at_least_near,
+    hybrid_estimate,
+    near_pairs,
+    refine_far,
+    transfer,
+)
 
 EVALUATED = 8
 """Windows that go through the model at once."""
@@ -88,7 +98,7 @@ def hybrids(
     *,
     steps: int,
     seed: int = 0,
-    examples: int = 4,
+    examples: int = 1,
 ) -> list[Hybrid]:
     """The attention of each layer.
 
@@ -112,21 +122,23 @@ def hybrids(
         if method == "far weight":
             far = weighed(far, moved, near, sample, **options)
         if method == "transfer":
-            far = refine_far(far, moved, near, sample, **options)
-        found.append(Hybrid(far, moved, window, 1))
+            start = Far.of(SIZE * far.of_key)
+            far = refine_far(start, moved, near, sample, **options)
+        found.append(Hybrid(far, moved, window, 1, LEARNED if method == "transfer" else positive))
     return found
 
 
 def weighed(far: Far, calibration: Calibration, near: Array, sample: Sample, **options) -> Far:
     """With another weight of each head, -inf where none is better; its features as they are."""
-    nothing, fixed = jnp.full_like(far.weight, -jnp.inf), (far, calibration, near)
-    weight = transfer(_weighed, far.weight, fixed, sample, fallback=nothing, **options)
-    return far._replace(weight=weight)
+    fixed = calibration, near
+    weight = transfer(_weighed, far.weight, (far, fixed), sample, **options)
+    far = far._replace(weight=weight)
+    return at_least_near(hybrid_estimate, far, fixed, sample, True)
 
 
 def _weighed(weight: Array, fixed: tuple, sample: Sample, is_causal: bool = False) -> Array:
-    far, *rest = fixed
-    return hybrid_estimate(far._replace(weight=weight), tuple(rest), sample, is_causal)
+    far, rest = fixed
+    return hybrid_estimate(far._replace(weight=weight), rest, sample, is_causal)
 
 
 def exchanged(model: Decoder, attention: Sequence[AttentionFn]) -> Decoder:
