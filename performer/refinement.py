@@ -252,7 +252,7 @@ def transfer(
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
     key = jax.random.key(seed)
     static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
-    return _transfer(static, rate, key, start, fixed, sample)
+    return _transfer(*static, rate, key, start, fixed, sample)
 
 
 def refine(

@@ -1848,15 +1848,15 @@ FAULTS = [
     Fault(
         "far pairs lose the half norm of the query beside exact ones",
         "performer/refinement.py",
-        'return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half',
-        'return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") + 0 * half',
+        "return _hybrid(far, fixed, sample, is_causal, half=0.5)",
+        "return _hybrid(far, fixed, sample, is_causal, half=0.0)",
         "test_refinement.py::test_a_hybrid_in_numpy",
     ),
     Fault(
         "a head keeps features that make it worse than its window",
         "performer/refinement.py",
-        "start if fallback is None else fallback",
-        "start",
+        "jnp.where(errors[0] < errors[1], far.weight, -jnp.inf)",
+        "far.weight",
         "test_refinement.py::test_refining_what_is_far",
     ),
     Fault(

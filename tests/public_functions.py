@@ -425,6 +425,10 @@ def of_heads() -> jax.Array:
     return couplings.draw(key(), "orf", M, D, 2)
 
 
+def near(x: Inputs) -> np.ndarray:
+    return refinement.near_pairs(len(tokens(x)[0][0]), 2)
+
+
 def far() -> refinement.Far:
     return refinement.Far.of(of_heads())
 
@@ -444,7 +448,13 @@ rows(
         "refinement.performer_estimate": lambda x: estimated(x)[0],
         "refinement.Far.of": lambda x: refinement.Far.of(tokens(x, k=2)[0][0].swapaxes(0, 1)),
         "refinement.hybrid_estimate": lambda x: refinement.hybrid_estimate(
-            far(), (None, refinement.near_pairs(len(tokens(x)[0][0]), 2)), sample(x), True
+            far(), (None, near(x)), sample(x), True
+        ),
+        "refinement.learned_estimate": lambda x: refinement.learned_estimate(
+            far(), (None, near(x)), sample(x), True
+        ),
+        "refinement.at_least_near": lambda x: refinement.at_least_near(
+            refinement.learned_estimate, far(), (None, near(x)), sample(x), True
         ),
         "refinement.squared": lambda x: refinement.squared(*estimated(x)),
         "refinement.divergence": lambda x: refinement.divergence(*estimated(x)),
@@ -459,7 +469,7 @@ rows(
         "refinement.refine_far": lambda x: refinement.refine_far(
             far(),
             None,
-            refinement.near_pairs(len(tokens(x)[0][0]), 2),
+            near(x),
             sample(x),
             steps=3,
             optimizer=SGD,

@@ -13,7 +13,7 @@ from experiments.language_model import conversion, convert, generation, pairs, r
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import rotated
 from performer.calibration import calibrate
-from performer.refinement import Far, Sample, hybrid_estimate, near_pairs
+from performer.refinement import Far, Sample, learned_estimate, near_pairs
 from vit.config import Size
 from vit.task import random_streams
 
@@ -107,7 +107,7 @@ def test_a_hybrid_is_what_was_fitted(window):
     unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
     got = Hybrid(far, fitted, window, 1)(query, key, unit)
     near = jnp.asarray(near_pairs(20, window, 1))
-    want = hybrid_estimate(far, (fitted, near), Sample.of(query, key), True)
+    want = learned_estimate(far, (fitted, near), Sample.of(query, key), True)
     np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
 
 

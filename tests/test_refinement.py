@@ -8,10 +8,12 @@ import pytest
 from performer import calibration, couplings
 from performer.attention import attention_weights
 from performer.refinement import (
+    LEARNED,
     Far,
     Sample,
     divergence,
     hybrid_estimate,
+    learned_estimate,
     near_pairs,
     performer_estimate,
     refine,
@@ -94,14 +96,15 @@ FAR = Far(
 
 
 @pytest.mark.parametrize(("window", "first"), [(2, 0), (3, 1), (1, 2), (0, 0), (9, 0)])
+@pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_hybrid_in_numpy(window, first, is_causal):
+def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
     """Pair by pair, in float64: e^{q.k} near by, sums of features elsewhere; grouped heads."""
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
     of = sample(2, is_padded=True)._replace(query=query)
     shift = jax.random.normal(jax.random.key(4), (2, 4))
     fixed = calibration.Calibration(shift=shift), near_pairs(9, window, first)
-    got = np.asarray(hybrid_estimate(FAR, fixed, of, is_causal))
+    got = np.asarray(estimate(FAR, fixed, of, is_causal))
     w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
     for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
         head, row = n // 2, np.zeros(9)
@@ -110,7 +113,7 @@ def test_a_hybrid_in_numpy(window, first, is_causal):
             if is_causal and j > i:
                 continue
             k = np.asarray(of.key[b, j, head] / 2**0.5 - shift[head], np.float64)
-            half = (q @ q + k @ k) / 2
+            half = (q @ q + k @ k) / 2 * (estimate is hybrid_estimate)
             near = (window and abs(i // window - j // window) <= 1) or j < first
             terms = np.exp(w[head] @ q + u[head] @ k - half + bias[head] + weight[head])
             row[j] = np.exp(q @ k) if near else terms.mean()
@@ -118,24 +121,27 @@ def test_a_hybrid_in_numpy(window, first, is_causal):
 
 
 @pytest.mark.parametrize("window", [3, 0])
-def test_the_operator_makes_the_same_rows(window):
+@pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
+def test_the_operator_makes_the_same_rows(window, estimate):
     """With one frequency for queries and keys; the weights of its features are those of `Far`."""
     of, far = sample(2), FAR._replace(of_query=FAR.of_key)
     options = dict(weights=far.weights, is_causal=True, exact_window=window)
-    want = attention_weights(of.query, of.key, far.of_key, **options)
-    fixed = None, near_pairs(9, window)
-    np.testing.assert_allclose(hybrid_estimate(far, fixed, of, True), want, atol=1e-6)
+    if estimate is learned_estimate:
+        options["feature_map"] = LEARNED
+    got = attention_weights(of.query, of.key, far.of_key, **options)
+    want = estimate(far, (None, near_pairs(9, window)), of, True)
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_refining_what_is_far():
     """Better than the window alone where it was not trained; the window where nothing is."""
     seen, unseen = sample(64), sample(16, seed=2)
     near = near_pairs(9, 1)
-    far = Far.of(couplings.draw(jax.random.key(1), "orf", 16, 4, 2))
+    far = Far.of(couplings.draw(jax.random.key(1), "orf", 16, 4, 2) / 3)
     refined = refine_far(far, None, near, seen, steps=100, is_causal=True)
 
     def error(far):
-        estimate = hybrid_estimate(far, (None, near), unseen, True)
+        estimate = learned_estimate(far, (None, near), unseen, True)
         return divergence(estimate, softmax_attention(unseen, True), unseen.pairs(True))
 
     nothing = far._replace(weight=jnp.full(2, -jnp.inf))
