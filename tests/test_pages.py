@@ -28,6 +28,9 @@ def test_commands_and_their_flags_exist(page):
         path = Path(module or script, f"{name}.py")
         if not path.exists() and name == "compare":
             path = Path("experiments/compare.py")  # `performer-vit compare`
+        if path.with_suffix("").is_dir():  # of a folder, which the first word names
+            word, _, arguments = arguments.strip().partition(" ")
+            path = path.with_suffix("") / f"{word or '__main__'}.py"
         if f"`{path}`" in text and not path.exists():
             continue
         source = path.read_text()

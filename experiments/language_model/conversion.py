@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def hybrids(
     if not num_features:
         return [Hybrid(None, None, window, 1) for _ in layers]
     near, found = jnp.asarray(near_pairs(layers[0].query.shape[1], window, 1)), []
-    options = dict(steps=steps, is_causal=True, examples=examples)
+    options: dict[str, Any] = dict(steps=steps, is_causal=True, examples=examples)
     for i, sample in enumerate(layers):
         calibration = "none" if method == "none" else "shift+scale"
         number = seed * len(layers) + i
@@ -131,7 +132,7 @@ def hybrids(
 def weighed(far: Far, calibration: Calibration, near: Array, sample: Sample, **options) -> Far:
     """With another weight of each head, -inf where none is better; its features as they are."""
     fixed = calibration, near
-    weight = transfer(_weighed, far.weight, (far, fixed), sample, **options)
+    weight = transfer(_weighed, far.weight, (far, fixed), sample, loss="squared", **options)
     far = far._replace(weight=weight)
     return at_least_near(hybrid_estimate, far, fixed, sample, True)
 
