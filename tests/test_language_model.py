@@ -14,7 +14,7 @@ from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import rotated
 from performer.calibration import calibrate
 from performer.refinement import Far, Sample, learned_estimate, near_pairs
-from vit.config import Size
+from vit.config import Size, validate
 from vit.task import random_streams
 
 SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
@@ -26,6 +26,7 @@ def decoder(kind, window=4):
     dataset = text.dataset(text.numbered(WORDS), 32)
     own, near = runs.attention(kind, 8, window)
     config = runs.config(own, dataset, size=SIZE, optim=runs.optim(1e-3, 4), steps=4, batch_size=4)
+    validate(config)
     settings = runs.Settings(32, near, int(near > 0))
     task = runs.of_settings(settings, dataset)
     return task.create(config, rngs=random_streams(0)), config, settings, dataset

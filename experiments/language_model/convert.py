@@ -122,22 +122,34 @@ def finetuned(
     return {"loss": record["eval_loss"]}
 
 
+STYLES = dict(zip(conversion.METHODS, ("--", "-.", (0, (1, 3)), "-"), strict=True))
+
+
 def figure(table: list[Row], out: Path) -> None:
-    """What is lost against m, after transfer, beside the window alone."""
+    """What is lost against m: a colour for each window, a style for each method."""
     drawn, axis = report.figure(out)
-    last = table[-1]["method"]
-    sizes = sorted({row["m"] for row in table if row["m"]})
     for i, window in enumerate(sorted({row["window"] for row in table})):
         of = [row for row in table if row["window"] == window]
-        shown = [row for row in of if row["method"] == last]
-        label = f"window {window}" if window else "features alone"
-        lost = [max(row["lost"], 1e-5) for row in shown]
-        axis.plot([row["m"] for row in shown], lost, "o-", color=f"C{i}", ms=3, label=label)
-        for row in of:
-            if not row["m"]:
-                axis.axhline(max(row["lost"], 1e-5), color=f"C{i}", linestyle=":")
-    report.log_log(axis, sizes)
-    axis.set(xlabel=f"features m, {last}; dotted: the window alone", ylabel="nats lost a character")
+        for method in dict.fromkeys(row["method"] for row in of):
+            shown = sorted(
+                (row["m"], max(row["lost"], 1e-5)) for row in of if row["method"] == method
+            )
+            label = f"window {window}, {method}" if window else f"features alone, {method}"
+            if shown[0][0] == 0:
+                axis.axhline(
+                    shown[0][1], color=f"C{i}", linestyle=":", label=f"window {window} alone"
+                )
+            else:
+                axis.plot(
+                    *zip(*shown, strict=True),
+                    "o",
+                    ls=STYLES[method],
+                    color=f"C{i}",
+                    ms=3,
+                    label=label,
+                )
+    report.log_log(axis, sorted({row["m"] for row in table if row["m"]}))
+    axis.set(xlabel="features m", ylabel="nats lost a character")
     report.save(drawn, out)
 
 

@@ -47,7 +47,8 @@ def attention(kind: str, num_features: int, window: int) -> tuple[Attention, int
     if kind in ("window", "both") and window < 1:
         raise ValueError(f"attention {kind!r} needs a window of at least 1, got {window}")
     features = {"softmax": 128, "window": 1}.get(kind, num_features)
-    own = Attention("softmax" if kind == "softmax" else "performer", COUPLING, features)
+    coupling = "orf" if kind == "window" else COUPLING  # one feature, which counts nothing
+    own = Attention("softmax" if kind == "softmax" else "performer", coupling, features)
     return own, window if kind in ("window", "both") else 0
 
 
