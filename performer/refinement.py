@@ -30,6 +30,7 @@ from performer.attention.state import finite
 from performer.calibration import Calibration, transform_keys, transform_queries
 from performer.choices import unknown
 from performer.features import FeatureMap
+from performer.typing import float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """What moves the parameters, and its rate at the start."""
@@ -164,16 +165,18 @@ def learned_estimate(
 
 def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float) -> Array:
     calibration, near = fixed
-    query, key = (x * x.shape[-1] ** -0.25 for x in sample[:2])
+    dtype = float32_or_wider(sample.query, sample.key)
+    query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
     if calibration is not None:
         query, key = transform_queries(calibration, query), transform_keys(calibration, key)
     groups = query.shape[2] // key.shape[2]
     key = jnp.repeat(key, groups, axis=2)
-    far = Far(*(jnp.repeat(x, groups, axis=0) for x in far))
+    far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
     of_query = _exponents(query, far.of_query, half)
-    of_key = _exponents(key, far.of_key, half) + (far.bias + far.weight[:, None])[:, None]
+    bias = (far.bias + far.weight[:, None])[None, :, None]
+    of_key = _exponents(key, far.of_key, half) + bias
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = jnp.where(near, logits, _log_kernel(of_query, of_key))
+    logits = jnp.where(jnp.asarray(near)[None, None], logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
 
@@ -192,7 +195,7 @@ def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
     towards = of_query + largest
     most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
     features = jnp.exp(towards - most), jnp.exp(of_key - largest)
-    kernel = jnp.einsum("bntm,bnsm->bnts", *features) / of_key.shape[-1]
+    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
     positive = kernel > 0
     return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
 

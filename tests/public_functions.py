@@ -453,9 +453,6 @@ rows(
         "refinement.learned_estimate": lambda x: refinement.learned_estimate(
             far(), (None, near(x)), sample(x), True
         ),
-        "refinement.at_least_near": lambda x: refinement.at_least_near(
-            refinement.learned_estimate, far(), (None, near(x)), sample(x), True
-        ),
         "refinement.squared": lambda x: refinement.squared(*estimated(x)),
         "refinement.divergence": lambda x: refinement.divergence(*estimated(x)),
     },
@@ -465,6 +462,9 @@ rows(
     {
         "refinement.refine": lambda x: refinement.refine(
             of_heads(), None, sample(x), steps=3, optimizer=SGD
+        ),
+        "refinement.at_least_near": lambda x: refinement.at_least_near(
+            refinement.learned_estimate, far(), (None, near(x)), sample(x), True
         ),
         "refinement.refine_far": lambda x: refinement.refine_far(
             far(),
