@@ -330,7 +330,8 @@ def at_least_near(
     losses = partial(_losses, estimate, squared, is_causal, fixed)
     alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
     errors = [_mean_losses(losses, held_out, each, 1) for each in (far, alone)]
-    return far._replace(weight=jnp.where(errors[0] < errors[1], far.weight, -jnp.inf))
+    kept = (errors[0] < errors[1]) | ~jnp.any(fixed[1])  # without near pairs nothing else is left
+    return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
 class _Search(NamedTuple):

@@ -1855,7 +1855,7 @@ FAULTS = [
     Fault(
         "a head keeps features that make it worse than its window",
         "performer/refinement.py",
-        "jnp.where(errors[0] < errors[1], far.weight, -jnp.inf)",
+        "jnp.where(kept, far.weight, -jnp.inf)",
         "far.weight",
         "test_refinement.py::test_refining_what_is_far",
     ),

@@ -149,3 +149,5 @@ def test_refining_what_is_far():
     assert np.all(error(refined) < 0.7 * error(far))
     unused = refine_far(far, None, near_pairs(9, 9), seen, steps=20, is_causal=True)
     assert np.isneginf(unused.weight).all()
+    only = refine_far(far, None, near_pairs(9, 0), seen, steps=20, is_causal=True)
+    assert np.isfinite(only.weight).all()

@@ -15,6 +15,8 @@ from experiments.language_model.model import Decoder
 
 PIECE = 32
 """Characters between two returns from the device."""
+SECONDS = 4.0
+"""For which a character is timed, at least."""
 PREFILL = 512
 """Characters of a known text that go through the model at once."""
 
@@ -70,12 +72,12 @@ def _piece(graph, state, temperature, place: Place):
     return jax.lax.scan(step, place, length=PIECE)
 
 
-def cost(model: Decoder, place: Place, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds for a character here, the least of a few, and megabytes of the states."""
+def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
+    """Milliseconds for a character here, the least of many pieces, and megabytes of the states."""
     steps = continued(model, place, 1.0)
     times = []
     jax.block_until_ready(next(steps))
-    for _ in range(repeats):
+    while len(times) < repeats or sum(times) < SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(next(steps))
         times.append(time.perf_counter() - start)
