@@ -9,6 +9,10 @@ but queries and keys is needed: A is softmax attention on them, A^ its estimate,
 is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
 parameters are kept with which its loss there was least, and when none gets better, it is over.
 What is transferred is no longer unbiased.
+
+Beside an exact window (`exact_window` of `performer_attention`) only the far pairs are estimated,
+by features of which all may move (`Far`): near pairs are exact in A^, and so have no part in what
+moves them.
 """
 
 from collections.abc import Callable
@@ -22,8 +26,11 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from performer.attention import attention_weights
-from performer.calibration import Calibration
+from performer.attention.state import finite
+from performer.calibration import Calibration, transform_keys, transform_queries
 from performer.choices import unknown
+from performer.features import FeatureMap
+from performer.typing import float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """What moves the parameters, and its rate at the start."""
@@ -84,6 +91,115 @@ def performer_estimate(
     )
 
 
+class Far(NamedTuple):
+    """Features of far pairs; for each key head the estimate of e^{q.k}, after sqrt(scale), is
+
+        e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
+
+    times e^{-|q|^2 / 2 - |k|^2 / 2} in `hybrid_estimate`, which is unbiased for w = u of a
+    coupling, and bias and weight 0. Learned features do better without this factor, which they
+    would have to undo. With a weight of -inf all of attention is the window's.
+    """
+
+    of_query: Float[Array, "k m h"]
+    """w."""
+    of_key: Float[Array, "k m h"]
+    """u."""
+    bias: Float[Array, "k m"]
+    weight: Float[Array, " k"]
+
+    @classmethod
+    def of(cls, frequencies: Float[Array, "k m h"]) -> "Far":
+        """The same frequencies for queries and keys."""
+        zeros = jnp.zeros(frequencies.shape[:2], frequencies.dtype)
+        return cls(frequencies, frequencies, zeros, zeros[:, 0])
+
+    @property
+    def weights(self) -> Float[Array, "k m"]:
+        """Of the features, as `performer_attention` takes them."""
+        return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
+
+
+def _learned(projections: Array, half: Array) -> tuple[Array, None]:
+    del half
+    return projections, None
+
+
+LEARNED = FeatureMap(_learned, kernel="softmax")
+"""exp(w.x), of `learned_estimate`: it estimates e^{q.k} when it has learned to."""
+
+
+def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
+    """Which pairs are exact with `exact_window` and `exact_first`, in causal attention too."""
+    place = np.arange(length)
+    if not window:
+        return np.zeros((length, length), bool)
+    apart = place[:, None] // window - place // window
+    return (abs(apart) <= 1) | (place < first)
+
+
+Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
+"""Shift and scale of a calibration, and which pairs are near."""
+
+
+def hybrid_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """A^ with exact near pairs, in quadratic time; positive features for the others.
+
+    Args:
+        far: these features.
+        fixed: shift and scale of a calibration, and which pairs are near.
+        sample: queries and keys.
+        is_causal: query i sees the keys up to i.
+    """
+    return _hybrid(far, fixed, sample, is_causal, half=0.5)
+
+
+def learned_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """The same with the features `LEARNED`."""
+    return _hybrid(far, fixed, sample, is_causal, half=0.0)
+
+
+def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float) -> Array:
+    calibration, near = fixed
+    dtype = float32_or_wider(sample.query, sample.key)
+    query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
+    if calibration is not None:
+        query, key = transform_queries(calibration, query), transform_keys(calibration, key)
+    groups = query.shape[2] // key.shape[2]
+    key = jnp.repeat(key, groups, axis=2)
+    far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
+    of_query = _exponents(query, far.of_query, half)
+    bias = (far.bias + far.weight[:, None])[None, :, None]
+    of_key = _exponents(key, far.of_key, half) + bias
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+    logits = jnp.where(jnp.asarray(near)[None, None], logits, _log_kernel(of_query, of_key))
+    pairs = sample.pairs(is_causal)
+    return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
+
+
+def _exponents(
+    x: Float[Array, "b t n h"], w: Float[Array, "n m h"], half: float
+) -> Float[Array, "b n t m"]:
+    squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
+    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+
+
+def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
+    """log (sum_j e^{a_j + b_j} / m); the largest of each feature over keys is taken out, as is
+    then the largest of each query."""
+    largest = jax.lax.stop_gradient(finite(jnp.max(of_key, axis=-2, keepdims=True)))
+    towards = of_query + largest
+    most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
+    features = jnp.exp(towards - most), jnp.exp(of_key - largest)
+    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
+    positive = kernel > 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
+
+
 def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
     """|A^ - A|^2 / |A|^2 of each head."""
     over = (0, 2, 3)
@@ -114,6 +230,7 @@ def transfer(
     rate: float = RATE,
     optimizer: optax.GradientTransformation = ADAM,
     seed: int = 0,
+    examples: int = EXAMPLES,
 ) -> Parameters:
     """Parameters with a lower loss than `start`, on examples that they have not seen.
 
@@ -129,6 +246,7 @@ def transfer(
         rate: that of the first step; it falls as half a cosine.
         optimizer: of optax, for a rate of -1.
         seed: of the order of the examples.
+        examples: of a step, at most.
 
     Raises:
         ValueError: for an unknown loss.
@@ -136,7 +254,7 @@ def transfer(
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
     key = jax.random.key(seed)
-    static = estimate, LOSSES[loss], optimizer, is_causal, steps
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
     return _transfer(*static, rate, key, start, fixed, sample)
 
 
@@ -164,6 +282,58 @@ def refine(
     return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
 
 
+def refine_far(
+    far: Far,
+    calibration: Calibration | None,
+    near: Bool[Array | np.ndarray, "t s"],
+    sample: Sample,
+    *,
+    steps: int,
+    is_causal: bool = False,
+    **options: Any,
+) -> Far:
+    """Features `LEARNED` that have moved to a lower error of attention, near pairs exact.
+
+    A head whose squared error with them is not below that of its near pairs alone gets the weight
+    -inf: on the examples that are held out none is worse than its window.
+
+    Args:
+        far: where they start: small frequencies, as a third of a draw.
+        calibration: its shift and scale stay.
+        near: the exact pairs, as `near_pairs` has them.
+        sample: queries and keys of the layer.
+        steps: of Adam, at most.
+        is_causal: query i sees the keys up to i.
+        options: loss, rate, optimizer, seed and examples, as of `transfer`.
+
+    Example:
+        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12) / 3)
+        >>> near = near_pairs(q.shape[1], 4)
+        >>> refined = refine_far(far, None, near, Sample.of(q, k), steps=2, is_causal=True)
+    """
+    fixed = calibration, jnp.asarray(near)
+    options = dict(is_causal=is_causal) | options
+    moved = transfer(learned_estimate, far, fixed, sample, steps=steps, **options)
+    return at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def at_least_near(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    far: Far,
+    fixed: Fixed,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Far:
+    """With the weight -inf for heads whose squared error, held out, is then smaller or the same."""
+    _, held_out = _parted(sample)
+    losses = partial(_losses, estimate, squared, is_causal, fixed)
+    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
+    errors = [_mean_losses(losses, held_out, each, 1) for each in (far, alone)]
+    kept = (errors[0] < errors[1]) | ~jnp.any(fixed[1])  # without near pairs nothing else is left
+    return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
+
+
 class _Search(NamedTuple):
     """Between two rounds of steps."""
 
@@ -177,10 +347,12 @@ class _Search(NamedTuple):
     """Rounds since a loss was the least."""
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fixed, sample):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _transfer(
+    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
+):
     training, held_out = _parted(sample)
-    size, length = _size(training), -(-steps // ROUNDS)
+    size, length = _size(training, examples), -(-steps // ROUNDS)
     losses = partial(_losses, estimate, loss, is_causal, fixed)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
@@ -197,14 +369,14 @@ def _transfer(estimate, loss, optimizer, is_causal, steps, rate, key, start, fix
     def round_(search):
         xs = jax.random.split(jax.random.fold_in(key, search.round), length), rates[search.round]
         (trained, state), _ = jax.lax.scan(step, (search.trained, search.optimizer), xs)
-        reached = _mean_losses(losses, held_out, trained)
+        reached = _mean_losses(losses, held_out, trained, examples)
         better = reached < search.least
         best = jax.tree.map(partial(_where, better), trained, search.best)
         least = jnp.where(better, reached, search.least)
         since = jnp.where(jnp.any(better), 0, search.since + 1)
         return _Search(trained, state, best, least, search.round + 1, since)
 
-    least = _mean_losses(losses, held_out, start)
+    least = _mean_losses(losses, held_out, start, examples)
     search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
     goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
     return jax.lax.while_loop(goes_on, round_, search).best
@@ -220,18 +392,18 @@ def _losses(estimate, loss, is_causal, fixed, sample, trained) -> Float[Array, "
     return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
 
 
-def _mean_losses(losses, sample: Sample, trained) -> Float[Array, " k"]:
+def _mean_losses(losses, sample: Sample, trained, examples: int) -> Float[Array, " k"]:
     """The mean over batches of as many examples as a step has; the rest is left out."""
-    size = _size(sample)
+    size = _size(sample, examples)
     count = len(sample.query) // size
     batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
     return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
 
 
-def _size(sample: Sample) -> int:
+def _size(sample: Sample, examples: int) -> int:
     """Examples in a step."""
     b, t, n, _ = sample.query.shape
-    return min(b, EXAMPLES, max(1, ENTRIES // (n * t * sample.key.shape[1])))
+    return min(b, examples, max(1, ENTRIES // (n * t * sample.key.shape[1])))
 
 
 def _parted(sample: Sample) -> tuple[Sample, Sample]:

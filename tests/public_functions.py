@@ -425,6 +425,14 @@ def of_heads() -> jax.Array:
     return couplings.draw(key(), "orf", M, D, 2)
 
 
+def near(x: Inputs) -> np.ndarray:
+    return refinement.near_pairs(len(tokens(x)[0][0]), 2)
+
+
+def far() -> refinement.Far:
+    return refinement.Far.of(of_heads())
+
+
 def estimated(x: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     of = sample(x)
     exact = refinement.softmax_attention(of, True)
@@ -438,6 +446,13 @@ rows(
         "refinement.Sample.pairs": lambda x: sample(x).pairs(True),
         "refinement.softmax_attention": lambda x: refinement.softmax_attention(sample(x), True),
         "refinement.performer_estimate": lambda x: estimated(x)[0],
+        "refinement.Far.of": lambda x: refinement.Far.of(tokens(x, k=2)[0][0].swapaxes(0, 1)),
+        "refinement.hybrid_estimate": lambda x: refinement.hybrid_estimate(
+            far(), (None, near(x)), sample(x), True
+        ),
+        "refinement.learned_estimate": lambda x: refinement.learned_estimate(
+            far(), (None, near(x)), sample(x), True
+        ),
         "refinement.squared": lambda x: refinement.squared(*estimated(x)),
         "refinement.divergence": lambda x: refinement.divergence(*estimated(x)),
     },
@@ -448,11 +463,27 @@ rows(
         "refinement.refine": lambda x: refinement.refine(
             of_heads(), None, sample(x), steps=3, optimizer=SGD
         ),
+        "refinement.at_least_near": lambda x: refinement.at_least_near(
+            refinement.learned_estimate, far(), (None, near(x)), sample(x), True
+        ),
+        "refinement.refine_far": lambda x: refinement.refine_far(
+            far(),
+            None,
+            near(x),
+            sample(x),
+            steps=3,
+            optimizer=SGD,
+        ),
         "refinement.transfer": lambda x: refinement.transfer(
             refinement.performer_estimate, of_heads(), None, sample(x), steps=3, optimizer=SGD
         ),
     },
 )
+
+
+@row("refinement.near_pairs", "numpy")
+def _(x):
+    return refinement.near_pairs(7, 2, 1)
 
 
 @row("nnx.redraw", "draws")

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 
 from performer import calibration, couplings
+from performer.attention import attention_weights
 from performer.refinement import (
+    LEARNED,
+    Far,
     Sample,
     divergence,
+    hybrid_estimate,
+    learned_estimate,
+    near_pairs,
     performer_estimate,
     refine,
+    refine_far,
     softmax_attention,
     squared,
     transfer,
@@ -78,3 +85,69 @@ def test_what_gets_worse_where_it_is_held_out_is_not_kept():
 def test_an_unknown_loss():
     with pytest.raises(ValueError, match="unknown loss 'squares'"):
         transfer(performer_estimate, jnp.ones((2, 8, 4)), None, sample(2), steps=1, loss="squares")
+
+
+FAR = Far(
+    *(
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 6, 4), (2, 6, 4), (2, 6), (2,)])
+    )
+)
+
+
+@pytest.mark.parametrize(("window", "first"), [(2, 0), (3, 1), (1, 2), (0, 0), (9, 0)])
+@pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
+    """Pair by pair, in float64: e^{q.k} near by, sums of features elsewhere; grouped heads."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of = sample(2, is_padded=True)._replace(query=query)
+    shift = jax.random.normal(jax.random.key(4), (2, 4))
+    fixed = calibration.Calibration(shift=shift), near_pairs(9, window, first)
+    got = np.asarray(estimate(FAR, fixed, of, is_causal))
+    w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
+    for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
+        head, row = n // 2, np.zeros(9)
+        q = np.asarray(query[b, i, n], np.float64) / 2**0.5
+        for j in np.flatnonzero(of.keys[b]):
+            if is_causal and j > i:
+                continue
+            k = np.asarray(of.key[b, j, head] / 2**0.5 - shift[head], np.float64)
+            half = (q @ q + k @ k) / 2 * (estimate is hybrid_estimate)
+            near = (window and abs(i // window - j // window) <= 1) or j < first
+            terms = np.exp(w[head] @ q + u[head] @ k - half + bias[head] + weight[head])
+            row[j] = np.exp(q @ k) if near else terms.mean()
+        np.testing.assert_allclose(got[b, n, i], row / row.sum(), rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("window", [3, 0])
+@pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
+def test_the_operator_makes_the_same_rows(window, estimate):
+    """With one frequency for queries and keys; the weights of its features are those of `Far`."""
+    of, far = sample(2), FAR._replace(of_query=FAR.of_key)
+    options = dict(weights=far.weights, is_causal=True, exact_window=window)
+    if estimate is learned_estimate:
+        options["feature_map"] = LEARNED
+    got = attention_weights(of.query, of.key, far.of_key, **options)
+    want = estimate(far, (None, near_pairs(9, window)), of, True)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_refining_what_is_far():
+    """Better than the window alone where it was not trained; the window where nothing is."""
+    seen, unseen = sample(64), sample(16, seed=2)
+    near = near_pairs(9, 1)
+    far = Far.of(couplings.draw(jax.random.key(1), "orf", 16, 4, 2) / 3)
+    refined = refine_far(far, None, near, seen, steps=100, is_causal=True)
+
+    def error(far):
+        estimate = learned_estimate(far, (None, near), unseen, True)
+        return divergence(estimate, softmax_attention(unseen, True), unseen.pairs(True))
+
+    nothing = far._replace(weight=jnp.full(2, -jnp.inf))
+    assert np.all(error(refined) < 0.3 * error(nothing))
+    assert np.all(error(refined) < 0.7 * error(far))
+    unused = refine_far(far, None, near_pairs(9, 9), seen, steps=20, is_causal=True)
+    assert np.isneginf(unused.weight).all()
+    only = refine_far(far, None, near_pairs(9, 0), seen, steps=20, is_causal=True)
+    assert np.isfinite(only.weight).all()

@@ -1,0 +1,1 @@
+"""A causal language model of characters, in which a Performer takes the place of softmax."""

@@ -1,0 +1,98 @@
+"""A text as a data set of windows of characters.
+
+The last tenth is held out. A record is where a window begins: in training it is moved on by less
+than a window, another way in each epoch; in evaluation windows stand side by side.
+"""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from vit import bounded
+from vit.data import Batch, Dataset
+
+HELD_OUT = 0.1
+"""Share of the text that is evaluated on."""
+
+
+class Text(NamedTuple):
+    """Characters as numbers."""
+
+    numbers: Int[np.ndarray, " n"]
+    characters: tuple[str, ...]
+    """Of the numbers 0, 1, ..., sorted."""
+
+
+def read(path: str = "") -> Text:
+    """The text of a file in UTF-8; without one, the help topics that come with Python.
+
+    Raises:
+        ValueError: for a file that cannot be read, or is no UTF-8.
+    """
+    if not path:
+        topics = importlib.import_module("pydoc_data.topics").topics
+        return numbered("\n\n".join(topics[name] for name in sorted(topics)))
+    try:
+        return numbered(bounded.content(Path(path)).decode())
+    except OSError as error:
+        raise ValueError(f"--text={path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text={path} is no UTF-8: {error}") from error
+
+
+def numbered(text: str) -> Text:
+    """The characters of a text by their places among those that it has."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    kinds, numbers = np.unique(codes, return_inverse=True)
+    return Text(numbers.astype(np.int32), tuple(map(chr, kinds)))
+
+
+def encoded(text: str, characters: tuple[str, ...]) -> list[int]:
+    """The numbers of a text in the characters of another.
+
+    Raises:
+        ValueError: for a character that is not among them.
+    """
+    places = {character: i for i, character in enumerate(characters)}
+    if other := sorted(set(text) - set(places)):
+        raise ValueError(f"the text that was learned has no {''.join(other)!r}: leave it out")
+    return [places[character] for character in text]
+
+
+def dataset(text: Text, length: int) -> Dataset:
+    """Windows {"tokens": (length + 1,)}: what is read, and one character on, what is predicted.
+
+    Raises:
+        ValueError: for a text that is too short.
+    """
+    n = len(text.numbers)
+    end = n - round(HELD_OUT * n)
+    training, held_out = range(0, end - 2 * length, length), range(end, n - length, length)
+    if not (training and held_out):
+        least = round((length + 1) / HELD_OUT) + length
+        raise ValueError(
+            f"the text has {n} characters: windows of {length} need at least {least}; give a longer"
+            " --text or a shorter --length"
+        )
+    return Dataset(
+        training,
+        held_out,
+        text.characters,
+        decode=partial(_window, text.numbers, length),
+        blank=partial(_blank, length),
+    )
+
+
+def _window(
+    numbers: np.ndarray, length: int, start: int, generator: np.random.Generator | None, *_: Any
+) -> Batch:
+    start += 0 if generator is None else int(generator.integers(length))
+    return {"tokens": numbers[start : start + length + 1]}
+
+
+def _blank(length: int, *_: Any) -> Batch:
+    return {"tokens": np.zeros(length + 1, np.int32)}
