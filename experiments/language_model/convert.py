@@ -17,16 +17,16 @@ one gets that no features make better. With --finetune_steps softmax, window and
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
-from experiments import launch, statistics
+from experiments.common import launch, statistics
 from experiments.language_model import conversion, rows, runs
 from experiments.language_model.model import Decoder
 from performer.refinement import Sample
@@ -69,7 +69,9 @@ def subject(workdir: Path, windows: int, held_out: int) -> Subject:
     return Subject(run, settings, model, jnp.asarray(tokens), losses, layers)
 
 
-def cases(windows: list[int], num_features: list[int], methods: list[str]) -> list[tuple]:
+def cases(
+    windows: Sequence[int], num_features: Sequence[int], methods: Sequence[str]
+) -> list[tuple]:
     """Window, m and method of each row: a window alone stands before its features."""
     found = []
     for window in windows:
@@ -153,35 +155,60 @@ def figure(table: list[Row], out: Path) -> None:
     report.save(drawn, out)
 
 
-def main() -> None:
-    """Prints the tables."""
-    out, quick = Path(str(_OUT.value)), bool(_QUICK.value)
-    windows, sizes = ([int(x) for x in flag.value] for flag in (_WINDOWS, _NUM_FEATURES))
-    if quick:
-        windows, sizes = windows[:2], sizes[:1]
-    if unknown := set(_METHODS.value) - set(conversion.METHODS):
-        raise ValueError(f"--methods: {sorted(unknown)} are none of {conversion.METHODS}")
-    asked = {
-        "workdir": _WORKDIR.value,
-        "steps": min(20, _STEPS.value) if quick else _STEPS.value,
-        "seed": _SEED.value,
-        "examples": 8 if quick else _EXAMPLES.value,
-        "held_out": 8 if quick else _HELD_OUT.value,
+def main(
+    workdir: Path,
+    windows: Sequence[int] = (0, 16, 32, 64, 128),
+    num_features: Sequence[int] = (16, 32, 64, 128, 256),
+    methods: Sequence[Literal["none", "calibrated", "far weight", "transfer"]] = conversion.METHODS,
+    steps: int = 200,
+    examples: int = 64,
+    held_out: int = 64,
+    finetune_steps: int = 0,
+    finetune_rate: float = 3e-4,
+    window: int = 16,
+    m: int = 64,
+    seed: int = 0,
+    out: Path = Path("results/language_model/convert"),
+) -> None:
+    """Prints the tables.
+
+    Args:
+        workdir: run with softmax attention.
+        windows: tokens of a chunk; 0 is none.
+        num_features: each m.
+        methods: rows of each m.
+        steps: of transfer, for each layer.
+        examples: windows of the text it is done with.
+        held_out: windows that losses are of.
+        finetune_steps: of all parameters; 0 is none.
+        finetune_rate: the highest one.
+        window: that is fine-tuned.
+        m: that is fine-tuned.
+        seed: of the draws.
+        out: folder of tables, figure and runs.
+    """
+    launch.at_least(0, windows=min(windows), finetune_steps=finetune_steps)
+    launch.at_least(1, steps=steps, window=window)
+    launch.at_least(2, num_features=min(num_features), examples=examples, held_out=held_out, m=m)
+    asked: dict[str, Any] = {
+        "workdir": str(workdir),
+        "steps": steps,
+        "seed": seed,
+        "examples": examples,
+        "held_out": held_out,
     }
-    of = cache(lambda: subject(Path(_WORKDIR.value), asked["examples"], asked["held_out"]))
+    of = cache(lambda: subject(workdir, examples, held_out))
     names = ("window", "m", "method")
     table = rows.grown(
         out / "convert",
         asked,
-        cases(windows, sizes, _METHODS.value),
+        cases(windows, num_features, methods),
         names,
-        lambda *case: measured(of(), asked["steps"], asked["seed"], *case),
+        lambda *case: measured(of(), steps, seed, *case),
     )
     figure(table, out / "convert")
-    if _FINETUNE_STEPS.value:
-        more = {"finetune_steps": _FINETUNE_STEPS.value, "finetune_rate": _FINETUNE_RATE.value}
-        window, m = windows[-1] if quick else _WINDOW.value, sizes[0] if quick else _M.value
-        asked |= more
+    if finetune_steps:
+        asked |= {"finetune_steps": finetune_steps, "finetune_rate": finetune_rate}
         rows.grown(
             out / "finetuned",
             asked,
@@ -192,18 +219,13 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
-    _OUT = flags.DEFINE_string("out", "results/convert", "folder of tables, figure and runs")
-    _WINDOWS = flags.DEFINE_list("windows", ["0", "16", "32", "64", "128"], "tokens of a chunk")
-    _NUM_FEATURES = flags.DEFINE_list("num_features", ["16", "32", "64", "128", "256"], "each m")
-    _METHODS = flags.DEFINE_list("methods", list(conversion.METHODS), "rows of each m")
-    _STEPS = flags.DEFINE_integer("steps", 200, "of transfer, for each layer", lower_bound=1)
-    _EXAMPLES = flags.DEFINE_integer("examples", 64, "windows it is done with", lower_bound=2)
-    _HELD_OUT = flags.DEFINE_integer("held_out", 64, "windows losses are of", lower_bound=2)
-    _FINETUNE_STEPS = flags.DEFINE_integer("finetune_steps", 0, "of all parameters", lower_bound=0)
-    _FINETUNE_RATE = flags.DEFINE_float("finetune_rate", 3e-4, "the highest one", lower_bound=0)
-    _WINDOW = flags.DEFINE_integer("window", 16, "that is fine-tuned", lower_bound=1)
-    _M = flags.DEFINE_integer("m", 64, "that is fine-tuned", lower_bound=2)
-    _SEED = flags.DEFINE_integer("seed", 0, "of the draws", lower_bound=0)
-    _QUICK = flags.DEFINE_bool("quick", False, "a few rows in a minute, of fewer windows and steps")
-    launch.run(main)
+    launch.run(
+        main,
+        quick={
+            "windows": (0, 16),
+            "num_features": (16,),
+            "steps": 20,
+            "examples": 8,
+            "held_out": 8,
+        },
+    )

@@ -8,13 +8,13 @@ run and, in the same process, of exact attention with its cache, filled up at on
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
-from experiments import launch
+from experiments.common import launch
 from experiments.language_model import generation, runs, text
 from experiments.language_model.attention import Softmax
 from experiments.language_model.conversion import exchanged
@@ -38,7 +38,7 @@ def written(model, characters: tuple[str, ...], prompt: str, length: int, heat: 
     print()
 
 
-def measured(model, out: Path, lengths: tuple[int, ...] = LENGTHS) -> str:
+def measured(model, out: Path, lengths: Sequence[int] = LENGTHS) -> str:
     """The table of what a character costs."""
     rng, rows = np.random.default_rng(0), []
     exact = exchanged(model, [Softmax() for _ in model.blocks])
@@ -56,30 +56,41 @@ def measured(model, out: Path, lengths: tuple[int, ...] = LENGTHS) -> str:
     return report.table(rows, out)
 
 
-def main() -> None:
-    """Text, or the table."""
-    workdir = Path(str(_WORKDIR.value))
+def main(
+    workdir: Path,
+    prompt: str = "\n",
+    length: int = 500,
+    temperature: float = 0.8,
+    seed: int = 0,
+    measure: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    out: Path = Path("results/language_model/generate"),
+) -> None:
+    """Text, or the table.
+
+    Args:
+        workdir: folder of the run.
+        prompt: what the text begins with.
+        length: characters that follow.
+        temperature: 0 for the likeliest ones.
+        seed: of what is drawn.
+        measure: a table of time and memory in place of text.
+        lengths: characters so far, of the table.
+        out: folder for the table.
+    """
+    launch.at_least(1, length=length, lengths=min(lengths))
+    launch.at_least(0, temperature=temperature)
     run, _ = runs.restore(workdir)
-    if _MEASURE.value and run.config.attention.kind == "softmax":
+    if measure and run.config.attention.kind == "softmax":
         raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
-    model, prompt = run.model(), str(_PROMPT.value)
     if not prompt:
         raise ValueError("--prompt= is empty: give at least one character")
-    if _MEASURE.value:
-        lengths = (100, 1_000) if _QUICK.value else LENGTHS
-        print(measured(model, Path(str(_OUT.value)), lengths))
+    model = run.model()
+    if measure:
+        print(measured(model, out / "generate", lengths))
         return
-    characters, heat = run.dataset.class_names, float(_TEMPERATURE.value)
-    written(model, characters, prompt, int(_LENGTH.value), heat, int(_SEED.value))
+    written(model, run.dataset.class_names, prompt, length, temperature, seed)
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _PROMPT = flags.DEFINE_string("prompt", "\n", "what the text begins with")
-    _LENGTH = flags.DEFINE_integer("length", 500, "characters that follow", lower_bound=1)
-    _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: the likeliest", lower_bound=0)
-    _SEED = flags.DEFINE_integer("seed", 0, "of what is drawn", lower_bound=0)
-    _MEASURE = flags.DEFINE_bool("measure", False, "a table of time and memory in place of text")
-    _OUT = flags.DEFINE_string("out", "results/generate", "of the table, without suffix")
-    _QUICK = flags.DEFINE_bool("quick", False, "shorter texts")
-    launch.run(main)
+    launch.run(main, quick={"lengths": (100, 1_000), "length": 50})

@@ -7,11 +7,11 @@ scratch: two blocks of width 64 with two heads. Writes --out/recall.csv and .md,
 the same command goes on. --quick is the shortest length, of fewer steps.
 """
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
-from experiments import launch
+from experiments.common import launch
 from experiments.language_model import pairs, rows, runs
 from vit import loop
 from vit.config import Optim, Size
@@ -35,30 +35,39 @@ def measured(
     return {name: record[key] for name, key in names.items()}
 
 
-def main() -> None:
-    """Prints the table."""
-    out, quick = Path(str(_OUT.value)), bool(_QUICK.value)
-    lengths = sorted({int(x) for x in _LENGTHS.value})[: 1 if quick else None]
-    m, window = int(_NUM_FEATURES.value), int(_WINDOW.value)
-    steps, rate = 100 if quick else int(_STEPS.value), float(_LEARNING_RATE.value)
-    asked = {"m": m, "window": window, "steps": steps, "rate": rate}
-    cases = [(t, kind, s) for t in lengths for kind in runs.ATTENTION for s in range(_SEEDS.value)]
+def main(
+    lengths: Sequence[int] = (64, 128, 256, 512),
+    num_features: int = 128,
+    window: int = 8,
+    steps: int = 1000,
+    learning_rate: float = 3e-3,
+    seeds: int = 1,
+    out: Path = Path("results/language_model/recall"),
+) -> None:
+    """Prints the table.
+
+    Args:
+        lengths: tokens of a sequence.
+        num_features: m.
+        window: tokens of a chunk.
+        steps: of the optimiser.
+        learning_rate: the highest one.
+        seeds: of each.
+        out: folder of the table and the runs.
+    """
+    launch.at_least(1, window=window, seeds=seeds)
+    launch.at_least(2, num_features=num_features)
+    launch.at_least(10, steps=steps)
+    asked = {"m": num_features, "window": window, "steps": steps, "rate": learning_rate}
+    cases = itertools.product(sorted(set(lengths)), runs.ATTENTION, range(seeds))
     rows.grown(
         out / "recall",
         asked,
         cases,
         ("length", "attention", "seed"),
-        lambda *case: measured(out, m, window, steps, rate, *case),
+        lambda *case: measured(out, num_features, window, steps, learning_rate, *case),
     )
 
 
 if __name__ == "__main__":
-    _OUT = flags.DEFINE_string("out", "results/recall", "folder of the table and the runs")
-    _LENGTHS = flags.DEFINE_list("lengths", ["64", "128", "256", "512"], "tokens of a sequence")
-    _NUM_FEATURES = flags.DEFINE_integer("num_features", 128, "m", lower_bound=2)
-    _WINDOW = flags.DEFINE_integer("window", 8, "tokens of a chunk", lower_bound=1)
-    _STEPS = flags.DEFINE_integer("steps", 1000, "of the optimiser", lower_bound=10)
-    _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "the highest one", lower_bound=0)
-    _SEEDS = flags.DEFINE_integer("seeds", 1, "of each", lower_bound=1)
-    _QUICK = flags.DEFINE_bool("quick", False, "the shortest length, 100 steps")
-    launch.run(main)
+    launch.run(main, quick={"lengths": (64,), "steps": 100})

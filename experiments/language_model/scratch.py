@@ -10,10 +10,9 @@ goes on. --quick is of fewer steps and two seeds.
 
 from pathlib import Path
 
-from absl import flags
-
-from experiments import launch, statistics
-from experiments.language_model import rows, runs, text
+from experiments.common import launch, statistics
+from experiments.language_model import rows, runs
+from experiments.language_model import text as texts
 from vit import report
 from vit.data import Dataset
 
@@ -57,24 +56,47 @@ def summary(table: list[rows.Row]) -> list[rows.Row]:
     return found
 
 
-def main() -> None:
-    """Prints the table."""
-    out, quick, source = Path(str(_OUT.value)), bool(_QUICK.value), str(_TEXT.value)
+def main(
+    text: Path | None = None,
+    num_features: int = 64,
+    window: int = 16,
+    length: int = 256,
+    steps: int = 400,
+    batch_size: int = 8,
+    learning_rate: float = 3e-3,
+    seeds: int = 3,
+    out: Path = Path("results/language_model/scratch"),
+) -> None:
+    """Prints the table.
+
+    Args:
+        text: a file in UTF-8; Python's help topics if none.
+        num_features: m.
+        window: tokens of a chunk.
+        length: characters of a window of the text.
+        steps: of the optimiser.
+        batch_size: windows of a step.
+        learning_rate: the highest one.
+        seeds: of each.
+        out: folder of the tables and the runs.
+    """
+    launch.at_least(1, window=window, steps=steps, batch_size=batch_size)
+    launch.at_least(2, num_features=num_features, length=length, seeds=seeds)
+    source = str(text or "")
     asked = {
         "text": source,
-        "m": _NUM_FEATURES.value,
-        "window": _WINDOW.value,
-        "length": 128 if quick else _LENGTH.value,
-        "steps": 20 if quick else _STEPS.value,
-        "batch": _BATCH_SIZE.value,
-        "rate": _LEARNING_RATE.value,
+        "m": num_features,
+        "window": window,
+        "length": length,
+        "steps": steps,
+        "batch": batch_size,
+        "rate": learning_rate,
     }
-    dataset = text.dataset(text.read(source), asked["length"])
-    cases = [(kind, s) for s in range(2 if quick else _SEEDS.value) for kind in runs.ATTENTION]
+    dataset = texts.dataset(texts.read(source), length)
     table = rows.grown(
         out / "runs",
         asked,
-        cases,
+        [(kind, s) for s in range(seeds) for kind in runs.ATTENTION],
         ("attention", "seed"),
         lambda *case: measured(out, source, dataset, asked, *case),
     )
@@ -82,14 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    _OUT = flags.DEFINE_string("out", "results/scratch", "folder of the tables and the runs")
-    _TEXT = flags.DEFINE_string("text", "", "a file in UTF-8; Python's help topics if none")
-    _NUM_FEATURES = flags.DEFINE_integer("num_features", 64, "m", lower_bound=2)
-    _WINDOW = flags.DEFINE_integer("window", 16, "tokens of a chunk", lower_bound=1)
-    _LENGTH = flags.DEFINE_integer("length", 256, "characters of a window", lower_bound=2)
-    _STEPS = flags.DEFINE_integer("steps", 400, "of the optimiser", lower_bound=1)
-    _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "windows of a step", lower_bound=1)
-    _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "the highest one", lower_bound=0)
-    _SEEDS = flags.DEFINE_integer("seeds", 3, "of each", lower_bound=2)
-    _QUICK = flags.DEFINE_bool("quick", False, "20 steps of two seeds")
-    launch.run(main)
+    launch.run(main, quick={"length": 128, "steps": 20, "seeds": 2})

@@ -14,49 +14,67 @@ short windows, and sooner; a run of long ones then begins with what they gave:
 """
 
 from pathlib import Path
+from typing import Literal
 
-from absl import flags
-
-from experiments import launch
-from experiments.language_model import runs, text
+from experiments.common import launch
+from experiments.language_model import runs
+from experiments.language_model import text as texts
 from vit import metrics
 
 
-def main() -> None:
-    """The command line."""
-    workdir, steps, quick = Path(str(_WORKDIR.value)), int(_STEPS.value), bool(_QUICK.value)
-    length = min(128, int(_LENGTH.value)) if quick else int(_LENGTH.value)
-    steps = min(150, steps) if quick else steps
-    own, window = runs.attention(_ATTENTION.value, int(_NUM_FEATURES.value), int(_WINDOW.value))
-    dataset = text.dataset(text.read(_TEXT.value), length)
+def main(
+    workdir: Path,
+    text: Path | None = None,
+    init_from: Path | None = None,
+    attention: Literal["softmax", "performer", "window", "both"] = "softmax",
+    num_features: int = 64,
+    window: int = 16,
+    length: int = 512,
+    steps: int = 1500,
+    batch_size: int = 16,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    quick: bool = False,
+) -> None:
+    """Trains, or goes on.
+
+    Args:
+        workdir: folder of the run.
+        text: a file in UTF-8; Python's help topics if none.
+        init_from: run whose parameters a new run begins with.
+        attention: of all layers.
+        num_features: m of performer and both.
+        window: tokens of a chunk of window and both.
+        length: characters of a window of the text.
+        steps: of the optimiser.
+        batch_size: windows of a step.
+        learning_rate: the highest one.
+        seed: of all that is random.
+        quick: a smaller model, 150 steps of 128 characters.
+    """
+    launch.at_least(1, window=window, steps=steps, batch_size=batch_size)
+    launch.at_least(2, num_features=num_features, length=length)
+    if quick:
+        length, steps = min(128, length), min(150, steps)
+    own, near = runs.attention(attention, num_features, window)
+    source = str(text or "")
+    dataset = texts.dataset(texts.read(source), length)
     config = runs.config(
         own,
         dataset,
         size=runs.QUICK if quick else runs.SIZE,
-        optim=runs.optim(float(_LEARNING_RATE.value), steps),
+        optim=runs.optim(learning_rate, steps),
         steps=steps,
-        dir=_TEXT.value,
-        batch_size=int(_BATCH_SIZE.value),
+        dir=source,
+        batch_size=batch_size,
     )
-    config.seed = int(_SEED.value)
-    settings = runs.Settings(length, window, int(window > 0))
-    if _INIT_FROM.value:
-        runs.init_from(Path(_INIT_FROM.value), workdir, config, settings, dataset)
+    config.seed = seed
+    settings = runs.Settings(length, near, int(near > 0))
+    if init_from:
+        runs.init_from(init_from, workdir, config, settings, dataset)
     record = runs.train(workdir, config, settings, dataset)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _TEXT = flags.DEFINE_string("text", "", "a file in UTF-8; Python's help topics if none")
-    _INIT_FROM = flags.DEFINE_string("init_from", "", "run whose parameters a new run begins with")
-    _ATTENTION = flags.DEFINE_enum("attention", "softmax", runs.ATTENTION, "of all layers")
-    _NUM_FEATURES = flags.DEFINE_integer("num_features", 64, "of performer, both", lower_bound=2)
-    _WINDOW = flags.DEFINE_integer("window", 16, "of window, both", lower_bound=1)
-    _LENGTH = flags.DEFINE_integer("length", 512, "characters of a window", lower_bound=2)
-    _STEPS = flags.DEFINE_integer("steps", 1500, "of the optimiser", lower_bound=1)
-    _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "windows of a step", lower_bound=1)
-    _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "the highest one", lower_bound=0)
-    _SEED = flags.DEFINE_integer("seed", 0, "of all that is random", lower_bound=0)
-    _QUICK = flags.DEFINE_bool("quick", False, "smaller")
     launch.run(main)
