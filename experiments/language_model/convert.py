@@ -219,13 +219,5 @@ def main(
 
 
 if __name__ == "__main__":
-    launch.run(
-        main,
-        quick={
-            "windows": (0, 16),
-            "num_features": (16,),
-            "steps": 20,
-            "examples": 8,
-            "held_out": 8,
-        },
-    )
+    FEW = {"windows": (0, 16), "num_features": (16,), "steps": 20, "examples": 8, "held_out": 8}
+    launch.run(main, quick=FEW)
