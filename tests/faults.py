@@ -2000,11 +2000,11 @@ FAULTS = [
         "test_refinement.py::test_refining_what_is_far",
     ),
     Fault(
-        "queries have the frequencies of keys in the decoder",
-        "experiments/language_model/attention.py",
-        "own = (far.of_query - far.of_key) / EPSILON",
-        "own = 0 * far.of_query",
-        "test_language_model.py::test_a_hybrid_is_what_was_fitted",
+        "queries take the frequencies of the keys",
+        "performer/attention/op.py",
+        "own = of_key if given is None else given.astype(wide)",
+        "own = of_key",
+        "test_attention_window.py::test_frequencies_of_queries_alone",
     ),
     Fault(
         "a streamed text begins anew at each piece",

@@ -227,6 +227,49 @@ def test_norms_that_lose_rows_without_a_window():
     close(got, want, 1e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "exact_window": 3}])
+def test_frequencies_of_queries_alone(options):
+    """exp(w.q + u.k - |q|^2 / 2 - |k|^2 / 2), calibrated by a shift and a scale or not."""
+    query, key, value, frequencies = inputs(t=14, k=4)
+    own = frequencies + 0.3 * jnp.roll(frequencies, 1, axis=0)
+    fitted = calibrate(query, key, coupling="orf", method="shift+scale")
+    for calibration in (None, fitted):
+        got = performer_attention(
+            query,
+            key,
+            value,
+            frequencies,
+            query_frequencies=own,
+            calibration=calibration,
+            **options,
+        )
+        q, k, w, u, v = (np.asarray(x, np.float64) for x in (query, key, own, frequencies, value))
+        q, k = q / 8**0.25, k / 8**0.25
+        true = np.einsum("btnh,bsnh->bnts", q, k)
+        if calibration is not None:
+            shift, scale, inverse = (np.asarray(x, np.float64) for x in fitted[:3])
+            k = k - shift
+            true = np.einsum("btnh,bsnh->bnts", q, k)
+            q, k = (np.einsum("btnh,nhi->btni", x, y) for x, y in ((q, scale), (k, inverse)))
+        halves = [np.sum(x**2, axis=-1).swapaxes(1, 2) / 2 for x in (q, k)]
+        of_query, of_key = np.exp(q @ w.T), np.exp(k @ u.T)
+        far = np.log(np.einsum("btnm,bsnm->bnts", of_query, of_key) / len(u))
+        far = far - halves[0][..., None] - halves[1][..., None, :]
+        seen = allowed(14, bool(options))
+        logits = np.where(near(14, 3) if options else False, true, far)
+        logits = np.where(seen, logits, -np.inf)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        close(got, np.einsum("bnts,bsnv->btnv", weights, v), 2e-5)
+    with pytest.raises(ValueError, match="query_frequencies have shape"):
+        performer_attention(query, key, value, frequencies, query_frequencies=own[:3])
+    proposal = calibrate(query, key, coupling="orf", method="full")
+    with pytest.raises(ValueError, match="go with a calibration of shift and scale"):
+        performer_attention(
+            query, key, value, frequencies, query_frequencies=own, calibration=proposal
+        )
+
+
 def test_half_precision():
     tokens = inputs(t=14)
     half = [x.astype(jnp.bfloat16) for x in tokens[:3]]

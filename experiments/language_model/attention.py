@@ -21,10 +21,6 @@ from performer.features import FeatureMap
 from performer.refinement import LEARNED, Far
 from vit.config import Config
 
-EPSILON = 2.0**-12
-"""Of `_as_one`: its square, relative to that of a query, is what float32 does not see."""
-
-
 SIZE = 0.3
 """Of frequencies at the start of learning, relative to those of a coupling."""
 
@@ -105,13 +101,12 @@ class Hybrid(nnx.Module):
     def _attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
         root = query.shape[-1] ** -0.25
         query, key = query * root, key * root
-        frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
+        frequencies, of_query, weights = jnp.zeros((1, query.shape[-1])), None, jnp.zeros(1)
         if self.far:
             calibration = Calibration(**{name: x[...] for name, x in self.calibration.items()})
             query, key = transform_queries(calibration, query), transform_keys(calibration, key)
             far = Far(**{name: x[...] for name, x in self.far.items()})
-            query, key, frequencies = _as_one(query, key, far)
-            weights = far.weights
+            frequencies, of_query, weights = far.of_key, far.of_query, far.weights
         return performer_attention(
             query,
             key,
@@ -119,6 +114,7 @@ class Hybrid(nnx.Module):
             frequencies,
             is_causal=True,
             scale=1.0,
+            query_frequencies=of_query,
             weights=weights,
             feature_map=self.feature_map,
             exact_window=self.window,
@@ -151,14 +147,3 @@ def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Arr
     identity = {"shift": jnp.zeros((heads, head_dim)), "scale": eye, "inverse_scale": eye}
     given = {name: x for name, x in calibration._asdict().items() if x is not None}
     return identity | {name: x for name, x in given.items() if name in identity}
-
-
-def _as_one(query: Array, key: Array, far: Far) -> tuple[Array, Array, Array]:
-    """With frequencies W for both, as `performer_attention` has them: twice as wide.
-
-    (q, e q) and (k, 0) have the product q.k, and rows (u, (w - u) / e) of W give w.q and u.k.
-    """
-    query = jnp.concatenate([query, EPSILON * query], axis=-1)
-    key = jnp.concatenate([key, jnp.zeros_like(key)], axis=-1)
-    own = (far.of_query - far.of_key) / EPSILON
-    return query, key, jnp.concatenate([far.of_key, own], axis=-1)

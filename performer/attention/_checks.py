@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     initial_state: State | WindowState | None = None
     alibi_slopes: ArrayLike | None = None
     log_decay: Any = None
+    query_frequencies: Float[Array, "..."] | None = None
 
 
 class Options(NamedTuple):
@@ -144,6 +145,17 @@ def _check_shapes(inputs: Inputs, options: Options) -> None:
             f"frequencies have shape {frequencies.shape}; expected (m, {h}), or"
             f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
+        )
+    own, calibration = inputs.query_frequencies, inputs.calibration or Calibration()
+    if own is not None and own.shape != frequencies.shape:
+        raise ValueError(
+            f"query_frequencies have shape {own.shape} but frequencies have {frequencies.shape}:"
+            " they must be the same"
+        )
+    if own is not None and (calibration.root is not None or calibration.mean is not None):
+        raise ValueError(
+            "query_frequencies go with a calibration of shift and scale: its root and mean are a"
+            " law that frequencies are drawn from, and these are learned"
         )
     if inputs.shift is not None and inputs.shift.shape not in ((h,), (k, h)):
         raise ValueError(f"shift has shape {inputs.shift.shape}; expected ({h},) or ({k}, {h})")
@@ -261,15 +273,19 @@ def _for_heads_of_decay(inputs: Inputs, heads: Size) -> Inputs:
     frequencies, weights, k = inputs.frequencies, inputs.weights, inputs.key.shape[-2]
     if heads == k or frequencies.shape[:-2] == (heads,):
         return inputs
+    own = inputs.query_frequencies
     if frequencies.ndim == 2:
+        shape = heads, *frequencies.shape
         return inputs._replace(
-            frequencies=jnp.broadcast_to(frequencies, (heads, *frequencies.shape)),
+            frequencies=jnp.broadcast_to(frequencies, shape),
+            query_frequencies=None if own is None else jnp.broadcast_to(own, shape),
             weights=None if weights is None else jnp.broadcast_to(weights, (heads, len(weights))),
         )
     repeat = partial(jnp.repeat, repeats=heads // k, axis=0)
     if weights is not None and weights.ndim == 2:
         weights = repeat(weights)
-    return inputs._replace(frequencies=repeat(frequencies), weights=weights)
+    own = None if own is None else repeat(own)
+    return inputs._replace(frequencies=repeat(frequencies), query_frequencies=own, weights=weights)
 
 
 def _check_split(inputs: Inputs, options: Options) -> None:

@@ -53,6 +53,7 @@ def performer_attention(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     bias: ArrayLike | None = None,
     shift: Float[Array, "*c h"] | None = None,
+    query_frequencies: Float[Array, "..."] | None = None,
     weights: Float[Array, "*w m"] | None = None,
     calibration: Calibration | None = None,
     feature_map: str | FeatureMap = "positive",
@@ -112,6 +113,9 @@ def performer_attention(
             an error that says so.
         shift: (h,) or (k, h), subtracted from every key of the head before the scale. Softmax
             attention does not change; the variance of its estimate does.
+        query_frequencies: those of the queries, in the shape of `frequencies`, which then are the
+            keys': for features that are learned (`performer.refinement`), where nothing is
+            unbiased. With a calibration of shift and scale alone.
         weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
             frequency j count that many times in the kernel (importance sampling). They go into the
             exponents: float32 knows a feature, and what it gives to a gradient, to 6e-8 times the
@@ -213,6 +217,7 @@ def performer_attention(
         initial_state,
         alibi_slopes,
         log_decay,
+        query_frequencies,
     )
     options = Options(
         features.get(feature_map),
@@ -447,23 +452,27 @@ def _transformed(query, key, inputs: Inputs, options: Options):
         shifted = key.astype(wide) - jnp.broadcast_to(inputs.shift.astype(wide), key.shape)
         key = shifted.astype(key.dtype)
     of_key = frequencies.astype(wide)
+    given = inputs.query_frequencies
+    own = of_key if given is None else given.astype(wide)
     of_features = None if inputs.weights is None else _logarithm(inputs.weights.astype(wide))
     if options.exact_window:  # the kernel itself, no multiple of it
         m, weight = of_key.shape[-2], options.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         of_features = even if of_features is None else of_features + math.log(weight)
     if calibration is None:
-        return query, key, of_key, of_key, of_features
+        return query, key, own, of_key, of_features
     root = options.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
         calibration = for_heads(calibration, frequencies.shape[0])
     of_query, of_key, tilt = fold(calibration, of_key)
+    if given is not None:
+        of_query = fold(calibration, own)[0]
     if options.exact_window and calibration.scale is not None:
         # e^{q.k} itself needs the queries, and so does their half norm.
         query = transform_queries(calibration, query)
-        of_query = of_key
+        of_query = of_key if given is None else own
     if options.exact_window and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
     both = [x for x in (of_features, tilt) if x is not None]
