@@ -446,6 +446,9 @@ rows(
         "refinement.Sample.pairs": lambda x: sample(x).pairs(True),
         "refinement.softmax_attention": lambda x: refinement.softmax_attention(sample(x), True),
         "refinement.performer_estimate": lambda x: estimated(x)[0],
+        "refinement.Far.weights": lambda x: (
+            refinement.Far(*(x(*shape) for shape in ((2, 3, D), (2, 3, D), (2, 3), (2,)))).weights
+        ),
         "refinement.Far.of": lambda x: refinement.Far.of(tokens(x, k=2)[0][0].swapaxes(0, 1)),
         "refinement.hybrid_estimate": lambda x: refinement.hybrid_estimate(
             far(), (None, near(x)), sample(x), True

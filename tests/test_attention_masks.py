@@ -354,7 +354,7 @@ def broken_combine(left, right):
         (
             _sweep,
             "_prefix",
-            lambda initial, own, continues: sweep_prefix_inclusive(initial, own, continues),
+            lambda initial, own, *others: sweep_prefix_inclusive(initial, own, *others),
             partial(test_the_future_changes_nothing_bit_for_bit, "positive", None),
         ),
     ],
@@ -373,9 +373,9 @@ def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small
 _prefix = _sweep._prefix
 
 
-def sweep_prefix_inclusive(initial, own, continues):
+def sweep_prefix_inclusive(initial, own, *others):
     """The state of a chunk's own keys before the chunk: the future leaks."""
-    past, last = _prefix(initial, own, continues)
+    past, last = _prefix(initial, own, *others)
     axis = initial.maximum.ndim - 1
 
     def shifted(x, y):

@@ -92,7 +92,7 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     environment = os.environ | {"PYTHONPATH": str(installed)}
     environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
-    for script, name in ("performer-vit", "train"), ("performer-experiments", "graph_gp"):
+    for script, name in ("performer-vit", "train"), ("performer-experiments", "graphs.gp"):
         assert f"{script} {name} " in run(script, cwd=tmp_path, env=environment)
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import _decay
@@ -241,8 +242,9 @@ def _passed(own: State | Unsummed, ids, carry: Carry, *, reverse: bool):
         return Carry(far, carry.segment, chunk, number), (carry.far, carry.far_segment)
 
     state, total = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (state, total))
-    xs = state, number, total
-    carry, (seen, of_segments) = jax.lax.scan(step, carry, xs, reverse=reverse, unroll=8)
+    xs, length = (state, number, total), state.maximum.shape[0]
+    unroll = 1 if is_symbolic_dim(length) else 8  # a chunk is little work for a turn of a loop
+    carry, (seen, of_segments) = jax.lax.scan(step, carry, xs, reverse=reverse, unroll=unroll)
     seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), seen)
     return (seen, None if of_segments is None else of_segments.T), carry
 
