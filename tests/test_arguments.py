@@ -140,7 +140,7 @@ def test_a_config_that_there_is_not_lists_those_that_there_are():
 def test_a_folder_with_experiments_of_the_users_own_is_no_obstacle(tmp_path):
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    command = [sys.executable, "-m", "vit.train", "--config=places365", "--workdir=run"]
+    command = [sys.executable, "-m", "vit.train", "--config=places365"]
     done = subprocess.run(
         [*command, "--dry_run", f"--config.data.dir={tmp_path}"],
         cwd=tmp_path,
@@ -151,3 +151,12 @@ def test_a_folder_with_experiments_of_the_users_own_is_no_obstacle(tmp_path):
     assert "holds no data set; one is made of pictures by" in done.stderr
     assert "the wrong one" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["experiments"]
+
+
+def test_what_is_trained_has_a_folder():
+    command = [sys.executable, "-m", "vit.train", "--config=digits"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.strip().endswith(
+        "--workdir is missing: folder of the run; made if it does not exist"
+    )
+    assert done.returncode == 1
