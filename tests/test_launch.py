@@ -2,13 +2,16 @@
 
 import importlib
 import inspect
+import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
 import pytest
 from absl import flags
 
@@ -197,3 +200,32 @@ def test_the_recipe_runs(tmp_path):
     written = (tmp_path / "gram_error.md").read_text()
     assert "orf below iid in 1 and above in 0 of 1 cases" in written
     assert len((tmp_path / "gram_error.csv").read_text().splitlines()) == 3
+
+
+def test_tables_say_what_made_them(tmp_path):
+    """run.json: the command that can be typed again, versions; none where no table was written."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from pathlib import Path\n"
+        "from experiments.common import launch\n"
+        "def main(out: Path, draws: int = 1):\n"
+        "    'Writes.\\n\\n    Args:\\n        out: folder.\\n        draws: how many.\\n    '\n"
+        "    out.mkdir()\n"
+        "    draws and (out / 'table.csv').write_text('a')\n"
+        "launch.run(main)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
+    for flags_, made in ((["--draws=2"], True), (["--draws=0"], False)):
+        out = tmp_path / f"out {made}"
+        typed = ["-m", "program", f"--out={out}", *flags_]
+        subprocess.run([sys.executable, *typed], check=True, env=environment)
+        assert (out / "run.json").exists() == made
+    record = json.loads((tmp_path / "out True" / "run.json").read_text())
+    assert shlex.split(record["command"]) == [
+        "python",
+        "-m",
+        "program",
+        *shlex.split(f"'--out={tmp_path / 'out True'}' --draws=2"),
+    ]
+    assert record["jax"] == jax.__version__
+    assert len(record["date"]) == 10

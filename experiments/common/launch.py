@@ -15,12 +15,13 @@
 takes `--data_sets=a,b --draws=10`. An annotation is int, float, bool, str, Path, a `Literal` of
 choices, one of these or None, or a `Sequence` of them, with commas between. A parameter without a
 default must be given; one before `/` is a word without dashes; `*others` are all flags that are not
-those of `main`.
+those of `main`. Tables in the folder --out get a run.json that says what made them.
 """
 
 import inspect
 import re
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from absl import app, flags, logging
 
+from experiments.common import provenance
 from performer.choices import unknown
 from vit.arguments import parse_flags
 
@@ -57,7 +59,10 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
             if quick is not None and flags.FLAGS["quick"].value:
                 values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
                 values["out"] /= "quick"
+            start = time.monotonic()
             main(*given, **values)
+            if isinstance(values.get("out"), Path):
+                provenance.record(values["out"], time.monotonic() - start)
         except (ValueError, OSError) as error:
             sys.exit(f"{type(error).__name__}: {error}")
 

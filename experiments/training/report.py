@@ -3,22 +3,18 @@
 import base64
 import html
 import io
-import os
-import platform
 import urllib.parse
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from experiments.common import statistics
+from experiments.common import provenance, statistics
 from experiments.common.statistics import LEVEL, plus_minus
 from experiments.training.ensemble import Ensemble
 from experiments.training.in_turn import Finished
@@ -29,7 +25,6 @@ EFFECT = 0.008
 """The gain in accuracy of PM over ORF in Reid et al. 2025, Table 2."""
 DROP = 0.22
 """The dots of the seeds stand so far below their mean, for its interval to leave them free."""
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
 
 
 class Result(NamedTuple):
@@ -232,13 +227,14 @@ def write(results: Sequence[Result], contents: dict[str, Any], out: Path) -> str
         ],
         needed,
     )
+    versions = [{"what": k, "is": v} for k, v in provenance.machine().items()]
     sections = [
         Section("Verdict", [verdict(compared), *map(sentence, compared)]),
         Section("Results", [_notes(contents)], table, links=[_link(r.folder) for r in results]),
         *([differences] if compared else []),
         Section("Learning curves", ["Means over the seeds, with a standard error."], (), "curves"),
         *([seeds] if compared else []),
-        Section("Versions and hardware", [], _machine()),
+        Section("Versions and hardware", [], versions),
         Section("Every value of the config", [], values),
     ]
     for key, figure in figures.items():
@@ -286,17 +282,6 @@ def _runs(results: Sequence[Result]) -> list[dict[str, str]]:
 
 def _of(sample: Sequence[float]) -> str:
     return statistics.estimate(sample) if sample else ""
-
-
-def _machine() -> list[dict[str, str]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    values = {package: metadata.version(package) for package in PACKAGES}
-    values |= {
-        "python": platform.python_version(),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {cores} cores",
-    }
-    return [{"what": k, "is": v} for k, v in values.items()]
 
 
 def _curves(results: Sequence[Result]) -> Any:

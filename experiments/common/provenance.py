@@ -1,0 +1,38 @@
+"""What made a table: the command, the day, versions, hardware."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
+
+
+def machine() -> dict[str, str]:
+    """Versions, devices and host of this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {package: metadata.version(package) for package in PACKAGES} | {
+        "python": platform.python_version(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "host": f"{platform.machine()}, {cores} cores",
+    }
+
+
+def record(out: Path, seconds: float) -> None:
+    """Writes out/run.json beside the tables in `out`; nothing where there are none."""
+    if not any(out.glob("*.csv")):
+        return
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", spec.name] if spec else [sys.argv[0]]
+    made = {
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "minutes": str(round(seconds / 60, 1)),
+    }
+    (out / "run.json").write_text(json.dumps(made | machine(), indent=2) + "\n")
