@@ -194,13 +194,21 @@ def test_what_is_asked_was_said_first(length):
     dataset = pairs.dataset(length, 10)
     for number in range(20):
         example = dataset.decode(number, None, None, dataset)
-        seen, count = example["tokens"], length // 16
+        seen, count = example["tokens"], pairs.PAIRS
         said = dict(zip(seen[: 2 * count : 2], seen[1 : 2 * count : 2], strict=True))
         assert len(said) == count
         asked = np.flatnonzero(example["targets"] >= 0)
         assert list(asked) == list(range(length - length // 4, length))
         assert [said[x] for x in seen[asked]] == list(example["targets"][asked])
         assert not seen[2 * count : asked[0]].any()
+
+
+def test_recall_reads_each_token_with_the_one_before():
+    """Tables of its own, and nothing of what comes later."""
+    embed = pairs.Bigrams(pairs.CHARACTERS, 4, rngs=nnx.Rngs(0))
+    x = np.array([[3, 1, 4, 1]])
+    own, before = (np.asarray(table.embedding[...]) for table in (embed.own, embed.before))
+    np.testing.assert_allclose(embed(x), own[x] + before[[[3, 3, 1, 4]]], atol=1e-6)
 
 
 def test_accuracy_of_recall():

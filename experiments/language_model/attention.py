@@ -21,9 +21,6 @@ from performer.features import FeatureMap
 from performer.refinement import LEARNED, Far
 from vit.config import Config
 
-SIZE = 0.3
-"""Of frequencies at the start of learning, relative to those of a coupling."""
-
 
 class Cache(NamedTuple):
     """All keys and values so far, with room for more."""
@@ -137,7 +134,7 @@ def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> Att
     if window and own.num_features == 1:
         return Hybrid(None, None, window, first)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads
-    far = Far.of(SIZE * couplings.draw(rngs.frequencies(), *draw))
+    far = Far.of(couplings.draw(rngs.frequencies(), *draw))
     return Hybrid(far, None, window, first)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.language_model.attention import SIZE, AttentionFn, Hybrid
+from experiments.language_model.attention import AttentionFn, Hybrid
 from experiments.language_model.model import Decoder
 from experiments.language_model.runs import COUPLING
 from experiments.language_model.task import losses
@@ -28,6 +28,8 @@ from performer.refinement import (
     transfer,
 )
 
+SIZE = 0.3
+"""Of frequencies at the start of a transfer, relative to those of a coupling."""
 EVALUATED = 8
 """Windows that go through the model at once."""
 

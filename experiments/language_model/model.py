@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
         self, config: Config, *, characters: int, window: int = 0, first: int = 0, rngs: nnx.Rngs
     ):
         size = config.model.size
-        self.embed = nnx.Embed(characters, size.width, rngs=rngs)
+        self.embed: Callable[[Array], Array] = nnx.Embed(characters, size.width, rngs=rngs)
         self.blocks = nnx.List(
             [
                 Block(size, attention.of_config(config, window, first, rngs=rngs), rngs=rngs)
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
     def empty(self, length: int) -> list[Any]:
         """States of no tokens, of one text; exact attention has room for `length` of them."""
         heads = self.blocks[0].attention.num_heads
-        shape = 1, length, heads, self.embed.features // heads
+        shape = 1, length, heads, self.head.in_features // heads
         return [block.attention.attention_fn.empty(shape) for block in self.blocks]
 
     def _logits(self, tokens: Array, attend: Callable[[Attention, Array], Array]) -> Array:

@@ -2,9 +2,13 @@
 
     k1 v1 k2 v2 ... kp vp  _ _ _ ... _  k5 k2 k2 k7 ...
 
-A sequence of t tokens begins with p = t / 16 different keys, each with a value behind it, and ends
-with t / 4 keys, of which the value is asked: more than half of the sequence lies between, of the
-one token that is no key and no value. All are drawn uniformly: chance is one over `VALUES`.
+A sequence of t tokens begins with eight different keys, each with a value behind it, and ends with
+t / 4 keys, of which the value is asked. Between lies one token that is no key and no value: the
+distance grows with t, the task does not. Chance is one over `VALUES`, and 1 / 8 for a model that
+knows the values of the sequence and not whose they are.
+
+Each token is embedded together with the one before it, as the convolutions of models of recall do:
+one layer of attention then can recall.
 """
 
 from functools import cache, partial
@@ -13,13 +17,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from experiments.language_model.model import Decoder, cross_entropy
+from vit.config import Config
 from vit.data import Batch, Dataset
 from vit.task import Sums, Task
 
-KEYS, VALUES = 64, 64
+KEYS, VALUES, PAIRS = 16, 16, 8
 CHARACTERS = 1 + KEYS + VALUES
 HELD_OUT = 512
 """Sequences that are evaluated on."""
@@ -28,12 +33,12 @@ HELD_OUT = 512
 def example(length: int, seed: int, number: int, *_: Any) -> Batch:
     """Tokens (length,), and the values asked, -1 where nothing is."""
     rng = np.random.default_rng([seed, number])
-    count, asked = length // 16, length // 4
-    keys = 1 + rng.permutation(KEYS)[:count]
-    values = 1 + KEYS + rng.integers(VALUES, size=count)
+    asked = length // 4
+    keys = 1 + rng.permutation(KEYS)[:PAIRS]
+    values = 1 + KEYS + rng.integers(VALUES, size=PAIRS)
     tokens, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
-    tokens[: 2 * count] = np.stack([keys, values], axis=1).reshape(-1)
-    chosen = rng.integers(count, size=asked)
+    tokens[: 2 * PAIRS] = np.stack([keys, values], axis=1).reshape(-1)
+    chosen = rng.integers(PAIRS, size=asked)
     tokens[-asked:], targets[-asked:] = keys[chosen], values[chosen]
     return {"tokens": tokens, "targets": targets}
 
@@ -42,10 +47,10 @@ def dataset(length: int, number: int, seed: int = 0) -> Dataset:
     """So many sequences to train on; those held out are others.
 
     Raises:
-        ValueError: for a length that has no pair, or more than there are keys.
+        ValueError: for a length that the pairs and the keys asked do not fit in.
     """
-    if not 1 <= length // 16 <= KEYS:
-        raise ValueError(f"a length is from 16 to {16 * KEYS + 15}, got {length}")
+    if length < 4 * PAIRS:
+        raise ValueError(f"a length is at least {4 * PAIRS}, got {length}")
     return Dataset(
         range(number),
         range(number, number + HELD_OUT),
@@ -85,9 +90,23 @@ def count(model: Decoder, batch: Batch) -> Sums:
     return {"loss": jnp.sum(losses), "accuracy": jnp.sum(right)}
 
 
-def create(config, window: int, *, rngs: nnx.Rngs) -> Decoder:
+class Bigrams(nnx.Module):
+    """Tokens (b, t) -> the sum of the embeddings of each and of the one before, (b, t, width)."""
+
+    def __init__(self, tokens: int, width: int, *, rngs: nnx.Rngs):
+        self.own, self.before = (nnx.Embed(tokens, width, rngs=rngs) for _ in range(2))
+
+    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t w"]:
+        """The first token has itself before it."""
+        before = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
+        return self.own(tokens) + self.before(before)
+
+
+def create(config: Config, window: int, *, rngs: nnx.Rngs) -> Decoder:
     """A new decoder."""
-    return Decoder(config, characters=CHARACTERS, window=window, rngs=rngs)
+    model = Decoder(config, characters=CHARACTERS, window=window, rngs=rngs)
+    model.embed = Bigrams(CHARACTERS, config.model.size.width, rngs=rngs)
+    return model
 
 
 @cache

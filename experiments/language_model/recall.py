@@ -17,7 +17,8 @@ from vit import loop
 from vit.config import Optim, Size
 
 SIZE = Size(width=64, depth=2, num_heads=2, mlp_dim=128)
-BATCH = 64
+TOKENS = 4096
+"""Of a step."""
 
 
 def measured(
@@ -25,9 +26,10 @@ def measured(
 ) -> rows.Row:
     """Held-out accuracy; the run lies in a folder in `out`."""
     own, near = runs.attention(kind, m, window)
-    dataset = pairs.dataset(length, steps * BATCH)
+    batch = max(1, TOKENS // length)
+    dataset = pairs.dataset(length, steps * batch)
     optim = Optim(learning_rate=rate, warmup_steps=steps // 10, b2=0.99, weight_decay=0.1)
-    config = runs.config(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=BATCH)
+    config = runs.config(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=batch)
     config.seed = seed
     workdir = out / f"{kind}_{length}_{seed}"
     record = loop.train(config, workdir, dataset, pairs.task(near))
@@ -39,8 +41,8 @@ def main(
     lengths: Sequence[int] = (64, 128, 256, 512),
     num_features: int = 128,
     window: int = 8,
-    steps: int = 1000,
-    learning_rate: float = 3e-3,
+    steps: int = 300,
+    learning_rate: float = 6e-3,
     seeds: int = 1,
     out: Path = Path("results/language_model/recall"),
 ) -> None:
