@@ -112,6 +112,23 @@ def test_a_hybrid_is_what_was_fitted(window):
     np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
 
 
+def test_features_that_cost_loss_are_left_out():
+    """Of an untrained model features raise the loss as often as they lower it."""
+    model, *_ = decoder("softmax")
+    x, kept = tokens(32, rows=3), []
+
+    def loss(attention):
+        return conversion.held_out_losses(conversion.exchanged(model, attention), x).mean()
+
+    alone = loss([Hybrid(None, None, 4, 1)] * 2)
+    for key in jax.random.split(jax.random.key(0), 4):
+        far = Far.of(jax.random.normal(key, (2, 6, 8)))
+        chosen = conversion.no_worse(model, [Hybrid(far, None, 4, 1)] * 2, x)
+        kept += [bool(jnp.isfinite(layer.far["weight"][...]).all()) for layer in chosen]
+        assert loss(chosen) < alone or not any(kept[-2:])
+    assert {*kept} == {True, False}
+
+
 def test_without_a_far_weight_it_is_the_window():
     model, *_ = decoder("softmax")
     far = Far.of(jax.random.normal(jax.random.key(0), (2, 6, 8)))

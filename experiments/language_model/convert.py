@@ -11,9 +11,10 @@ of the one before, and the first key; 0 for none), far ones are estimated with m
     transfer     and all of it moved: frequencies of queries and of keys, bias of each feature
 
 The loss is that of held-out windows of the text, in nats a character, less that of softmax on the
-same windows. With m = 0 it is the window alone; so it is for a head with the far weight -inf, which
-one gets that no features make better. With --finetune_steps softmax, window and transfer (--m of
---window) are trained on, all parameters, in folders in --out. The same command goes on.
+same windows. With m = 0 it is the window alone; so it is in a layer whose features make the loss on
+the training windows higher: what is fitted is never worse there than its window. With
+--finetune_steps softmax, window and transfer (--m of --window) are trained on, all parameters, in
+folders in --out. The same command goes on.
 """
 
 import itertools
@@ -44,6 +45,8 @@ class Subject(NamedTuple):
     model: Decoder
     held_out: jax.Array
     losses: np.ndarray
+    tokens: jax.Array
+    """Of the training text."""
     layers: list[Sample]
 
 
@@ -64,9 +67,10 @@ def subject(workdir: Path, windows: int, held_out: int) -> Subject:
     model = run.model()
     batches = [batch["tokens"] for batch in of_vit.training_examples(run, windows)]
     tokens = of_vit.evaluation_examples(run.dataset, run.config, held_out)["tokens"]
-    layers = conversion.samples(model, jnp.concatenate(batches)[:, :-1])
+    seen = jnp.concatenate(batches)
+    layers = conversion.samples(model, seen[:, :-1])
     losses = conversion.held_out_losses(model, tokens)
-    return Subject(run, settings, model, jnp.asarray(tokens), losses, layers)
+    return Subject(run, settings, model, jnp.asarray(tokens), losses, seen, layers)
 
 
 def cases(
@@ -80,9 +84,21 @@ def cases(
     return found
 
 
+FITTED = ("far weight", "transfer")
+
+
+def hybrids(
+    of: Subject, steps: int, seed: int, window: int, m: int, method: str
+) -> list[conversion.Hybrid]:
+    """The attention of each layer; what was fitted beside a window is no worse than the window."""
+    found = conversion.hybrids(of.layers, window, m, method, steps=steps, seed=seed)
+    beside = window and m and method in FITTED
+    return conversion.no_worse(of.model, found, of.tokens) if beside else found
+
+
 def measured(of: Subject, steps: int, seed: int, window: int, m: int, method: str) -> Row:
     """What is lost."""
-    attention = conversion.hybrids(of.layers, window, m, method, steps=steps, seed=seed)
+    attention = hybrids(of, steps, seed, window, m, method)
     model = conversion.exchanged(of.model, attention)
     losses = conversion.held_out_losses(model, of.held_out)
     lost, error = statistics.mean_and_error((losses - of.losses).tolist())
@@ -104,8 +120,7 @@ def finetuned(
     own.num_features = m or own.num_features
     model, steps = of.model, options["finetune_steps"]
     if kind != "softmax":
-        number = dict(steps=options["steps"], seed=options["seed"])
-        attention = conversion.hybrids(of.layers, window, m, method, **number)
+        attention = hybrids(of, options["steps"], options["seed"], window, m, method)
         model = conversion.exchanged(model, attention)
     rate, config = options["finetune_rate"], of.run.config
     new = runs.config(
