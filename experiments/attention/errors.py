@@ -41,7 +41,8 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
         for name in names:
             of_name = [_row7(x, name, m, draws) for m in sizes]
             for axis, column in zip(axes, columns, strict=True):
-                axis.plot(sizes, [row[column] for row in of_name], marker="o", label=name)
+                estimates = [(row[column], row[f"{column} ±"]) for row in of_name]
+                plots.band(axis, sizes, estimates, name)
                 axis.set(ylabel=f"{column}, relative")
             rows += [{"x ~ N(0, .)": reading} | row for row in of_name]
         for axis in axes:
@@ -60,9 +61,10 @@ def _row7(x: Any, name: str, m: int, draws: int) -> dict[str, Any]:
         "predicted": found.predicted,
     }
     row: dict[str, Any] = {"coupling": name, "m": m}
-    row |= {column: float(estimate.value.mean()) for column, estimate in columns.items()}
     # The data sets share the draws, so that their standard errors do not average out.
-    row["standard error"] = float(found.attention.standard_error.mean())
+    for column, estimate in columns.items():
+        row[column] = float(estimate.value.mean())
+        row[f"{column} ±"] = float(estimate.standard_error.mean())
     return row | {"uniform": float(found.uniform_attention.mean())}
 
 

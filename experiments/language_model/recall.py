@@ -17,7 +17,7 @@ from vit import loop
 from vit.config import Optim, Size
 
 SIZE = Size(width=64, depth=2, num_heads=2, mlp_dim=128)
-TOKENS = 4096
+TOKENS = 2048
 """Of a step."""
 
 
@@ -41,7 +41,7 @@ def main(
     lengths: Sequence[int] = (64, 128, 256, 512),
     num_features: int = 128,
     window: int = 8,
-    steps: int = 300,
+    steps: int = 800,
     learning_rate: float = 6e-3,
     seeds: int = 1,
     out: Path = Path("results/language_model/recall"),
