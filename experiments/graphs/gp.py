@@ -81,7 +81,7 @@ def estimated(
         jax.random.key(repeat), task.graph, num_walks=num_walks, p_halt=P_HALT, coupling=coupling
     )
     phi = features.modulate(walks, kernels.diffusion(scales.lengthscale))
-    return phi.to_scipy().astype(np.float64)
+    return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
 
 
 def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:

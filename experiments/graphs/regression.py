@@ -130,21 +130,23 @@ def likeliest(task: Task) -> Scales:
     adjacency, vectors = scipy.linalg.eigh(task.graph.normalised().to_scipy().toarray())
     rows = vectors[task.train]
 
-    def of(logarithms: np.ndarray) -> tuple[np.ndarray, Scales]:
-        lengthscale, deviation, noise_scale = np.exp(logarithms)
-        spectrum = np.exp(-(lengthscale**2) * (1 - adjacency) / 2)
-        return spectrum, Scales(lengthscale, deviation / np.mean(spectrum) ** 0.5, noise_scale)
+    def scales(logarithms: Any) -> tuple[Any, Any, Any, Any]:
+        lengthscale, deviation, noise_scale = jnp.exp(logarithms)
+        spectrum = jnp.exp(-(lengthscale**2) * (1 - adjacency) / 2)
+        return spectrum, lengthscale, deviation / jnp.mean(spectrum) ** 0.5, noise_scale
 
-    def loss(logarithms: np.ndarray) -> float:
-        spectrum, scales = of(logarithms)
-        gram = scales.output_scale**2 * (rows * spectrum) @ rows.T
-        return -float(gp.log_marginal_likelihood(gram, task.y, scales.noise_scale))
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logarithms: Any) -> Any:
+        spectrum, _, output_scale, noise_scale = scales(logarithms)
+        gram = output_scale**2 * (rows * spectrum) @ rows.T
+        return -gp.log_marginal_likelihood(gram, task.y, noise_scale)
 
-    search = partial(scipy.optimize.minimize, method="Nelder-Mead", tol=1e-2, bounds=BOUNDS)
+    search = partial(scipy.optimize.minimize, loss, jac=True, bounds=BOUNDS)
     with jax.enable_x64(True):
-        found = [search(loss, np.log([lengthscale, 1.0, 0.5])) for lengthscale in (2.0, 6.0, 18.0)]
-    best = min(found, key=lambda end: end.fun)
-    return Scales(*map(float, of(best.x)[1]))
+        found = [search(np.log([lengthscale, 1.0, 0.5])) for lengthscale in (2.0, 6.0, 18.0)]
+        best = min(found, key=lambda end: end.fun)
+        return Scales(*map(float, scales(best.x)[1:]))
 
 
 def exact_kernel(task: Task, scales: Scales) -> np.ndarray:
