@@ -32,7 +32,7 @@ from performer.graphs.kernels import Modulation
 
 Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 10
-"""All permutations of so many are tried, in a tenth of a second."""
+"""All permutations of so many are tried, in less than a second."""
 TERMS = 512
 """Of the power series: lengths beyond it, (1 - p_halt)^512 of them, are left out."""
 
