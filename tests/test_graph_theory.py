@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import networkx
 import numpy as np
 import pytest
 from scipy import stats
@@ -139,6 +140,13 @@ def test_what_is_recommended_reaches_the_tolerance_in_fewer_visits():
     assert best.visits == pytest.approx(6 * best.num_walks / best.p_halt)
     fewer = {**walks, "num_walks": best.num_walks - 5}
     assert theory.expected_error(graph, kernel, coupling=best.coupling, **fewer) > 0.05
+
+
+def test_of_couplings_that_take_as_many_walks_the_best_is_recommended():
+    graph = Graph.from_networkx(networkx.complete_graph(12))
+    for tolerance in (0.04, 0.05, 0.06, 0.08):
+        best = theory.recommend(graph, kernels.regularised_laplacian(2, 0.3), tolerance)
+        assert best.coupling == "antithetic" or best.num_walks % 2
 
 
 def test_what_is_refused(monkeypatch):

@@ -121,6 +121,8 @@ def recommend(
 ) -> Recommendation:
     """The p_halt, number of walks and coupling that reach an expected error in fewest visits.
 
+    Of couplings that take as many, that with the lowest error.
+
     Args:
         graph: up to `LARGEST` nodes; for a larger one, a part of it that is like the whole.
         kernel: of the normalised adjacency matrix.
@@ -154,7 +156,7 @@ def recommend(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
             " may be infinite; take another kernel, or solve with the dense one"
         )
-    return min(found, key=lambda x: x.visits)
+    return min(found, key=lambda x: (x.visits, x.error))
 
 
 def pagerank_variance(
