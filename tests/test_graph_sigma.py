@@ -230,7 +230,7 @@ def test_gp_figure(task, tmp_path, monkeypatch):
     errors = [float(row["error"].split()[0]) for row in rows]
     assert np.mean(errors[3:]) < 0.9 * np.mean(errors[:3])
     assert all(float(row["KL"].split()[0]) > 0 for row in rows)
-    assert "- ladder, 2 splits: lengthscale " in said
+    assert "- ladder (splits: 2): lengthscale " in said
     assert said.count("of 2 cases") == 9
     assert (tmp_path / "figure_4.png").exists()
     assert not plt.get_fignums()

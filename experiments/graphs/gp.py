@@ -112,7 +112,7 @@ def averaged(name: str, splits: Sequence[Task], repeats: int) -> tuple[dict, str
     least = np.mean([error for _, error in parts])
     without = np.mean([rmse(task, 0.0) for task in splits])
     said = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
-    return results, f"- {name}, {len(splits)} splits: {told}; {said}"
+    return results, f"- {name} (splits: {len(splits)}): {told}; {said}"
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
