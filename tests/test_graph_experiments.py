@@ -15,6 +15,7 @@ import pytest
 from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
+from experiments.graphs import termination
 from performer.graphs import Graph, features
 
 PATH = [(0, 1), (1, 2)]
@@ -306,6 +307,42 @@ def test_tasks_with_the_exact_kernel(monkeypatch):
     np.testing.assert_allclose(same, 0, atol=1e-6)
     opposite = graph_tasks.normal_errors(key, "antithetic", 2, ring, to_and_fro)
     np.testing.assert_allclose(opposite, 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("p_halt", [0.1, 0.2, 0.3, 0.4, 0.5])
+def test_groups_of_walkers(p_halt):
+    """Of an ensemble no two halt at once; of a circle neighbours may, less often than strangers."""
+    found = termination.groups(p_halt)
+    for name, bounds in {
+        "ensembles": (p_halt, p_halt),
+        "close pairs": (p_halt * (1 - p_halt), p_halt),
+        "circles": (p_halt * (1 - p_halt), p_halt),
+    }.items():
+        assert bounds[0] - 1e-9 <= found[name].offset <= bounds[1] + 1e-9
+        assert found[name].size * found[name].offset <= 1 + 1e-9
+    size, offset = found["circles"].size, found["circles"].offset
+    assert size * offset == pytest.approx(1)
+    assert 1 / (size + 1) < p_halt * (1 - p_halt)
+    assert termination.WALKS % found["ensembles"].size == 0
+
+
+def test_termination(tmp_path, monkeypatch):
+    """At p = 1/2 ensembles and circles are pairs; draws agree (false alarms 1e-5 for each)."""
+    monkeypatch.setattr(termination, "P_HALT", (0.5,))
+    monkeypatch.setattr(termination, "P_DRAWN", (0.5,))
+    monkeypatch.setattr(termination, "SIGMAS", (1.0,))
+    monkeypatch.setattr(termination, "WALKS", 8)
+    termination.main(graphs=("karate",), draws=400, out=tmp_path)
+    (row,) = read(tmp_path / "ratios.csv")
+    assert float(row["pairs"]) < 0.95
+    assert row["pairs"] == row["ensembles"] == row["circles"]
+    drawn = read(tmp_path / "draws.csv")
+    assert [row["coupling"] for row in drawn] == ["pairs", "ensembles", "close pairs", "circles"]
+    assert all(abs(float(row["apart by"])) < 4.5 for row in drawn)
+    assert all(float(row["±"]) < 0.03 for row in drawn)
+    (row,) = read(tmp_path / "recommended.csv")
+    assert float(row["error"]) <= 0.1 < float(row["independent"])
+    assert (tmp_path / "ratios.png").exists()
 
 
 def test_angles():

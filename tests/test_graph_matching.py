@@ -101,6 +101,14 @@ def test_solvers_find_the_best_of_all():
     assert same[tuple(found)] == min(same.values())
 
 
+@pytest.mark.parametrize("order", [1, 2, 5, 6])
+def test_all_permutations_are_tried(order):
+    first, second = np.random.default_rng(order).normal(size=(2, order, order, 3))
+    every = map(np.array, itertools.permutations(range(order)))
+    best = min(every, key=lambda permutation: matching.objective(permutation, first, second))
+    assert matching.enumerate_all(first, second).tolist() == best.tolist()
+
+
 def test_one_projection_need_not_do():
     """Lemma C.2 has a chance for each; the best of many is kept, and it is no worse than one."""
     edges = matching.spectral_edges(matching.spectral_responses(GRAPH, F, P_HALT, 7))
@@ -175,8 +183,8 @@ def test_learned_pairs_have_a_lower_error_than_independent_ones():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"9! permutations of 9 quantiles: at most 8"):
-        matching.enumerate_all(np.ones((9, 9, 1)), np.ones((9, 9, 1)))
+    with pytest.raises(ValueError, match=r"11! permutations of 11 quantiles: at most 10"):
+        matching.enumerate_all(np.ones((11, 11, 1)), np.ones((11, 11, 1)))
     with pytest.raises(ValueError, match="order must be a positive integer, got 0"):
         matching.learn(GRAPH, F, p_halt=0.5, order=0)
     with pytest.raises(ValueError, match=r"in \(0, 1\), got 0"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import networkx
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from performer.graphs import Graph, couplings, pagerank, walks
 from tests.graph_examples import NUM_NODES, copies, example, z_scores
@@ -70,6 +70,35 @@ def test_quantile_chances_add_up_to_the_law_of_the_length():
     np.testing.assert_allclose(chances.sum(axis=1), 1, atol=1e-8)
     geometric = 0.3 * 0.7 ** np.arange(chances.shape[1])
     np.testing.assert_allclose(chances.mean(axis=0), geometric, atol=1e-9)
+
+
+def test_permutations_of_high_order_reach_the_optimal_transport():
+    """VRC Thm D.1 for PageRank on a binary tree, where lengths are discrete; all in closed form.
+
+    A permutation density is the mean of some of twice its order: each doubling is as good or
+    better, though 32 is worse than 30. The optimum is a linear program over the pairs of lengths.
+    """
+    tree, p_halt, longest = networkx.balanced_tree(2, 3), 0.3, 40
+    weights = networkx.to_numpy_array(tree)
+    transition = weights / weights.sum(axis=1, keepdims=True)
+    powers = [np.linalg.matrix_power(transition, length).ravel() for length in range(longest)]
+    costs = np.array(powers) @ np.transpose(powers)  # how often both halt at one node
+    ends = np.append(1 - (1 - p_halt) ** np.arange(longest), 1)
+    law, ones, each = np.diff(ends), np.ones(longest), np.eye(longest)
+    marginals = np.concatenate([np.kron(each, ones), np.kron(ones, each)])
+    least = optimize.linprog(costs.ravel(), A_eq=marginals, b_eq=np.tile(law, 2)).fun
+    values = {}
+    for order in (1, 2, 4, 8, 16, 30, 32, 64):
+        edges = np.arange(order + 1)[:, None] / order
+        overlaps = np.minimum(edges[1:], ends[1:]) - np.maximum(edges[:-1], ends[:-1])
+        chances = order * np.maximum(overlaps, 0)
+        found = pagerank.learn(Graph.from_networkx(tree), p_halt=p_halt, order=order)
+        values[order] = np.sum((chances @ costs) * chances[found]) / order
+    assert values[1] == pytest.approx(law @ costs @ law)
+    doubled = [values[2**k] for k in range(7)]
+    assert np.all(np.diff(doubled) < 0)
+    assert values[30] < values[32]
+    assert 0 < values[64] - least < 0.01 * (values[1] - least)
 
 
 def test_the_costs_count_pairs_that_halt_together():

@@ -1,11 +1,14 @@
 """Closed forms of the errors of graph random features, against draws and linear systems."""
 
+from functools import partial
+
 import jax
+import networkx
 import numpy as np
 import pytest
 from scipy import stats
 
-from performer.graphs import Graph, features, kernels, pagerank, theory
+from performer.graphs import Graph, couplings, features, kernels, pagerank, theory
 from tests.graph_examples import blocks, copies, example
 
 EDGES = [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 0), (3, 5)]
@@ -18,8 +21,10 @@ def weighted():
 
 def ensembles(graph, kernel, draws, **walks):
     """Features (draws, n, n) in float64, all drawn at once on copies of the graph."""
-    many = copies(graph, draws)
-    sampled = features.sample(jax.random.key(0), many, **walks)
+    many, coupling = copies(graph, draws), walks.pop("coupling")
+    if isinstance(coupling, theory.Group):
+        coupling = partial(couplings.antithetic, **coupling._asdict())
+    sampled = features.sample(jax.random.key(0), many, coupling=coupling, **walks)
     return blocks(features.modulate(sampled, kernel).to_scipy(), draws)
 
 
@@ -29,6 +34,9 @@ CASES = {
     "antithetic, halting at once": dict(coupling="antithetic", p_halt=0.6, num_walks=2),
     "ensemble and a part of one": dict(coupling="ensemble", p_halt=0.25, num_walks=6),
     "weighted": dict(coupling="antithetic", p_halt=0.4, num_walks=2, steps="weighted"),
+    "four, of whom neighbours halt at once": dict(
+        coupling=theory.Group(0.25, 4), p_halt=0.3, num_walks=7
+    ),
 }
 
 
@@ -132,6 +140,13 @@ def test_what_is_recommended_reaches_the_tolerance_in_fewer_visits():
     assert best.visits == pytest.approx(6 * best.num_walks / best.p_halt)
     fewer = {**walks, "num_walks": best.num_walks - 5}
     assert theory.expected_error(graph, kernel, coupling=best.coupling, **fewer) > 0.05
+
+
+def test_of_couplings_that_take_as_many_walks_the_best_is_recommended():
+    graph = Graph.from_networkx(networkx.complete_graph(12))
+    for tolerance in (0.04, 0.05, 0.06, 0.08):
+        best = theory.recommend(graph, kernels.regularised_laplacian(2, 0.3), tolerance)
+        assert best.coupling == "antithetic" or best.num_walks % 2
 
 
 def test_what_is_refused(monkeypatch):

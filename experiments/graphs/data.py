@@ -109,14 +109,20 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     return Graph.from_edges(np.stack(shared.coords, axis=1), len(faces)), normals / areas
 
 
-def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """The weighted graph of roads, the nodes with a sensor, and the speeds there in mph.
+def traffic(
+    path: Path, *, weighted: bool = True
+) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """The graph of roads, the nodes with a sensor, and the speeds there in mph.
+
+    Args:
+        path: of the file.
+        weighted: with the weights of the file; each road weighs 1 otherwise.
 
     Raises:
         ValueError: as `arrays`.
     """
     parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
-    graph = _graph(path, parts, weighted=True)
+    graph = _graph(path, parts, weighted)
     nodes, speed = parts["obs_nodes"], parts["obs_speed"]
     if nodes.ndim != 1 or not _are_nodes(nodes, graph.num_nodes):
         raise ValueError(f"obs_nodes of {path} must be (n,) nodes, 0 to {graph.num_nodes - 1}")

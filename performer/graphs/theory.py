@@ -46,6 +46,14 @@ MOST_WALKS = 2**20
 Matrix = Float[np.ndarray, "n n"]
 
 
+class Group(NamedTuple):
+    """Walkers with common termination variables, as `couplings.antithetic` has them."""
+
+    offset: float
+    """Between neighbours; from p_halt (1 - p_halt) to p_halt it is that of qGRF Thm 3.4."""
+    size: int
+
+
 class Recommendation(NamedTuple):
     """What `graph_random_features` is called with, and what comes of it."""
 
@@ -80,7 +88,7 @@ def expected_error(
     *,
     num_walks: int,
     p_halt: float,
-    coupling: str = "antithetic",
+    coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> float:
     """sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles, as the module says; infinite if it is.
@@ -93,7 +101,7 @@ def expected_error(
         kernel: of `kernels`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: the probability to halt at each step.
-        coupling: "independent", "antithetic" or "ensemble".
+        coupling: "independent", "antithetic", "ensemble", or a `Group`.
         steps: "uniform" or "weighted".
 
     Raises:
@@ -112,6 +120,8 @@ def recommend(
     graph: Graph, kernel: Modulation, tolerance: float, *, steps: Steps = "uniform"
 ) -> Recommendation:
     """The p_halt, number of walks and coupling that reach an expected error in fewest visits.
+
+    Of couplings that take as many, that with the lowest error.
 
     Args:
         graph: up to `LARGEST` nodes; for a larger one, a part of it that is like the whole.
@@ -137,7 +147,7 @@ def recommend(
         own = _of_one_walk(spectrum, p_halt)
         for coupling in COUPLINGS:
             error = partial(_error, spectrum, own, p_halt=p_halt, coupling=coupling)
-            m = _fewest(error, tolerance, _group(coupling, p_halt)[1])
+            m = _fewest(error, tolerance, _group(coupling, p_halt).size)
             if m is not None:
                 visits, alone = graph.num_nodes * m / p_halt, error(m, coupling="independent")
                 found.append(Recommendation(p_halt, m, coupling, error(m), visits, alone))
@@ -146,7 +156,7 @@ def recommend(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
             " may be infinite; take another kernel, or solve with the dense one"
         )
-    return min(found, key=lambda x: x.visits)
+    return min(found, key=lambda x: (x.visits, x.error))
 
 
 def pagerank_variance(
@@ -154,7 +164,7 @@ def pagerank_variance(
     *,
     num_walks: int,
     p_halt: float,
-    coupling: str = "antithetic",
+    coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> Float[np.ndarray, " n"]:
     """The variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
@@ -187,17 +197,20 @@ COUPLINGS = ("independent", "antithetic", "ensemble")
 """The couplings that there are closed forms of."""
 
 
-def _group(coupling: str, p_halt: float) -> tuple[float, int]:
-    """Offset and size of the groups of walkers; those of size 1 are independent."""
+def _group(coupling: str | Group, p_halt: float) -> Group:
+    """The groups of walkers; those of size 1 are independent."""
+    couplings.require_probability(p_halt)
+    if isinstance(coupling, Group):
+        choices.positive_integer("size", coupling.size)
+        return coupling
     if coupling not in COUPLINGS:
         raise ValueError(choices.unknown("coupling of walks", coupling, COUPLINGS))
-    couplings.require_probability(p_halt)
     if coupling == "ensemble":
-        return p_halt, max(int(1 / p_halt + 1e-9), 1)
-    return 0.5, 2 if coupling == "antithetic" else 1
+        return Group(p_halt, max(int(1 / p_halt + 1e-9), 1))
+    return Group(0.5, 2 if coupling == "antithetic" else 1)
 
 
-def _pairs(coupling: str, p_halt: float, num_walks: int) -> Iterator[tuple[int, float]]:
+def _pairs(coupling: str | Group, p_halt: float, num_walks: int) -> Iterator[tuple[int, float]]:
     """Ordered pairs of walkers: how many, and their q."""
     offset, size = _group(coupling, p_halt)
     groups, rest = divmod(num_walks, size)
@@ -282,7 +295,9 @@ def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
     return own + own.T
 
 
-def _error(spectrum: _Spectrum, own: Matrix, num_walks: int, p_halt: float, coupling: str) -> float:
+def _error(
+    spectrum: _Spectrum, own: Matrix, num_walks: int, p_halt: float, coupling: str | Group
+) -> float:
     if not np.isfinite(own).all():
         return np.inf
     pairs = sum(

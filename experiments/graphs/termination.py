@@ -1,0 +1,150 @@
+"""How walks that halt together should be coupled, in closed form: qGRF Cor. 3.3 and Thm 3.4.
+
+    python -m experiments.graphs.termination                     # made-up graphs and karate
+    python -m experiments.graphs.termination --data_dir=DIR --graphs=karate,cora_lcc
+
+E |Phi_1 Phi_2^T - K|_F^2 of two ensembles of 60 walks from each node, relative to that of
+independent walks, by `performer.graphs.theory`. K is the 2-regularised Laplacian (I + sigma^2
+L)^{-2}. The termination variables of neighbours in a group are offset by
+
+    pairs         1/2, two walkers (Def. 3.1)
+    ensembles     p_halt, floor(1 / p_halt) walkers (Cor. 3.3)
+    close pairs   midway from p_halt (1 - p_halt) to p_halt, two walkers (Thm 3.4)
+    circles       1 / size, for the most walkers whose neighbours Thm 3.4 still allows:
+                  floor(1 / (p_halt (1 - p_halt)))
+
+"draws" compares these ratios with those of pairs of ensembles drawn at sigma = 1, on two small
+graphs. "recommended" has what `theory.recommend` takes for an expected error of 10% at sigma = 1:
+it says whether a graph gains.
+
+Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import scipy.sparse
+
+from experiments.common import launch, plots, statistics
+from experiments.graphs import data
+from performer.graphs import Graph, couplings, features, kernels, theory
+from performer.graphs.theory import Group
+from vit import report
+
+WALKS, TOLERANCE = 60, 0.1
+P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)
+P_DRAWN, SIGMA_DRAWN = (0.1, 0.3, 0.5), 1.0
+DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
+DRAWN = ("karate", "Binary tree")
+
+
+def groups(p_halt: float) -> dict[str, Group]:
+    """Each way to couple, by its name."""
+    least = p_halt * (1 - p_halt)
+    most = int(1 / least + 1e-9)
+    return {
+        "independent": Group(0.5, 1),
+        "pairs": Group(0.5, 2),
+        "ensembles": Group(p_halt, int(1 / p_halt + 1e-9)),
+        "close pairs": Group((least + p_halt) / 2, 2),
+        "circles": Group(1 / most, most),
+    }
+
+
+def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
+    """The error of independent walks, and of the others the squared error relative to theirs."""
+    kernel = kernels.regularised_laplacian(2, sigma)
+    error = partial(theory.expected_error, graph, kernel, num_walks=WALKS, p_halt=p_halt)
+    errors = {name: error(coupling=group) for name, group in groups(p_halt).items()}
+    alone = errors.pop("independent")
+    return {"independent": alone} | {name: (x / alone) ** 2 for name, x in errors.items()}
+
+
+def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray:
+    """|Phi_1 Phi_2^T - K|_F^2 of each draw."""
+    kernel, n = kernels.regularised_laplacian(2, SIGMA_DRAWN), graph.num_nodes
+    exact, many = np.asarray(kernel.dense(graph), np.float64), data.copies(graph, draws)
+    coupling = partial(couplings.antithetic, offset=group.offset, size=group.size)
+
+    def blocks(seed: int) -> Iterator[np.ndarray]:
+        walks = features.sample(
+            jax.random.key(seed), many, num_walks=WALKS, p_halt=p_halt, coupling=coupling
+        )
+        phi = scipy.sparse.csr_array(features.modulate(walks, kernel).to_scipy())
+        yield from (phi[at : at + n, at : at + n].toarray() for at in range(0, draws * n, n))
+
+    pairs = zip(blocks(0), blocks(1), strict=True)
+    return np.array([np.sum((a.astype(np.float64) @ b.T - exact) ** 2) for a, b in pairs])
+
+
+def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
+    """Ratios in closed form and drawn, and how many standard errors they are apart."""
+    for name, graph in graphs.items():
+        for p_halt in P_DRAWN:
+            expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
+            alone = squares(graph, chosen.pop("independent"), p_halt, draws)
+            for coupling, group in chosen.items():
+                found, error = statistics.ratio(squares(graph, group, p_halt, draws), alone)
+                row = {"graph": name, "p_halt": p_halt, "coupling": coupling}
+                row |= {"expected": expected[coupling], "drawn": found, "±": error}
+                yield row | {"apart by": (found - expected[coupling]) / error}
+        print(name, "drawn", flush=True)
+
+
+def recommended(name: str, graph: Graph) -> dict:
+    """A row of what to take."""
+    kernel = kernels.regularised_laplacian(2, SIGMA_DRAWN)
+    best = theory.recommend(graph, kernel, TOLERANCE)
+    row = {"graph": name, "N": graph.num_nodes} | best._asdict()
+    return row | {"squared error less": 1 - (best.error / best.independent) ** 2}
+
+
+def plot(rows: Sequence[dict], out: Path) -> None:
+    """A panel for each graph, with the larger sigma."""
+    names = list(dict.fromkeys(row["graph"] for row in rows))
+    drawn, axes = plots.panels(out, len(names))
+    for axis, name in zip(axes, names, strict=True):
+        here = [row for row in rows if row["graph"] == name and row["sigma"] == SIGMA_DRAWN]
+        for coupling in list(groups(0.5))[1:]:
+            axis.plot(P_HALT, [row[coupling] for row in here], marker="o", ms=3, label=coupling)
+        axis.set(title=f"{name}, N = {here[0]['N']}", xlabel="p_halt")
+    axes[0].set_ylabel("squared error / that of independent walks")
+    axes[0].legend()
+    report.save(drawn, out)
+
+
+def main(
+    data_dir: Path | None = None,
+    graphs: Sequence[str] = (),
+    draws: int = 200,
+    out: Path = Path("results/graphs/termination"),
+) -> None:
+    """Prints the tables.
+
+    Args:
+        data_dir: folder with graphs/; made-up graphs and karate without.
+        graphs: names, of generated ones and of files in graphs/; those of qGRF Fig. 2.
+        draws: of each pair of ensembles.
+        out: folder for tables and figures.
+    """
+    launch.at_least(2, draws=draws)
+    chosen = data.chosen(graphs, DEFAULT, data_dir)
+    rows = []
+    for name, graph in chosen.items():
+        for sigma in SIGMAS:
+            row = {"graph": name, "N": graph.num_nodes, "sigma": sigma}
+            rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
+        print(name, flush=True)
+    print(report.table(rows, out / "ratios"))
+    plot(rows, out / "ratios")
+    print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
+    some = {name: graph for name, graph in chosen.items() if name in DRAWN}
+    if some:
+        print(report.table([*drawn_rows(some, draws)], out / "draws"))
+
+
+if __name__ == "__main__":
+    launch.run(main, quick={"graphs": ("karate",), "draws": 10})
