@@ -274,6 +274,20 @@ FAULTS = [
         "test_quadrature.py::test_unbiased[8]",
     ),
     Fault(
+        "Quad Eq. 5: a rho for each vertex",
+        "experiments/kernels/quadrature.py",
+        "jnp.broadcast_to(rule.lengths[:, :1], rule.lengths.shape)",
+        "rule.lengths",
+        "test_quadrature_experiment.py::test_variants_of_b",
+    ),
+    Fault(
+        "Quad Sec. 8: B rejected keeps its draws",
+        "experiments/kernels/quadrature.py",
+        'orthogonal="butterfly", reject=True',
+        'orthogonal="butterfly", reject=False',
+        "test_quadrature_experiment.py::test_variants_of_b",
+    ),
+    Fault(
         "SimRF Eq. 25 as printed: v^2k / k!, without 2^k",
         "performer/theory.py",
         "return _kummer(t / 2, d, log_factor)",
