@@ -91,6 +91,20 @@ FAULTS = [
         "test_couplings.py::test_rows_are_gaussian[halton]",
     ),
     Fault(
+        "Halton points are scrambled, whatever is asked for",
+        "performer/couplings.py",
+        "qmc.Halton(d, scramble=scramble,",
+        "qmc.Halton(d, scramble=True,",
+        "test_uci.py::test_halton_and_sobol_points",
+    ),
+    Fault(
+        "Sobol points have one digital shift for all dimensions",
+        "experiments/tabular/low_discrepancy.py",
+        "jax.random.bits(key, (1, d), jnp.uint32)",
+        "jax.random.bits(key, (1, 1), jnp.uint32)",
+        "test_uci.py::test_sobol_rows_are_gaussian",
+    ),
+    Fault(
         "the heads of a layer share their seed",
         "performer/couplings.py",
         "lambda key: coupling(key, m, d)",

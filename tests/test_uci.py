@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.stats import qmc
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, kernel_error, published, uci
+from experiments.tabular import copula, kernel_error, low_discrepancy, published, uci
 from experiments.tabular import gp as uci_gp
-from performer import gp, kernels, theory
+from performer import couplings, gp, kernels, testing, theory
 
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -104,6 +105,26 @@ def test_kernel_table(splits, tmp_path, monkeypatch):
     rows[2] |= {"paper": 0.5}
     kernel_error.plot(rows + [row | {"features": "Laplace"} for row in rows], tmp_path / "kernels")
     assert (tmp_path / "kernels.png").exists()
+
+
+def test_halton_and_sobol_points():
+    """Whatever the draw is, the points are SciPy's, but for the shift."""
+    plain = qmc.Halton(5, scramble=False)
+    got = stats.norm.cdf(low_discrepancy.plain_halton(jax.random.key(0), 7, 5))
+    np.testing.assert_allclose(got, plain.random(8)[1:], atol=1e-5)
+    shifted = stats.norm.cdf(couplings.Halton(scramble=False)(jax.random.key(0), 7, 5))
+    shift = (shifted - plain.reset().random(7)) % 1
+    np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
+    draws = [low_discrepancy.sobol(jax.random.key(k), 8, 5) for k in range(2)]
+    for u in map(stats.norm.cdf, draws):  # a point in each eighth
+        np.testing.assert_array_equal(
+            np.sort((8 * u).astype(int), axis=0), np.tile(np.arange(8)[:, None], 5)
+        )
+    assert (draws[0] != draws[1]).all()
+
+
+def test_sobol_rows_are_gaussian():
+    testing.assert_gaussian_marginals(low_discrepancy.sobol, 6, 5, draws=10_000)
 
 
 def test_check_finite():
