@@ -316,6 +316,27 @@ FAULTS = [
         "test_theory.py::test_errors_agree_with_simulation[orf]",
     ),
     Fault(
+        "vectors of a simplex have the cosine -1/d",
+        "performer/theory.py",
+        "return -1 / (d - 1)",
+        "return -1 / d",
+        "test_theory_optimal.py::test_simrf_prefactor_at_small_v",
+    ),
+    Fault(
+        "the theory of PNC has two equal lengths",
+        "performer/theory.py",
+        "(squares + squares[::-1])",
+        "(squares + squares)",
+        "test_theory_optimal.py::test_vrc_lemma_a_6",
+    ),
+    Fault(
+        "the transport cost of trigonometric features grows with z",
+        "performer/theory.py",
+        "t = np.asarray(t, np.float64)[..., None, None] / 4",
+        "t = np.abs(np.asarray(t, np.float64)[..., None, None]) / 4",
+        "test_theory_optimal.py::test_vrc_theorem_3_2",
+    ),
+    Fault(
         "all pairs of a block count as PNC pairs",
         "performer/theory.py",
         "sum(2 * (size // 2) for size in sizes)",
