@@ -288,6 +288,13 @@ FAULTS = [
         "test_quadrature.py::test_unbiased[8]",
     ),
     Fault(
+        "a copula is scored on the tokens that it was learned on",
+        "experiments/attention/errors.py",
+        "learned(name, others, other_keys, m)",
+        "learned(name, query, key, m)",
+        "test_attention_mse.py::test_a_copula_is_learned_on_other_tokens",
+    ),
+    Fault(
         "Quad Eq. 5: a rho for each vertex",
         "experiments/kernels/quadrature.py",
         "jnp.broadcast_to(rule.lengths[:, :1], rule.lengths.shape)",

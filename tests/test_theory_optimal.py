@@ -123,7 +123,7 @@ def test_vrc_lemma_a_6(d):
         terms = np.exp(2 * k * np.log(z) - special.gammaln(k + 1))
         return leading * z**4 - 2 * terms.sum() / special.gamma(d / 2)
 
-    delta = optimize.brentq(slack, 1e-3, 3.0)
+    delta = optimize.root_scalar(slack, bracket=(1e-3, 3.0)).root
     z = np.linspace(0.1, 1, 10) * delta
     assert (pair_gap(z, d) > 0).all()
     first = special.gamma(d / 2) * leading * z[0] ** 4

@@ -224,10 +224,9 @@ def test_copulas(splits, tmp_path):
 def test_matern(tmp_path, monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))
-    monkeypatch.setattr(matern, "ORDERS", (0.5, 1.5))
     monkeypatch.setattr(matern, "COUPLINGS", ("iid", "pnc"))
     x = jax.random.normal(jax.random.key(0), (16, 4)) / 2
-    rows = matern.errors("toy", x, 300, tmp_path / "toy")
+    rows = matern.errors("toy", x, (0.5, 1.5), 300, tmp_path / "toy")
     few, many = ([float(row[f"m = {m}d"].split()[0]) for row in rows] for m in (1, 16))
     assert few[0] > 1.1 * few[1]
     assert few[2] > 1.1 * few[3]
