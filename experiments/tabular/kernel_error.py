@@ -154,7 +154,7 @@ def plot(rows: list[dict], out: Path) -> None:
             theirs = [(a, row["paper"]) for a, row in zip(at, mine, strict=True) if row["paper"]]
             axis.plot(*np.array(theirs).T if theirs else ([], []), "kD", markersize=4)
         axis.plot([], [], "kD", markersize=4, label="the paper's")
-        axis.set_xticks(range(len(sets)), sets, rotation=20)
+        axis.set_xticks(range(len(sets)), sets, rotation=25, ha="right")
         axis.set(ylabel="kernel RMSE / iid", title=f"VRC Table 1, {scheme.name} features")
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     report.save(drawn, out)
