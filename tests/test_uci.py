@@ -61,6 +61,17 @@ def test_hyperparameters(splits):
         uci.hyperparameters("toy", FOURIER, broken)
 
 
+def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
+    """300 steps at 0.05 beside 5000 at 0.01 (VRC App. B.1): within a thousandth."""
+    ends = []
+    for steps, rate in ((300, 0.05), (5000, 0.01)):
+        monkeypatch.setattr(uci, "STEPS", steps)
+        monkeypatch.setattr(uci, "LEARNING_RATE", rate)
+        ends.append(uci.hyperparameters("toy", FOURIER, tabular.Splits(*(p[:2] for p in splits))))
+    for ours, theirs in zip(*ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3)
+
+
 def test_published_tables_are_whole():
     for key, table in published._TABLES.items():
         assert len(table.split()) == 24, key
