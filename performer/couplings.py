@@ -140,20 +140,26 @@ class Antithetic:
 
 @dataclass(frozen=True)
 class Halton:
-    """Scrambled Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
+    """Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
 
-    The points are SciPy's (digits scrambled, Owen 2017), the same in every draw; the shift, one per
-    draw, makes each of them exactly uniform, so that every row is N(0, I_d).
+    The points are SciPy's, the same in every draw; the shift, one per draw, makes each of them
+    exactly uniform, so that every row is N(0, I_d).
+
+    Attributes:
+        scramble: permute the digits (Owen 2017). Without it few points in many dimensions lie near
+            lines; the figures of VRC Table 1 with Fourier features are those.
     """
+
+    scramble: bool = True
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """The frequencies (m, d)."""
         m = positive_integer("m (the number of features)", m)
         d = positive_integer("d (the dimension)", d)
-        return _shifted_normal(key, jnp.asarray(_halton_points(m, d)))
+        return _shifted_normal(key, jnp.asarray(_halton_points(m, d, self.scramble)))
 
     def __repr__(self) -> str:
-        return "couplings.halton"
+        return "couplings.halton" if self.scramble else "couplings.Halton(scramble=False)"
 
     def properties(self, d: int) -> Properties:
         """No two rows are independent."""
@@ -170,10 +176,11 @@ def _shifted_normal(key: Key, points: Frequencies) -> Frequencies:
 
 
 @lru_cache(maxsize=16)
-def _halton_points(m: int, d: int) -> np.ndarray:
+def _halton_points(m: int, d: int, scramble: bool) -> np.ndarray:
     from scipy.stats import qmc  # slow to import
 
-    return qmc.Halton(d, scramble=True, rng=np.random.default_rng(0)).random(m).astype(np.float32)
+    halton = qmc.Halton(d, scramble=scramble, rng=np.random.default_rng(0))
+    return halton.random(m).astype(np.float32)
 
 
 DIRECTIONS: dict[str, Directions] = {

@@ -109,9 +109,7 @@ def spherical_radial(
         raise ValueError(unknown("orthogonal matrices", orthogonal, ("haar", "butterfly")))
     num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
     if orthogonal == "butterfly":
-        fast = structured(key, num_rules, d, reflect=reflect, reject=reject)
-        eye = jnp.eye(d, dtype=jnp.float32)
-        return Rule(fast.apply(eye).T, fast.weights, fast.constant)
+        return structured(key, num_rules, d, reflect=reflect, reject=reject).dense()
 
     def one(rule_key: Key) -> tuple[Float[Array, "v d"], Float[Array, " v"]]:
         matrix_key, lengths_key = jax.random.split(rule_key)
@@ -144,6 +142,11 @@ class StructuredRule:
     def constant(self) -> Float[Array, ""]:
         """Of f(0)."""
         return 1 - self.weights.sum()
+
+    def dense(self) -> Rule:
+        """The same with its points as a matrix."""
+        eye = jnp.eye(self.lengths.shape[-1] - 1, dtype=jnp.float32)
+        return Rule(self.apply(eye).T, self.weights, self.constant)
 
     @jax.jit
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b p"]:

@@ -176,6 +176,7 @@ rows(
         "quadrature.structured": lambda x: quadrature.structured(key(), 2, 3),
         "quadrature.StructuredRule.weights": lambda x: quadrature.structured(key(), 2, 3).weights,
         "quadrature.StructuredRule.constant": lambda x: quadrature.structured(key(), 2, 3).constant,
+        "quadrature.StructuredRule.dense": lambda x: quadrature.structured(key(), 2, 3).dense(),
         "quadrature.random_features": lambda x: quadrature.random_features("iid")(key(), M, D),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
         "quadrature.method": lambda x: [

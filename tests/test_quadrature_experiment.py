@@ -78,6 +78,10 @@ def test_data_sets(tmp_path):
     scaled = (table - table.mean(axis=0)) / table.std(axis=0)
     order = np.argsort(plant.y), np.argsort(scaled[:, 3])
     np.testing.assert_allclose(plant.x[order[0]], scaled[order[1], :3], rtol=1e-4)
+    (tmp_path / "uci_classification").mkdir()
+    rows = "\n".join(f"{i % 7},{i % 5},{'ab'[i % 2]}" for i in range(30))
+    (tmp_path / "uci_classification" / "letter.csv").write_text(f"a,b,y\n{rows}\n")
+    assert set(quadrature.load("letter", tmp_path).y.tolist()) == {0, 1}
     images = np.random.default_rng(1).integers(0, 256, size=(7, 3, 2))
     _images(tmp_path / "fashion_mnist", images, np.arange(7))
     fashion = quadrature.load("fashion_mnist", tmp_path)
@@ -123,6 +127,25 @@ def test_first_rules(name, reflect):
             np.testing.assert_allclose(second_moment, np.eye(d), atol=1e-5)
     np.testing.assert_allclose(part.weights, rule.weights, rtol=1e-6)
     np.testing.assert_allclose(part.constant, rule.constant, atol=1e-6)
+
+
+def test_variants_of_b():
+    """Quad Sec. 8: no constant is negative, of 40 draws with one rule. Eq. 5: one length a rule."""
+    d = 3
+
+    def draw(name, num_rules=1):
+        method = quadrature.METHODS[name]
+        keys = jax.random.split(jax.random.key(4), 40)
+        return jax.jit(jax.vmap(lambda key: method(key, num_rules, d, reflect=False)))(keys)
+
+    assert draw("B").constant.min() < -0.1
+    assert draw("B rejected").constant.min() >= -1e-6
+    rule = draw("B one rho", 2)
+    lengths = np.linalg.norm(rule.points, axis=-1).reshape(40, 2, d + 1)
+    np.testing.assert_allclose(lengths / lengths[..., :1], 1, rtol=1e-5)
+    assert (np.abs(lengths[:, 0, 0] / lengths[:, 1, 0] - 1) > 1e-3).all()
+    second_moment = jnp.einsum("kpi,kp,kpj->kij", rule.points, rule.weights, rule.points)
+    np.testing.assert_allclose(second_moment, np.broadcast_to(np.eye(d), (40, d, d)), atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -243,8 +266,7 @@ def _rows(path):
 def test_figures(x, tmp_path, monkeypatch):
     y = (x[:, 0] > 0).astype(int)
     data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
-    monkeypatch.setattr(quadrature, "METHODS", ("G", "B"))
-    text = quadrature.figure_1(data[:1], 2, tmp_path / "figure_1")
+    text = quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
     rows = _rows(tmp_path / "figure_1.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["runs"] for row in rows} == {"2"}
@@ -252,7 +274,8 @@ def test_figures(x, tmp_path, monkeypatch):
         float(next(r["error"] for r in rows if r["method"] == m and r["n"] == "2")) for m in "BG"
     ]
     assert f"gaussian, toy: {ratio[0] / ratio[1]:.2g}" in text
-    monkeypatch.setattr(quadrature, "METHODS", ("G", "H"))
+    kept = {name: quadrature.METHODS[name] for name in ("G", "H")}
+    monkeypatch.setattr(quadrature, "METHODS", kept)
     quadrature.figure_2(data, 2, tmp_path / "figure_2")
     rows = _rows(tmp_path / "figure_2.csv")
     assert len(rows) == 2 * 2 * 2
@@ -323,3 +346,8 @@ def test_bad_input_before_any_work(parts, names, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         quadrature.main(parts=parts, data_sets=names, quick=True, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_unknown_method(tmp_path):
+    with pytest.raises(ValueError, match="unknown method 'B rejectd'; did you mean 'B rejected'"):
+        quadrature.main(methods=["B rejectd"], data_sets=["digits"], out=tmp_path / "out")

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.stats import qmc
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, kernel_error, published, uci
+from experiments.tabular import copula, kernel_error, lengths, low_discrepancy, published, uci
 from experiments.tabular import gp as uci_gp
-from performer import gp, kernels, theory
+from performer import couplings, gp, kernels, testing, theory
 
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -58,6 +59,17 @@ def test_hyperparameters(splits):
     broken = splits._replace(train_y=np.where(splits.train_y > 1, np.inf, splits.train_y))
     with pytest.raises(ValueError, match="data set 'toy', split 0, has no finite lengthscale"):
         uci.hyperparameters("toy", FOURIER, broken)
+
+
+def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
+    """300 steps at 0.05 beside 5000 at 0.01 (VRC App. B.1): within a thousandth."""
+    ends = []
+    for steps, rate in ((300, 0.05), (5000, 0.01)):
+        monkeypatch.setattr(uci, "STEPS", steps)
+        monkeypatch.setattr(uci, "LEARNING_RATE", rate)
+        ends.append(uci.hyperparameters("toy", FOURIER, tabular.Splits(*(p[:2] for p in splits))))
+    for ours, theirs in zip(*ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
 
 def test_published_tables_are_whole():
@@ -104,6 +116,26 @@ def test_kernel_table(splits, tmp_path, monkeypatch):
     rows[2] |= {"paper": 0.5}
     kernel_error.plot(rows + [row | {"features": "Laplace"} for row in rows], tmp_path / "kernels")
     assert (tmp_path / "kernels.png").exists()
+
+
+def test_halton_and_sobol_points():
+    """Whatever the draw is, the points are SciPy's, but for the shift."""
+    plain = qmc.Halton(5, scramble=False)
+    got = stats.norm.cdf(low_discrepancy.plain_halton(jax.random.key(0), 7, 5))
+    np.testing.assert_allclose(got, plain.random(8)[1:], atol=1e-5)
+    shifted = stats.norm.cdf(couplings.Halton(scramble=False)(jax.random.key(0), 7, 5))
+    shift = (shifted - plain.reset().random(7)) % 1
+    np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
+    draws = [low_discrepancy.sobol(jax.random.key(k), 8, 5) for k in range(2)]
+    for u in map(stats.norm.cdf, draws):  # a point in each eighth
+        np.testing.assert_array_equal(
+            np.sort((8 * u).astype(int), axis=0), np.tile(np.arange(8)[:, None], 5)
+        )
+    assert (draws[0] != draws[1]).all()
+
+
+def test_sobol_rows_are_gaussian():
+    testing.assert_gaussian_marginals(low_discrepancy.sobol, 6, 5, draws=10_000)
 
 
 def test_check_finite():
@@ -187,6 +219,40 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert sizes == [("iid", "4")]
 
 
+def test_assigned_lengths_are_the_best_plan_for_these_z():
+    """PNC where z is small; at z = 6 another, which has the mean that it is said to have.
+
+    The mean over 200,000 simulated pairs, at 5 standard errors.
+    """
+    d, z = 5, 6.0
+    backwards = np.arange(lengths.LENGTHS)[::-1]
+    np.testing.assert_array_equal(lengths.plan(np.array([0.1, 0.5]), d), backwards)
+    partner = lengths.plan(np.array([z**2]), d)
+    (best,), (pnc,) = (lengths.pair_means(p, np.array([z**2]), d) for p in (partner, backwards))
+    assert best < pnc
+    rng = np.random.default_rng(0)
+    units = rng.normal(size=(200_000, d))
+    units /= np.linalg.norm(units, axis=-1, keepdims=True)  # of z, seen from two orthogonal rows
+    one = rng.integers(lengths.LENGTHS, size=len(units))
+    chosen = lengths.lengths_of(d)[np.stack([one, partner[one]])]
+    products = np.cos(z * chosen * units[:, :2].T).prod(axis=0)
+    assert abs(products.mean() - best) < 5 * stats.sem(products)
+
+
+def test_errors_under_assigned_lengths(splits):
+    """Those of the closed form over all pairs, and PNC's where that is the plan."""
+    train, test = splits.train_x[0] / 8, splits.test_x[0] / 8
+    found = lengths.errors(train, test)
+    for name in ("iid", "orf", "pnc"):
+        exact = theory.kernel_mse(name, test[:, None], test, 4, features="trigonometric")
+        assert found[name] == pytest.approx(np.sqrt(exact.mean()), rel=1e-3)
+    assert found["moved"] == 0
+    assert found["assigned"] == pytest.approx(found["pnc"], rel=1e-3)
+    apart = lengths.errors(40 * train, 40 * train)
+    assert apart["moved"] > 0.1
+    assert apart["assigned"] < apart["pnc"]
+
+
 def test_copulas(splits, tmp_path):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
     rows, losses, correlation = copula.of_scheme(
@@ -203,10 +269,9 @@ def test_copulas(splits, tmp_path):
 def test_matern(tmp_path, monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))
-    monkeypatch.setattr(matern, "ORDERS", (0.5, 1.5))
     monkeypatch.setattr(matern, "COUPLINGS", ("iid", "pnc"))
     x = jax.random.normal(jax.random.key(0), (16, 4)) / 2
-    rows = matern.errors("toy", x, 300, tmp_path / "toy")
+    rows = matern.errors("toy", x, (0.5, 1.5), 300, tmp_path / "toy")
     few, many = ([float(row[f"m = {m}d"].split()[0]) for row in rows] for m in (1, 16))
     assert few[0] > 1.1 * few[1]
     assert few[2] > 1.1 * few[3]

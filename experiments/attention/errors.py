@@ -1,18 +1,21 @@
 """The parts of `experiments.attention_mse`: VRC Fig. 7, kinds of data, numbers of features."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.attention import data
 from experiments.common import plots
 from experiments.common.statistics import mean_and_error, plus_minus
+from performer import copula, couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate
+from performer.typing import Coupling
 from vit import report
 
 SIZES = (16, 32, 48, 64)
@@ -29,6 +32,13 @@ SCHEMES = {
     "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
 }
 """Couplings under each calibration; where names are given all of those under each."""
+LEARNED: dict[str, Callable[[Any], Coupling]] = {
+    "copula": copula.orthogonal,
+    "copula-antithetic": lambda theta: couplings.Antithetic(copula.orthogonal(theta)),
+}
+"""theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
+STEPS = 300
+"""Of Adam, from independent lengths."""
 
 
 def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
@@ -122,12 +132,26 @@ def errors(
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
-        fitted = calibrate(others, other_keys, coupling=name, method=method, scale=1.0)
+        coupling = learned(name, others, other_keys, m) if name in LEARNED else name
+        fitted = calibrate(others, other_keys, coupling=coupling, method=method, scale=1.0)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
-        found.append(attention_error(query, key, coupling=name, **options))
+        found.append(attention_error(query, key, coupling=coupling, **options))
     values = [(error.attention.value[0], error.uniform_attention[0]) for error in found]
     of_features, uniform = np.asarray(values, np.float64).reshape(len(found), 2).T
     return of_features, uniform
+
+
+def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
+    """The copula of `LEARNED` with a low attention error on these tokens, (t, 1, h) each."""
+
+    @jax.jit
+    def thetas(query: Any, key: Any) -> Any:
+        d = query.shape[-1]
+        loss, start = copula.attention_mse(query[:, 0], key[:, 0]), jnp.zeros(d * (d - 1) // 2)
+        options: Any = dict(num_features=m, coupling=LEARNED[name], num_steps=STEPS)
+        return copula.learn(jax.random.key(0), loss, start, **options)[0]
+
+    return LEARNED[name](thetas(query, key))
 
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:

@@ -7,7 +7,9 @@
 Methods: G independent, Gort orthogonal, ROM S-Rademacher, QMC Halton, GQ Gauss-Hermite, H and B
 spherical-radial rules with Haar and butterfly matrices, all with as many points as n of the last
 two have: n (d + 1) for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d), and twice
-as many, reflected in H and B, for the arc-cosine kernels of order 0 and 1.
+as many, reflected in H and B, for the arc-cosine kernels of order 0 and 1. Of B there are the
+paper's own rule, "B rejected" (Sec. 8: lengths are drawn again until a_0^2 >= 0), and Eq. 5 as it
+stands before the paper's modification, "B one rho" (one rho for all vertices of a rule).
 
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
     figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
@@ -23,18 +25,19 @@ bring little: step(-u) = 1 - step(u), and max(-u, 0) = max(u, 0) - u.
 Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; it says
 neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same d for
 CIFAR100 and LEUKEMIA, where H and Gort are left out besides QMC and GQ (a Haar matrix takes O(d^3);
-normal_7129 needs 11 GB as it is). Its Table 2 has 10 to 500 runs; here 2 to 50, see `RUNS`, or
---runs. All n of a run come from one draw, by its first points, and all runs have the same points of
-data. Its rules are drawn again until their constant is not negative, ours keep them
-(`performer.quadrature`). SVMs have the squared loss and C = 1, on centred features of mean squared
-length 1, and at most 1,000 rows to train on, the exact kernel's by its features, too; what the
-paper's have it does not say.
+normal_7129 needs 11 GB as it is); --methods names them. --data_sets takes any csv file of the
+folder, too, as letter. Its Table 2 has 10 to 500 runs; here 2 to 500, see `RUNS`, or --runs. All n
+of a run come from one draw, by its first points, and all runs have the same points of data. B and H
+keep a negative constant (`performer.quadrature`), the paper's are "B rejected". SVMs have the
+squared loss and C = 1, on centred features of mean squared length 1, and at most 1,000 rows to
+train on, the exact kernel's by its features, too; what the paper's have it does not say.
 
 Tables (csv, md) and figures (png) go to --out.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -54,9 +57,7 @@ from vit import bounded, report
 
 RULES = 5
 """n goes up to so many."""
-METHODS = tuple(quadrature.METHODS)
 KERNELS = ("gaussian", "arc-cosine-0", "arc-cosine-1")
-SPHERICAL_RADIAL = ("H", "B")
 TRAIN, TEST = 1000, 2000
 """Rows at most, in Fig. 2."""
 SVC: dict[str, Any] = dict(dual="auto", random_state=0)
@@ -67,10 +68,28 @@ BATCH, LARGE = 256, 512
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
-RUNS = {"digits": 20, "fashion_mnist": 5, "normal_3072": 3, "normal_7129": 2}
+RUNS = {"power_plant": 500, "fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
 """Draws in Fig. 1; 50 of the other sets."""
 IN_FOLDER = ("power_plant", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
+LARGE_METHODS = ("G", "ROM", "B", "B rejected")
+"""Of these random points."""
+
+
+def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
+    """Quad Eq. 5: butterfly matrices, and one rho for all vertices of a rule."""
+    rule = quadrature.structured(key, num_rules, d, reflect=reflect)
+    first_of_each = jnp.broadcast_to(rule.lengths[:, :1], rule.lengths.shape)
+    return replace(rule, lengths=first_of_each).dense()
+
+
+VARIANTS: dict[str, Callable[..., Rule]] = {
+    "B rejected": partial(quadrature.spherical_radial, orthogonal="butterfly", reject=True),
+    "B one rho": one_length,
+}
+METHODS = quadrature.METHODS | VARIANTS
+"""(key, num_rules, d, reflect=) -> Rule."""
+SPHERICAL_RADIAL = ("H", "B", *VARIANTS)
 
 
 class Data(NamedTuple):
@@ -89,7 +108,10 @@ def load(name: str, data_dir: Path | None) -> Data:
     """
     if data_dir and not data_dir.is_dir():
         raise ValueError(f"data_dir={str(data_dir)!r} is not a folder")
-    choices = IN_FOLDER if data_dir else BUNDLED
+    kinds = (
+        {path.stem: path.parent.name for path in data_dir.glob("uci_*/*.csv")} if data_dir else {}
+    )
+    choices = dict.fromkeys((*(IN_FOLDER if data_dir else BUNDLED), *kinds))
     if name not in choices:
         hint = "" if data_dir else "; or give a data_dir"
         raise ValueError(unknown("data set", name, choices) + hint)
@@ -100,8 +122,10 @@ def load(name: str, data_dir: Path | None) -> Data:
     if name in ("digits", "fashion_mnist"):
         x, y = _images(name, data_dir)
     else:
-        table = tabular.load(name, "regression", data_dir)
+        classes = kinds.get(name) == "uci_classification"
+        table = tabular.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
+        y = table.y if classes else y
     if not x.any():
         raise ValueError(f"all inputs of data set {name!r} are zero: there is nothing to map")
     order = rng.permutation(len(x))
@@ -135,6 +159,20 @@ def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
     )
 
 
+def singles(rule: Rule, name: str, reflect: bool) -> Rule:
+    """The `RULES` rules of which another is the mean, along a leading axis."""
+    signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = x.reshape(signs, RULES, -1, *x.shape[1:])
+        return jnp.moveaxis(parts, 1, 0).reshape(RULES, -1, *x.shape[1:])
+
+    weights = RULES * split(rule.weights)
+    constant = jnp.broadcast_to(rule.constant, (RULES,))
+    own = 1 - weights.sum(axis=1) if name in SPHERICAL_RADIAL else constant
+    return Rule(split(rule.points), weights, own)
+
+
 def lengthscale(kernel: str, d: int) -> float:
     """gamma = 1 / (2 sigma^2) = 1 / d for the Gaussian kernel; the others have none."""
     return (d / 2) ** 0.5 if kernel == "gaussian" else 1.0
@@ -156,31 +194,26 @@ def frobenius_errors(
     grams = {kernel: exact(x, x, kernel) for kernel in kernel_names}
 
     def one(key: Key) -> dict[str, jax.Array]:
-        rule = quadrature.method(key, name, RULES, d, reflect=reflect)
-        parts = [first(rule, name, n, reflect) for n in range(1, RULES + 1)]
-        return {
-            kernel: jnp.stack(
-                [
-                    statistics.relative_error(
-                        quadrature.gram(x, x, part, kernel, lengthscale=lengthscale(kernel, d)),
-                        gram,
-                    )
-                    for part in parts
-                ]
-            )
-            for kernel, gram in grams.items()
-        }
+        single = singles(METHODS[name](key, RULES, d, reflect=reflect), name, reflect)
+        return {kernel: errors_of(single, kernel, gram) for kernel, gram in grams.items()}
+
+    def errors_of(single: Rule, kernel: str, gram: jax.Array) -> jax.Array:
+        scales = dict(lengthscale=lengthscale(kernel, d))
+        found = jax.lax.map(lambda rule: quadrature.gram(x, x, rule, kernel, **scales), single)
+        first = jnp.tril(jnp.ones((RULES, RULES))) / jnp.arange(1, RULES + 1)[:, None]
+        means = jnp.tensordot(first, found, axes=1, precision="highest")
+        return jax.vmap(statistics.relative_error, (0, None))(means, gram)
 
     return jax.lax.map(one, keys)
 
 
-def figure_1(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Kernel errors: a row for each data set, kernel, method and n."""
+def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path) -> str:
+    """Kernel errors: a row for each data set, kernel, method and n; of `methods`, or those of d."""
     rows = []
     for name, x, _ in data:
         keys = jax.random.split(jax.random.key(0), runs or RUNS.get(name, 50))
         x = jnp.asarray(x[: SAMPLES.get(name, 550)])
-        for method in ("G", "ROM", "B") if name in SAMPLES else METHODS:
+        for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS):
             errors = {}
             for even in (True, False):
                 alike = tuple(word for word in KERNELS if kernels.get(word).even == even)
@@ -196,7 +229,7 @@ def figure_1(data: Sequence[Data], runs: int, out: Path) -> str:
     ratios = [
         f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
         for (kernel, name, method), error in last.items()
-        if method == "B"
+        if method == "B" and (kernel, name, "G") in last
     ]
     return report.table(rows, out, f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}.")
 
@@ -225,12 +258,12 @@ def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.nd
 def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
     """The features of n rules. The constant's sign does not matter beside an intercept."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
-    rule = first(quadrature.method(key, name, RULES, d, reflect=reflect), name, n, reflect)
+    rule = first(METHODS[name](key, RULES, d, reflect=reflect), name, n, reflect)
     return quadrature.feature_maps(x, rule, kernel, lengthscale=lengthscale(kernel, d))[0]
 
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Scores: a row for each data set, kernel, method and n; H, which B stands for, left out."""
+    """Scores: a row for each data set, kernel, method and n; without H and a rho for each rule."""
     rows = []
     keys = jax.random.split(jax.random.key(1), runs)
     for name, x, y in data:
@@ -248,7 +281,7 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
             for n in range(1, RULES + 1):
                 rows.append(row | {"method": "exact", "n": n, "score": reference, "95%": 0.0})
             for method, n in itertools.product(METHODS, range(1, RULES + 1)):
-                if method == "H":
+                if method in ("H", "B one rho"):
                     continue
                 maps = [np.asarray(mapped(points, key, n, method, kernel)) for key in keys]
                 maps = [phi[:, phi.any(axis=0)] for phi in maps]
@@ -317,7 +350,9 @@ def _grid(rows: list[dict[str, Any]], quantity: str, out: Path) -> None:
             n, values = [row["n"] for row in lines], [(row[quantity], row["95%"]) for row in lines]
             known = method in METHODS
             style = (
-                {"color": f"C{METHODS.index(method)}"} if known else dict(color="black", ls="--")
+                {"color": f"C{list(METHODS).index(method)}"}
+                if known
+                else dict(color="black", ls="--")
             )
             plots.band(axis, n, values, method, **style)
         axis.set(title=f"{name}, {kernel}", xlabel="n", xticks=sorted({r["n"] for r in here}))
@@ -339,6 +374,7 @@ def main(
     data_dir: Path | None = None,
     data_sets: Sequence[str] = (),
     parts: Sequence[Part] = get_args(Part),
+    methods: Sequence[str] = (),
     runs: int = 0,
     quick: bool = False,
     out: Path = Path("results/kernels/quadrature"),
@@ -349,12 +385,16 @@ def main(
         data_dir: folder with uci_regression/ and fashion_mnist/; scikit-learn's sets without.
         data_sets: names; those of the paper.
         parts: which.
+        methods: of Fig. 1; all, or of random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
         quick: little of everything, to see that it runs.
         out: folder for tables and figures.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(unknown("method", method, METHODS))
     data = [load(name, data_dir) for name in dict.fromkeys(names)]
     if quick:
         data = [d._replace(x=d.x[:60, :64], y=None if d.y is None else d.y[:60]) for d in data]
@@ -362,7 +402,7 @@ def main(
     if "figure_2" in parts and all(d.y is None for d in data):
         raise ValueError("figure_2 needs a data set with targets, not random points alone")
     if "figure_1" in parts:
-        print(figure_1(data, runs, out / "figure_1"))
+        print(figure_1(data, methods, runs, out / "figure_1"))
     if "figure_2" in parts:
         print(figure_2(data, runs or 3, out / "figure_2"))
     if "figure_3" in parts:

@@ -35,6 +35,7 @@ from sklearn.linear_model import RidgeCV
 from experiments.common import launch, statistics, tabular
 from experiments.tabular import published, uci
 from performer import gp, kernels
+from performer.typing import Coupling
 from vit import report
 
 MULTIPLES = (1, 8)
@@ -115,7 +116,7 @@ def scores(
 
 @partial(jax.jit, static_argnames=("coupling", "m", "kernel"))
 def all_scores(
-    splits: Split, keys: jax.Array, *, coupling: str, m: int, kernel: kernels.Kernel
+    splits: Split, keys: jax.Array, *, coupling: str | Coupling, m: int, kernel: kernels.Kernel
 ) -> Scores:
     """Scores by split and draw, (s, draws) each."""
 

@@ -11,7 +11,10 @@ in units of the joint standard error. With Laplace features rare draws make up m
 where points lie far out: the measured error is then below the theory's until there are very many
 draws.
 
-The paper's Halton points are not ours, which are scrambled: its ratios lie above ours.
+The paper does not say which Halton points it has. "halton" are plain ones, shifted modulo 1 in each
+draw, which have its Fourier ratios; beside them are scrambled and shifted ones (`couplings.halton`)
+and plain ones as they are, the same in each draw; and scrambled Sobol points, which the paper's
+earlier version has.
 
 Writes kernels.csv, kernels.md and kernels.png to --out.
 """
@@ -24,9 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import launch, statistics, tabular
-from experiments.tabular import published, uci
+from experiments.tabular import low_discrepancy, published, uci
 from performer import gp, kernels, theory
+from performer.typing import Coupling
 from vit import report
+
+BASELINES: dict[str, str | Coupling] = {
+    "halton, scrambled": "halton",
+    "halton, plain": low_discrepancy.plain_halton,
+    "sobol": low_discrepancy.sobol,
+}
+"""Beside the paper's rows. There is no theory of these, or of "halton"."""
 
 
 def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draws: int):
@@ -57,6 +68,12 @@ def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draw
         name: np.asarray(errors(x, scales.lengthscale, keys, name), np.float64)
         for name in scheme.couplings
     }
+
+
+def with_baselines(scheme: uci.Scheme) -> uci.Scheme:
+    """The same with `BASELINES` after the paper's Halton points."""
+    first = {word: scheme.couplings[word] for word in ("iid", "halton")}
+    return scheme._replace(couplings=first | BASELINES | scheme.couplings)
 
 
 def predicted(scheme: uci.Scheme, coupling: str, x: np.ndarray, m: int) -> float:
@@ -90,12 +107,13 @@ def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -
             np.mean([predicted(scheme, coupling, x, scheme.per_dimension * d) for x in scaled])
         )
         for coupling in errors
-        if coupling != "halton"
+        if coupling not in ("halton", *BASELINES)
     }
     rows = []
     for coupling, values in errors.items():
         ours, error = statistics.ratio(values, errors["iid"])
-        theirs = published.value("kernel ratio, m = d", scheme.name, coupling, name)
+        word = coupling.split(",")[0]
+        theirs = published.value("kernel ratio, m = d", scheme.name, word, name)
         row = {
             "data set": name,
             "d": d,
@@ -124,17 +142,19 @@ def plot(rows: list[dict], out: Path) -> None:
     drawn, axes = report.figure(out, columns=2)
     for axis, scheme in zip(axes, uci.SCHEMES, strict=True):
         shown = [row for row in rows if row["features"] == scheme.name]
-        sets = list(dict.fromkeys(row["data set"] for row in shown))
-        width = 0.8 / len(scheme.couplings)
-        for number, coupling in enumerate(scheme.couplings):
+        sets, couplings = (
+            list(dict.fromkeys(r[by] for r in shown)) for by in ("data set", "coupling")
+        )
+        width = 0.8 / len(couplings)
+        for number, coupling in enumerate(couplings):
             mine = [row for row in shown if row["coupling"] == coupling]
-            at = np.arange(len(sets)) + (number - (len(scheme.couplings) - 1) / 2) * width
+            at = np.arange(len(sets)) + (number - (len(couplings) - 1) / 2) * width
             values, errors = ([row[name] for row in mine] for name in ("ratio", "standard error"))
             axis.bar(at, values, width, yerr=errors, label=coupling)
             theirs = [(a, row["paper"]) for a, row in zip(at, mine, strict=True) if row["paper"]]
             axis.plot(*np.array(theirs).T if theirs else ([], []), "kD", markersize=4)
         axis.plot([], [], "kD", markersize=4, label="the paper's")
-        axis.set_xticks(range(len(sets)), sets, rotation=20)
+        axis.set_xticks(range(len(sets)), sets, rotation=25, ha="right")
         axis.set(ylabel="kernel RMSE / iid", title=f"VRC Table 1, {scheme.name} features")
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     report.save(drawn, out)
@@ -164,7 +184,7 @@ def main(
         row
         for name, parts in uci.tables(data_sets, data_dir, splits, points)
         for scheme in uci.SCHEMES
-        for row in rows_of(name, scheme, parts, draws)
+        for row in rows_of(name, with_baselines(scheme), parts, draws)
     ]
     plot(rows, out / "kernels")
     print(report.table(rows, out / "kernels"))
