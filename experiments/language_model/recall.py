@@ -17,8 +17,7 @@ from vit import loop
 from vit.config import Optim, Size
 
 SIZE = Size(width=64, depth=2, num_heads=2, mlp_dim=128)
-TOKENS = 2048
-"""Of a step."""
+BATCH = 16
 
 
 def measured(
@@ -26,10 +25,9 @@ def measured(
 ) -> rows.Row:
     """Held-out accuracy; the run lies in a folder in `out`."""
     own, near = runs.attention(kind, m, window)
-    batch = max(1, TOKENS // length)
-    dataset = pairs.dataset(length, steps * batch)
+    dataset = pairs.dataset(length, steps * BATCH)
     optim = Optim(learning_rate=rate, warmup_steps=steps // 10, b2=0.99, weight_decay=0.1)
-    config = runs.config(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=batch)
+    config = runs.config(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=BATCH)
     config.seed = seed
     workdir = out / f"{kind}_{length}_{seed}"
     record = loop.train(config, workdir, dataset, pairs.task(near))
