@@ -12,8 +12,9 @@ from flax import nnx
 from experiments.language_model import conversion, convert, generation, pairs, rows, runs, text
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import rotated
+from experiments.language_model.task import layers
 from performer.calibration import calibrate
-from performer.refinement import Far, Sample, learned_estimate, near_pairs
+from performer.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
 from vit.config import Size, validate
 from vit.task import random_streams
 
@@ -174,6 +175,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     found = convert.finetuned(of, tmp_path, options, 4, 6, "transfer")
     again, _ = runs.restore(tmp_path / "both_4_6")
     assert again.step == 2
+    assert all(layer.attention_fn.feature_map is LEARNED for layer in layers(again.model()))
     assert np.isfinite(found["loss"])
     with pytest.raises(ValueError, match="has no softmax attention"):
         convert.subject(tmp_path / "both_4_6", 8, 4)

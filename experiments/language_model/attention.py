@@ -123,7 +123,9 @@ class Hybrid(nnx.Module):
 AttentionFn = Softmax | Hybrid
 
 
-def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> AttentionFn:
+def of_config(
+    config: Config, window: int, first: int, feature_map: FeatureMap, *, rngs: nnx.Rngs
+) -> AttentionFn:
     """The attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.
@@ -135,7 +137,7 @@ def of_config(config: Config, window: int, first: int, *, rngs: nnx.Rngs) -> Att
         return Hybrid(None, None, window, first)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads
     far = Far.of(couplings.draw(rngs.frequencies(), *draw))
-    return Hybrid(far, None, window, first)
+    return Hybrid(far, None, window, first, feature_map)
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:

@@ -133,7 +133,7 @@ def finetuned(
         batch_size=config.data.batch_size,
     )
     workdir = out / f"{kind}_{window}_{m}"
-    settings = of.settings._replace(window=near, first=int(near > 0))
+    settings = of.settings._replace(window=near, first=int(near > 0), transferred=m > 0)
     runs.begin(workdir, model, new, settings, of.run.dataset)
     record = runs.train(workdir, new, settings, of.run.dataset)
     return {"loss": record["eval_loss"]}

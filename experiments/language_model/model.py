@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.language_model import attention
+from performer.features import FeatureMap, positive
 from vit.config import Config, Size
 
 BASE = 10_000.0
@@ -81,17 +82,29 @@ class Decoder(nnx.Module):
         characters: how many there are.
         window: tokens of a chunk of exact attention; 0 for none.
         first: the first so many keys are exact.
+        feature_map: of the far keys; `refinement.LEARNED` after attention transfer.
         rngs: streams params and frequencies.
     """
 
     def __init__(
-        self, config: Config, *, characters: int, window: int = 0, first: int = 0, rngs: nnx.Rngs
+        self,
+        config: Config,
+        *,
+        characters: int,
+        window: int = 0,
+        first: int = 0,
+        feature_map: FeatureMap = positive,
+        rngs: nnx.Rngs,
     ):
         size = config.model.size
         self.embed: Callable[[Array], Array] = nnx.Embed(characters, size.width, rngs=rngs)
         self.blocks = nnx.List(
             [
-                Block(size, attention.of_config(config, window, first, rngs=rngs), rngs=rngs)
+                Block(
+                    size,
+                    attention.of_config(config, window, first, feature_map, rngs=rngs),
+                    rngs=rngs,
+                )
                 for _ in range(size.depth)
             ]
         )

@@ -11,6 +11,8 @@ from experiments.language_model import text
 from experiments.language_model.model import Decoder
 from experiments.language_model.task import task
 from performer.choices import unknown
+from performer.features import positive
+from performer.refinement import LEARNED
 from vit import checkpoint, files, loop, metrics
 from vit import config as configs
 from vit import runs as of_vit
@@ -34,6 +36,8 @@ class Settings(NamedTuple):
     """Tokens of a chunk of exact attention; 0 for none."""
     first: int = 0
     """The first so many keys are exact."""
+    transferred: bool = False
+    """Features are those of attention transfer, without the half norm of positive ones."""
 
 
 def attention(kind: str, num_features: int, window: int) -> tuple[Attention, int]:
@@ -134,7 +138,8 @@ def init_from(
 
 def of_settings(settings: Settings, dataset: Dataset) -> Task:
     """The task of a run."""
-    return task(dataset.num_classes, settings.window, settings.first)
+    feature_map = LEARNED if settings.transferred else positive
+    return task(dataset.num_classes, settings.window, settings.first, feature_map)
 
 
 def restore(workdir: Path) -> tuple[of_vit.Restored, Settings]:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from experiments.language_model.model import Attention, Decoder, Triple, cross_entropy
+from performer.features import FeatureMap, positive
 from vit.data import Batch
 from vit.task import Sums, Task
 
@@ -13,16 +14,21 @@ NAME = "language model"
 
 
 @cache
-def task(characters: int, window: int = 0, first: int = 0) -> Task:
+def task(
+    characters: int, window: int = 0, first: int = 0, feature_map: FeatureMap = positive
+) -> Task:
     """Cross entropy of each next character, in nats.
 
     Args:
         characters: how many there are.
         window: of exact attention, see `Decoder`; it means nothing to softmax attention.
         first: likewise.
+        feature_map: likewise.
     """
     return Task(
-        create=partial(Decoder, characters=characters, window=window, first=first),
+        create=partial(
+            Decoder, characters=characters, window=window, first=first, feature_map=feature_map
+        ),
         loss=loss,
         count=count,
         layers=layers,
