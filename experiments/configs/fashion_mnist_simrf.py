@@ -15,7 +15,9 @@ Left open, and what was chosen:
     learning rate                 as in `imagenet_simrf`, its warm-up the same share of the run
     crops, flips                  flips alone
 
-Machine: MACHINE
+Machine: 8 devices with 80 GB, in four parts of 128 images a device: compiled for h100:8 and
+counted, not run (`--dry_run --topology=h100:8`), the step takes 12.2 GiB on each. A step is 434
+TFLOP, the run 1.8 EFLOP: a quarter of an hour on eight H100s at 30% of their peak, by arithmetic.
 
 Expected: the paper prints curves only; of this data set it says that SimRF is never worse than ORF.
 Not yet run here: it takes accelerators. `fashion_mnist` is the same with a model of size Ti.
