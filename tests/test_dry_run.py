@@ -68,7 +68,9 @@ def test_what_a_device_has_decides(plan):
 
 
 def test_a_compiler_that_finds_no_room_says_what_to_change():
-    """Those of accelerators do not compile such a program."""
+    """Those of accelerators do not compile such a program. Triton has no part in that of a GPU."""
+
+    given = []
 
     class Step:
         __name__ = "train_step"
@@ -76,14 +78,17 @@ def test_a_compiler_that_finds_no_room_says_what_to_change():
         def lower(self, *_):
             return self
 
-        def compile(self):
+        def compile(self, options):
+            given.append(options)
             raise jax.errors.JaxRuntimeError(
                 "RESOURCE_EXHAUSTED: E1000: Ran out of memory (19.29G of 15.75G). HLO module: x."
             )
 
     message = r"train_step does not fit: take .*accumulate.* The compiler: .*19.29G of 15.75G\)$"
-    with pytest.raises(ValueError, match=message):
-        dry_run.compiled(Step(), gpu=False)
+    for gpu in (False, True):
+        with pytest.raises(ValueError, match=message):
+            dry_run.compiled(Step(), gpu=gpu)
+    assert given == [None, {"xla_gpu_enable_triton_gemm": False}]
 
 
 def test_collectives_of_a_program_by_kind_and_bytes():

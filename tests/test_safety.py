@@ -261,10 +261,14 @@ def test_a_start_removes_the_shared_memory_of_its_killed_predecessor(tmp_path, m
     script.write_text(LEAVE)
     environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
     subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, timeout=120)
-    left = set(os.listdir(safety.SHARED)) - before
-    assert any(name.startswith("v") for name in left)
-    assert any(name.startswith("sem.v") for name in left)
+    new = set(os.listdir(safety.SHARED)) - before  # also of other processes of this machine
     safety.own_shared_memory(tmp_path / "another")
-    assert left <= set(os.listdir(safety.SHARED))
+    kept = set(os.listdir(safety.SHARED))
     safety.own_shared_memory(tmp_path)
+    prefix = multiprocessing.current_process()._config["semprefix"].strip("/")
+    memory = {name for name in new if name.startswith(f"{prefix}_")}
+    left = memory | {name for name in new if name.startswith(f"sem.{prefix}-")}
+    assert memory
+    assert left > memory
+    assert left <= kept
     assert not left & set(os.listdir(safety.SHARED))
