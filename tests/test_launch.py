@@ -210,17 +210,25 @@ def test_tables_say_what_made_them(tmp_path):
         "from experiments.common import launch\n"
         "def main(out: Path, draws: int = 1):\n"
         "    'Writes.\\n\\n    Args:\\n        out: folder.\\n        draws: how many.\\n    '\n"
-        "    out.mkdir()\n"
+        "    out.mkdir(exist_ok=True)\n"
         "    draws and (out / 'table.csv').write_text('a')\n"
         "launch.run(main)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
-    for flags_, made in ((["--draws=2"], True), (["--draws=0"], False)):
+    runs = (
+        (["--draws=2"], True),
+        (["--draws=3"], True),
+        (["--draws=2"], True),
+        (["--draws=0"], False),
+    )
+    for flags_, made in runs:
         out = tmp_path / f"out {made}"
         typed = ["-m", "program", f"--out={out}", *flags_]
         subprocess.run([sys.executable, *typed], check=True, env=environment)
         assert (out / "run.json").exists() == made
-    record = json.loads((tmp_path / "out True" / "run.json").read_text())
+    records = json.loads((tmp_path / "out True" / "run.json").read_text())
+    assert [shlex.split(each["command"])[-1] for each in records] == ["--draws=3", "--draws=2"]
+    record = records[-1]
     assert shlex.split(record["command"]) == [
         "python",
         "-m",

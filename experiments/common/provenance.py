@@ -25,7 +25,10 @@ def machine() -> dict[str, str]:
 
 
 def record(out: Path, seconds: float) -> None:
-    """Writes out/run.json beside the tables in `out`; nothing where there are none."""
+    """Notes the command in out/run.json, with those that wrote to `out` before and were others.
+
+    Tables grow, and parts of a program have the same folder. Nothing where there are no tables.
+    """
     if not any(out.glob("*.csv")):
         return
     spec = sys.modules["__main__"].__spec__
@@ -35,4 +38,7 @@ def record(out: Path, seconds: float) -> None:
         "date": datetime.date.today().isoformat(),
         "minutes": str(round(seconds / 60, 1)),
     }
-    (out / "run.json").write_text(json.dumps(made | machine(), indent=2) + "\n")
+    path = out / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    others = [each for each in before if each["command"] != made["command"]]
+    path.write_text(json.dumps([*others, made | machine()], indent=2) + "\n")
