@@ -54,6 +54,7 @@ def performer_attention_fn(
     feature_map: str | FeatureMap = "positive",
     exact_window: int = 0,
     exact_first: int = 0,
+    alibi_slopes: ArrayLike | None = None,
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
@@ -85,6 +86,7 @@ def performer_attention_fn(
         feature_map: as in `performer.performer_attention`.
         exact_window: likewise, for self attention, with a cache for decoding or without.
         exact_first: likewise.
+        alibi_slopes: likewise, relative positions; for self attention, with a cache or without.
 
     Returns:
         (..., t, n, v).
@@ -127,6 +129,7 @@ def performer_attention_fn(
         weights=module is not None,
         exact_window=exact_window,
         exact_first=exact_first,
+        alibi_slopes=alibi_slopes,
     )
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)

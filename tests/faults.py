@@ -560,7 +560,14 @@ FAULTS = [
         "performer/attention/_dropin.py",
         "last = jnp.max(jnp.where(exists, index, -1), axis=-1, keepdims=True)",
         "last = jnp.min(jnp.where(exists, index, s), axis=-1, keepdims=True)",
-        "test_nnx.py::test_decoding_with_a_window_is_causal_attention_with_it",
+        "test_nnx.py::test_decoding_with_places_is_causal_attention_with_them",
+    ),
+    Fault(
+        "while decoding, slopes are those of a first token",
+        "performer/attention/_dropin.py",
+        "places = exact_window or alibi_slopes is not None",
+        "places = exact_window",
+        "test_nnx.py::test_decoding_with_places_is_causal_attention_with_them",
     ),
     Fault(
         "a linearized linen layer forgets its window",

@@ -18,7 +18,7 @@ W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
 
 
 def layer(frequencies=W, **kwargs):
-    own = ("is_causal", "exact_window", "exact_first")
+    own = ("is_causal", "exact_window", "exact_first", "alibi_slopes")
     options = {name: kwargs.pop(name) for name in own if name in kwargs}
     attention_fn = partial(performer_attention_fn, frequencies=frequencies, **options)
     return linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn, **kwargs)
@@ -58,9 +58,14 @@ def test_key_masks_are_honoured(dtype):
     np.testing.assert_allclose(got[:, :3], module.apply(variables, X[:, :3]), atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [{}, {"exact_window": 2, "exact_first": 1}])
-def test_decoding_is_causal_attention(window):
-    module = layer(decode=True, **window)
+SLOPES = np.array([0.5, 0.125])
+
+
+@pytest.mark.parametrize(
+    "places", [{}, {"exact_window": 2, "exact_first": 1}, {"alibi_slopes": SLOPES}]
+)
+def test_decoding_is_causal_attention(places):
+    module = layer(decode=True, **places)
     variables = module.init(jax.random.key(2), X)
     cache, steps = variables["cache"], []
     for i in range(5):
@@ -69,10 +74,10 @@ def test_decoding_is_causal_attention(window):
         )
         cache = new["cache"]
         steps.append(out)
-    want = layer(is_causal=True, **window).apply({"params": variables["params"]}, X)
+    want = layer(is_causal=True, **places).apply({"params": variables["params"]}, X)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
     plain = layer(is_causal=True).apply({"params": variables["params"]}, X)
-    assert np.allclose(want, plain, atol=1e-3) == (not window)
+    assert np.allclose(want, plain, atol=1e-3) == (not places)
 
 
 def test_sown_weights():

@@ -16,11 +16,10 @@ from performer.calibration import fit, pair_moments
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
 
-def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, window=(0, 0), **kwargs):
+def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
     rngs = nnx.Rngs(params=0, frequencies=1, dropout=2)
-    options = dict(zip(("exact_window", "exact_first"), window, strict=True))
     attention_fn = PerformerAttention(
-        16, 4, coupling=coupling, num_heads=num_heads, **options, rngs=rngs
+        16, 4, coupling=coupling, num_heads=num_heads, **options or {}, rngs=rngs
     )
     return nnx.MultiHeadAttention(
         num_heads=2,
@@ -131,24 +130,28 @@ def test_decoding_is_causal_attention():
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
 
 
-WINDOW = (2, 1)
-"""exact_window, exact_first."""
+WINDOW: dict = dict(exact_window=2, exact_first=1)
+SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
+PLACES = pytest.mark.parametrize("options", [WINDOW, SLOPES, WINDOW | SLOPES])
+"""What depends on the places of queries and keys."""
 
 
+@PLACES
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_window_is_that_of_the_operator(is_causal):
-    module = layer(window=WINDOW, decode=False)
+def test_windows_and_slopes_are_those_of_the_operator(is_causal, options):
+    module = layer(options=options, decode=False)
     heads = [getattr(module, name)(X) for name in ("query", "key", "value")]
-    W, options = module.attention_fn.frequencies[...], dict(exact_window=2, exact_first=1)
+    W = module.attention_fn.frequencies[...]
     want = module.out(performer_attention(*heads, W, is_causal=is_causal, **options))
     got = module(X, is_causal=is_causal)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert not np.allclose(got, layer(decode=False)(X, is_causal=is_causal), atol=1e-3)
 
 
-def test_decoding_with_a_window_is_causal_attention_with_it():
+@PLACES
+def test_decoding_with_places_is_causal_attention_with_them(options):
     """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
-    module = layer(window=WINDOW, decode=True)
+    module = layer(options=options, decode=True)
     module.init_cache(X.shape)
     step = nnx.jit(lambda module, x: module(x, sow_weights=True))
     steps, rows = [], []
@@ -161,12 +164,14 @@ def test_decoding_with_a_window_is_causal_attention_with_it():
     np.testing.assert_allclose(jnp.concatenate(rows, axis=2), matrix, atol=1e-5)
 
 
-def test_a_window_of_fewer_queries_than_keys_is_that_of_a_cache_alone():
-    module = layer(window=WINDOW, decode=False)
+def test_places_of_fewer_queries_than_keys_are_those_of_a_cache_alone():
+    module = layer(options=WINDOW, decode=False)
     with pytest.raises(ValueError, match="exact_window=2 needs one key for each query, got 1 and"):
         module(X[:, :1], X)  # cross attention: no mask says where the query stands
     with pytest.raises(ValueError, match="exact_window must not be negative, got -1"):
-        layer(window=(-1, 0))
+        layer(options=dict(exact_window=-1))
+    with pytest.raises(ValueError, match="alibi_slopes and log_decay need one key for each query"):
+        layer(options=SLOPES, decode=False)(X[:, :1], X)
 
 
 def test_sown_weights_are_the_attention_matrix():

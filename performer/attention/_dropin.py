@@ -30,11 +30,12 @@ def attention_fn(
     implementation: Literal["pallas"] | None = None,
     exact_window: int = 0,
     exact_first: int = 0,
+    alibi_slopes: ArrayLike | None = None,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and the attention weights if they are wanted.
 
     One query with a mask over several keys is that of decoding with a cache: it stands beside the
-    last key that exists, and its window is that of its place there.
+    last key that exists, and its window and distances are those of its place there.
 
     Raises:
         ValueError: for a bias, attention dropout, a mask that depends on the query or the head, or
@@ -60,9 +61,11 @@ def attention_fn(
         feature_map=feature_map,
         exact_window=exact_window,
         exact_first=exact_first,
+        alibi_slopes=alibi_slopes,
     )
+    places = exact_window or alibi_slopes is not None
     place = None
-    if exact_window and mask is not None and query.shape[-3] == 1 < key.shape[-3]:
+    if places and mask is not None and query.shape[-3] == 1 < key.shape[-3]:
         place = _last(mask, key)
         query, options["is_causal"] = jnp.where(place, query, 0), True
     output = performer_attention(

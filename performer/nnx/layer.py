@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
@@ -72,6 +73,9 @@ class PerformerAttention(nnx.Module):
         exact_window: w > 0 makes near keys exact, as in `performer.performer_attention`: for self
             attention.
         exact_first: so are the first keys.
+        alibi_slopes: relative positions in linear time, one number for each head, as in
+            `performer.performer_attention`: for self attention, with Flax's cache too. They are
+            constants of the layer.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
             sharded batches they are means over all devices without it.
         rngs: random streams; `frequencies` is used, or the default one.
@@ -105,10 +109,14 @@ class PerformerAttention(nnx.Module):
         implementation: Literal["pallas"] | None = None,
         exact_window: int = 0,
         exact_first: int = 0,
+        alibi_slopes: ArrayLike | None = None,
         axis_name: str | None = None,
         rngs: nnx.Rngs,
     ):
         self.window = Window(exact_window, exact_first)
+        self.alibi_slopes = (
+            None if alibi_slopes is None else tuple(np.asarray(alibi_slopes, float).tolist())
+        )
         for name, count in {"redraw_every": redraw_every, **self.window._asdict()}.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
@@ -209,6 +217,7 @@ class PerformerAttention(nnx.Module):
             weights=module is not None,
             implementation=self.implementation,
             **self.window._asdict(),
+            alibi_slopes=None if self.alibi_slopes is None else np.asarray(self.alibi_slopes),
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)
