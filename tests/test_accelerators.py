@@ -1,8 +1,11 @@
 """Milliseconds counted in compiled text, and a table that goes on; no compiler of TPUs."""
 
+import jax
 import pytest
 
 from experiments.speed import accelerators, counted
+from vit import devices, dry_run
+from vit import topologies as there_are
 
 BUNDLES = """
      0   :  { %s1 = smov 0 }
@@ -61,6 +64,26 @@ def test_a_table_goes_on(tmp_path):
     assert made.count(("a/16", 1)) == made.count(("a/16", 2)) == 1
     assert accelerators.known(tmp_path / "rows.csv") == rows
     assert accelerators.NOTE in (tmp_path / "rows.md").read_text()
+
+
+def test_a_step_that_does_not_fit_is_a_row_too(monkeypatch):
+    """The compiler of TPUs ends with an error there; the rows after it are still wanted."""
+    cost = dry_run.Cost(1.0, {"in all": 2.0**30}, 3e12, 2.0**31, {"all-reduce": (2, 2**20)})
+
+    answers = iter([cost, None])
+
+    def compiled(*program, gpu):
+        if (answer := next(answers)) is None:
+            raise ValueError("train_step does not fit")
+        return answer
+
+    monkeypatch.setattr(there_are, "devices", lambda name: jax.devices()[:1])
+    monkeypatch.setattr(devices, "peak_of", lambda kind: devices.Peak(1e12, 1e12, 16.0))
+    monkeypatch.setattr(dry_run, "compiled", compiled)
+    fits, not_ = (accelerators.step("v5e:4x4", "Ti/16", "softmax", 16) for _ in range(2))
+    assert list(fits) == list(not_)
+    assert (fits["memory, GiB"], fits["roof, images/s"]) == (1, pytest.approx(16 / 3))
+    assert (not_["memory, GiB"], not_["TFLOP"]) == ("does not fit", "")
 
 
 @pytest.mark.parametrize(("times", "says"), [([2, 1, 3], "512"), ([2, 3, 3], "197")])

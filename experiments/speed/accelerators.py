@@ -44,6 +44,8 @@ KINDS = {
 }
 LENGTHS = (197, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS, HEADS, WIDTH, FEATURES = 16384, 12, 64, 128
+COUNTED = ("TFLOP", "traffic, GiB", "roof, images/s", "collectives", "compiled in, s")
+NOTHING = dict.fromkeys(COUNTED, "")
 NOTE = "Compiled and counted, not run."
 
 
@@ -58,15 +60,15 @@ def step(topology: str, variant: str, kind: str, batch_size: int) -> dict[str, A
     program = runs.program(config, dataset, task, mesh)
     batch = runs.abstract_batch(dataset, config, mesh)
     gpu = there[0].platform in ("cuda", "gpu")
-    cost = dry_run.compiled(program.train, program.abstract, batch, gpu=gpu)
     peak = devices.peak_of(there[0].device_kind)
     assert peak is not None
+    row = {"topology": topology, "variant": variant, "attention": kind, "batch": batch_size}
+    try:
+        cost = dry_run.compiled(program.train, program.abstract, batch, gpu=gpu)
+    except ValueError:  # the compiler of TPUs ends where the memory does
+        return row | {"memory, GiB": "does not fit", "of": peak.memory / 2**30, **NOTHING}
     seconds = max(cost.operations / peak.flops, cost.bytes / peak.bandwidth)
-    return {
-        "topology": topology,
-        "variant": variant,
-        "attention": kind,
-        "batch": batch_size,
+    return row | {
         "memory, GiB": cost.memory["in all"] / 2**30,
         "of": peak.memory / 2**30,
         "TFLOP": cost.operations / 1e12 or "",
@@ -211,6 +213,7 @@ def main(
     if "lengths" in what:
         counted.dump()  # libtpu reads it when it starts
         rows = table([(n,) for n in LENGTHS], ("tokens",), length, out / "lengths")
+        rows.sort(key=lambda row: row["tokens"])
         says = "; ".join(crossing(rows, which) for which in ("forward", "both"))
         print(report.table(rows, out / "lengths", f"{NOTE} Random features, {says}."))
         draw(rows, out / "lengths")
