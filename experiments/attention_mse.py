@@ -9,11 +9,11 @@
 figure7: kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions that
 are N(0, I / sqrt(d)) as printed, or N(0, I / d). vit: relative error |A^ - A|^2 / |A|^2 with 197
 tokens, head_dim 64 and m = 128 on three kinds of data at several lengths of queries and keys,
-couplings as they are and calibrated on as many other tokens, beside uniform attention. features:
-the same error on anisotropic data of squared norm 2, against the number of features. With
---workdir: the queries and keys of a trained model on its evaluation images, layer by layer and head
-by head, each coupling in turn, with each window of near keys that are exact (data that are drawn
-have none).
+couplings as they are and calibrated on as many other tokens, beside uniform attention; with an
+exact window, too, though tokens that are drawn have no places, so that near keys are just some keys
+that are exact. features: the same error on anisotropic data of squared norm 2, against the number
+of features. With --workdir: the queries and keys of a trained model on its evaluation images, layer
+by layer and head by head, each coupling in turn, with each window of near keys that are exact.
 
 Tables (csv, md) and figures (png) go to --out.
 """
@@ -53,17 +53,13 @@ def main(
         calibrations: of the part vit.
         num_features: each m; 128 for vit, and what the run has.
         squared_norms: |q|^2 = |k|^2 of the part vit.
-        exact_window: of a run; its own if none is given.
+        exact_window: near keys that are exact; if none is given, a run's own, or 16 for one
+            coupling of the part vit.
         draws: of the frequencies.
         out: folder of tables and figures.
     """
     launch.at_least(3, draws=draws)
     launch.at_least(1, num_features=min(num_features, default=1))
-    if exact_window and not workdir:
-        raise ValueError(
-            f"--exact_window={','.join(map(str, exact_window))}: give the --workdir of a run, whose"
-            " tokens have places"
-        )
     launch.at_least(0, exact_window=min(exact_window, default=0))
     for name in couplings:  # all is right before any work starts
         if workdir or "figure7" in parts or name not in errors.LEARNED:
@@ -86,7 +82,8 @@ def main(
     if "vit" in parts:
         for m in num_features or (128,):
             target = out / ("vit" + f"_{m}" * (len(num_features) > 1))
-            print(errors.vit(couplings, calibrations, squared_norms, m, draws, target))
+            windows = exact_window or (16,)
+            print(errors.vit(couplings, calibrations, squared_norms, windows, m, draws, target))
     if "features" in parts:
         sizes = num_features or errors.FEATURES
         print(errors.against_features(couplings, sizes, draws, out / "features"))

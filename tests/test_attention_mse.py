@@ -27,14 +27,16 @@ def test_tables(tmp_path):
     table = errors.figure7(["pm"], [16], 30, tmp_path / "figure7")
     assert len(table.splitlines()) == 2 + 2
     assert (tmp_path / "figure7_I___d.png").exists()
-    table = errors.vit(["orf"], ["none", "full"], [1.0], 32, 4, tmp_path / "vit")
+    table = errors.vit(["orf"], ["none", "full"], [1.0], [0, 64], 32, 4, tmp_path / "vit")
     rows = read(tmp_path / "vit.csv")
-    schemes = [(r["coupling"], r["calibration"]) for r in rows]
-    assert schemes == [("orf", "none"), ("orf", "full"), ("uniform", "")]
+    schemes = [(r["coupling"], r["calibration"], r["exact window"]) for r in rows]
+    features, near = ([("orf", x, n) for x in ("none", "full")] for n in ("0", "64"))
+    assert schemes == [*features, *near, ("uniform", "", "0")]
     assert all(" ± " in row["clustered 1"] for row in rows)
     ratios = [float(row["anisotropic 1 / orf"]) for row in read(tmp_path / "vit_ratios.csv")]
     assert ratios[0] == pytest.approx(1)
     assert ratios[1] < 0.7
+    assert max(ratios[2] / ratios[0], ratios[3] / ratios[1]) < 0.5  # 4 of 5 pairs are exact
     assert (tmp_path / "vit.png").exists()
     table = errors.against_features((), [16, 64], 3, tmp_path / "features")
     assert len(table.splitlines()) == 2 + 4
@@ -67,7 +69,7 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
     monkeypatch.setattr(errors, "calibrate", calibrate)
     monkeypatch.setattr(errors, "attention_error", attention_error)
     monkeypatch.setattr(attention_data, "DATA_SETS", 2)
-    values, uniform = errors.errors("anisotropic", 1.0, "orf", "full", 16, 3)
+    values, uniform = errors.errors("anisotropic", 1.0, "orf", "full", 0, 16, 3)
     assert len(seen) == len(values) == len(uniform) == 2
 
 
@@ -84,7 +86,7 @@ def test_a_copula_is_learned_on_other_tokens(monkeypatch):
 
     monkeypatch.setattr(errors, "learned", learned)
     found = {
-        name: errors.errors("anisotropic", 2.0, name, "none", 16, 400)[0][0]
+        name: errors.errors("anisotropic", 2.0, name, "none", 0, 16, 400)[0][0]
         for name in ("copula-antithetic", "orf-antithetic")
     }
     assert found["copula-antithetic"] < 0.95 * found["orf-antithetic"]
@@ -95,15 +97,15 @@ def test_a_copula_is_learned_on_other_tokens(monkeypatch):
 def test_each_number_of_features_has_its_table(tmp_path, monkeypatch):
     """The command of the README: --couplings=iid,orf --num_features=16,32."""
     asked = []
-    monkeypatch.setattr(errors, "vit", lambda *a: asked.append((a[3], a[5].name)) or "")
+    monkeypatch.setattr(errors, "vit", lambda *a: asked.append((a[3], a[4], a[6].name)) or "")
     attention_mse.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
-    attention_mse.main(parts=["vit"], out=tmp_path)
-    assert asked == [(16, "vit_16"), (32, "vit_32"), (128, "vit")]
+    attention_mse.main(parts=["vit"], exact_window=(0,), out=tmp_path)
+    assert asked == [((16,), 16, "vit_16"), ((16,), 32, "vit_32"), ((0,), 128, "vit")]
     with pytest.raises(ValueError, match="--draws=2 must be at least 3"):
         attention_mse.main(draws=2)
 
 
 @pytest.mark.parametrize("given", [{}, {"workdir": Path("run")}])
-def test_a_window_is_that_of_a_run(given):
-    with pytest.raises(ValueError, match="give the --workdir of a run|must be at least 0"):
+def test_a_window_is_checked_before_any_work(given):
+    with pytest.raises(ValueError, match="--exact_window=-1 must be at least 0"):
         attention_mse.main(exact_window=(16, -1), **given)

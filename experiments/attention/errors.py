@@ -32,11 +32,15 @@ SCHEMES = {
     "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
 }
 """Couplings under each calibration; where names are given all of those under each."""
+NEAR = (("pm-antithetic", "full"),)
+"""What has near keys that are exact, where no names are given."""
 LEARNED: dict[str, Callable[[Any], Coupling]] = {
     "copula": copula.orthogonal,
     "copula-antithetic": lambda theta: couplings.Antithetic(copula.orthogonal(theta)),
 }
 """theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
+ORF = ("orf", "none", 0)
+"""What the others are compared with."""
 STEPS = 300
 """Of Adam, from independent lengths."""
 
@@ -82,27 +86,31 @@ def vit(
     names: Sequence[str],
     methods: Sequence[str],
     norms: Sequence[float],
+    windows: Sequence[int],
     m: int,
     draws: int,
     out: Path,
 ) -> str:
     """Errors, absolute and relative to ORF's, for three kinds of data and several norms.
 
-    Means and standard errors over the data sets.
+    Means and standard errors over the data sets. The tokens have no places: with a window the keys
+    that are exact are any, a share of all.
     """
     schemes = [
-        (name, method)
+        (name, method, 0)
         for method in methods
         for name in names or SCHEMES.get(method, SCHEMES["full"])
     ]
-    rows: list[dict] = [{"coupling": name, "calibration": method} for name, method in schemes]
-    rows.append({"coupling": "uniform", "calibration": ""})
+    near = schemes if names else [(*scheme, 0) for scheme in NEAR]
+    schemes += [(*scheme[:2], window) for window in windows if window for scheme in near]
+    scheme = ("coupling", "calibration", "exact window")
+    rows: list[dict] = [dict(zip(scheme, x, strict=True)) for x in schemes]
+    rows.append(dict(zip(scheme, ("uniform", "", 0), strict=True)))
     for kind, squared_norm in itertools.product(data.DATA, norms):
         column = f"{kind} {squared_norm:g}"
-        reference, uniform = errors(kind, squared_norm, "orf", "none", m, draws)
+        reference, uniform = errors(kind, squared_norm, *ORF, m, draws)
         found = [
-            reference if s == ("orf", "none") else errors(kind, squared_norm, *s, m, draws)[0]
-            for s in schemes
+            reference if s == ORF else errors(kind, squared_norm, *s, m, draws)[0] for s in schemes
         ]
         for row, values in zip(rows, [*found, uniform], strict=True):
             row[column], row[f"{column} ±"] = mean_and_error(values)
@@ -110,7 +118,6 @@ def vit(
         print(column, flush=True)
     _plot_vit(rows, norms, out)
     columns = [f"{kind} {norm:g}" for kind, norm in itertools.product(data.DATA, norms)]
-    scheme = ("coupling", "calibration")
     ratios = [{x: row[x] for x in (*scheme, *(f"{c} / orf" for c in columns))} for row in rows]
     report.table(ratios, _suffixed(out, "ratios"))
     texts = [
@@ -121,7 +128,7 @@ def vit(
 
 
 def errors(
-    kind: str, squared_norm: float, name: str, method: str, m: int, draws: int
+    kind: str, squared_norm: float, name: str, method: str, window: int, m: int, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors on each data set of random features, and of uniform attention.
 
@@ -135,6 +142,7 @@ def errors(
         coupling = learned(name, others, other_keys, m) if name in LEARNED else name
         fitted = calibrate(others, other_keys, coupling=coupling, method=method, scale=1.0)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
+        options["exact_window"] = window
         found.append(attention_error(query, key, coupling=coupling, **options))
     values = [(error.attention.value[0], error.uniform_attention[0]) for error in found]
     of_features, uniform = np.asarray(values, np.float64).reshape(len(found), 2).T
@@ -162,7 +170,7 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
     for name, method in [(name, "none") for name in names] or CURVES:
         found = []
         for m in sizes:
-            values, uniform = errors("anisotropic", 2.0, name, method, m, draws)
+            values, uniform = errors("anisotropic", 2.0, name, method, 0, m, draws)
             found.append(mean_and_error(values))
         label = name if method == "none" else f"{name}, calibrated"
         texts = {f"m = {m}": plus_minus(*x) for m, x in zip(sizes, found, strict=True)}
@@ -179,9 +187,9 @@ def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
     drawn, axes = plots.panels(out, len(data.DATA))
     for axis, kind in zip(axes, data.DATA, strict=True):
         for number, row in enumerate(rows):
-            label = ", ".join(
-                x for x in (row["coupling"], row["calibration"]) if x not in ("", "none")
-            )
+            window = f"window {row['exact window']}" if row["exact window"] else ""
+            words = (row["coupling"], row["calibration"], window)
+            label = ", ".join(x for x in words if x not in ("", "none"))
             style = {"none": "--", "": ":"}.get(row["calibration"], "-")
             values = [(row[f"{kind} {norm:g}"], row[f"{kind} {norm:g} ±"]) for norm in norms]
             color = "black" if row["coupling"] == "uniform" else f"C{number % 10}"
