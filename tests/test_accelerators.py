@@ -41,6 +41,20 @@ def test_a_kernel_has_the_larger_of_cycles_and_traffic():
     assert counted.milliseconds(PROGRAM, cycles, bandwidth) == pytest.approx(read + 3e3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "moved"),
+    [
+        ("copy-start", "(f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)})", 4096),
+        ("copy-start", "(f32[1024]{0}, f32[1024]{0:S(1)}, u32[]{:S(2)})", 4096),
+        ("slice-start", "((f32[1024]{0}), f32[256]{0:S(1)}, s32[]{:S(2)})", 1024),
+    ],
+)
+def test_a_copy_moves_what_it_returns(kind, shape, moved):
+    """Into the core's memory or out of it; of a slice, not all of its operand."""
+    text = f"ENTRY %main () -> f32[1] {{\n  %a = {shape} {kind}(%p), slice={{[0:256]}}\n}}\n"
+    assert counted.milliseconds(text, {}, 1.0) == 1e3 * moved
+
+
 def test_a_loop_around_kernels_is_refused():
     with pytest.raises(ValueError, match="with a loop around its kernels"):
         counted.milliseconds(PROGRAM.replace("fusion(%a)", "while(%a)"), {}, 1e9)

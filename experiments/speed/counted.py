@@ -57,14 +57,18 @@ def bundles(text: str) -> float:
     return float(times.sum())
 
 
+def arrays(shape: str) -> list[tuple[int, bool]]:
+    """Bytes of each array of a shape, and whether it lies in the core's memory."""
+    found = re.findall(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?", shape)
+    return [
+        (BYTES.get(dtype, 4) * math.prod(int(n) for n in sizes.split(",") if n), "S(" in layout)
+        for dtype, sizes, layout in found
+    ]
+
+
 def traffic(shape: str) -> int:
     """Bytes of the arrays of a shape that lie in the device's memory, not in the core's."""
-    arrays = re.findall(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?", shape)
-    return sum(
-        BYTES.get(dtype, 4) * math.prod(int(n) for n in sizes.split(",") if n)
-        for dtype, sizes, layout in arrays
-        if "S(" not in layout
-    )
+    return sum(size for size, inside in arrays(shape) if not inside)
 
 
 def instructions(text: str) -> list[Instruction]:
@@ -93,8 +97,8 @@ def milliseconds(text: str, cycles: dict[str, float], bandwidth: float) -> float
         if x.kind in FREE or x.kind.endswith("-done"):
             continue
         moved = traffic(x.shape) + sum(traffic(shapes.get(name, "")) for name in x.operands)
-        if x.kind.endswith("-start"):  # a copy: its result stands beside its operand
-            moved = traffic(x.shape)
+        if x.kind.endswith("-start"):  # a copy or a slice: operand, result, and a number
+            moved = sorted(size for size, _ in arrays(x.shape))[-2]
         worked = cycles.get(x.name, twins.get(x.shape, 0.0))
         total += max(worked / CLOCK, moved / bandwidth)
     return 1e3 * total
