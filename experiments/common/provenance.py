@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from vit import files
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 
 
@@ -41,4 +43,4 @@ def record(out: Path, seconds: float) -> None:
     path = out / "run.json"
     before = json.loads(path.read_text()) if path.exists() else []
     others = [each for each in before if each["command"] != made["command"]]
-    path.write_text(json.dumps([*others, made | machine()], indent=2) + "\n")
+    files.write(path, json.dumps([*others, made | machine()], indent=2) + "\n")
