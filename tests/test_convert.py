@@ -93,6 +93,12 @@ def test_report(converted, softmax_run):
     assert float(rows[1]["attention error"]) > 0
     assert (out / "conversion.png").exists()
     assert table == (out / "conversion.md").read_text()
+    with (out / "heads.csv").open() as file:
+        heads = list(csv.DictReader(file))
+    assert {row["attention"] for row in heads} == {"linear"}
+    mean = sum(float(row["attention error"]) for row in heads) / len(heads)
+    assert mean == pytest.approx(float(rows[-1]["attention error"]), rel=0.5)  # other images
+    assert mean < float(rows[1]["attention error"])
 
 
 def test_converted_run_evaluates_and_trains_on(converted):

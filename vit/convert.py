@@ -7,8 +7,9 @@ Queries and keys of a few hundred training images calibrate the estimate (`perfo
 parameters stay as they are. The folder `--out` then holds `conversion.csv`, `.md` and `.png`:
 accuracy and attention error against m for every coupling, with and without the calibration, over
 several draws of the frequencies, between the softmax original and uniform attention, which looks
-at nothing. Until all is done `--out` does not exist: it takes shape in `OUT.unfinished`, and after
-a kill the same command begins anew.
+at nothing; and `heads.csv`, the attention errors of the converted run, head by head. Until all is
+done `--out` does not exist: it takes shape in `OUT.unfinished`, and after a kill the same command
+begins anew.
 
 With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
 of the same images: estimates are no longer unbiased, and a good deal nearer with few features. With
@@ -208,6 +209,7 @@ def convert(
             table = report.table(records, folder / "conversion")
             bar.update(progress, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
         plot(records, folder / "conversion")
+        linearized.to_csv(folder / "heads.csv")
     return table
 
 
