@@ -783,9 +783,16 @@ FAULTS = [
     Fault(
         "what lies in the core's memory counts as traffic",
         "experiments/speed/counted.py",
-        'if "S(" not in layout',
-        "if True",
+        "for size, inside in arrays(shape) if not inside)",
+        "for size, inside in arrays(shape))",
         "test_accelerators.py::test_a_kernel_has_the_larger_of_cycles_and_traffic",
+    ),
+    Fault(
+        "a slice moves all of its operand",
+        "experiments/speed/counted.py",
+        "sorted(size for size, _ in arrays(x.shape))[-2]",
+        "traffic(x.shape)",
+        "test_accelerators.py::test_a_copy_moves_what_it_returns",
     ),
     Fault(
         "a loop of bundles counts once",
