@@ -101,8 +101,8 @@ def vit(
         for method in methods
         for name in names or SCHEMES.get(method, SCHEMES["full"])
     ]
-    near = schemes if names else [(*scheme, 0) for scheme in NEAR]
-    schemes += [(*scheme[:2], window) for window in windows if window for scheme in near]
+    near = [(name, method) for name, method, _ in schemes] if names else NEAR
+    schemes += [(name, method, window) for window in windows if window for name, method in near]
     scheme = ("coupling", "calibration", "exact window")
     rows: list[dict] = [dict(zip(scheme, x, strict=True)) for x in schemes]
     rows.append(dict(zip(scheme, ("uniform", "", 0), strict=True)))
