@@ -15,7 +15,7 @@ from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
 from experiments.speed import data as benchmark_data
 from tests.small import small_config
-from vit import augment, bounded, classification, config, data, steps
+from vit import augment, bounded, classification, config, data, examples, steps
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +451,7 @@ def test_as_many_images_are_erased_as_the_config_says(share):
     """Of 1,000: false-alarm rate 6e-7. Without it nothing is drawn: all else stays as it was."""
     section, rng = config.Data(erase=share), np.random.default_rng(0)
     image = np.full((8, 8, 1), 255, np.uint8)
-    erased = [np.any(data._augmented(image, rng, section) < 255) for _ in range(1000)]
+    erased = [np.any(examples._augmented(image, rng, section) < 255) for _ in range(1000)]
     assert abs(np.mean(erased) - share) <= 5 * np.sqrt(share * (1 - share) / 1000)
     if share == 0:
         assert rng.random() == np.random.default_rng(0).random()

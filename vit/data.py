@@ -1,7 +1,5 @@
-"""Data: a source of records, and grain pipelines over it.
+"""Data: batches of a data set's examples, as grain pipelines.
 
-A record is {"image", "label"}, the image an array (height, width, channels) of uint8 or the bytes
-of a JPEG or PNG file; or arrays by name (`in_memory`), or what else a data set's `decode` reads.
 The stream of training batches depends on the seed alone, not on the number of processes or workers;
 a stopped run goes on with the batch of its step.
 """
@@ -9,115 +7,31 @@ a stopped run goes on with the batch of its step.
 import math
 import multiprocessing
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from etils import epath
-from PIL import Image
 
-from performer.choices import unknown
-from vit import augment, bounded, config, machine, safety
-from vit.cli import command
-from vit.sources import forms
-
-Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
+from vit import config, machine, safety
+from vit.catalogue import check as check
+from vit.catalogue import load as load
+from vit.catalogue import splits as splits
+from vit.examples import Batch as Batch
+from vit.examples import Dataset as Dataset
+from vit.examples import WrongLabelError as WrongLabelError
+from vit.examples import evaluated_pixels as evaluated_pixels
+from vit.examples import in_memory as in_memory
 
 THREADS = 16
 """That read records, in each worker: more than it has cores, since they wait for storage."""
 
+
 _TRIES = 100
-
-
-class WrongLabelError(ValueError):
-    """A record that can be read, but not used: no other one may stand in for it."""
-
-
-def labelled_image(
-    record: Any, rng: np.random.Generator | None, data: config.Data, dataset: "Dataset"
-) -> Batch:
-    """The image and label of a record; with a generator as training sees them."""
-    image, channels = record["image"], dataset.channels
-    if rng is not None and data.crop == "inception":
-        box = partial(augment.inception_box, rng=rng)
-        image = _pixels(image, data.image_size, channels, box, Image.Resampling.BILINEAR)
-    else:
-        image = evaluated_pixels(image, data, channels)
-    label = _label(record, dataset)
-    return {"image": image if rng is None else _augmented(image, rng, data), "label": label}
-
-
-def blank_image(data: config.Data, dataset: "Dataset") -> Batch:
-    """A black image of the first class."""
-    shape = (data.image_size, data.image_size, dataset.channels)
-    return {"image": np.zeros(shape, np.uint8), "label": np.int32(0)}
-
-
-class Dataset(NamedTuple):
-    """Random-access sources of records for training and evaluation, and how they are read."""
-
-    train: Sequence[Any]
-    evaluation: Sequence[Any]
-    class_names: tuple[str, ...] = ()
-    """Of the labels 0, 1, ...: of images with a class."""
-    channels: int = 0
-    decode: Callable[..., Batch] = labelled_image
-    """(record, generator or None in evaluation, section of the config, data set) -> an example:
-    arrays by name, always of the same shapes."""
-    blank: Callable[..., Batch] = blank_image
-    """(section of the config, data set) -> an example that pads the last batch."""
-
-    @property
-    def num_classes(self) -> int:
-        """How many labels there are."""
-        return len(self.class_names)
-
-
-def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
-    """A data set of examples: arrays by name, the same names and shapes in each."""
-    return Dataset(
-        train,
-        evaluation,
-        decode=lambda record, rng, data, dataset: record,
-        blank=lambda data, dataset: {k: np.zeros_like(x) for k, x in dataset.train[0].items()},
-    )
-
-
-def load(data: config.Data) -> Dataset:
-    """Opens the data set that the config names; nothing is decoded yet.
-
-    Raises:
-        ValueError: when the name, the directory or a split is unknown, with the choices; when the
-            data set is damaged, or none of labelled grey or RGB images; or when the training split
-            is smaller than one batch, or the evaluation split empty.
-    """
-    if not data.name:
-        raise ValueError(
-            "config.data.name='' must name a data set: without one a run of vit.pretrained serves"
-            " prediction alone; make one with --config=CONFIG, on data, of the same weights"
-        )
-    dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
-    check(dataset, data, f" of {data.name!r}")
-    return dataset
-
-
-def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
-    """Raises ValueError when training has less than a batch, or evaluation nothing."""
-    if not len(dataset.evaluation):
-        raise ValueError(f"config.data.eval_split={data.eval_split!r}{name} is empty")
-    if len(dataset.train) < data.batch_size:
-        raise ValueError(
-            f"config.data.batch_size={data.batch_size} is larger than the training split"
-            f" {data.train_split!r}{name} with {len(dataset.train)} records"
-        )
 
 
 def train_batches(
@@ -409,224 +323,3 @@ def _eval_example(index: int, dataset: Dataset, data: config.Data) -> Batch:
     if not mask:
         example = dataset.blank(data, dataset)
     return example | {"mask": np.float32(mask), "bad": np.int32(bad)}
-
-
-def _augmented(image: np.ndarray, rng: np.random.Generator, data: config.Data) -> np.ndarray:
-    if data.max_shift:
-        image = augment.random_shift(image, rng, data.max_shift)
-    if data.flip:
-        image = augment.random_flip(image, rng)
-    if data.randaugment_layers:
-        image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
-    if data.erase and rng.random() < data.erase:
-        image = augment.random_erasing(image, rng)
-    return image
-
-
-def _label(record: dict[str, Any], dataset: Dataset) -> np.int32:
-    label = int(record["label"])
-    if not 0 <= label < dataset.num_classes:
-        raise WrongLabelError(
-            f"has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
-            + " (-1 stands for a label that is kept secret)" * (label == -1)
-        )
-    return np.int32(label)
-
-
-def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
-    """What evaluation sees of an array or encoded image, (image_size, image_size, channels) uint8.
-
-    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
-    centre is cut out, in one resampling; an image that has the right size passes untouched.
-
-    Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
-    """
-    return _pixels(image, data.image_size, channels, partial(_center_box, data=data))
-
-
-def _center_box(width: int, height: int, data: config.Data) -> augment.Box:
-    """What evaluation sees of an image, in its own pixels."""
-    side = min(width, height) * data.image_size / (data.eval_resize or data.image_size)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def _pixels(
-    image: Any,
-    size: int,
-    channels: int,
-    box: Callable[[int, int], augment.Box],
-    filter: Image.Resampling = Image.Resampling.BICUBIC,
-) -> np.ndarray:
-    """The part `box(width, height)` of an array or encoded image, resized: (size, size, channels).
-
-    A JPEG is decoded at a half, a quarter or an eighth where the part remains large enough.
-
-    Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
-    """
-    opened = bounded.image(image) if isinstance(image, bytes) else augment.to_pil(image)
-    mode = "L" if channels == 1 else "RGB"
-    width, height = opened.size
-    left, top, right, bottom = box(width, height)
-    room = min(right - left, bottom - top) / size
-    reduction = next((r for r in (8, 4, 2) if r <= room), 1)
-    if not opened.draft(mode, (width // reduction, height // reduction)):
-        reduction = 1
-    if opened.mode not in ("L", mode):
-        opened = opened.convert(mode)
-    part = (left / reduction, top / reduction, right / reduction, bottom / reduction)
-    opened = opened.resize((size, size), filter, box=part)
-    if opened.mode != mode:  # grey images are resized before they get three channels
-        opened = opened.convert(mode)
-    return np.asarray(opened).reshape(size, size, channels)
-
-
-def _digits(data: config.Data) -> Dataset:
-    """scikit-learn's digits: 1,797 images of 8 x 8, one in five held out, the same ones always."""
-    for field, value, only in [
-        ("train_split", data.train_split, "train"),
-        ("eval_split", data.eval_split, "test"),
-        ("dir", data.dir, ""),
-    ]:
-        if value != only:
-            raise ValueError(
-                f"config.data.{field}={value!r}: of 'digits', which comes with scikit-learn, it is"
-                f" always {only!r}"
-            )
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    pixels, labels = load_digits(return_X_y=True)
-    images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
-    records = [{"image": i, "label": label} for i, label in zip(images, labels, strict=True)]
-    train, evaluation = train_test_split(records, test_size=0.2, random_state=0, stratify=labels)
-    return Dataset(list(train), list(evaluation), tuple(map(str, range(10))), channels=1)
-
-
-def _from_tfds(data: config.Data) -> Dataset:
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import read_only_builder
-
-    _check_named(data)
-    try:
-        builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
-        features: Any = builder.info.features
-        class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
-    except Exception as error:  # what is written there may be anything
-        raise ValueError(
-            f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
-            f" it has no image and label: {type(error).__name__}: {error}"
-        ) from error
-    if not class_names or channels not in (1, 3):
-        raise ValueError(
-            f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
-            " or 3 channels with a class are needed"
-        )
-    sources, files = [], 0
-    for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
-        for name in (part.split("[")[0] for part in split.split("+")):
-            if name not in builder.info.splits:
-                raise ValueError(
-                    f"config.data.{field}={split!r} is no split of {data.name!r};"
-                    f" choices: {', '.join(builder.info.splits)}"
-                )
-            files += len(builder.info.splits[name].filepaths)
-            machine.allow_open_files(files)
-            _check_shards(builder.info.splits[name])
-        open_split: Any = builder.as_data_source
-        try:
-            sources.append(open_split(split, decoders={"image": tfds.decode.SkipDecoding()}))
-            len(sources[-1])
-        except Exception as error:  # TFDS raises many kinds for what stands in brackets
-            raise ValueError(
-                f"config.data.{field}={split!r} is no part of {data.name!r}, as 'train[:500]' or"
-                f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
-            ) from error
-    train, evaluation = sources
-    return Dataset(train, evaluation, class_names, channels)
-
-
-def splits(data: config.Data) -> dict[str, int]:
-    """The splits of a TFDS data set, and how many records they have.
-
-    Raises:
-        ValueError: when there is no such data set.
-    """
-    from tensorflow_datasets.core import read_only_builder
-
-    _check_named(data)
-    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
-    return {name: split.num_examples for name, split in builder.info.splits.items()}
-
-
-def _check_named(data: config.Data) -> None:
-    """Raises ValueError when the folder has no data set of that name; it says what it has."""
-    root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
-    names = _names(root) if data.dir else []
-    if data.name in names:
-        return
-    if data.dir and not root.exists():
-        raise ValueError(f"{given} does not exist")
-    for folder in (root / data.name, root) if data.dir else ():
-        if words := _raw(folder):
-            prepare = command("prepare", source=folder, out="data")
-            raise ValueError(
-                f"{folder} holds raw pictures ({words}): make a data set of them by {prepare}"
-            )
-    if any(_versions(root.parent, f"{root.name}/")):
-        raise ValueError(
-            f"{given} is a data set itself: give --config.data.dir={root.parent}"
-            f" --config.data.name={root.name}"
-        )
-    if data.dir and not names:
-        prepare = command("prepare", source="FOLDER", out=data.dir)
-        raise ValueError(f"{given} holds no data set; one is made of pictures by {prepare}")
-    raise ValueError(
-        f"{unknown('config.data.name', data.name, ['digits', *names])} (in {given};"
-        " vit.prepare makes a data set of raw pictures)"
-    )
-
-
-def _names(root: epath.Path) -> list[str]:
-    """Of the data sets in a folder: name, or name/config."""
-    versions = [*_versions(root, "*/"), *_versions(root, "*/*/")]
-    return sorted({str(v.parent.relative_to(root)) for v in versions})
-
-
-def _versions(root: epath.Path, below: str) -> list[epath.Path]:
-    infos = root.glob(f"{below}*/dataset_info.json")
-    return [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
-
-
-def _raw(folder: epath.Path) -> str:
-    """In which form the folder holds raw pictures; empty where it holds none."""
-    try:
-        found = forms.form(Path(folder)) if folder.is_dir() else None
-    except (OSError, ValueError) as error:
-        return str(error)
-    return found.words if found else ""
-
-
-def _check_shards(split: Any) -> None:
-    """Raises ValueError for a file that holds more or fewer records than its data set says."""
-    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
-
-    def count(path: Any) -> int:
-        try:
-            reader = array_record_module.ArrayRecordReader(os.fspath(path))
-            records = reader.num_records()
-            reader.close()
-        except Exception as error:  # array_record's own kinds
-            raise ValueError(f"{path} is no whole array_record file: {error}") from error
-        return records
-
-    with ThreadPoolExecutor(16) as pool:
-        counts = pool.map(count, split.filepaths)
-        for path, announced, held in zip(split.filepaths, split.shard_lengths, counts, strict=True):
-            if announced != held:
-                raise ValueError(
-                    f"{path} holds {held} records, but the data set's dataset_info.json says"
-                    f" {announced}: it is damaged, or of another version"
-                )

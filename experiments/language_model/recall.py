@@ -39,8 +39,8 @@ def main(
     lengths: Sequence[int] = (64, 128, 256, 512),
     num_features: int = 128,
     window: int = 8,
-    steps: int = 800,
-    learning_rate: float = 6e-3,
+    steps: int = 1200,
+    learning_rate: float = 3e-3,
     seeds: int = 1,
     out: Path = Path("results/language_model/recall"),
 ) -> None:
