@@ -139,34 +139,30 @@ def finetuned(
     return {"loss": record["eval_loss"]}
 
 
-STYLES = dict(zip(conversion.METHODS, ("--", "-.", (0, (1, 3)), "-"), strict=True))
-
-
 def figure(table: list[Row], out: Path) -> None:
-    """What is lost against m: a colour for each window, a style for each method."""
-    drawn, axis = report.figure(out)
-    for i, window in enumerate(sorted({row["window"] for row in table})):
+    """What is lost against m: axes for each window, whose own loss is dotted, a line a method."""
+    windows = sorted({row["window"] for row in table})
+    drawn, axes = report.subplots(
+        1, len(windows), figsize=(1 + 3 * len(windows), 3.2), layout="constrained", squeeze=False
+    )
+    for window, axis in zip(windows, axes[0], strict=True):
         of = [row for row in table if row["window"] == window]
-        for method in dict.fromkeys(row["method"] for row in of):
-            shown = sorted(
-                (row["m"], max(row["lost"], 1e-5)) for row in of if row["method"] == method
-            )
-            label = f"window {window}, {method}" if window else f"features alone, {method}"
-            if shown[0][0] == 0:
-                axis.axhline(
-                    shown[0][1], color=f"C{i}", linestyle=":", label=f"window {window} alone"
-                )
-            else:
-                axis.plot(
-                    *zip(*shown, strict=True),
-                    "o",
-                    ls=STYLES[method],
-                    color=f"C{i}",
-                    ms=3,
-                    label=label,
-                )
-    report.log_log(axis, sorted({row["m"] for row in table if row["m"]}))
-    axis.set(xlabel="features m", ylabel="nats lost a character")
+        for row in of:
+            if row["m"] == 0:
+                axis.axhline(row["lost"], color="black", linestyle=":", label=row["method"])
+        for i, method in enumerate(conversion.METHODS):
+            if shown := sorted((row["m"], row["lost"]) for row in of if row["method"] == method):
+                axis.plot(*zip(*shown, strict=True), "o-", color=f"C{i}", ms=3, label=method)
+        sizes = sorted({row["m"] for row in of if row["m"]})
+        axis.set(title=f"window {window}" if window else "no window", xlabel="m", xscale="log")
+        axis.set_xticks(sizes, [f"{m}" for m in sizes])
+        axis.minorticks_off()
+        axis.margins(y=0.1)
+        axis.axhline(0, color="grey", lw=0.5)
+    axes[0, 0].set_ylabel("nats lost a character")
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    named = {name: line for name, line in lines.items() if not name.startswith("_")}
+    drawn.legend(named.values(), named, loc="outside right upper")
     report.save(drawn, out)
 
 
@@ -214,14 +210,14 @@ def main(
     }
     of = cache(lambda: subject(workdir, examples, held_out))
     names = ("window", "m", "method")
-    table = rows.grown(
+    rows.grown(
         out / "convert",
         asked,
         cases(windows, num_features, methods),
         names,
         lambda *case: measured(of(), steps, seed, *case),
     )
-    figure(table, out / "convert")
+    figure(rows.whole(out / "convert"), out / "convert")
     if finetune_steps:
         asked |= {"finetune_steps": finetune_steps, "finetune_rate": finetune_rate}
         rows.grown(

@@ -48,8 +48,11 @@ def _read(out: Path, asked: Row) -> list[Row]:
         raise ValueError(f"{out}.csv was made with {changed}; take those, or another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     files.note(note, asked)
-    if not out.with_suffix(".csv").exists():
-        return []
+    return whole(out) if out.with_suffix(".csv").exists() else []
+
+
+def whole(out: Path) -> list[Row]:
+    """All rows of the table, those of earlier commands, too."""
     with out.with_suffix(".csv").open(newline="") as lines:
         return [{name: _value(x) for name, x in row.items()} for row in csv.DictReader(lines)]
 
