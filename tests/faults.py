@@ -401,14 +401,14 @@ FAULTS = [
     ),
     Fault(
         "VRC Eq. 45 as printed: coefficients 4 and 3",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "squares(residual - A * of_sum)",
         "counts @ jnp.sum(residual**2 - 4 * residual * A * of_sum + 3 * (A * of_sum) ** 2, -1)",
         "test_analysis.py::test_a_named_coupling",
     ),
     Fault(
         "Helmert's residuals without their factor",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "residual = jnp.sqrt(i / (i + 1)) * change",
         "residual = change",
         "test_analysis.py::test_a_named_coupling",
@@ -627,7 +627,7 @@ FAULTS = [
     ),
     Fault(
         "far keys keep their scale beside a larger near one",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "kernel * jnp.exp(top - new))",
         "kernel)",
         "test_analysis.py::test_an_exact_window_is_that_of_the_package",
@@ -690,21 +690,21 @@ FAULTS = [
     ),
     Fault(
         "features that only fill up a program count",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "counts = jnp.arange(w.shape[-2]) < num_features",
         "counts = jnp.arange(w.shape[-2]) < w.shape[-2]",
         "test_analysis.py::test_a_named_coupling",
     ),
     Fault(
         "every number of features is compiled anew",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "_draw(coupling, most if _nested(coupling) else m, *rest)",
         "_draw(coupling, m, *rest)",
         "test_analysis.py::test_all_numbers_of_features_are_compiled_once",
     ),
     Fault(
         "antithetic draws are the first of more",
-        "performer/analysis.py",
+        "performer/_moments.py",
         "    if isinstance(coupling, couplings.Antithetic):\n        half",
         "    if isinstance(coupling, couplings.Antithetic):\n"
         "        return np.asarray(_draw(coupling, most, *rest))[:, :m]\n        half",

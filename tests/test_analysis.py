@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.linalg import helmert
 
-from performer import analysis, couplings
+from performer import _moments, analysis, couplings
 from performer.analysis import attention_error, recommend
 from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate
@@ -232,9 +232,9 @@ def test_blocks_of_rows(monkeypatch):
     near = jnp.concatenate([query, query], axis=1)[:, :S], key, value
     whole = attention_error(*inputs(), **options)
     of_near = attention_error(*near, **options, exact_window=2)
-    function = analysis._measure.__wrapped__
-    monkeypatch.setattr(analysis, "_measure", jax.jit(lambda *args: function(*args)))
-    monkeypatch.setattr(analysis, "BLOCK", 4)
+    function = _moments.measure.__wrapped__
+    monkeypatch.setattr(_moments, "measure", jax.jit(lambda *args: function(*args)))
+    monkeypatch.setattr(_moments, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
     assert_same(of_near, attention_error(*near, **options, exact_window=2))
 
@@ -348,9 +348,9 @@ def test_memory_at_4096():
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
     w = jax.ShapeDtypeStruct((32, 128, 64), jnp.float32)
     args = token, token, token, exists, Calibration(), np.float32(0), 0.125, w, np.int32(128), 0
-    compiled = analysis._measure.lower(*args).compile()
+    compiled = _moments.measure.lower(*args).compile()
     # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * _moments.BLOCK * 4096 * 4
 
 
 def test_a_second_call_compiles_nothing(caplog):
@@ -485,7 +485,7 @@ def wide(key, m, d):
     ],
 )
 def test_bad_input(change, message, monkeypatch):
-    monkeypatch.setattr(analysis, "_measure", None)  # before any work
+    monkeypatch.setattr(_moments, "measure", None)  # before any work
     query, key, value = inputs()
     options = dict(query=query, key=key, value=value, coupling="orf", num_features=M) | change
     with pytest.raises(ValueError, match=message):
