@@ -445,14 +445,14 @@ FAULTS = [
     ),
     Fault(
         "the estimate beside exact keys is a multiple of the kernel",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "even = jnp.full(m, math.log(weight / m), wide)",
         "even = jnp.full(m, math.log(weight), wide)",
         "test_attention_window.py::test_near_pairs_are_exact_and_far_ones_estimated",
     ),
     Fault(
         "the determinant of a calibration is left out beside exact keys",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "tilt = tilt + log_determinant(calibration.root)[..., None]",
         "tilt = tilt + 0 * log_determinant(calibration.root)[..., None]",
         "test_attention_window.py::test_calibration",
@@ -648,7 +648,7 @@ FAULTS = [
     ),
     Fault(
         "queries lose their norm in a feature map of no softmax",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "if feature_map.estimates_softmax and not options.exact_window:",
         "if not options.exact_window:",
         "test_attention_options.py::test_options",
@@ -866,14 +866,14 @@ FAULTS = [
     ),
     Fault(
         "the shift is added to the keys",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "key.astype(wide) - jnp.broadcast_to(inputs.shift",
         "key.astype(wide) + jnp.broadcast_to(inputs.shift",
         "test_attention_op.py::test_shift_moves_the_keys_and_not_the_limit[positive]",
     ),
     Fault(
         "|k|^2 / 2 without the scale",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "return options.scale / 2 * jnp.sum(",
         "return 0.5 * jnp.sum(",
         "test_attention.py::test_matches_the_oracle",
@@ -2113,7 +2113,7 @@ FAULTS = [
     ),
     Fault(
         "queries take the frequencies of the keys",
-        "performer/attention/op.py",
+        "performer/attention/_maps.py",
         "own = of_key if given is None else given.astype(wide)",
         "own = of_key",
         "test_attention_window.py::test_frequencies_of_queries_alone",

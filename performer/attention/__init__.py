@@ -16,6 +16,7 @@ and states combine associatively. All the rest follows from that:
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
     window     near keys exactly, beside the states of far ones
+    maps       shift, calibration, scale and weights: tokens and frequencies -> features
     op         `performer_attention`
     pallas     the same in kernels for TPU
     parallel   the same over devices that hold parts of the sequence
