@@ -11,6 +11,9 @@ from flax import nnx
 from vit import checkpoint, config, data, devices, metrics
 from vit.model import ViT, random_streams
 
+PATIENCE = 600
+"""Seconds after which something is taken to hang: nine other processes may want the same core."""
+
 
 def small_config(**sections):
     """Three steps of 32 digits each, unless the sections say otherwise."""

@@ -22,6 +22,7 @@ from performer import calibration, performer_attention
 from performer.attention import _fused, op
 from tests import oracles
 from tests.attention_inputs import causal, close, far_apart
+from tests.small import PATIENCE
 
 PALLAS = "pallas"
 
@@ -319,7 +320,7 @@ def test_compiles_for_tpu():
     # libtpu does not know flags for CPUs; its programs are not for the tests' cache.
     env = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=env)
     assert run.stdout.count("compiled") == 10, run.stderr[-3000:]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.small import small_config
+from tests.small import PATIENCE, small_config
 from vit import checkpoint, metrics, train
 
 
@@ -147,7 +147,7 @@ def test_reading_leaves_a_save_that_is_going_on_alone(saved, tmp_path):
     assert restored(workdir) == 2
     assert half.exists()
     with checkpoint.open_checkpoints(workdir, write=True):
-        deadline = time.time() + 10
+        deadline = time.time() + PATIENCE
         while half.exists() and time.time() < deadline:  # in the background
             time.sleep(0.01)
     assert not half.exists()
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
         [sys.executable, "-c", FULL, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert "SaveError a checkpoint could not be written" in done.stdout, done.stderr

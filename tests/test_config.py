@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments.training import config_mutations
-from tests.small import small_config
+from tests.small import PATIENCE, small_config
 from vit import config, data, runs
 from vit.arguments import from_flag, parse_flags
 
@@ -361,4 +361,6 @@ def test_missing_config_file(more):
 def run(*arguments):
     environment = os.environ | {"PYTHONPATH": "."}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )

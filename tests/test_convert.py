@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import PerformerAttention, linearize
-from tests.small import small_config
+from tests.small import PATIENCE, small_config
 from vit import classification, config, conversion, convert, data, evaluate, runs, steps, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -254,7 +254,7 @@ def test_training_without_a_config_takes_that_of_the_run(tmp_path):
         [sys.executable, "-m", "vit.train", f"--workdir={tmp_path / 'none'}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode != 0
     assert "holds no run" in done.stderr

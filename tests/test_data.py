@@ -14,7 +14,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
 from experiments.speed import data as benchmark_data
-from tests.small import small_config
+from tests.small import PATIENCE, small_config
 from vit import augment, bounded, classification, config, data, examples, steps
 
 
@@ -51,7 +51,7 @@ def test_records_of_a_batch_are_waited_for_side_by_side(part):
     together = threading.Barrier(8)
 
     def decode(record, rng, section, dataset):
-        together.wait(timeout=20)  # breaks where fewer are read at a time
+        together.wait(timeout=60)  # breaks where fewer are read at a time
         return {"x": np.float32(record)}
 
     dataset = data.in_memory([{"x": np.float32(i)} for i in range(16)], [])
@@ -347,7 +347,7 @@ def test_workers_do_not_change_the_stream(tmp_path):
         [sys.executable, program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert "the same" in done.stdout, done.stderr

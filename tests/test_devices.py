@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.training import ensemble
-from tests.small import CALIBRATED, SHALLOW, STEADY, small_config, train_batches
+from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, small_config, train_batches
 from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
 
 PROGRAM = """
@@ -149,11 +149,11 @@ def test_two_processes_train_as_one_and_stop_together(one_device, tmp_path):
         start({"coordinator": coordinator, "process": process, "runs": runs})
         for process in range(2)
     ]
-    log, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + 200
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + PATIENCE
     while len(metrics.read(log)) < 5 and time.time() < deadline:
         time.sleep(0.05)
     pair[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=400) for process in pair]
+    outputs = [process.communicate(timeout=PATIENCE) for process in pair]
     assert [process.returncode for process in pair] == [safety.STOPPED] * 2, outputs
     assert_same(losses(tmp_path / "run")[:3], one_device)
     last = metrics.read(log)[-1]["step"]

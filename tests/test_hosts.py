@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.small import PATIENCE
 from vit import hosts, metrics
 
 PROGRAM = """
@@ -67,7 +68,7 @@ def outputs(tmp_path_factory):
         for process in range(2)
     ]
     try:
-        done = [process.communicate(timeout=90) for process in pair]
+        done = [process.communicate(timeout=PATIENCE) for process in pair]
     finally:
         for process in pair:
             process.kill()

@@ -370,7 +370,7 @@ def test_odd_images_are_converted():
 def test_pictures_are_encoded_side_by_side_in_order(monkeypatch):
     """Read one after another by one thread; what fails is told in its place."""
     monkeypatch.setattr(machine, "cores", lambda: 3)
-    together, read = threading.Barrier(3, timeout=20), []
+    together, read = threading.Barrier(3, timeout=60), []
 
     def content(number):
         read.append((number, threading.get_ident()))

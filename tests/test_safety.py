@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.small import PATIENCE
 from vit import safety
 
 HOLD = """
@@ -103,7 +104,7 @@ def test_a_terminal_that_closes_asks_to_stop(tmp_path):
     while b"ready" not in os.read(terminal, 4096):
         pass
     os.close(terminal)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     assert (tmp_path / "end").read_text() == "saved"
 
 
@@ -260,7 +261,7 @@ def test_a_start_removes_the_shared_memory_of_its_killed_predecessor(tmp_path, m
     script = tmp_path / "leave.py"
     script.write_text(LEAVE)
     environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
-    subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, timeout=120)
+    subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, timeout=PATIENCE)
     new = set(os.listdir(safety.SHARED)) - before  # also of other processes of this machine
     safety.own_shared_memory(tmp_path / "another")
     kept = set(os.listdir(safety.SHARED))

@@ -20,6 +20,7 @@ from experiments.training import fault_injection
 from performer.nnx import Frequencies
 from tests.small import (
     CALIBRATED,
+    PATIENCE,
     SHALLOW,
     final_state,
     small_config,
@@ -505,14 +506,16 @@ def test_a_killed_process_resumes(tmp_path):
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
     )
     log = workdir / "metrics.jsonl"
-    deadline = time.time() + 120
+    deadline = time.time() + PATIENCE
     while len(metrics.read(log)) < 5 and time.time() < deadline:
         time.sleep(0.05)
     process.kill()
     process.wait()
     reached = metrics.read(log)[-1]["step"]
     assert 10 <= reached < 88
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT
+    )
     assert done.returncode == 0, done.stderr
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
