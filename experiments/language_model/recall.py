@@ -10,6 +10,7 @@ the same command goes on. --quick is the shortest length, of fewer steps.
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from experiments.common import launch
 from experiments.language_model import pairs, rows, runs
@@ -37,6 +38,7 @@ def measured(
 
 def main(
     lengths: Sequence[int] = (64, 128, 256, 512),
+    attention: Sequence[Literal["softmax", "performer", "window", "both"]] = runs.ATTENTION,
     num_features: int = 128,
     window: int = 8,
     steps: int = 1200,
@@ -48,6 +50,7 @@ def main(
 
     Args:
         lengths: tokens of a sequence.
+        attention: rows of each length.
         num_features: m.
         window: tokens of a chunk.
         steps: of the optimiser.
@@ -59,7 +62,7 @@ def main(
     launch.at_least(2, num_features=num_features)
     launch.at_least(10, steps=steps)
     asked = {"m": num_features, "window": window, "steps": steps, "rate": learning_rate}
-    cases = itertools.product(sorted(set(lengths)), runs.ATTENTION, range(seeds))
+    cases = itertools.product(sorted(set(lengths)), attention, range(seeds))
     rows.grown(
         out / "recall",
         asked,
