@@ -142,10 +142,14 @@ def finetuned(
 def figure(table: list[Row], out: Path) -> None:
     """What is lost against m: axes for each window, whose own loss is dotted, a line a method."""
     windows = sorted({row["window"] for row in table})
+    columns = min(len(windows), 3)
+    lines = -(-len(windows) // columns)
     drawn, axes = report.subplots(
-        1, len(windows), figsize=(1 + 3 * len(windows), 3.2), layout="constrained", squeeze=False
+        lines, columns, figsize=(2 + 3 * columns, 3 * lines), layout="constrained", squeeze=False
     )
-    for window, axis in zip(windows, axes[0], strict=True):
+    for axis in axes.flat[len(windows) :]:
+        axis.remove()
+    for window, axis in zip(windows, axes.flat, strict=False):
         of = [row for row in table if row["window"] == window]
         for row in of:
             if row["m"] == 0:
@@ -159,9 +163,9 @@ def figure(table: list[Row], out: Path) -> None:
         axis.minorticks_off()
         axis.margins(y=0.1)
         axis.axhline(0, color="grey", lw=0.5)
-    axes[0, 0].set_ylabel("nats lost a character")
-    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
-    named = {name: line for name, line in lines.items() if not name.startswith("_")}
+    drawn.supylabel("nats lost a character")
+    labels = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    named = {name: line for name, line in labels.items() if not name.startswith("_")}
     drawn.legend(named.values(), named, loc="outside right upper")
     report.save(drawn, out)
 
