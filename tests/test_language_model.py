@@ -15,6 +15,7 @@ from experiments.language_model.model import rotated
 from experiments.language_model.task import layers
 from performer.calibration import calibrate
 from performer.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
+from vit import report
 from vit.config import Size, validate
 from vit.task import random_streams
 
@@ -204,8 +205,32 @@ def test_tables_grow_and_go_on(tmp_path):
     found = grow({"steps": 5})
     assert calls == [(1, "x"), (2, "y"), (3, "z"), (3, "z")]
     assert [row["sum"] for row in found] == [1.5, 2.5, 3.5]
+    some = rows.grown(tmp_path / "t", {"steps": 5}, [(3, "z")], ("n", "w"), measured)
+    assert [row["n"] for row in some] == [3]
+    assert sorted(row["n"] for row in rows.whole(tmp_path / "t")) == [1, 2, 3]  # nothing is lost
     with pytest.raises(ValueError, match=r"was made with \{'steps': 5\}"):
         grow({"steps": 6})
+
+
+def test_the_figure_of_conversion_shows_every_loss(tmp_path, monkeypatch):
+    """Losses below 0, too: a window can lose less than nothing."""
+    shown = []
+    monkeypatch.setattr(report, "save", lambda drawn, out: shown.extend(drawn.axes))
+    losses = {(0, 16): 2.0, (0, 64): 1.0, (16, 0): 0.01, (16, 16): 0.005, (32, 0): -0.002}
+    table = [
+        {"window": w, "m": m, "method": "transfer" if m else "window alone", "lost": lost}
+        for (w, m), lost in losses.items()
+    ]
+    convert.figure(table, tmp_path / "x")
+    drawn = [{y for line in axis.get_lines() for y in line.get_ydata()} - {0} for axis in shown]
+    assert drawn == [{2.0, 1.0}, {0.01, 0.005}, {-0.002}]
+    assert all(
+        low < y < high
+        for axis in shown
+        for low, high in [axis.get_ylim()]
+        for line in axis.get_lines()
+        for y in line.get_ydata()
+    )
 
 
 @pytest.mark.parametrize("length", [64, 512])

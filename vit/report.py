@@ -65,11 +65,17 @@ def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any, **op
     return drawn, drawn.subplots(rows, columns, **options)
 
 
-def log_log(axis: Any, sizes: Sequence[float]) -> None:
-    """Logarithmic axes with a tick at each size and at plain decimals."""
-    axis.set(xscale="log", yscale="log", xlabel="m")
+def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
+    """A logarithmic axis of m with a tick at each size."""
+    axis.set(xscale="log", xlabel="m")
     axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axis.minorticks_off()
+
+
+def log_log(axis: Any, sizes: Sequence[float]) -> None:
+    """Logarithmic axes with a tick at each size and at plain decimals."""
+    axis.set(yscale="log")
+    log_sizes(axis, sizes)
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.legend()

@@ -157,10 +157,8 @@ def figure(table: list[Row], out: Path) -> None:
         for i, method in enumerate(conversion.METHODS):
             if shown := sorted((row["m"], row["lost"]) for row in of if row["method"] == method):
                 axis.plot(*zip(*shown, strict=True), "o-", color=f"C{i}", ms=3, label=method)
-        sizes = sorted({row["m"] for row in of if row["m"]})
-        axis.set(title=f"window {window}" if window else "no window", xlabel="m", xscale="log")
-        axis.set_xticks(sizes, [f"{m}" for m in sizes])
-        axis.minorticks_off()
+        report.log_sizes(axis, sorted({row["m"] for row in of if row["m"]}))
+        axis.set_title(f"window {window}" if window else "no window")
         axis.margins(y=0.1)
         axis.axhline(0, color="grey", lw=0.5)
     drawn.supylabel("nats lost a character")
