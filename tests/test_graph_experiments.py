@@ -334,8 +334,9 @@ def test_termination(tmp_path, monkeypatch):
     monkeypatch.setattr(termination, "WALKS", 8)
     termination.main(graphs=("karate",), draws=400, out=tmp_path)
     (row,) = read(tmp_path / "ratios.csv")
-    assert float(row["pairs"]) < 0.95
-    assert row["pairs"] == row["ensembles"] == row["circles"]
+    pairs = float(row["pairs"])
+    assert pairs < 0.95
+    np.testing.assert_allclose([float(row["ensembles"]), float(row["circles"])], pairs, rtol=1e-12)
     drawn = read(tmp_path / "draws.csv")
     assert [row["coupling"] for row in drawn] == ["pairs", "ensembles", "close pairs", "circles"]
     assert all(abs(float(row["apart by"])) < 4.5 for row in drawn)
