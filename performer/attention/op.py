@@ -20,9 +20,7 @@ from performer.attention._sizes import chunk_and_block, max_dim, min_dim
 from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
 from performer.attention.parallel import earlier_devices, later_devices, over_devices
 from performer.attention.state import Keys, State, WindowState, extended, pad
-from performer.calibration import (
-    Calibration,
-)
+from performer.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Size, float32_or_wider
