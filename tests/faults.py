@@ -1590,7 +1590,7 @@ FAULTS = [
         "vit/devices.py",
         "if fsdp == 1 or x.size < SMALLEST or not axes:",
         "if True:",
-        "test_devices.py::test_eight_devices_train_as_one",
+        "test_devices.py::test_each_of_eight_devices_holds_an_eighth",
     ),
     Fault(
         "the peak is that of the shortest name that fits",

@@ -67,10 +67,16 @@ def assert_same(got, want):
 
 
 def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
-    """Each copy of the parameters lies on four of them."""
+    """Each copy of the parameters lies on four of them, small arrays too."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    train.train(small_config(attention=CALIBRATED, optim=STEADY, fsdp=4), tmp_path / "run")
+    monkeypatch.setattr(devices, "SMALLEST", 1)
+    settings = small_config(attention=CALIBRATED, optim=STEADY, fsdp=4)
+    train.train(settings, tmp_path / "run")
     assert_same(losses(tmp_path / "run"), one_device)
+    run = runs.program(settings, *runs.subject(settings), devices.mesh(settings))
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(run.abstract)} == {8}
+    split = [x for x in jax.tree.leaves(run.abstract) if not x.sharding.is_fully_replicated]
+    assert len(split) > len(jax.tree.leaves(run.abstract)) / 2
 
 
 def test_seeds_train_on_devices_of_their_own(one_device, tmp_path, monkeypatch, eight_devices):
