@@ -52,7 +52,7 @@ def test_trigonometric_is_unbiased(kernel):
 
 @pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
 def test_hyperbolic_is_positive_of_both_signs(kernel):
-    """To four roundings of an exponent, of up to 16."""
+    """To four units in the last place of an exponent, which is up to 15."""
     both, rounding = jnp.concatenate([W, -W]), 4 * np.spacing(np.float32(15))
     for halves, weights in ((None, None), (jnp.arange(7.0), jnp.tile(jnp.arange(7.0), 2) / 2)):
         np.testing.assert_allclose(
