@@ -80,7 +80,9 @@ class Reader:
 
 
 def image(encoded: bytes) -> Image.Image:
-    """An image of one of the `FORMATS`; its pixels are not decoded yet.
+    """An image of one of the `FORMATS`; its pixels are not decoded yet, unless they have 16 bits.
+
+    Grey values of 16 bits become their higher 8 bits; Pillow's own conversion clips them at 255.
 
     Raises:
         OSError, SyntaxError, ...: what PIL raises when the bytes are none; OSError for more than
@@ -93,6 +95,8 @@ def image(encoded: bytes) -> Image.Image:
     width, height = opened.size
     if width * height > PIXELS:
         raise OSError(f"{width} x {height} pixels are more than {PIXELS:,}")
+    if opened.mode.startswith("I"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     return opened
 
 

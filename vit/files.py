@@ -4,10 +4,13 @@ What a reader or the next start finds is whole, or is not there. A line of JSON 
 in `"checksum": n`, the CRC-32 of the line without it: any one changed byte is noticed.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,34 @@ def write(path: Path, content: str | bytes) -> None:
     """Writes the file in one piece; a link in its place is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:
+    with naming(path), temporary.open("xb") as file:
         is_text = isinstance(content, str)
         file.write(content.encode(errors="surrogateescape") if is_text else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Make an OSError in the block name the file: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes that do so, too; wait for them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> str:

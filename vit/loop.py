@@ -154,8 +154,10 @@ def train(
     workers = machine.workers(config.data.num_workers, batch_bytes)
     machine.check_shared_memory(batch_bytes, workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
+    if lead:
+        print("building the model", flush=True)
+    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
 
     with contextlib.ExitStack() as stack:
         if lead:

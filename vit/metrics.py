@@ -21,7 +21,7 @@ __getattr__ = moved(
 
 def append(path: Path, record: Record) -> None:
     """Adds one line to the log, with its checksum."""
-    with path.open("a") as file:
+    with files.naming(path), path.open("a") as file:
         file.write(files.dumps(record))
 
 
@@ -106,6 +106,8 @@ def plot_learning_curve(log: Path, png: Path) -> None:
     """Loss and what else training measures against the step, beside the held-out examples'."""
     records = read(log)
     names = [n.removeprefix("train_") for n in _loss_first({n for r in records for n in r})]
+    if not names:  # the log of a finished run was removed
+        return
     figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
     axes = figure.subplots(1, len(names))
     for axis, name in zip(np.atleast_1d(axes), names, strict=True):

@@ -1,9 +1,14 @@
-"""Runs that nobody watches: one process to a folder, stopping on a signal, divergence named."""
+"""Runs that nobody watches: one process to a folder, stopping on a signal, divergence named.
+
+Output outlives its reader (`lasting`): Ctrl-C or a closing terminal ends `tee` in
+`vit.train ... | tee log` before the run has saved its last checkpoint.
+"""
 
 import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -12,6 +17,7 @@ import shutil
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import shared_memory
@@ -158,26 +164,63 @@ def name_shared_memory() -> None:
     shared_memory._SHM_NAME_PREFIX = f"{prefix}_"  # pyright: ignore
 
 
+class LastingFile(io.FileIO):
+    """A file whose reader may go away: a pipe, or a terminal. Later output is discarded."""
+
+    unread = False
+
+    def write(self, content: Any) -> int:
+        """Write, or discard."""
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self.unread = True
+            return len(content)
+
+
+def lasting(stream: Any) -> Any:
+    """Return standard output or error as a stream that outlives its reader.
+
+    Streams that are no plain files (a notebook's, a captured one) are returned as they are. File
+    names that are not UTF-8 are written escaped.
+    """
+    if type(stream) is not io.TextIOWrapper or type(_raw(stream)) is not io.FileIO:
+        return stream
+    stream.flush()
+    file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
+    by_line = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line)
+
+
+def unread() -> bool:
+    """Whether the reader of standard output has gone away."""
+    return getattr(_raw(sys.stdout), "unread", False)
+
+
+def _raw(stream: Any) -> Any:
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
 @contextlib.contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C or a signal asked to stop, instead of ending at once.
 
-    SIGTERM, SIGUSR1 and SIGHUP ask; a second Ctrl-C or SIGTERM does end the process at once. After
-    SIGHUP (which nohup keeps away) nothing more is printed to the terminal, for it may be gone.
+    SIGTERM, SIGUSR1 and SIGHUP (which nohup keeps away) ask; a second Ctrl-C or SIGTERM does end
+    the process at once. Output lasts, as `lasting` says.
     With several processes a signal to any of them, but for Ctrl-C, stops all after the same step:
     every process must call the function equally often.
     """
     event, several = threading.Event(), jax.process_count() > 1
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def agreed() -> bool:
         if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
             event.set()
         return event.is_set()
 
-    def asked(number: int, _: Any) -> None:
-        if number == signal.SIGHUP:
-            _leave(terminals)
+    def asked(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM) if several else event.set()  # JAX listens to that one
 
     def first(*_: Any) -> None:
@@ -196,18 +239,11 @@ def interruption() -> Iterator[Callable[[], bool]]:
         chosen |= {signal.SIGINT: first, signal.SIGTERM: first}
     previous = {number: signal.signal(number, handler) for number, handler in chosen.items()}
     try:
-        yield stopping
+        with contextlib.redirect_stdout(lasting(sys.stdout)):
+            yield stopping
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _leave(terminals: Sequence[int]) -> None:
-    """What is written to these descriptors from now on goes nowhere."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in terminals:
-        os.dup2(null, descriptor)
-    os.close(null)
 
 
 class Stopped(Exception):
