@@ -1392,9 +1392,9 @@ FAULTS = [
     Fault(
         "a table of predictions takes the place of another file",
         "vit/predict.py",
-        "if table and table.exists():",
-        "if False:",
-        "test_predict.py::test_the_command",
+        'path.open("x", newline',
+        'path.open("w", newline',
+        "test_predict.py::test_a_table_is_looked_at_first_and_grows_batch_by_batch",
     ),
     Fault(
         "what is held out of arrays is trained on, too",
@@ -1511,9 +1511,23 @@ FAULTS = [
     Fault(
         "a run that has lost its terminal prints to it",
         "vit/safety.py",
-        "            _leave(terminals)\n",
-        "            pass\n",
+        "if error.errno not in (errno.EPIPE, errno.EIO):",
+        "if error.errno != errno.EPIPE:",
         "test_safety.py::test_a_terminal_that_closes_asks_to_stop",
+    ),
+    Fault(
+        "a run ends with the reader of its log",
+        "vit/safety.py",
+        "if error.errno not in (errno.EPIPE, errno.EIO):",
+        "if error.errno != errno.EIO:",
+        "test_train.py::test_a_dead_reader_of_the_log_stops_nothing",
+    ),
+    Fault(
+        "grey values of 16 bits are clipped",
+        "vit/bounded.py",
+        'if opened.mode.startswith("I"):',
+        "if False:",
+        "test_bounded.py::test_grey_values_of_16_bits_keep_their_shades",
     ),
     Fault(
         "the checkpoint of the worst evaluation is kept",
