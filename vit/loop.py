@@ -167,7 +167,6 @@ def train(
 
         # Where the run stands.
         hosts.check_same_folder(workdir)  # then all know that process 0 holds it
-        safety.own_shared_memory(workdir)
         step, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
             print(f"{workdir}: at step {step} of {num_steps}")

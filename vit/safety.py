@@ -7,12 +7,9 @@ Output outlives its reader (`lasting`): Ctrl-C or a closing terminal ends `tee` 
 import contextlib
 import errno
 import fcntl
-import hashlib
 import io
 import itertools
-import multiprocessing
 import os
-import re
 import shutil
 import signal
 import socket
@@ -20,7 +17,6 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,10 +28,6 @@ STOPPED = 75
 """Exit code of a run that a signal stopped and the same command resumes (EX_TEMPFAIL)."""
 
 _CALLS = itertools.count()  # over all runs of a process: the numbers must never fall
-
-
-SHARED = Path("/dev/shm")
-"""Where Linux keeps what processes share."""
 
 
 @contextlib.contextmanager
@@ -62,8 +54,6 @@ def exclusive(workdir: Path) -> Iterator[None]:
                 f"{workdir} is not held against other runs, for its file system has no locks"
                 f" ({error.strerror}); see that there is but one"
             )
-        file.seek(0)
-        _clear_after(file.read())
         file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -128,40 +118,6 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         unfinished.rename(folder)
-
-
-def _clear_after(holder: str) -> None:
-    """Removes joblib's semaphores, named after their process, of a dead holder of the lock."""
-    match = re.fullmatch(r"process (\d+) on (.*)\n", holder)
-    if match and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists():
-        _remove_shared(f"sem.loky-{match[1]}-")
-
-
-def _remove_shared(*prefixes: str) -> None:
-    for path in SHARED.iterdir() if SHARED.is_dir() else ():
-        if path.name.startswith(prefixes):
-            with contextlib.suppress(OSError):  # another user's
-                path.unlink()
-
-
-def own_shared_memory(workdir: Path) -> None:
-    """Removes the shared memory and semaphores that a killed start of the run left behind.
-
-    When a whole group of processes is killed, nobody is left to do it. What this process and its
-    workers share from now on has names that the next start of the run knows. To be called under
-    `exclusive(workdir)`, for a process that still lives would lose what it has.
-    """
-    place = f"{workdir.resolve()} {jax.process_index()}".encode(errors="surrogateescape")
-    prefix = f"v{hashlib.sha256(place).hexdigest()[:7]}"
-    multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"  # pyright: ignore
-    name_shared_memory()
-    _remove_shared(f"{prefix}_", f"sem.{prefix}-")
-
-
-def name_shared_memory() -> None:
-    """Gives shared memory the names that semaphores have; workers inherit only the latter."""
-    prefix = multiprocessing.current_process()._config["semprefix"]  # pyright: ignore
-    shared_memory._SHM_NAME_PREFIX = f"{prefix}_"  # pyright: ignore
 
 
 class LastingFile(io.FileIO):
