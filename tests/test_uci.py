@@ -13,7 +13,7 @@ from scipy.stats import qmc
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, kernel_error, lengths, low_discrepancy, published, uci
+from experiments.tabular import copula, kernel_error, low_discrepancy, published, uci
 from experiments.tabular import gp as uci_gp
 from performer import couplings, gp, kernels, testing, theory
 
@@ -217,40 +217,6 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     with (tmp_path / "figure_1.csv").open() as file:
         sizes = [(row["coupling"], row["m"]) for row in csv.DictReader(file)]
     assert sizes == [("iid", "4")]
-
-
-def test_assigned_lengths_are_the_best_plan_for_these_z():
-    """PNC where z is small; at z = 6 another, which has the mean that it is said to have.
-
-    The mean over 200,000 simulated pairs, at 5 standard errors.
-    """
-    d, z = 5, 6.0
-    backwards = np.arange(lengths.LENGTHS)[::-1]
-    np.testing.assert_array_equal(lengths.plan(np.array([0.1, 0.5]), d), backwards)
-    partner = lengths.plan(np.array([z**2]), d)
-    (best,), (pnc,) = (lengths.pair_means(p, np.array([z**2]), d) for p in (partner, backwards))
-    assert best < pnc
-    rng = np.random.default_rng(0)
-    units = rng.normal(size=(200_000, d))
-    units /= np.linalg.norm(units, axis=-1, keepdims=True)  # of z, seen from two orthogonal rows
-    one = rng.integers(lengths.LENGTHS, size=len(units))
-    chosen = lengths.lengths_of(d)[np.stack([one, partner[one]])]
-    products = np.cos(z * chosen * units[:, :2].T).prod(axis=0)
-    assert abs(products.mean() - best) < 5 * stats.sem(products)
-
-
-def test_errors_under_assigned_lengths(splits):
-    """Those of the closed form over all pairs, and PNC's where that is the plan."""
-    train, test = splits.train_x[0] / 8, splits.test_x[0] / 8
-    found = lengths.errors(train, test)
-    for name in ("iid", "orf", "pnc"):
-        exact = theory.kernel_mse(name, test[:, None], test, 4, features="trigonometric")
-        assert found[name] == pytest.approx(np.sqrt(exact.mean()), rel=1e-3)
-    assert found["moved"] == 0
-    assert found["assigned"] == pytest.approx(found["pnc"], rel=1e-3)
-    apart = lengths.errors(40 * train, 40 * train)
-    assert apart["moved"] > 0.1
-    assert apart["assigned"] < apart["pnc"]
 
 
 def test_copulas(splits, tmp_path):

@@ -37,7 +37,6 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from performer.choices import moved
 from vit import (
     class_report,
     classification,
@@ -55,14 +54,6 @@ from vit.arguments import parse_flags
 from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
-
-__getattr__ = moved(
-    __name__,
-    Restored="vit.runs.Restored",
-    restore="vit.runs.restore",
-    restore_model="vit.runs.restore(workdir).model()",
-    evaluation_images="vit.runs.evaluation_examples",
-)
 
 
 def evaluate_run(

@@ -1,4 +1,4 @@
-"""Quadrature features: kernel error, accuracy, time and attention (Munkhoeva et al. 2018, Sec. 5).
+"""Quadrature features: kernel error, accuracy and time (Munkhoeva et al. 2018, Sec. 5).
 
     python -m experiments.kernels.quadrature --data_dir=DIR   # with uci_regression/, fashion_mnist/
     python -m experiments.kernels.quadrature                  # the sets of scikit-learn
@@ -14,13 +14,9 @@ stands before the paper's modification, "B one rho" (one rho for all vertices of
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
     figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
     figure_3   time of the explicit map against d: butterfly, and the dense product
-    attention  positive features with a rule's points and weights, without its constant, beside
-               couplings; and with the constant a_0, the signed weight of the frequency 0
 
-With reflected points and a_0 an estimate of exp(q.k) is never negative, whatever the sign of a_0:
-exp((|q|^2 + |k|^2) / 2) times it is a_0 + sum_j a_j cosh(w_j.(q + k)) >= a_0 + sum_j a_j = 1. Not
-so without reflected points. To a linear model (figure_2) half of the reflected arc-cosine features
-bring little: step(-u) = 1 - step(u), and max(-u, 0) = max(u, 0) - u.
+To a linear model (figure_2) half of the reflected arc-cosine features bring little: step(-u) =
+1 - step(u), and max(-u, 0) = max(u, 0) - u.
 
 Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; it says
 neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same d for
@@ -47,7 +43,6 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import datasets, svm
 
-from experiments.attention import quadrature as rules
 from experiments.common import launch, plots, statistics, tabular, timing
 from performer import kernels, quadrature
 from performer.choices import unknown
@@ -367,7 +362,7 @@ def _grid(rows: list[dict[str, Any]], quantity: str, out: Path) -> None:
     report.save(drawn, out)
 
 
-Part = Literal["figure_1", "figure_2", "figure_3", "attention"]
+Part = Literal["figure_1", "figure_2", "figure_3"]
 
 
 def main(
@@ -407,8 +402,6 @@ def main(
         print(figure_2(data, runs or 3, out / "figure_2"))
     if "figure_3" in parts:
         print(figure_3(WIDTHS[:4] if quick else WIDTHS, 3 if quick else 20, out / "figure_3"))
-    if "attention" in parts:
-        print(rules.attention(2 if quick else 50, out / "attention"))
 
 
 if __name__ == "__main__":
