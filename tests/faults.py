@@ -2296,15 +2296,8 @@ FAULTS = [
         "test_prepare_data.py::test_a_folder_and_nothing_written_over",
     ),
     Fault(
-        "the normal of a vertex weighs its faces alike",
-        "experiments/graphs/files.py",
-        "angle[:, None] * units",
-        "units",
-        "test_prepare_data.py::test_a_mesh",
-    ),
-    Fault(
         "long roads weigh more",
-        "experiments/graphs/files.py",
+        "experiments/prepare_data.py",
         "lengths.mean() / lengths,",
         "lengths / lengths.mean(),",
         "test_prepare_data.py::test_roads",

@@ -254,4 +254,7 @@ def test_bad_input_is_one_line(tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.strip() == "ValueError: column 'a' of data set 'mine' is constant: drop it, or choose another target"
+    assert (
+        done.stderr.strip()
+        == "ValueError: column 'a' of data set 'mine' is constant: drop it, or choose another target"
+    )
