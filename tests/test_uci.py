@@ -254,7 +254,5 @@ def test_bad_input_is_one_line(tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert (
-        done.stderr.strip()
-        == "ValueError: column 'a' of data set 'mine' is constant: drop it, or choose another target"
-    )
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("ValueError: column 'a' of data set 'mine' is constant: drop it")

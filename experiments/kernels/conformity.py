@@ -12,7 +12,6 @@ Each prints a table, writes it as csv and markdown with a png, and ends with wha
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import integrate, optimize, special, stats
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch, statistics
 from performer import couplings, directions, features, norms, testing, theory
 from vit import report
 
@@ -157,40 +156,31 @@ def figure_6(out: Path) -> str:
     return report.table(rows, out) + verdict
 
 
-def _gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
-    """|K_hat - K|_F over |K|_F for each draw."""
-
-    def error(key):
-        phi = feature_map(x, coupling(key, m, x.shape[-1]))
-        return statistics.relative_error(phi @ phi.T, exact)
-
-    keys = jax.random.split(jax.random.key(0), draws)
-    return np.asarray(
-        jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys), np.float64
-    )
-
-
 def figure_7(out: Path) -> str:
-    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
-    d = 64
+    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features: 200 draws."""
+    d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
     exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
-    drawn, axis = report.figure(out)
-    rows = []
-    feature_map = partial(features.positive, kernel="gaussian")
-    sizes = (16, 32, 64, 128, 256)
-    for name in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf"):
-        coupling = couplings.get(name)
-        errors = [_gram_errors(coupling, x, exact, m, 200, feature_map) for m in sizes]
-        plots.band(axis, sizes, [statistics.mean_and_error(values) for values in errors], name)
-        texts = map(statistics.estimate, errors)
-        rows.append(
-            {"coupling": name} | {f"m = {m}": text for m, text in zip(sizes, texts, strict=True)}
-        )
-    axis.set(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
-    report.log_log(axis, sizes)
-    report.save(drawn, out)
-    return report.table(rows, out)
+    keys = jax.random.split(jax.random.key(0), 200)
+
+    def gram_errors(coupling, m):
+        def error(key):
+            phi = features.positive(x, coupling(key, m, d), kernel="gaussian")
+            return statistics.relative_error(phi @ phi.T, exact)
+
+        found = jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys)
+        return np.asarray(found, np.float64)
+
+    rows = harness.sweep(
+        [{"coupling": x} for x in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")],
+        lambda case: np.stack(
+            [gram_errors(couplings.get(case["coupling"]), m) for m in sizes], axis=-1
+        ),
+        m=sizes,
+    )
+    title = "SimRF Fig. 7: N = d = 64"
+    harness.figure(rows, out, x="m", log=True, ylabel="relative Frobenius error", title=title)
+    return report.table(harness.wide(rows, "m = {m}"), out)
 
 
 FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
