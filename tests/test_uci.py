@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 from scipy.stats import qmc
 
-from experiments.common import statistics, tabular
+from experiments.common import harness, statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, kernel_error, low_discrepancy, published, uci
+from experiments.tabular import copula, kernel_error, low_discrepancy, uci
 from experiments.tabular import gp as uci_gp
 from performer import couplings, gp, kernels, testing, theory
 
@@ -72,17 +72,15 @@ def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
 
-def test_published_tables_are_whole():
-    for key, table in published._TABLES.items():
-        assert len(table.split()) == 24, key
-        quantity, kind = key.rsplit(", ", 1)
-        for name in published.SETS:
-            for coupling in published._ROWS:
-                assert published.value(quantity, kind, coupling, name)
-    got = published.value("KL, m = d", "Laplace", "+ pnc", "boston_housing")
-    assert got == (0.673, 0.058)
-    assert published.value("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
-    assert published.value("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
+def test_printed_tables_are_whole():
+    table = harness.printed(uci.PRINTED, "quantity", "features", "coupling")
+    assert len(table) == 16 * 4
+    for quantity, features, coupling in table:
+        for name in ("concrete", "abalone", "cpu", "power_plant", "airfoil", "boston_housing"):
+            assert uci.printed(quantity, features, coupling, name)
+    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "boston_housing") == (0.673, 0.058)
+    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
+    assert uci.printed("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
 
 
 @pytest.mark.parametrize("scheme", uci.SCHEMES, ids=["Fourier", "Laplace"])
@@ -200,10 +198,9 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
     monkeypatch.setattr(uci_gp, "SIZES", (1,))
     monkeypatch.setattr(uci, "SCHEMES", (SMALL,))
-    cases = {quantity: {} for quantity in uci_gp.QUANTITIES}
-    rows = uci_gp.rows_of("toy", splits, 4, cases)
-    differences, said = uci_gp.differences(cases)
-    by_name = {row["coupling"]: row for row in rows}
+    rows = uci_gp.rows_of("toy", splits, 4)
+    differences, said = uci_gp.differences(rows)
+    by_name = {row["coupling"]: row for row in uci_gp.table(rows)}
     assert list(by_name) == [*SMALL.couplings, "exact", "linear"]
     assert by_name["exact"]["RMSE"] < by_name["orthogonal"]["RMSE"] < by_name["iid"]["RMSE"]
     assert by_name["orthogonal"]["KL"] > by_name["exact"]["KL"] == 0

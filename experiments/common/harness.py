@@ -167,6 +167,47 @@ def figure(
     report.save(drawn, out)
 
 
+def points(
+    rows: Sequence[Row],
+    out: Path,
+    *,
+    x: str,
+    y: str = "mean",
+    error: str = "±",
+    line: str = "{coupling}",
+    panel: str = "",
+    **labels: Any,
+) -> None:
+    """Write `out`.png: estimates side by side at each text of x; diamonds are the paper's.
+
+    Args:
+        rows: with y, its error and perhaps the number "paper".
+        out: path without a suffix.
+        x: template; a place for each of its texts.
+        y: key of the ordinate.
+        error: key of its error.
+        line: template; a colour for each of its texts.
+        panel: template; a panel for each of its texts, which is its title.
+        labels: of all panels, as `axis.set` takes them.
+    """
+    groups = grouped(rows, panel)
+    drawn, axes = panels(out, len(groups))
+    for axis, (title, here) in zip(axes, groups.items(), strict=True):
+        places, lines = list(grouped(here, x)), grouped(here, line)
+        for number, (name, own) in enumerate(lines.items()):
+            shift = 0.8 * ((number + 0.5) / len(lines) - 0.5)
+            at = [places.index(x.format_map(row)) + shift for row in own]
+            style = dict(color=f"C{number}", markersize=4)
+            values, errors = ([row[key] for row in own] for key in (y, error))
+            axis.errorbar(at, values, errors, fmt="o", label=name, **style)
+            theirs = [row.get("paper") or np.nan for row in own]
+            axis.plot(at, theirs, "D", markerfacecolor="none", **style)
+        axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
+        axis.set(**{"title": title, "ylabel": y} | labels)
+    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    report.save(drawn, out)
+
+
 def band(axis: Any, x: Sequence[float], estimates: Any, label: str, **style: Any) -> None:
     """A line of means with a band of their errors, as (mean, error) for each x."""
     means, errors = np.asarray(estimates, float).T
