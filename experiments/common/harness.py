@@ -22,7 +22,10 @@ from experiments.common import statistics
 from vit import report
 
 Row = dict[str, Any]
-ESTIMATE = ("values", "mean", "±")
+RATIO = ("ratio", "ratio ±")
+ESTIMATE = ("values", "mean", "±", *RATIO)
+ERRORS = {"mean": "±", "ratio": "ratio ±"}
+"""Keys of standard errors; of any other number it is its own with "±" behind."""
 
 
 def sweep(cases: Iterable[Row], measure: Callable[..., Any], **sizes: Sequence) -> list[Row]:
@@ -51,7 +54,7 @@ def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
 
 def estimated(values: Any) -> Row:
     """The values with their mean and its standard error."""
-    return dict(zip(ESTIMATE, (values, *statistics.mean_and_error(values)), strict=True))
+    return dict(zip(ESTIMATE, (values, *statistics.mean_and_error(values)), strict=False))
 
 
 def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
@@ -62,23 +65,33 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     return groups
 
 
-def wide(rows: Iterable[Row], column: str, text: bool = True) -> list[Row]:
+def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -> list[Row]:
     """One line for all rows of a case; their estimates are its columns.
 
     Args:
         rows: those of `sweep`.
         column: template of a column's name; what it names is no part of the case.
-        text: mean and error as text, "0.98 ± 0.01"; two columns of numbers otherwise.
+        y: "mean", or "ratio" of `relative`.
+        text: estimate and error as text, "0.98 ± 0.01"; two columns of numbers otherwise.
     """
     lines: dict[tuple, Row] = {}
     for row in rows:
         names = {k: v for k, v in row.items() if k not in ESTIMATE and f"{{{k}}}" not in column}
         line, name = lines.setdefault(tuple(names.values()), names), column.format_map(row)
         if text:
-            line[name] = statistics.plus_minus(row["mean"], row["±"])
+            line[name] = statistics.plus_minus(row[y], row[ERRORS[y]])
         else:
-            line |= {name: row["mean"], f"± ({name})": row["±"]}
+            line |= {name: row[y], f"± ({name})": row[ERRORS[y]]}
     return list(lines.values())
+
+
+def relative(rows: Iterable[Row], case: str) -> list[Row]:
+    """The rows with the "ratio" of their mean to that of the first of the same case."""
+    return [
+        row | dict(zip(RATIO, statistics.ratio(row["values"], group[0]["values"]), strict=True))
+        for group in grouped(rows, case).values()
+        for row in group
+    ]
 
 
 def cases_of(rows: Iterable[Row], case: str, line: str = "coupling") -> dict[str, dict[str, Any]]:
@@ -112,6 +125,22 @@ def panels(out: Path, count: int, columns: int = 4) -> tuple[Any, Any]:
     return drawn, axes.flat[:count]
 
 
+def curves(
+    axis: Any,
+    rows: Iterable[Row],
+    x: str,
+    y: str = "mean",
+    line: str = "{coupling}",
+    error: str = "",
+    style: Callable[[str], Row] = lambda line: {},
+) -> None:
+    """Lines of y against x, one for each text of the template, with bands of their errors."""
+    error = error or ERRORS.get(y, f"{y} ±")
+    for name, own in grouped(rows, line).items():
+        estimates = [(row[y], row.get(error) or 0.0) for row in own]
+        band(axis, [row[x] for row in own], estimates, name, **style(name))
+
+
 def figure(
     rows: Sequence[Row],
     out: Path,
@@ -120,6 +149,7 @@ def figure(
     y: str | Sequence[str] = "mean",
     line: str = "{coupling}",
     panel: str = "",
+    error: str = "",
     columns: int = 4,
     log: bool = False,
     style: Callable[[str], Row] = lambda line: {},
@@ -133,9 +163,10 @@ def figure(
         rows: those of `sweep`, or any with x and y.
         out: path without a suffix.
         x: key of the abscissa.
-        y: key of the ordinate, with the error in "Y ±" or in "±"; several make a panel each.
+        y: key of the ordinate; several make a panel each.
         line: template; a line for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
+        error: key of the error, if it is another than in `ERRORS`.
         columns: panels side by side, at most.
         log: logarithmic axes, a tick at each x.
         style: text of a line -> options of matplotlib.
@@ -143,18 +174,10 @@ def figure(
         suptitle: of the whole.
         labels: of all panels, as `axis.set` takes them.
     """
-    ys = [y] if isinstance(y, str) else y
-    parts = list(itertools.product(grouped(rows, panel).items(), ys))
+    parts = list(itertools.product(grouped(rows, panel).items(), [y] if isinstance(y, str) else y))
     drawn, axes = panels(out, len(parts), columns)
     for axis, ((title, here), key) in zip(axes, parts, strict=True):
-        for name, points in grouped(here, line).items():
-            errors = (
-                point.get(f"{key} ±", point.get("±") if key == "mean" else None) for point in points
-            )
-            estimates = [
-                (point[key], error or 0.0) for point, error in zip(points, errors, strict=True)
-            ]
-            band(axis, [point[x] for point in points], estimates, name, **style(name))
+        curves(axis, here, x, key, line, error, style)
         if log:
             report.log_log(axis, sorted({row[x] for row in here}))
             axis.get_legend().remove()
@@ -162,8 +185,7 @@ def figure(
         if finish:
             finish(axis, here)
     axes[0].legend(fontsize="small")
-    if suptitle:
-        drawn.suptitle(suptitle)
+    drawn.suptitle(suptitle)
     report.save(drawn, out)
 
 

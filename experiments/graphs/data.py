@@ -73,6 +73,16 @@ def side_by_side(graphs: Sequence[Graph]) -> Graph:
     return Graph.from_scipy(scipy.sparse.block_diag([graph.to_scipy() for graph in graphs]))
 
 
+def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarray:
+    """|K - Phi Phi^T|_F / |K|_F for each block of a block-diagonal Phi, (blocks,)."""
+    n, square, double = len(exact), np.sum(exact**2), scipy.sparse.csr_array(phi, dtype=np.float64)
+    gram = scipy.sparse.coo_array(double @ double.T)
+    row, column = gram.coords
+    changes = gram.data * (gram.data - 2 * exact[row % n, column % n])
+    squares = square + np.bincount(row // n, changes)  # no row is empty
+    return np.sqrt(np.maximum(squares, 0) / square)
+
+
 def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
     """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4).
 

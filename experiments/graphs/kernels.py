@@ -25,7 +25,6 @@ import scipy.sparse
 
 from experiments.common import harness, launch
 from experiments.graphs import data
-from experiments.graphs.report import frobenius_errors
 from performer.graphs import (
     Graph,
     couplings,
@@ -59,7 +58,7 @@ def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int
 
     def errors(phi):
         pairs = zip(blocks, exact, strict=True)
-        return [frobenius_errors(phi[at, at], k)[0] ** 2 for at, k in pairs]
+        return [data.frobenius_errors(phi[at, at], k)[0] ** 2 for at, k in pairs]
 
     sizes = [[errors(phi) for phi in draw(key, once, coupling, m, repeats)] for m in WALKS]
     return np.array(sizes).T
