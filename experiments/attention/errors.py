@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.attention import data
-from experiments.common import plots
+from experiments.common import harness
 from experiments.common.statistics import mean_and_error, plus_minus
 from performer import copula, couplings
 from performer.analysis import attention_error
@@ -51,18 +51,11 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
         x = jnp.asarray(tokens, jnp.float32)
-        drawn, axes = plots.panels(_suffixed(out, reading), len(columns))
-        for name in names:
-            of_name = [_row7(x, name, m, draws) for m in sizes]
-            for axis, column in zip(axes, columns, strict=True):
-                estimates = [(row[column], row[f"{column} ±"]) for row in of_name]
-                plots.band(axis, sizes, estimates, name)
-                axis.set(ylabel=f"{column}, relative")
-            rows += [{"x ~ N(0, .)": reading} | row for row in of_name]
-        for axis in axes:
-            report.log_log(axis, sizes)
-        drawn.suptitle(f"VRC Fig. 7, x ~ N(0, {reading})")
-        report.save(drawn, _suffixed(out, reading))
+        lines = [_row7(x, name, m, draws) for name, m in itertools.product(names, sizes)]
+        title = f"VRC Fig. 7, x ~ N(0, {reading}), relative"
+        options: Any = dict(x="m", y=columns, log=True, suptitle=title)
+        harness.figure(lines, _suffixed(out, reading), **options)
+        rows += [{"x ~ N(0, .)": reading} | line for line in lines]
     return report.table(rows, out)
 
 
@@ -164,41 +157,53 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
     """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
-    rows: list[dict] = []
-    drawn, axis = report.figure(out)
-    uniform = np.zeros(1)
-    for name, method in [(name, "none") for name in names] or CURVES:
-        found = []
-        for m in sizes:
-            values, uniform = errors("anisotropic", 2.0, name, method, 0, m, draws)
-            found.append(mean_and_error(values))
-        label = name if method == "none" else f"{name}, calibrated"
-        texts = {f"m = {m}": plus_minus(*x) for m, x in zip(sizes, found, strict=True)}
-        rows.append({"coupling": label} | texts)
-        plots.band(axis, sizes, found, label)
-    axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
-    report.log_log(axis, sizes)
-    axis.set(xlabel="features m", ylabel="relative attention error")
-    report.save(drawn, out)
-    return report.table(rows, out)
+    cases = {
+        name if method == "none" else f"{name}, calibrated": (name, method)
+        for name, method in [(name, "none") for name in names] or CURVES
+    }
+    uniform = []
+
+    def measure(case: harness.Row) -> np.ndarray:
+        scheme = cases[case["coupling"]]
+        found = [errors("anisotropic", 2.0, *scheme, 0, m, draws) for m in sizes]
+        uniform[:] = [values for _, values in found]
+        return np.stack([values for values, _ in found], axis=-1)
+
+    rows = harness.sweep([{"coupling": label} for label in cases], measure, m=sizes)
+
+    def finish(axis: Any, _: Any) -> None:
+        level = uniform[-1].mean()
+        axis.axhline(level, color="black", linestyle=":", label="uniform attention")
+
+    labels: Any = dict(xlabel="features m", ylabel="relative attention error")
+    harness.figure(rows, out, x="m", log=True, finish=finish, **labels)
+    return report.table(harness.wide(rows, "m = {m}"), out)
 
 
 def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
-    drawn, axes = plots.panels(out, len(data.DATA))
-    for axis, kind in zip(axes, data.DATA, strict=True):
-        for number, row in enumerate(rows):
-            window = f"window {row['exact window']}" if row["exact window"] else ""
-            words = (row["coupling"], row["calibration"], window)
-            label = ", ".join(x for x in words if x not in ("", "none"))
-            style = {"none": "--", "": ":"}.get(row["calibration"], "-")
-            values = [(row[f"{kind} {norm:g}"], row[f"{kind} {norm:g} ±"]) for norm in norms]
-            color = "black" if row["coupling"] == "uniform" else f"C{number % 10}"
-            plots.band(axis, norms, values, label, ls=style, color=color)
-        report.log_log(axis, norms)
-        axis.set(title=kind, xlabel="mean |q|^2 = |k|^2", ylabel="relative attention error")
-        axis.get_legend().remove()
-    axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-    report.save(drawn, out)
+    points = []
+    for kind, row, norm in itertools.product(data.DATA, rows, norms):
+        window = f"window {row['exact window']}" if row["exact window"] else ""
+        words = (row["coupling"], row["calibration"], window)
+        column = f"{kind} {norm:g}"
+        points.append(
+            {
+                "kind": kind,
+                "mean |q|^2 = |k|^2": norm,
+                "mean": row[column],
+                "±": row[f"{column} ±"],
+                "line": ", ".join(x for x in words if x not in ("", "none")),
+            }
+        )
+    harness.figure(
+        points,
+        out,
+        x="mean |q|^2 = |k|^2",
+        line="{line}",
+        panel="{kind}",
+        log=True,
+        ylabel="relative attention error",
+    )
 
 
 def _suffixed(out: Path, suffix: str) -> Path:

@@ -94,6 +94,12 @@ def relative(rows: Iterable[Row], case: str) -> list[Row]:
     ]
 
 
+def melted(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
+    """A row for each of these columns that has a number: its name as "line", its number "mean"."""
+    named = [(name, row) for name in names for row in rows if row[name] != ""]
+    return [row | {"line": name, "mean": row[name]} for name, row in named]
+
+
 def cases_of(rows: Iterable[Row], case: str, line: str = "coupling") -> dict[str, dict[str, Any]]:
     """{case: {coupling: values}} of rows."""
     groups = grouped(rows, case).items()
@@ -184,7 +190,10 @@ def figure(
         axis.set(**{"title": title, "xlabel": x, "ylabel": key} | labels)
         if finish:
             finish(axis, here)
-    axes[0].legend(fontsize="small")
+    if len(axes[0].lines) > 8:
+        axes[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        axes[0].legend(fontsize="small")
     drawn.suptitle(suptitle)
     report.save(drawn, out)
 

@@ -23,6 +23,7 @@ Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -125,14 +126,11 @@ def main(
             rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
         print(name, flush=True)
     print(report.table(rows, out / "ratios"))
-    curves = [
-        row | {"coupling": coupling, "mean": row[coupling]}
-        for row in rows
-        if row["sigma"] == SIGMA_DRAWN
-        for coupling in list(groups(0.5))[1:]
-    ]
+    drawn = [row for row in rows if row["sigma"] == SIGMA_DRAWN]
+    curves = harness.melted(drawn, list(groups(0.5))[1:])
     label = "squared error / that of independent walks"
-    harness.figure(curves, out / "ratios", x="p_halt", panel="{graph}, N = {N}", ylabel=label)
+    options: Any = dict(line="{line}", panel="{graph}, N = {N}", ylabel=label)
+    harness.figure(curves, out / "ratios", x="p_halt", **options)
     print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:

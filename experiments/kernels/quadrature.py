@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import datasets, svm
 
-from experiments.common import launch, plots, statistics, tabular, timing
+from experiments.common import harness, launch, statistics, tabular, timing
 from performer import kernels, quadrature
 from performer.choices import unknown
 from performer.quadrature import Rule
@@ -313,13 +313,10 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         row |= {f"{name}, CPU ms": 1e3 * times.cpu for name, times in best.items()}
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
-    drawn, axis = report.figure(out)
-    for name in ("butterfly", "dense"):
-        axis.plot(widths, [row[f"{name}, ms"] for row in rows], "o-", markersize=3, label=name)
-    report.log_log(axis, [d for d in widths if d & (d - 1) == 0])
-    axis.tick_params(axis="x", rotation=45)
-    axis.set(xlabel="d", ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
-    report.save(drawn, out)
+    lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
+    label = f"ms for {BATCH} vectors"
+    title = "explicit map of one rule"
+    harness.figure(lines, out, x="d", line="{line}", log=True, ylabel=label, title=title)
     large = [row for row in rows if row["d"] >= LARGE]
     slopes = {
         name: slope([r["d"] for r in large], [r[f"{name}, ms"] for r in large])
@@ -334,32 +331,34 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     return report.table(rows, out, f"For d >= {LARGE} the time grows as {text}; {faster}. {where}.")
 
 
-def _grid(rows: list[dict[str, Any]], quantity: str, out: Path) -> None:
+def _grid(rows: list[harness.Row], quantity: str, out: Path) -> None:
     """A panel for each kernel (rows) and data set (columns), a line for each method."""
-    names, sets = (list(dict.fromkeys(row[by] for row in rows)) for by in ("kernel", "data set"))
-    drawn, axes = plots.panels(out, len(names) * len(sets), columns=len(sets))
-    for axis, (kernel, name) in zip(axes, itertools.product(names, sets), strict=True):
-        here = [row for row in rows if (row["kernel"], row["data set"]) == (kernel, name)]
-        for method in dict.fromkeys(row["method"] for row in here):
-            lines = [row for row in here if row["method"] == method]
-            n, values = [row["n"] for row in lines], [(row[quantity], row["95%"]) for row in lines]
-            known = method in METHODS
-            style = (
-                {"color": f"C{list(METHODS).index(method)}"}
-                if known
-                else dict(color="black", ls="--")
-            )
-            plots.band(axis, n, values, method, **style)
-        axis.set(title=f"{name}, {kernel}", xlabel="n", xticks=sorted({r["n"] for r in here}))
-        # Few runs have wide intervals: the panel shows the means whole, and what fits of those.
+
+    def style(method: str) -> harness.Row:
+        if method not in METHODS:
+            return dict(color="black", ls="--")
+        return dict(color=f"C{list(METHODS).index(method)}")
+
+    def limits(axis: Any, here: list[harness.Row]) -> None:
+        """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
         low, high = (end(row[quantity] for row in here) for end in (min, max))
         if quantity == "error":
             axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
         else:
             axis.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
-    axes[0].set_ylabel(quantity)
-    axes[0].legend(fontsize=7)
-    report.save(drawn, out)
+
+    harness.figure(
+        [row for group in harness.grouped(rows, "{kernel}").values() for row in group],
+        out,
+        x="n",
+        y=quantity,
+        line="{method}",
+        panel="{data set}, {kernel}",
+        error="95%",
+        columns=len(harness.grouped(rows, "{data set}")),
+        style=style,
+        finish=limits,
+    )
 
 
 Part = Literal["figure_1", "figure_2", "figure_3"]
