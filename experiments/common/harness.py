@@ -124,7 +124,7 @@ def panels(out: Path, count: int, columns: int = 4) -> tuple[Any, Any]:
     columns = min(count, columns)
     rows = -(-count // columns)
     drawn, axes = report.subplots(
-        rows, columns, figsize=(4 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+        rows, columns, figsize=(1 + 4 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[count:]:
         axis.set_axis_off()
@@ -190,7 +190,7 @@ def figure(
         axis.set(**{"title": title, "xlabel": x, "ylabel": key} | labels)
         if finish:
             finish(axis, here)
-    if len(axes[0].lines) > 8:
+    if len(axes[0].get_legend_handles_labels()[1]) > 8:
         axes[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     else:
         axes[0].legend(fontsize="small")

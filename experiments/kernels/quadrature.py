@@ -99,13 +99,10 @@ def load(name: str, data_dir: Path | None) -> Data:
     """Reads a data set, in random order.
 
     Raises:
-        ValueError: for an unknown name, a file that is not there or damaged, or only zeros.
+        ValueError: for an unknown name, or a file that is not there or damaged.
     """
-    if data_dir and not data_dir.is_dir():
-        raise ValueError(f"data_dir={str(data_dir)!r} is not a folder")
-    kinds = (
-        {path.stem: path.parent.name for path in data_dir.glob("uci_*/*.csv")} if data_dir else {}
-    )
+    files = data_dir.glob("uci_*/*.csv") if data_dir else ()
+    kinds = {path.stem: path.parent.name for path in files}
     choices = dict.fromkeys((*(IN_FOLDER if data_dir else BUNDLED), *kinds))
     if name not in choices:
         hint = "" if data_dir else "; or give a data_dir"
@@ -121,8 +118,6 @@ def load(name: str, data_dir: Path | None) -> Data:
         table = tabular.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
         y = table.y if classes else y
-    if not x.any():
-        raise ValueError(f"all inputs of data set {name!r} are zero: there is nothing to map")
     order = rng.permutation(len(x))
     return Data(name, x[order].astype(np.float32), y[order])
 
@@ -147,11 +142,8 @@ def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
     signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
     kept = jnp.arange(RULES)[:, None] < n
     weights = (rule.weights.reshape(signs, RULES, -1) * kept).reshape(-1) * (RULES / n)
-    return Rule(
-        rule.points,
-        weights,
-        1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant,
-    )
+    constant = 1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant
+    return Rule(rule.points, weights, constant)
 
 
 def singles(rule: Rule, name: str, reflect: bool) -> Rule:

@@ -110,6 +110,7 @@ def plot(curves: dict[str, tuple[list[dict], np.ndarray]], out: Path) -> None:
         rows, _ = curves[here[0]["features"]]
         for number, row in enumerate(rows[:-2], 2):
             axis.axhline(row["training RMSE"], color=f"C{number}", ls="--", label=row["coupling"])
+        axis.legend(fontsize="small")
 
     options: Any
     panel, options = f"VRC Fig. 6: {out.name}, {{features}}", dict(ylabel="training RMSE")
