@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.attention import data
 from experiments.common import harness
-from experiments.common.statistics import mean_and_error, plus_minus
 from performer import copula, couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate
@@ -41,6 +40,8 @@ LEARNED: dict[str, Callable[[Any], Coupling]] = {
 """theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
 ORF = ("orf", "none", 0)
 """What the others are compared with."""
+NORM = "mean |q|^2 = |k|^2"
+SCHEME = "{coupling}, {calibration}, window {exact window}"
 STEPS = 300
 """Of Adam, from independent lengths."""
 
@@ -96,28 +97,26 @@ def vit(
     ]
     near = [(name, method) for name, method, _ in schemes] if names else NEAR
     schemes += [(name, method, window) for window in windows if window for name, method in near]
-    scheme = ("coupling", "calibration", "exact window")
-    rows: list[dict] = [dict(zip(scheme, x, strict=True)) for x in schemes]
-    rows.append(dict(zip(scheme, ("uniform", "", 0), strict=True)))
-    for kind, squared_norm in itertools.product(data.DATA, norms):
-        column = f"{kind} {squared_norm:g}"
-        reference, uniform = errors(kind, squared_norm, *ORF, m, draws)
-        found = [
-            reference if s == ORF else errors(kind, squared_norm, *s, m, draws)[0] for s in schemes
-        ]
-        for row, values in zip(rows, [*found, uniform], strict=True):
-            row[column], row[f"{column} ±"] = mean_and_error(values)
-            row[f"{column} / orf"] = float(np.exp(np.mean(np.log(values / reference))))
-        print(column, flush=True)
-    _plot_vit(rows, norms, out)
-    columns = [f"{kind} {norm:g}" for kind, norm in itertools.product(data.DATA, norms)]
-    ratios = [{x: row[x] for x in (*scheme, *(f"{c} / orf" for c in columns))} for row in rows]
-    report.table(ratios, _suffixed(out, "ratios"))
-    texts = [
-        {x: row[x] for x in scheme} | {c: plus_minus(row[c], row[f"{c} ±"]) for c in columns}
-        for row in rows
+    rows, keys = [], ("coupling", "calibration", "exact window")
+    for kind, norm in itertools.product(data.DATA, norms):
+        reference, uniform = errors(kind, norm, *ORF, m, draws)
+        found = {
+            s: reference if s == ORF else errors(kind, norm, *s, m, draws)[0] for s in schemes
+        } | {("uniform", "", 0): uniform}
+        for scheme, values in found.items():
+            ratio = float(np.exp(np.mean(np.log(values / reference))))
+            case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
+            rows.append(case | harness.estimated(values) | {"ratio": ratio})
+        print(kind, f"{norm:g}", flush=True)
+    label = "relative attention error"
+    harness.figure(rows, out, x=NORM, line=SCHEME, panel="{kind}", log=True, ylabel=label)
+    ratios = [
+        {key: group[0][key] for key in keys}
+        | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
+        for group in harness.grouped(rows, SCHEME).values()
     ]
-    return report.table(texts, out)
+    report.table(ratios, _suffixed(out, "ratios"))
+    return report.table(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out)
 
 
 def errors(
@@ -178,32 +177,6 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
     labels: Any = dict(xlabel="features m", ylabel="relative attention error")
     harness.figure(rows, out, x="m", log=True, finish=finish, **labels)
     return report.table(harness.wide(rows, "m = {m}"), out)
-
-
-def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
-    points = []
-    for kind, row, norm in itertools.product(data.DATA, rows, norms):
-        window = f"window {row['exact window']}" if row["exact window"] else ""
-        words = (row["coupling"], row["calibration"], window)
-        column = f"{kind} {norm:g}"
-        points.append(
-            {
-                "kind": kind,
-                "mean |q|^2 = |k|^2": norm,
-                "mean": row[column],
-                "±": row[f"{column} ±"],
-                "line": ", ".join(x for x in words if x not in ("", "none")),
-            }
-        )
-    harness.figure(
-        points,
-        out,
-        x="mean |q|^2 = |k|^2",
-        line="{line}",
-        panel="{kind}",
-        log=True,
-        ylabel="relative attention error",
-    )
 
 
 def _suffixed(out: Path, suffix: str) -> Path:

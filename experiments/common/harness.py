@@ -12,6 +12,7 @@ filled in from a row; rows with the same text belong together.
 
 import csv
 import itertools
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -
         text: estimate and error as text, "0.98 ± 0.01"; two columns of numbers otherwise.
     """
     lines: dict[tuple, Row] = {}
+    told = {*ESTIMATE, *(field for _, field, _, _ in string.Formatter().parse(column))}
     for row in rows:
-        names = {k: v for k, v in row.items() if k not in ESTIMATE and f"{{{k}}}" not in column}
+        names = {k: v for k, v in row.items() if k not in told}
         line, name = lines.setdefault(tuple(names.values()), names), column.format_map(row)
         if text:
             line[name] = statistics.plus_minus(row[y], row[ERRORS[y]])
