@@ -2303,6 +2303,20 @@ FAULTS = [
         "test_prepare_data.py::test_roads",
     ),
     Fault(
+        "a ratio is that to the last coupling of its case",
+        "experiments/common/harness.py",
+        'statistics.ratio(row["values"], group[0]["values"])',
+        'statistics.ratio(row["values"], group[-1]["values"])',
+        "test_harness.py::test_ratios_are_those_to_the_first_of_a_case",
+    ),
+    Fault(
+        "a verdict tests each coupling against itself",
+        "experiments/common/harness.py",
+        "{k: (x[name], x[other]) for k, x in cases.items()}",
+        "{k: (x[name], x[name]) for k, x in cases.items()}",
+        "test_harness.py::test_verdict",
+    ),
+    Fault(
         "the Cayley distance counts the places that differ",
         "experiments/graphs/sigma.py",
         "return n - int(scipy.sparse.csgraph.connected_components(steps)[0])",
