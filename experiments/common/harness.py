@@ -174,7 +174,7 @@ def figure(
         y: key of the ordinate; several make a panel each.
         line: template; a line for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
-        error: key of the error, if it is another than in `ERRORS`.
+        error: key of the error of the first y, if it is another than in `ERRORS`.
         columns: panels side by side, at most.
         log: logarithmic axes, a tick at each x.
         style: text of a line -> options of matplotlib.
@@ -182,20 +182,27 @@ def figure(
         suptitle: of the whole.
         labels: of all panels, as `axis.set` takes them.
     """
-    parts = list(itertools.product(grouped(rows, panel).items(), [y] if isinstance(y, str) else y))
+    ys = [y] if isinstance(y, str) else y
+    parts = list(itertools.product(grouped(rows, panel).items(), ys))
+    colors = {name: {"color": f"C{i % 10}"} for i, name in enumerate(grouped(rows, line))}
     drawn, axes = panels(out, len(parts), columns)
     for axis, ((title, here), key) in zip(axes, parts, strict=True):
-        curves(axis, here, x, key, line, error, style)
+        own = error if key == ys[0] else ""
+        curves(axis, here, x, key, line, own, lambda name: colors[name] | style(name))
         if log:
             report.log_log(axis, sorted({row[x] for row in here}))
             axis.get_legend().remove()
         axis.set(**{"title": title, "xlabel": x, "ylabel": key} | labels)
         if finish:
             finish(axis, here)
-    if len(axes[0].get_legend_handles_labels()[1]) > 8:
-        axes[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    else:
-        axes[0].legend(fontsize="small")
+    shown = {
+        name: handle
+        for axis in axes
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    outside = dict(loc="center left", bbox_to_anchor=(1, 0.5)) if len(shown) > 8 else {}
+    place = axes[-1] if outside else axes[0]
+    place.legend(shown.values(), shown.keys(), fontsize="small", **outside)
     drawn.suptitle(suptitle)
     report.save(drawn, out)
 
@@ -223,14 +230,15 @@ def points(
         panel: template; a panel for each of its texts, which is its title.
         labels: of all panels, as `axis.set` takes them.
     """
-    groups = grouped(rows, panel)
+    groups, names = grouped(rows, panel), list(grouped(rows, line))
     drawn, axes = panels(out, len(groups))
     for axis, (title, here) in zip(axes, groups.items(), strict=True):
-        places, lines = list(grouped(here, x)), grouped(here, line)
-        for number, (name, own) in enumerate(lines.items()):
-            shift = 0.8 * ((number + 0.5) / len(lines) - 0.5)
+        places = list(grouped(here, x))
+        for number, name in enumerate(names):
+            own = grouped(here, line).get(name, [])
+            shift = 0.8 * ((number + 0.5) / len(names) - 0.5)
             at = [places.index(x.format_map(row)) + shift for row in own]
-            style = dict(color=f"C{number}", markersize=4)
+            style: Row = dict(color=f"C{number}", markersize=4)
             values, errors = ([row[key] for row in own] for key in (y, error))
             axis.errorbar(at, values, errors, fmt="o", label=name, **style)
             theirs = [row.get("paper") or np.nan for row in own]
