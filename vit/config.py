@@ -10,7 +10,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from performer.choices import moved
 from vit import bounded, files
 from vit.fields import SIZES as SIZES
 from vit.fields import TYPES as TYPES
@@ -31,10 +30,6 @@ from vit.rules import WORDS as WORDS
 from vit.rules import allowed as allowed
 from vit.rules import check_types
 from vit.rules import validate as validate
-
-__getattr__ = moved(
-    __name__, parse_flags="vit.arguments.parse_flags", from_flag="vit.arguments.from_flag"
-)
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:

@@ -32,7 +32,6 @@ from pathlib import Path
 from absl import flags
 from flax import nnx
 
-from performer.choices import moved
 from performer.nnx import linearize
 from performer.nnx.layer import Window
 from vit import checkpoint, devices, metrics, report, runs, safety
@@ -40,8 +39,6 @@ from vit import config as configs
 from vit.arguments import launch
 from vit.conversion import compare, measured_layers
 from vit.task import random_streams
-
-__getattr__ = moved(__name__, save_run="vit.runs.begin")
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:

@@ -36,7 +36,6 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from performer.choices import moved
 from vit import (
     class_report,
     classification,
@@ -54,14 +53,6 @@ from vit.arguments import launch
 from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
-
-__getattr__ = moved(
-    __name__,
-    Restored="vit.runs.Restored",
-    restore="vit.runs.restore",
-    restore_model="vit.runs.restore(workdir).model()",
-    evaluation_images="vit.runs.evaluation_examples",
-)
 
 
 FLAGS = {

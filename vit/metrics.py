@@ -10,14 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from performer.choices import moved
 from vit import files
 
 Record = dict[str, Any]
-
-__getattr__ = moved(
-    __name__, counts="vit.classification.counts", label_rank="vit.classification.label_rank"
-)
 
 
 def append(path: Path, record: Record) -> None:

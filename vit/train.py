@@ -20,16 +20,11 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from performer.choices import moved
 from vit import config as configs
 from vit import devices, dry_run, extension, hosts, loggers, machine, metrics, transfer
 from vit.arguments import from_flag, launch
 from vit.cli import command
 from vit.loop import train
-
-RUNS = ("claim", "eval_batches", "last_step", "length")
-PLACES = {name: f"vit.runs.{name}" for name in RUNS}
-__getattr__ = moved(__name__, AHEAD="vit.steps.AHEAD", **PLACES)
 
 
 def main(_: list[str]) -> None:
