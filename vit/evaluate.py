@@ -54,7 +54,6 @@ from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
 
-
 FLAGS = {
     "data.eval_split": "split",
     "data.name": "name",
