@@ -2183,9 +2183,9 @@ FAULTS = [
     ),
     Fault(
         "NaN is a learning rate",
-        "vit/rules.py",
-        "lambda rate: 0 <= rate <= 10",
-        "lambda rate: not (rate < 0 or rate > 10)",
+        "vit/config.py",
+        "low <= x <= high or",
+        "not (x < low or x > high) or",
         "test_config.py::test_bad_values_are_named",
     ),
     Fault(
@@ -2346,7 +2346,7 @@ FAULTS = [
     ),
     Fault(
         "a field of the model does not take the place of the variant's",
-        "vit/fields.py",
+        "vit/config.py",
         "for name in Size._fields if getattr(self, name)}",
         "for name in Size._fields[1:] if getattr(self, name)}",
         "test_config.py::test_a_number_of_the_model_takes_the_place_of_the_variants",

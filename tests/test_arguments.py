@@ -109,7 +109,7 @@ def test_help_lists_every_field(flag, capsys):
 
 
 def test_every_field_says_what_it_means():
-    told = config.meanings()
+    told = config.MEANINGS
     assert set(told) == set(FIELDS)
     assert not [field for field, text in told.items() if not text]
     assert told["attention.redraw_every"].startswith("Steps between new draws")

@@ -19,7 +19,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from vit import bundled
-from vit.config import CHOICES, TYPES, WORDS, Config, allowed, flatten, meanings
+from vit.config import CHOICES, MEANINGS, TYPES, WORDS, Config, allowed, flatten
 from vit.safety import lasting
 
 OTHER_NAMES = {
@@ -147,8 +147,7 @@ def parse_flags(
             f"did you mean '{nearest(name, values)}={value}'?" if equals else "--help lists them"
         )
         sys.exit(f"{rest[0]!r} is no flag: {meant}")
-    for name in values:
-        flag = values[name]
+    for name, flag in own_flags(values).items():
         if flag.present and flag.default != "" and flag.value == "":
             sys.exit(f"--{name}= is empty: leave it out, or say what it is")
     return [program, *rest]
@@ -208,7 +207,7 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
 
 def field_help() -> str:
     """Every field in its group: flag, default, type or choices, and the first sentence on it."""
-    lines, told, group = [FIELDS], meanings(), None
+    lines, group = [FIELDS], None
     config = Config()
     for field, value in flatten(config).items():
         section = Config.__annotations__[field.split(".")[0]] if "." in field else Config
@@ -216,7 +215,7 @@ def field_help() -> str:
             lines += ["", _sentence((section.__doc__ or "").strip()), ""]
             group = section
         kind = " | ".join(CHOICES[field]) if field in CHOICES else WORDS[TYPES[field]]
-        lines += _row(f"--config.{field}={value}", f"{_sentence(told[field])} [{kind}]")
+        lines += _row(f"--config.{field}={value}", f"{_sentence(MEANINGS[field])} [{kind}]")
     return "\n".join(lines)
 
 

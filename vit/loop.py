@@ -155,9 +155,10 @@ def train(
     machine.check_shared_memory(batch_bytes, workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
+    rate = runs.rate(config, dataset)
     if lead:
         print("building the model", flush=True)
-    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
+    program = runs.program(config, dataset, task, mesh)
 
     with contextlib.ExitStack() as stack:
         if lead:
