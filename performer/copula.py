@@ -204,15 +204,12 @@ def learn(
 
     Raises:
         ValueError: when the loss left the finite numbers (inside `jit` theta is NaN then).
-        TypeError: for a loss in the place of the key.
 
     Example:
         >>> start = jnp.zeros(d * (d - 1) // 2)
         >>> theta, losses = copula.learn(key, copula.kernel_rmse(x), start, num_features=d)
         >>> frequencies = copula.orthogonal(theta)(key, d, d)
     """
-    if callable(key):
-        raise TypeError("the key comes first: copula.learn(key, loss, start, ...)")
     d = len(cholesky(start))
 
     def mean_loss(theta: Theta, step_key: Key) -> Float[Array, ""]:

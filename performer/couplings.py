@@ -19,7 +19,7 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -335,9 +335,7 @@ def draw(
 
     Raises:
         ValueError: for an unknown coupling, or sizes that it does not admit.
-        TypeError: for a name in the place of the key.
     """
-    _key_first("draw", key)
     coupling = get(coupling)
     if num_heads is None:
         return coupling(key, num_features, head_dim)
@@ -367,9 +365,7 @@ def redraw(
 
     Raises:
         ValueError: when `every` is not a positive integer, or for an unknown coupling.
-        TypeError: for a name in the place of the key.
     """
-    _key_first("redraw", key)
     every = positive_integer("every", every)
     step = jnp.asarray(step)
     *lead, m, h = frequencies.shape
@@ -380,8 +376,3 @@ def redraw(
         return drawn.reshape(old.shape).astype(old.dtype)
 
     return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)
-
-
-def _key_first(function: str, key: Any) -> None:
-    if isinstance(key, str):
-        raise TypeError(f"the key comes first: couplings.{function}(key, {key!r}, ...)")

@@ -37,7 +37,7 @@ _DEGREE = 4
 
 
 @dataclass(frozen=True)
-class tabulated:
+class Tabulated:
     """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
 
     On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
@@ -68,7 +68,7 @@ class tabulated:
             return "norms.chi"
         if isinstance(self.log_quantile, _LogMatern):
             return f"norms.matern({self.log_quantile.nu!r})"
-        return f"norms.tabulated({expression(self.log_quantile)})"
+        return f"norms.Tabulated({expression(self.log_quantile)})"
 
 
 @lru_cache(maxsize=256)
@@ -109,7 +109,7 @@ class _LogMatern:
         return np.log(2 * self.nu * odds) / 2
 
 
-chi = tabulated(_log_chi)
+chi = Tabulated(_log_chi)
 """The chi_d quantile: frequencies N(0, I_d), the Gaussian and the softmax kernel."""
 
 
@@ -125,7 +125,7 @@ def matern(nu: float) -> Quantile:
     """
     if not nu > 0:
         raise ValueError(f"nu (the smoothness of a Matern kernel) must be positive, got {nu}")
-    return tabulated(_LogMatern(nu))
+    return Tabulated(_LogMatern(nu))
 
 
 def root_mean_square(score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:

@@ -242,10 +242,7 @@ def method(key: Key, name: str, num_rules: int, d: int, *, reflect: bool) -> Rul
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for a name in the place of the key.
     """
-    if isinstance(key, str):
-        raise TypeError(f"the key comes first: quadrature.method(key, {key!r}, ...)")
     if name not in METHODS:
         raise ValueError(unknown("method", name, METHODS))
     return METHODS[name](key, num_rules, d, reflect=reflect)

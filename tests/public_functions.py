@@ -208,7 +208,7 @@ rows(
     {
         "norms.root_mean_square": lambda x: norms.root_mean_square(x(2, 3), 3),
         "norms.chi": lambda x: norms.chi(x(2, 3), 3),
-        "norms.tabulated": lambda x: norms.tabulated(norms._log_chi)(x(3), 2),
+        "norms.Tabulated": lambda x: norms.Tabulated(norms._log_chi)(x(3), 2),
         "directions.multiply_simplex": lambda x: directions.multiply_simplex(x(2, 3)),
         "structured.StructuredFrequencies.apply": lambda x: structured.draw(
             key(), M, 3, simplex=True
@@ -723,7 +723,7 @@ def walked() -> Any:
 def estimate(unbiased: bool = True) -> Any:
     with drawn():
         return graphs.graph_random_features(
-            key(), graph(), graphs.kernels.diffusion(), unbiased_diagonal=unbiased, **WALKS
+            key(), graph(), graphs.kernels.Diffusion(), unbiased_diagonal=unbiased, **WALKS
         )
 
 
@@ -740,7 +740,7 @@ def dense(name: str, scale: float = 1.0) -> Callable[[Inputs], Any]:
 
 
 def halves() -> graphs.kernels.Kernel:
-    return graphs.kernels.from_series(lambda length: 0.5 ** np.arange(length))
+    return graphs.kernels.FromSeries(lambda length: 0.5 ** np.arange(length))
 
 
 def coupled(coupling: Callable, **options: Any) -> Callable[[Inputs], Any]:
@@ -772,11 +772,11 @@ rows(
     {
         **{
             f"graphs.kernels.{name}": series(name)
-            for name in ("regularised_laplacian", "diffusion", "random_walk", "inverse_cosine")
+            for name in ("RegularisedLaplacian", "Diffusion", "RandomWalk", "InverseCosine")
         },
-        "graphs.kernels.matern": series("matern"),
-        "graphs.kernels.resolvent": series("resolvent"),
-        "graphs.kernels.from_series": lambda x: halves()(6),
+        "graphs.kernels.Matern": series("Matern"),
+        "graphs.kernels.Resolvent": series("Resolvent"),
+        "graphs.kernels.FromSeries": lambda x: halves()(6),
     },
     host=True,
 )
@@ -785,14 +785,14 @@ rows(
     {
         **{
             f"graphs.kernels.Kernel.dense[{name}]": dense(name)
-            for name in ("regularised_laplacian", "diffusion", "random_walk", "inverse_cosine")
+            for name in ("RegularisedLaplacian", "Diffusion", "RandomWalk", "InverseCosine")
         },
-        "graphs.kernels.Kernel.dense[matern]": dense("matern"),
-        "graphs.kernels.Kernel.dense[from_series]": lambda x: halves().dense(graph()),
-        "graphs.kernels.resolvent.dense": dense("resolvent", 0.1),
+        "graphs.kernels.Kernel.dense[Matern]": dense("Matern"),
+        "graphs.kernels.Kernel.dense[FromSeries]": lambda x: halves().dense(graph()),
+        "graphs.kernels.Resolvent.dense": dense("Resolvent", 0.1),
         "graphs.kernels.spectral_radius": lambda x: graphs.kernels.spectral_radius(graph()),
         "graphs.kernels.require_convergence": lambda x: graphs.kernels.require_convergence(
-            graph(0.1), graphs.kernels.resolvent()
+            graph(0.1), graphs.kernels.Resolvent()
         ),
         "graphs.graph.Graph.from_edges": lambda x: graph(),
         "graphs.graph.Graph.from_scipy": lambda x: Graph.from_scipy(scipy.sparse.eye_array(3)),
@@ -814,7 +814,7 @@ rows(
         ),
         "graphs.features.sample": lambda x: walked(),
         "graphs.features.modulate": lambda x: graphs.features.modulate(
-            walked(), graphs.kernels.diffusion()
+            walked(), graphs.kernels.Diffusion()
         ),
         "graphs.features.graph_random_features": lambda x: estimate(),
         "graphs.features.Features.to_scipy": lambda x: estimate().left.to_scipy().todense(),
@@ -859,7 +859,7 @@ rows(
 
 
 def responses(order: int = 3) -> np.ndarray:
-    return graphs.matching.spectral_responses(graph(), graphs.kernels.diffusion(), 0.5, order)
+    return graphs.matching.spectral_responses(graph(), graphs.kernels.Diffusion(), 0.5, order)
 
 
 def joined() -> Graph:
@@ -874,14 +874,14 @@ rows(
     "numpy",
     {
         "graphs.matching.learn": lambda x: graphs.matching.learn(
-            graph(), graphs.kernels.diffusion(), p_halt=0.5, order=3
+            graph(), graphs.kernels.Diffusion(), p_halt=0.5, order=3
         ),
         "graphs.matching.series": lambda x: graphs.matching.series(
-            graphs.kernels.diffusion(), 0.5, 3
+            graphs.kernels.Diffusion(), 0.5, 3
         ),
         "graphs.matching.spectral_responses": lambda x: responses(),
         "graphs.matching.node_responses": lambda x: graphs.matching.node_responses(
-            graph(), graphs.kernels.diffusion(), 0.5, 3, 1
+            graph(), graphs.kernels.Diffusion(), 0.5, 3, 1
         ),
         "graphs.matching.linear_costs": lambda x: graphs.matching.linear_costs(responses()),
         "graphs.matching.pair_costs": lambda x: graphs.matching.pair_costs(
@@ -902,10 +902,10 @@ rows(
         ),
         "graphs.theory.survival": lambda x: graphs.theory.survival(0.3, 0.5),
         "graphs.theory.expected_error": lambda x: graphs.theory.expected_error(
-            joined(), graphs.kernels.diffusion(), num_walks=2, p_halt=0.5
+            joined(), graphs.kernels.Diffusion(), num_walks=2, p_halt=0.5
         ),
         "graphs.theory.recommend": lambda x: (
-            graphs.theory.recommend(joined(), graphs.kernels.diffusion(), 0.5).error
+            graphs.theory.recommend(joined(), graphs.kernels.Diffusion(), 0.5).error
         ),
         "graphs.theory.pagerank_variance": lambda x: graphs.theory.pagerank_variance(
             joined(), num_walks=2, p_halt=0.5

@@ -142,8 +142,3 @@ def test_bad_input():
         copula.parameters(jnp.array([[1.0, 2.0], [2.0, 1.0]]))
     with pytest.raises(ValueError, match="lengthscale must be positive"):
         copula.kernel_rmse(jnp.eye(D), lengthscale=0.0)
-
-
-def test_the_key_comes_first():
-    with pytest.raises(TypeError, match="the key comes first: copula.learn"):
-        copula.learn.__wrapped__(jnp.sum, THETA, jax.random.key(0), num_features=D)

@@ -196,12 +196,6 @@ def test_the_law_of_the_lengths_can_be_another():
     assert couplings.with_quantile("pm", norms.chi) == couplings.get("pm")
 
 
-def test_the_key_comes_first():
-    for function, options in [(couplings.draw, {}), (couplings.redraw, dict(every=2))]:
-        with pytest.raises(TypeError, match="the key comes first: .*draw.key, 'pm'"):
-            function.__wrapped__("pm", jax.random.key(0), 4, 4, **options)
-
-
 def test_draws_are_prefixes():
     """With one key, fewer features are the first of more: common random numbers over m."""
     for name in couplings.COUPLINGS:

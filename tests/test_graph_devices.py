@@ -29,7 +29,7 @@ def test_eight_devices_walk_as_one(eight_devices):
 
     v = np.arange(34.0, dtype=np.float32)
     a, b = (
-        graph_random_features(jax.random.key(0), graph, kernels.diffusion(), mesh=m, **options)
+        graph_random_features(jax.random.key(0), graph, kernels.Diffusion(), mesh=m, **options)
         for m in (None, mesh)
     )
     np.testing.assert_allclose(a @ v, jax.jit(lambda k, v: k @ v)(b, v), rtol=1e-5)

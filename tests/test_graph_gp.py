@@ -21,7 +21,7 @@ Y = jnp.sin(OBSERVED / 4.0) + 0.2 * jax.random.normal(jax.random.key(0), (28,))
 @functools.cache
 def estimate():
     return graph_random_features(
-        jax.random.key(1), karate(), kernels.diffusion(1.5), num_walks=20, p_halt=0.3,
+        jax.random.key(1), karate(), kernels.Diffusion(1.5), num_walks=20, p_halt=0.3,
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
     )
     np.testing.assert_array_equal(np.array(found), np.array(same))
     # The first step of Adam is of one size, up or down, as the slope has it: of the dense form.
-    phi = np.asarray(features.modulate(sampled, kernels.diffusion(1.0)).to_dense(), np.float64)
+    phi = np.asarray(features.modulate(sampled, kernels.Diffusion(1.0)).to_dense(), np.float64)
     gram = (phi @ phi.T)[np.ix_(observed, observed)]
 
     def loss(log_noise):

@@ -25,13 +25,13 @@ def power(matrix, exponent):
 
 
 CASES = {
-    "regularised_laplacian": ({"d": 2, "sigma": 0.7}, power(ONE + 0.49 * L, -2)),
-    "regularised_laplacian, d = 3": ({"d": 3, "sigma": 1.0}, power(ONE + L, -3)),
-    "diffusion": ({"sigma": 1.2}, scipy.linalg.expm(-0.72 * L)),
-    "random_walk": ({"p": 4, "alpha": 2.5}, power(2.5 * ONE - L, 4)),
-    "random_walk, odd": ({"p": 3, "alpha": 4.0}, power(4 * ONE - L, 3)),
-    "inverse_cosine": ({}, scipy.linalg.cosm(np.pi / 4 * L)),
-    "matern": ({"nu": 2.0, "kappa": 1.5}, power(4 / 2.25 * ONE + L, -2)),
+    "RegularisedLaplacian": ({"d": 2, "sigma": 0.7}, power(ONE + 0.49 * L, -2)),
+    "RegularisedLaplacian, d = 3": ({"d": 3, "sigma": 1.0}, power(ONE + L, -3)),
+    "Diffusion": ({"sigma": 1.2}, scipy.linalg.expm(-0.72 * L)),
+    "RandomWalk": ({"p": 4, "alpha": 2.5}, power(2.5 * ONE - L, 4)),
+    "RandomWalk, odd": ({"p": 3, "alpha": 4.0}, power(4 * ONE - L, 3)),
+    "InverseCosine": ({}, scipy.linalg.cosm(np.pi / 4 * L)),
+    "Matern": ({"nu": 2.0, "kappa": 1.5}, power(4 / 2.25 * ONE + L, -2)),
 }
 
 
@@ -50,7 +50,7 @@ def test_series_square_to_the_kernels(case):
     root, power = np.zeros_like(ONE), ONE.copy()
     for coefficient in f:
         root, power = root + coefficient * power, power @ (ONE - L)
-    slow = 2e-3 if case == "inverse_cosine" else 3e-6  # its f falls off like k^{-3/2}
+    slow = 2e-3 if case == "InverseCosine" else 3e-6  # its f falls off like k^{-3/2}
     np.testing.assert_allclose(root @ root, expected, atol=slow)
 
 
@@ -65,22 +65,6 @@ def test_kernels_are_values(case):
     assert all(kernel != make(**(parameters | {name: 7})) for name in parameters)
     with pytest.raises(dataclasses.FrozenInstanceError):
         kernel.sigma = 2.0
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: kernels.diffusion(example(), 2.0),
-        lambda: kernels.matern(example(), 1.5, 1.0),
-        lambda: kernels.inverse_cosine(example()),
-        lambda: kernels.resolvent(graph=example(), d=2),
-    ],
-)
-def test_old_calls_name_the_new_ones(call):
-    with pytest.raises(TypeError, match=r"now a value: kernels\.[a-z_]*\(\.\.\.\)\.dense\(graph\)"):
-        call()
-    with pytest.raises(ImportError, match=r"graphs\.kernels now: kernels\.diffusion"):
-        from performer.graphs import modulations  # noqa: F401
 
 
 def test_a_kernel_of_ones_own():
@@ -104,46 +88,46 @@ def test_a_kernel_of_ones_own():
 
 
 def test_the_recurrence_finds_the_closed_forms():
-    """The series of (1 - a / 2)^{-d} has the root that `resolvent` has in closed form."""
+    """The series of (1 - a / 2)^{-d} has the root that `Resolvent` has in closed form."""
 
     def series(length):
         k = np.arange(length)
         return (k + 1) * (k + 2) / 2 * 0.5**k  # of (1 - a / 2)^{-3}
 
-    expected = np.asarray(kernels.resolvent(3)(12)) * 0.5 ** np.arange(12)
-    kernel = kernels.from_series(series)
+    expected = np.asarray(kernels.Resolvent(3)(12)) * 0.5 ** np.arange(12)
+    kernel = kernels.FromSeries(series)
     np.testing.assert_allclose(kernel(12), expected, rtol=1e-5)
     dense = power(np.linalg.inv(ONE - (ONE - L) / 2), 3)
     np.testing.assert_allclose(kernel.dense(example()), dense, atol=2e-6)
-    assert kernel == kernels.from_series(series)
+    assert kernel == kernels.FromSeries(series)
     with pytest.raises(ValueError, match="diverges: the spectral radius of the weights is 1,"):
-        kernels.from_series(np.ones).dense(example())
+        kernels.FromSeries(np.ones).dense(example())
 
 
 def test_resolvent_of_the_weights():
     graph = example()
     small = graph._replace(weights=graph.weights * 0.2)
     expected = np.linalg.inv(ONE - 0.2 * weights_matrix())
-    np.testing.assert_allclose(kernels.resolvent(1).dense(small), expected, atol=1e-5)
-    np.testing.assert_allclose(kernels.resolvent(2).dense(small), expected @ expected, atol=1e-5)
+    np.testing.assert_allclose(kernels.Resolvent(1).dense(small), expected, atol=1e-5)
+    np.testing.assert_allclose(kernels.Resolvent(2).dense(small), expected @ expected, atol=1e-5)
 
 
 def test_a_node_alone_is_exactly_one():
-    for name in ("regularised_laplacian", "diffusion"):
+    for name in ("RegularisedLaplacian", "Diffusion"):
         assert abs(float(getattr(kernels, name)().dense(example())[5, 5]) - 1) < 1e-7
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: kernels.resolvent().dense(example()), r"spectral radius of the weights is 3\."),
-        (partial(kernels.diffusion, sigma=-1.0), "sigma must be positive and finite"),
-        (lambda: kernels.regularised_laplacian(d=0), "d must be positive"),
-        (lambda: kernels.random_walk(alpha=1.5), "alpha must be at least 2"),
-        (lambda: kernels.random_walk(alpha=np.nan), "alpha must be at least 2"),
-        (lambda: kernels.matern(nu=0.0), "nu must be positive"),
-        (lambda: kernels.from_series(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
-        (lambda: kernels.diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
+        (lambda: kernels.Resolvent().dense(example()), r"spectral radius of the weights is 3\."),
+        (partial(kernels.Diffusion, sigma=-1.0), "sigma must be positive and finite"),
+        (lambda: kernels.RegularisedLaplacian(d=0), "d must be positive"),
+        (lambda: kernels.RandomWalk(alpha=1.5), "alpha must be at least 2"),
+        (lambda: kernels.RandomWalk(alpha=np.nan), "alpha must be at least 2"),
+        (lambda: kernels.Matern(nu=0.0), "nu must be positive"),
+        (lambda: kernels.FromSeries(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
+        (lambda: kernels.Diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
     ],
 )  # fmt: skip
 def test_bad_input(make, words):
@@ -185,19 +169,19 @@ def loop(radius):
     return Graph.from_edges([(0, 0)], 1, [radius])
 
 
-@pytest.mark.parametrize("name", ["resolvent", "regularised_laplacian", "random_walk"])
+@pytest.mark.parametrize("name", ["Resolvent", "RegularisedLaplacian", "RandomWalk"])
 @pytest.mark.parametrize("parameter", [1, 2, 3, 4, 8])
 def test_convergence_on_both_sides_of_the_radius(name, parameter):
     """Binomial series: R = 1, (1 + sigma^2) / sigma^2 and alpha - 1; for an even p a polynomial."""
     kernel, limit = {
-        "resolvent": (kernels.resolvent(parameter), 1.0),
-        "regularised_laplacian": (kernels.regularised_laplacian(parameter, 0.7), 1.49 / 0.49),
-        "random_walk": (kernels.random_walk(parameter, 3.5), 2.5),
+        "Resolvent": (kernels.Resolvent(parameter), 1.0),
+        "RegularisedLaplacian": (kernels.RegularisedLaplacian(parameter, 0.7), 1.49 / 0.49),
+        "RandomWalk": (kernels.RandomWalk(parameter, 3.5), 2.5),
     }[name]
     for factor in (0.5, 0.9995, 0.9999):
         kernels.require_convergence(loop(limit * factor), kernel)
     for factor in (1.0001, 1.0003, 2.0):
-        if name == "random_walk" and parameter % 2 == 0:
+        if name == "RandomWalk" and parameter % 2 == 0:
             kernels.require_convergence(loop(limit * factor), kernel)
         else:
             with pytest.raises(ValueError, match="diverges: the spectral radius of the weights"):
@@ -206,19 +190,19 @@ def test_convergence_on_both_sides_of_the_radius(name, parameter):
 
 def test_convergence_on_the_radius_itself():
     """sum_k f_k is finite for sqrt(1 + a) and (1 + a)^{3/2}, whose f fall off like k^{-3/2}."""
-    for kernel in (kernels.random_walk(1), kernels.inverse_cosine()):
+    for kernel in (kernels.RandomWalk(1), kernels.InverseCosine()):
         kernels.require_radius(kernel, 1.0)
         with pytest.raises(ValueError, match="is 1.0003, and it converges up to 1;"):
             kernels.require_radius(kernel, 1.0003)
     for d in (0.5, 1, 2):
         with pytest.raises(ValueError, match="diverges"):
-            kernels.require_radius(kernels.resolvent(d), 1.0)
+            kernels.require_radius(kernels.Resolvent(d), 1.0)
 
 
 def test_a_polynomial_and_an_entire_series_converge_everywhere():
-    for kernel in (kernels.random_walk(4), kernels.diffusion(), lambda n: np.eye(n)[0]):
+    for kernel in (kernels.RandomWalk(4), kernels.Diffusion(), lambda n: np.eye(n)[0]):
         kernels.require_radius(kernel, 100.0)
-    even = kernels.from_series(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
+    even = kernels.FromSeries(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
     kernels.require_radius(even, 1.999)
     with pytest.raises(ValueError, match="up to 2;"):
         kernels.require_radius(even, 2.001)
@@ -228,14 +212,14 @@ def test_negative_weights_count_by_their_size():
     """A square with one negative edge has radius sqrt(2) w, its absolute values 2 w."""
     graph = Graph.from_edges([(0, 1), (1, 2), (2, 3), (3, 0)], 4, [-0.6, 0.6, 0.6, 0.6])
     np.testing.assert_allclose(kernels.spectral_radius(graph), 0.6 * 2**0.5, rtol=1e-6)
-    kernels.resolvent().dense(graph)
+    kernels.Resolvent().dense(graph)
     with pytest.raises(ValueError, match="diverges"):
-        kernels.require_convergence(graph, kernels.resolvent())
+        kernels.require_convergence(graph, kernels.Resolvent())
 
 
 def test_no_rounding_error_connects_two_components():
     parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
-    found = np.asarray(kernels.diffusion().dense(Graph.from_edges(parts, 9)))
+    found = np.asarray(kernels.Diffusion().dense(Graph.from_edges(parts, 9)))
     connected = np.kron(np.eye(3), np.ones((3, 3)))
     np.testing.assert_array_equal(found != 0, connected != 0)
 
@@ -243,18 +227,18 @@ def test_no_rounding_error_connects_two_components():
 def test_diffusion_with_a_large_sigma_does_not_vanish():
     """f_0 = exp(-sigma^2 / 4) does, in float32; f_k at a = 1 add up to exactly 1."""
     for sigma in (1e-15, 0.1, 10.0, 30.0):
-        np.testing.assert_allclose(float(kernels.diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
+        np.testing.assert_allclose(float(kernels.Diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
 
 
 def test_alpha_is_fitted_with_the_scales():
     """The lengthscale of `gp.fit` is alpha - 2; the likelihood in float64, of the same walks."""
     sampled = features.sample(jax.random.key(0), karate(), num_walks=4, p_halt=0.3)
-    phi = features.modulate(sampled, kernels.random_walk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
+    phi = features.modulate(sampled, kernels.RandomWalk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
     first = features.modulate(sampled, lambda length: jnp.eye(length)[0]).to_dense()
     powers = np.asarray(first, np.float64), np.asarray(phi.to_dense() - 3 * first, np.float64)
     observed = np.arange(28)
     truth = np.random.default_rng(0).multivariate_normal(
-        np.zeros(34), kernels.random_walk(2, 2.5).dense(karate())
+        np.zeros(34), kernels.RandomWalk(2, 2.5).dense(karate())
     )
     y = np.float32(truth[:28] + 0.3 * np.random.default_rng(1).standard_normal(28))
 
@@ -267,7 +251,7 @@ def test_alpha_is_fitted_with_the_scales():
     start = (2.0, 1.5, 1.5)
     scales, _ = gp.fit(
         jax.random.key(1), sampled, jnp.asarray(observed), jnp.asarray(y), gp.Scales(*start),
-        kernel=lambda excess: kernels.random_walk(2, 2 + excess), num_steps=60,
+        kernel=lambda excess: kernels.RandomWalk(2, 2 + excess), num_steps=60,
         num_probes=8, optimizer=gp.optax.adam(1e-1),
     )  # fmt: skip
     best = scipy.optimize.minimize(loss, np.log(start), method="Nelder-Mead").fun
@@ -277,8 +261,8 @@ def test_alpha_is_fitted_with_the_scales():
 
 
 def test_a_traced_alpha_below_two_is_no_number():
-    values = jax.jit(lambda alpha: kernels.random_walk(3, alpha)(4))
-    np.testing.assert_allclose(values(2.5), kernels.random_walk(3, 2.5)(4), rtol=1e-6)
+    values = jax.jit(lambda alpha: kernels.RandomWalk(3, alpha)(4))
+    np.testing.assert_allclose(values(2.5), kernels.RandomWalk(3, 2.5)(4), rtol=1e-6)
     assert np.isnan(values(1.99)).all()
-    slope = jax.grad(lambda alpha: kernels.random_walk(2, alpha)(4)[0])(3.0)
+    slope = jax.grad(lambda alpha: kernels.RandomWalk(2, alpha)(4)[0])(3.0)
     assert float(slope) == 1, "f_0 = alpha - 1"

@@ -11,7 +11,7 @@ from performer.graphs import Graph, couplings, features, kernels, matching, walk
 from tests.graph_examples import example, laplacian, weights_matrix
 
 P_HALT, ORDER = 0.35, 5
-F = kernels.regularised_laplacian(2, 1.0)
+F = kernels.RegularisedLaplacian(2, 1.0)
 GRAPH = Graph.from_networkx(networkx.erdos_renyi_graph(12, 0.4, seed=1))
 ADJACENCY = np.eye(9) - laplacian(weights_matrix())
 
@@ -167,7 +167,7 @@ def test_no_p_halt_makes_it_overflow(p_halt):
 
 def test_learned_pairs_have_a_lower_error_than_independent_ones():
     """On the graph they were learned on, two walks at p = .35: many standard errors."""
-    graph, exact = GRAPH, np.asarray(kernels.regularised_laplacian().dense(GRAPH))
+    graph, exact = GRAPH, np.asarray(kernels.RegularisedLaplacian().dense(GRAPH))
     sigma = couplings.sigma(matching.learn(graph, F, p_halt=P_HALT))
     errors = {}
     for name, coupling in (("independent", couplings.independent), ("sigma", sigma)):

@@ -33,9 +33,9 @@ GRAPHS = {
 }
 KERNELS = {
     # the kernel, and the root of the kernel as a function of an eigenvalue of A
-    "diffusion": (kernels.diffusion(0.9), lambda a: np.exp(-0.81 / 4 * (1 - a))),
-    "random walk": (kernels.random_walk(2, 2.5), lambda a: 1.5 + a),
-    "matern": (kernels.matern(1.5, 1.0), lambda a: (4 - a) ** -0.75),
+    "Diffusion": (kernels.Diffusion(0.9), lambda a: np.exp(-0.81 / 4 * (1 - a))),
+    "random walk": (kernels.RandomWalk(2, 2.5), lambda a: 1.5 + a),
+    "Matern": (kernels.Matern(1.5, 1.0), lambda a: (4 - a) ** -0.75),
 }
 FACTORS = {
     "kernel": [*KERNELS],
@@ -69,7 +69,7 @@ def covering(factors):
 
 def all_rows():
     """Of the mixed graph; and of those where nothing is drawn, in one coupling and kernel."""
-    fixed = {"coupling": "antithetic", "kernel": "matern", "num_walks": 1, "parallel": False}
+    fixed = {"coupling": "antithetic", "kernel": "Matern", "num_walks": 1, "parallel": False}
     few = {"graph": ["no edges", "one node"]} | {n: v for n, v in FACTORS.items() if n not in fixed}
     return [row | {"graph": "mixed"} for row in covering(FACTORS)] + [
         row | fixed for row in covering(few)

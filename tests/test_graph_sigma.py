@@ -56,7 +56,7 @@ def test_kernel_errors(monkeypatch):
         (error,) = graph_sigma.kernel_errors(
             "antithetic", 0.4, {name: graph}, {name: exact[name]}, 1
         )[name]
-        kernel = kernels.regularised_laplacian(2, 1.0)
+        kernel = kernels.RegularisedLaplacian(2, 1.0)
         gram = features.graph_random_features(
             jax.random.key(0), graph, kernel, num_walks=2, p_halt=0.4, coupling="antithetic"
         ).gram()

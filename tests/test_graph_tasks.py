@@ -9,14 +9,14 @@ import pytest
 from performer.graphs import Graph, graph_random_features, kernels, tasks
 from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
 
-KERNEL = np.asarray(kernels.regularised_laplacian(2, 1.0).dense(example()))
+KERNEL = np.asarray(kernels.RegularisedLaplacian(2, 1.0).dense(example()))
 
 
 def test_diffusion_of_small_steps_is_the_heat_kernel():
     """qGRF Eq. 21 with t = 1 in 200 steps: an error of order t^2 / N_t."""
     import scipy.linalg
 
-    dense = kernels.regularised_laplacian(2, (1 / 200) ** 0.5).dense(example())
+    dense = kernels.RegularisedLaplacian(2, (1 / 200) ** 0.5).dense(example())
     found = tasks.diffuse(dense, jnp.eye(NUM_NODES)[0], 100)
     exact = scipy.linalg.expm(-laplacian(weights_matrix()))[0]
     np.testing.assert_allclose(found, exact, atol=2e-3)
@@ -43,7 +43,7 @@ def test_regression_is_the_weighted_mean_of_the_known():
 def test_a_component_without_labels_has_the_mean_of_all():
     """The limit of a kernel plus a small constant; nothing known at all is refused, or NaN."""
     values, known = jnp.arange(NUM_NODES * 2.0).reshape(-1, 2), jnp.arange(NUM_NODES) < 3
-    kernel = kernels.diffusion().dense(example())
+    kernel = kernels.Diffusion().dense(example())
     found = tasks.regress(kernel, values.at[3:].set(jnp.nan), known)
     np.testing.assert_allclose(found[5:], np.tile([2.0, 3.0], (4, 1)))
     limit = tasks.regress(kernel + 1e-7, values, known)
@@ -56,19 +56,19 @@ def test_a_component_without_labels_has_the_mean_of_all():
 
 def test_regression_takes_an_estimate_and_ignores_unknown_values():
     estimate = graph_random_features(
-        jax.random.key(0), karate(), kernels.diffusion(2.0), num_walks=200, p_halt=0.2
+        jax.random.key(0), karate(), kernels.Diffusion(2.0), num_walks=200, p_halt=0.2
     )
     values, known = jnp.arange(34.0)[:, None], jnp.arange(34) % 3 > 0
     found = tasks.regress(estimate, values, known)
     hidden = tasks.regress(estimate, jnp.where(known[:, None], values, jnp.nan), known)
     np.testing.assert_array_equal(found, hidden)
-    dense = tasks.regress(kernels.diffusion(2.0).dense(karate()), values, known)
+    dense = tasks.regress(kernels.Diffusion(2.0).dense(karate()), values, known)
     assert float(jnp.abs(found - dense).max()) < 2
 
 
 def test_two_cliques_are_two_clusters():
     graph = Graph.from_networkx(networkx.barbell_graph(8, 0))
-    kernel = kernels.diffusion(2.0).dense(graph)
+    kernel = kernels.Diffusion(2.0).dense(graph)
     found = tasks.kernel_kmeans(jax.random.key(0), kernel, num_clusters=2)
     labels = np.asarray(found.labels)
     assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0

@@ -47,7 +47,7 @@ def test_expected_errors(name):
     With two orders of a pair counted as one, or antithetic walks taken for independent ones, the
     error is off by more than six standard errors in the cases of pairs.
     """
-    graph, kernel = (example() if name == "independent" else weighted()), kernels.diffusion(1.5)
+    graph, kernel = (example() if name == "independent" else weighted()), kernels.Diffusion(1.5)
     phi = ensembles(graph, kernel, 8000, **CASES[name])
     exact = np.asarray(kernel.dense(graph), np.float64)
     products = phi[::2] @ phi[1::2].swapaxes(1, 2)
@@ -59,7 +59,7 @@ def test_expected_errors(name):
 
 def test_second_moments_of_one_walk():
     """S, entry by entry, from all walks of up to 40 steps, step by step."""
-    graph, kernel, p_halt = weighted(), kernels.diffusion(1.5), 0.3
+    graph, kernel, p_halt = weighted(), kernels.Diffusion(1.5), 0.3
     f = np.asarray(kernel(40), np.float64)
     weights = np.zeros((6, 6))
     for (i, j), weight in zip(EDGES, WEIGHTS, strict=True):
@@ -130,7 +130,7 @@ def test_pagerank_variance():
 
 
 def test_what_is_recommended_reaches_the_tolerance_in_fewer_visits():
-    graph, kernel = weighted(), kernels.regularised_laplacian(2, 1.0)
+    graph, kernel = weighted(), kernels.RegularisedLaplacian(2, 1.0)
     best = theory.recommend(graph, kernel, 0.05)
     walks = dict(num_walks=best.num_walks, p_halt=best.p_halt)
     error = theory.expected_error(graph, kernel, coupling=best.coupling, **walks)
@@ -145,12 +145,12 @@ def test_what_is_recommended_reaches_the_tolerance_in_fewer_visits():
 def test_of_couplings_that_take_as_many_walks_the_best_is_recommended():
     graph = Graph.from_networkx(networkx.complete_graph(12))
     for tolerance in (0.04, 0.05, 0.06, 0.08):
-        best = theory.recommend(graph, kernels.regularised_laplacian(2, 0.3), tolerance)
+        best = theory.recommend(graph, kernels.RegularisedLaplacian(2, 0.3), tolerance)
         assert best.coupling == "antithetic" or best.num_walks % 2
 
 
 def test_what_is_refused(monkeypatch):
-    graph, kernel = weighted(), kernels.diffusion()
+    graph, kernel = weighted(), kernels.Diffusion()
     with pytest.raises(ValueError, match="unknown coupling of walks 'sigma'"):
         theory.expected_error(graph, kernel, num_walks=2, p_halt=0.5, coupling="sigma")
     with pytest.raises(ValueError, match="tolerance must be positive, got 0"):

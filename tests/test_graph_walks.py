@@ -34,7 +34,7 @@ ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
 P_HALT = 0.4
 COPIES = 4000
-F = kernels.diffusion()
+F = kernels.Diffusion()
 
 
 def limit(scores):
@@ -233,7 +233,7 @@ CASES = {
 def test_estimates_are_unbiased(case):
     """With two ensembles the diagonal too; on weights, components and a node alone."""
     graph = copies(example(), COPIES)
-    kernel = kernels.regularised_laplacian(d=2, sigma=0.7)
+    kernel = kernels.RegularisedLaplacian(d=2, sigma=0.7)
     estimate = graph_random_features(
         jax.random.key(5), graph, kernel, num_walks=4, p_halt=P_HALT, unbiased_diagonal=True,
         **CASES[case],
@@ -246,7 +246,7 @@ def test_estimates_are_unbiased(case):
     assert np.abs(samples[:, 5, 5] - 1).max() < 1e-5, "a node alone is exactly 1"
 
 
-@pytest.mark.parametrize("name", ["regularised_laplacian", "diffusion", "random_walk", "matern"])
+@pytest.mark.parametrize("name", ["RegularisedLaplacian", "Diffusion", "RandomWalk", "Matern"])
 def test_every_kernel_is_estimated(name):
     graph = copies(example(), COPIES)
     estimate = graph_random_features(
@@ -263,7 +263,7 @@ def test_every_kernel_is_estimated(name):
 def test_one_ensemble_is_too_large_on_the_diagonal_alone():
     """qGRF App. 8.7."""
     graph = copies(example(), COPIES)
-    kernel = kernels.regularised_laplacian(d=2, sigma=0.7)
+    kernel = kernels.RegularisedLaplacian(d=2, sigma=0.7)
     phi = graph_random_features(
         jax.random.key(7), graph, kernel, num_walks=2, p_halt=P_HALT
     ).left.to_scipy()
@@ -278,7 +278,7 @@ def test_weights_as_they_are():
     """(I - U)^{-2} of a graph with a negative weight."""
     graph = Graph.from_edges(np.array(EDGES), NUM_NODES, 0.1 * np.array([1, -2, 1, 3, 1, 2, 1]))
     estimate = graph_random_features(
-        jax.random.key(8), copies(graph, COPIES), kernels.resolvent(2), num_walks=4,
+        jax.random.key(8), copies(graph, COPIES), kernels.Resolvent(2), num_walks=4,
         p_halt=P_HALT, adjacency="weights", unbiased_diagonal=True,
     )  # fmt: skip
     assert estimate.right is not None
@@ -291,7 +291,7 @@ def test_weights_as_they_are():
 @pytest.mark.parametrize("two", [False, True])
 def test_products_are_those_of_the_gram_matrix(two):
     estimate = graph_random_features(
-        jax.random.key(9), example(), kernels.diffusion(), num_walks=3, p_halt=P_HALT,
+        jax.random.key(9), example(), kernels.Diffusion(), num_walks=3, p_halt=P_HALT,
         unbiased_diagonal=two,
     )  # fmt: skip
     phi = estimate.left.to_scipy().toarray()
@@ -322,7 +322,7 @@ def test_gradients_flow_through_the_kernel():
     v = jnp.arange(34.0)
 
     def loss(sigma):
-        return v @ (features.Estimate(features.modulate(sampled, kernels.diffusion(sigma))) @ v)
+        return v @ (features.Estimate(features.modulate(sampled, kernels.Diffusion(sigma))) @ v)
 
     slope = (loss(1.0 + 1e-2) - loss(1.0 - 1e-2)) / 2e-2
     np.testing.assert_allclose(jax.grad(loss)(1.0), slope, rtol=1e-2)
@@ -330,12 +330,12 @@ def test_gradients_flow_through_the_kernel():
 
 def test_an_antithetic_pair_lowers_the_error():
     """qGRF Thm 3.2 on karate at p = 1/2; ten standard errors away here."""
-    exact = np.asarray(kernels.regularised_laplacian(2, 1.0).dense(karate()), np.float64)
+    exact = np.asarray(kernels.RegularisedLaplacian(2, 1.0).dense(karate()), np.float64)
     squares = {}
     for coupling in ("independent", "antithetic"):
         phi = graph_random_features(
             jax.random.key(12), copies(karate(), 500),
-            kernels.regularised_laplacian(2, 1.0), num_walks=2, p_halt=0.5, coupling=coupling,
+            kernels.RegularisedLaplacian(2, 1.0), num_walks=2, p_halt=0.5, coupling=coupling,
         ).left.to_scipy()  # fmt: skip
         squares[coupling] = np.sum((blocks(phi @ phi.T, 500) - exact) ** 2, axis=(1, 2))
     gain = squares["independent"] - squares["antithetic"]
@@ -350,14 +350,14 @@ def test_an_antithetic_pair_lowers_the_error():
         ({"kernel": F, "coupling": "antithetical"}, "did you mean 'antithetic'"),
         ({"adjacency": "weights"}, "diverges: the spectral radius of the weights is 3"),
         ({}, "diverges: the spectral radius of the weights is 1, and it converges up to 1;"),
-        ({"kernel": kernels.diffusion}, r"as kernels.diffusion\(sigma=1.0\), got <class"),
-        ({"kernel": "diffusion"}, r"as kernels.diffusion\(sigma=1.0\), got 'diffusion'"),
+        ({"kernel": kernels.Diffusion}, r"as kernels.Diffusion\(sigma=1.0\), got <class"),
+        ({"kernel": "Diffusion"}, r"as kernels.Diffusion\(sigma=1.0\), got 'Diffusion'"),
         ({"kernel": F, "graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
     ],
 )  # fmt: skip
 def test_bad_input(options, words):
     arguments = {
-        "key": jax.random.key(0), "graph": example(), "kernel": kernels.resolvent(),
+        "key": jax.random.key(0), "graph": example(), "kernel": kernels.Resolvent(),
         "num_walks": 2, "p_halt": 0.5,
     } | options  # fmt: skip
     with pytest.raises(ValueError, match=words):

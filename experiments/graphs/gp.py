@@ -79,13 +79,13 @@ def estimated(
     walks = features.sample(
         jax.random.key(repeat), task.graph, num_walks=num_walks, p_halt=P_HALT, coupling=coupling
     )
-    phi = features.modulate(walks, kernels.diffusion(scales.lengthscale))
+    phi = features.modulate(walks, kernels.Diffusion(scales.lengthscale))
     return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
 
 
 def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
     """{(m, coupling): (repeats, 3)}, and the RMSE of the exact kernel."""
-    kernel, exact = kernels.diffusion(scales.lengthscale), exact_kernel(task, scales)
+    kernel, exact = kernels.Diffusion(scales.lengthscale), exact_kernel(task, scales)
     reference = law(task, exact, scales)
     permutation = matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
     chosen: dict[str, str | Coupling] = {name: name for name in ("independent", "antithetic")}

@@ -49,7 +49,7 @@ Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
 def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
     """|K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
     exact = [
-        np.asarray(kernels.regularised_laplacian(2, SIGMA).dense(graph), np.float64)
+        np.asarray(kernels.RegularisedLaplacian(2, SIGMA).dense(graph), np.float64)
         for graph in graphs
     ]
     once, ends = data.side_by_side(graphs), np.cumsum([len(k) for k in exact])
@@ -85,7 +85,7 @@ def _coupled(
 ) -> Iterator[scipy.sparse.csr_array]:
     """Phi (N, N) of each repetition."""
     many, n = data.copies(graph, repeats), graph.num_nodes
-    kernel = kernels.regularised_laplacian(2, SIGMA)
+    kernel = kernels.RegularisedLaplacian(2, SIGMA)
     estimate = graph_random_features(
         key, many, kernel, num_walks=num_walks, p_halt=P_KERNEL, coupling=coupling
     )
@@ -97,7 +97,7 @@ def _reinforced(
     key: Key, graph: Graph, _: str, num_walks: int, repeats: int
 ) -> Iterator[scipy.sparse.csr_array]:
     """The same of self-avoiding walks: one by one, for each takes memory in N times the edges."""
-    kernel, normalised = kernels.regularised_laplacian(2, SIGMA), graph.normalised()
+    kernel, normalised = kernels.RegularisedLaplacian(2, SIGMA), graph.normalised()
     for pair in jax.random.split(key, (repeats, 2)):
         lengths = couplings.lengths(pair[0], "independent", graph.num_nodes, num_walks, P_KERNEL)
         walks = reinforced.sample(pair[1], normalised, lengths, p_halt=P_KERNEL)

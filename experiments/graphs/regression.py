@@ -152,7 +152,7 @@ def likeliest(task: Task) -> Scales:
 def exact_kernel(task: Task, scales: Scales) -> np.ndarray:
     """Without the output scale, in float64."""
     with jax.enable_x64(True):
-        return np.asarray(kernels.diffusion(scales.lengthscale).dense(task.graph))
+        return np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
 
 
 def law(task: Task, gram: Any, scales: Scales) -> gp.Gaussian:

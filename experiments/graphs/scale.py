@@ -33,7 +33,7 @@ from experiments.graphs import data
 from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
 from vit import report
 
-KERNEL = kernels.regularised_laplacian(d=2, sigma=1.0)
+KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
 P_HALT = 0.5
 SIZES = (10**3, 10**4, 10**5, 3 * 10**5, 10**6)

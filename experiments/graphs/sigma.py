@@ -42,7 +42,7 @@ from vit import report
 COUPLINGS = ("independent", "antithetic", "sigma")
 Errors = dict[str, np.ndarray]
 """(repeats,) of each graph."""
-KERNEL = kernels.regularised_laplacian(2, 1.0)
+KERNEL = kernels.RegularisedLaplacian(2, 1.0)
 DEFAULT = (
     *("karate", "dolphins", "polbooks", "football", "news_2cl1_0.1", "eu-core_lcc", "cora_lcc"),
     *("Larger ER", "Binary tree", "Ladder"),

@@ -60,8 +60,8 @@ TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals:
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
-    exact = np.asarray(kernels.diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
-    kernel = kernels.regularised_laplacian(2, (TIME / TIME_STEPS) ** 0.5)
+    exact = np.asarray(kernels.Diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
+    kernel = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5)
     return np.concatenate([
         _diffuse(_estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count), exact)
         for batch_key, count in _batches(key, trials)
@@ -81,7 +81,7 @@ def _diffuse(estimate: Estimate, exact: np.ndarray) -> np.ndarray:
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """The share of wrong pairs in each trial, qGRF Eq. 22."""
-    kernel = kernels.regularised_laplacian(2, CLUSTER_SIGMA)
+    kernel = kernels.RegularisedLaplacian(2, CLUSTER_SIGMA)
     exact = kernel.dense(graph)
     errors = []
     for walks_key, start_key in jax.random.split(key, (trials, 2)):
@@ -100,7 +100,7 @@ def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
     """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
-    kernel = kernels.regularised_laplacian(2, MESH_SIGMA)
+    kernel = kernels.RegularisedLaplacian(2, MESH_SIGMA)
     errors = []
     for batch_key, count in _batches(key, trials):
         walks_key, nodes_key = jax.random.split(batch_key)

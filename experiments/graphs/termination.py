@@ -57,7 +57,7 @@ def groups(p_halt: float) -> dict[str, Group]:
 
 def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
     """The error of independent walks, and of the others the squared error relative to theirs."""
-    kernel = kernels.regularised_laplacian(2, sigma)
+    kernel = kernels.RegularisedLaplacian(2, sigma)
     error = partial(theory.expected_error, graph, kernel, num_walks=WALKS, p_halt=p_halt)
     errors = {name: error(coupling=group) for name, group in groups(p_halt).items()}
     alone = errors.pop("independent")
@@ -66,7 +66,7 @@ def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
 
 def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray:
     """|Phi_1 Phi_2^T - K|_F^2 of each draw."""
-    kernel, n = kernels.regularised_laplacian(2, SIGMA_DRAWN), graph.num_nodes
+    kernel, n = kernels.RegularisedLaplacian(2, SIGMA_DRAWN), graph.num_nodes
     exact, many = np.asarray(kernel.dense(graph), np.float64), data.copies(graph, draws)
     coupling = partial(couplings.antithetic, offset=group.offset, size=group.size)
 
@@ -97,7 +97,7 @@ def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
 
 def recommended(name: str, graph: Graph) -> dict:
     """A row of what to take."""
-    kernel = kernels.regularised_laplacian(2, SIGMA_DRAWN)
+    kernel = kernels.RegularisedLaplacian(2, SIGMA_DRAWN)
     best = theory.recommend(graph, kernel, TOLERANCE)
     row = {"graph": name, "N": graph.num_nodes} | best._asdict()
     return row | {"squared error less": 1 - (best.error / best.independent) ** 2}

@@ -26,9 +26,3 @@ from performer.graphs import theory as theory
 from performer.graphs import walks as walks
 from performer.graphs.features import graph_random_features as graph_random_features
 from performer.graphs.graph import Graph as Graph
-
-
-def __getattr__(name: str) -> Any:
-    if name == "modulations":  # no AttributeError, whose words `from ... import` would not show
-        raise ImportError("graphs.modulations is graphs.kernels now: kernels.diffusion(sigma=1.0)")
-    raise AttributeError(f"module 'performer.graphs' has no attribute {name!r}")

@@ -125,7 +125,7 @@ def graph_random_features(
     Args:
         key: the same key gives the same walks, whatever the kernel and the devices.
         graph: the graph.
-        kernel: of `kernels`, as `kernels.diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
+        kernel: of `kernels`, as `kernels.Diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: the probability to halt at each step; small for long walks and small errors.
         coupling: of the lengths: "independent", "antithetic", "ensemble", or a function.
@@ -139,7 +139,7 @@ def graph_random_features(
             (`kernels.require_convergence`).
 
     Example:
-        >>> K = graph_random_features(key, graph, kernels.diffusion(), num_walks=8, p_halt=0.2)
+        >>> K = graph_random_features(key, graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
         >>> K @ v, K.gram()
     """
     sampled = partial(
@@ -147,7 +147,7 @@ def graph_random_features(
         steps=steps, adjacency=adjacency, mesh=mesh,
     )  # fmt: skip
     if isinstance(kernel, type) or not callable(kernel):
-        raise ValueError(f"kernel must be a value, as kernels.diffusion(sigma=1.0), got {kernel!r}")
+        raise ValueError(f"kernel must be a value, as kernels.Diffusion(sigma=1.0), got {kernel!r}")
     if adjacency == "weights":
         kernels.require_convergence(graph, kernel)
     else:

@@ -132,7 +132,7 @@ def fit(
     y: Num[ArrayLike, " n"],
     start: Scales,
     *,
-    kernel: Callable[[ArrayLike], kernels.Modulation] = kernels.diffusion,
+    kernel: Callable[[ArrayLike], kernels.Modulation] = kernels.Diffusion,
     fixed: tuple[str, ...] = (),
     num_steps: int = 1000,
     num_probes: int = 8,

@@ -6,21 +6,21 @@ another, K = (sum_k f_k A^k)^2 with f * f = c; its random features weigh a walk 
 gives when it is called, `kernel(length)`, differentiable in its parameters; `kernel.dense(graph)`
 is K, by the eigenvalues in O(N^3), for reference.
 
-    regularised_laplacian   (I + sigma^2 L)^{-d}
-    diffusion               exp(-sigma^2 L / 2)
-    random_walk             (alpha I - L)^p
-    inverse_cosine          cos(pi L / 4)
-    matern                  (2 nu / kappa^2 I + L)^{-nu}
-    resolvent               (I - U)^{-d} of the weights U themselves
-    from_series             any sum_k c_k A^k
+    RegularisedLaplacian    (I + sigma^2 L)^{-d}
+    Diffusion               exp(-sigma^2 L / 2)
+    RandomWalk              (alpha I - L)^p
+    InverseCosine           cos(pi L / 4)
+    Matern                  (2 nu / kappa^2 I + L)^{-nu}
+    Resolvent               (I - U)^{-d} of the weights U themselves
+    FromSeries              any sum_k c_k A^k
 
-All but `resolvent` are of the normalised Laplacian L = I - A (VRC Table 5). The roots of
+All but `Resolvent` are of the normalised Laplacian L = I - A (VRC Table 5). The roots of
 (1 - rho a)^{-d} and its like have closed forms for every d, odd ones too, where qGRF Eq. 44
 multiplies independent estimates. A node without edges has L_ii = 0, so its regularised Laplacian
 and diffusion kernels are exactly 1 with itself and 0 with the rest.
 
 The variance of an estimate is finite when sum_k f_k^2 rho(A)^{2k} / (1 - p_halt)^k is. The roots of
-`random_walk` with odd p, and of `inverse_cosine`, fall off only like a power of k: estimate these
+`RandomWalk` with odd p, and of `InverseCosine`, fall off only like a power of k: estimate these
 with a small p_halt, or expect rare and large errors.
 
 VRC App. F.1 prints I - sigma^2 L: read I + sigma^2 L, as in its Table 5, for else there is a pole.
@@ -63,13 +63,6 @@ class Kernel(ABC):
         ValueError: for a parameter that is not positive, when it is made.
     """
 
-    def __new__(cls, *arguments: Any, **parameters: Any):
-        """Refuses what was a call for the matrix once."""
-        if isinstance(next(iter(arguments), parameters.get("graph")), Graph):
-            name = f"kernels.{cls.__name__}"
-            raise TypeError(f"{name}(graph, ...) is now a value: {name}(...).dense(graph)")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             positive_values(name, value)
@@ -101,7 +94,7 @@ class Kernel(ABC):
 
 
 @dataclass(frozen=True, repr=False)
-class regularised_laplacian(Kernel):
+class RegularisedLaplacian(Kernel):
     """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20): the root is its power 1 / 2 (Eqs 40 and 41)."""
 
     d: float = 2
@@ -117,7 +110,7 @@ class regularised_laplacian(Kernel):
 
 
 @dataclass(frozen=True, repr=False)
-class diffusion(Kernel):
+class Diffusion(Kernel):
     """exp(-sigma^2 L / 2), the heat kernel (VRC Table 5); qGRF Eq. 4 has t = sigma^2 / 2.
 
     f_k = exp(-sigma^2 / 4) (sigma^2 / 4)^k / k!
@@ -135,11 +128,11 @@ class diffusion(Kernel):
 
 
 @dataclass(frozen=True, repr=False)
-class random_walk(Kernel):
+class RandomWalk(Kernel):
     """(alpha I - L)^p = ((alpha - 1) I + A)^p, the p-step random walk kernel.
 
     Positive semi-definite for alpha >= 2. To fit alpha, take a parameter that keeps it there:
-    lambda excess: random_walk(p, 2 + excess).
+    lambda excess: RandomWalk(p, 2 + excess).
 
     Raises:
         ValueError: for alpha below 2, or p that is not positive; f is NaN for a traced alpha below.
@@ -165,7 +158,7 @@ class random_walk(Kernel):
 
 
 @dataclass(frozen=True, repr=False)
-class inverse_cosine(Kernel):
+class InverseCosine(Kernel):
     """cos(pi L / 4) = (cos(pi A / 4) + sin(pi A / 4)) / sqrt(2)."""
 
     def _series(self, length: int) -> Array:
@@ -179,7 +172,7 @@ class inverse_cosine(Kernel):
 
 
 @dataclass(frozen=True, repr=False)
-class matern(Kernel):
+class Matern(Kernel):
     """(2 nu / kappa^2 I + L)^{-nu} (Borovitskiy et al. 2021); not scaled to a unit diagonal."""
 
     nu: float = 1.5
@@ -188,14 +181,14 @@ class matern(Kernel):
     def _series(self, length: int) -> Array:
         nu, kappa = self.nu, self.kappa
         factor = (kappa**2 / (2 * nu)) ** (nu / 2)
-        return jnp.multiply(factor, regularised_laplacian(nu, kappa / (2 * nu) ** 0.5)(length))
+        return jnp.multiply(factor, RegularisedLaplacian(nu, kappa / (2 * nu) ** 0.5)(length))
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (2 * self.nu / self.kappa**2 + laplacian) ** -self.nu
 
 
 @dataclass(frozen=True, repr=False)
-class resolvent(Kernel):
+class Resolvent(Kernel):
     """(I - U)^{-d} (qGRF Eq. 7), for `adjacency="weights"`; f_k = 1 for d = 2."""
 
     d: float = 2
@@ -217,7 +210,7 @@ class resolvent(Kernel):
 
 
 @dataclass(frozen=True, repr=False)
-class from_series(Kernel):
+class FromSeries(Kernel):
     """Any kernel sum_k c_k A^k; the dense one has `TERMS` of its terms.
 
     Args:

@@ -44,7 +44,7 @@ def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -
 
     Args:
         graph: small, for its eigenvalues are taken.
-        kernel: that is to be estimated, as `kernels.diffusion()`.
+        kernel: that is to be estimated, as `kernels.Diffusion()`.
         p_halt: that the walks will have.
         order: n, the number of quantiles.
 
@@ -52,7 +52,7 @@ def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -
         ValueError: for p_halt outside (0, 1) or an order below 1.
 
     Example:
-        >>> coupling = couplings.sigma(matching.learn(graph, kernels.diffusion(), p_halt=0.3))
+        >>> coupling = couplings.sigma(matching.learn(graph, kernels.Diffusion(), p_halt=0.3))
     """
     return assign(linear_costs(spectral_responses(graph, kernel, p_halt, order)))
 

@@ -108,7 +108,7 @@ def expected_error(
         ValueError: for more nodes, an unknown coupling, and what `graph_random_features` refuses.
 
     Example:
-        >>> theory.expected_error(graph, kernels.diffusion(), num_walks=8, p_halt=0.2)
+        >>> theory.expected_error(graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
     """
     choices.positive_integer("num_walks", num_walks)
     spectrum = _spectrum(graph, kernel, steps)
@@ -133,9 +133,9 @@ def recommend(
         ValueError: for a tolerance that is not positive, or that `MOST_WALKS` walks do not reach.
 
     Example:
-        >>> best = theory.recommend(graph, kernels.diffusion(), 0.1)
+        >>> best = theory.recommend(graph, kernels.Diffusion(), 0.1)
         >>> graph_random_features(
-        ...     key, graph, kernels.diffusion(), num_walks=best.num_walks, p_halt=best.p_halt,
+        ...     key, graph, kernels.Diffusion(), num_walks=best.num_walks, p_halt=best.p_halt,
         ...     coupling=best.coupling
         ... )
     """

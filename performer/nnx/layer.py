@@ -238,12 +238,7 @@ def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""])
         key: the same at every step.
         model: any module; its `PerformerAttention`s are found wherever they are.
         step: number of the training step.
-
-    Raises:
-        TypeError: for a model in the place of the key.
     """
-    if isinstance(key, nnx.Module):
-        raise TypeError("the key comes first: nnx.redraw(key, model, step)")
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, PerformerAttention)]
     for i, layer in enumerate(layers):
         if layer.redraw_every:
