@@ -411,7 +411,7 @@ def test_one_compilation_for_all_steps_and_label_smoothing(programs):
         with jax.transfer_guard("disallow"):
             for batch in batches[1:]:
                 state, _ = run.train(state, batch)
-        assert run.train._cache_size() == 1
+        assert run.train.func._cache_size() == 1
         after.append(nnx.filter_state(state, nnx.Param))
     same = jax.tree.map(np.array_equal, *after)
     assert not all(jax.tree.leaves(same))
