@@ -1628,6 +1628,13 @@ FAULTS = [
         "test_compare.py::test_a_run_of_a_comparison_is_that_of_vit_train",
     ),
     Fault(
+        "a log without its records of training ends in a traceback",
+        "vit/metrics.py",
+        'names = names or ["loss"]',
+        "names = names or []",
+        "test_fault_injection.py::test_a_damage_is_told_or_harmless",
+    ),
+    Fault(
         "a run that goes on counts as finished",
         "experiments/training/comparison.py",
         "if not diverged and not _ended(config, log):",
@@ -1647,13 +1654,6 @@ FAULTS = [
         "return int(found[1]) - 1",
         "return int(found[1]) - 2",
         "test_use.py::test_reassessed_labels_of_imagenet",
-    ),
-    Fault(
-        "the rehearsal does not compare the losses of both meshes",
-        "experiments/training/rehearsal.py",
-        "np.allclose(*losses, rtol=0.01)",
-        "np.allclose(*losses, rtol=10)",
-        "test_rehearsal.py::test_what_is_not_as_it_should_be_is_named",
     ),
     Fault(
         "the gradients of all devices are added up in every part",

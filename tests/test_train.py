@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.training import fault_injection
 from performer.nnx import Frequencies
 from tests.small import (
     CALIBRATED,
@@ -520,26 +519,3 @@ def test_a_killed_process_resumes(tmp_path):
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
     assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
-
-
-def test_damages_are_counted_and_none_is_silent():
-    """Three of the table of `experiments.training.fault_injection`, and what it makes of them."""
-    chosen = {
-        ("metrics.jsonl", "one bit flipped"),
-        ("saved", "a pipe instead"),
-        ("lock", "removed"),
-    }
-    rows = list(
-        fault_injection.damage_files(
-            fault_injection.SMALL, 0, chosen=lambda *damage: damage in chosen
-        )
-    )
-    assert sorted(rows) == [
-        ("lock: removed", "harmless"),
-        ("metrics.jsonl: one bit flipped", "told clearly"),
-        ("saved: a pipe instead", "harmless"),
-    ]
-    counted = fault_injection.table([*rows, ("lock: removed", "silent")])
-    assert counted[-1] == {
-        **{"what": "all", "tried": 4, "told clearly": 1, "harmless": 2, "traceback": 0, "silent": 1}
-    }

@@ -106,6 +106,7 @@ def plot_learning_curve(log: Path, png: Path) -> None:
     """Loss and what else training measures against the step, beside the held-out examples'."""
     records = read(log)
     names = [n.removeprefix("train_") for n in _loss_first({n for r in records for n in r})]
+    names = names or ["loss"]  # of a log that has lost its records of training
     figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
     axes = figure.subplots(1, len(names))
     for axis, name in zip(np.atleast_1d(axes), names, strict=True):
