@@ -12,9 +12,8 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from experiments.training import config_mutations
 from tests.small import PATIENCE, small_config
-from vit import config, data, runs
+from vit import bundled, config, data, devices, runs
 from vit.arguments import from_flag, parse_flags
 
 CONFIGS = [p for p in sorted(Path("experiments/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
@@ -332,15 +331,41 @@ def test_every_program_refuses_what_it_would_drop():
     assert starters == {"vit/arguments.py", "experiments/common/launch.py"}
 
 
-def test_values_that_cannot_be_meant_are_told_clearly():
-    found = config_mutations.outcomes(0, quick=True)
-    assert len(found) > 300
-    assert not [each for each in found if each.kind in ("traceback", "silent")]
-    for each in found:  # and what can be meant is not refused
-        kind = config.TYPES[each.field]
-        if each.kind == "told clearly" and kind in (int, float) and each.text != "many":
-            value = float(each.text)
-            assert not (value.is_integer() and config_mutations.MEANT[each.field](int(value)))
+WRONG = {
+    bool: ("maybe", "2", ""),
+    int: ("many", "nan", "", "1,2", "0.5"),
+    float: ("many", "nan", "", "1,2"),
+    str: ("nowhere", "a\nb", "["),
+}
+"""No field of the type can mean these; a folder may have any name."""
+EXTREME = ("0", "-1", "inf", "1e20", "9" * 30)
+BOUNDS = re.compile(
+    r"must|hoices|did you mean|divisible|divide|multiple|larger than|lower them|has 1 to|always"
+)
+
+
+def refusal(field, text):
+    """What is said of the value before the first step of a run; "" where it is accepted."""
+    try:
+        settings = parsed(bundled.path("digits"), f"--config.{field}={text}")
+        config.validate(settings)
+        devices.mesh(settings)
+        runs.rate(settings, runs.subject(settings)[0])
+    except (SystemExit, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_every_field_refuses_what_it_cannot_mean():
+    """In one line that names the flag and what it may be; no value ends in another exception."""
+    for field, kind in config.TYPES.items():
+        for text in (*WRONG[kind], *(EXTREME if kind in (int, float) else ())):
+            said = refusal(field, text)
+            assert said or text in EXTREME or field == "data.dir", (field, text)
+            if said:
+                assert "\n" not in said, (field, text)
+                assert f"config.{field}" in said, (field, text)
+                assert BOUNDS.search(said), (field, text, said)
 
 
 def test_a_run_has_a_countable_number_of_steps():

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.training import ensemble
 from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, small_config, train_batches
 from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
 
@@ -77,17 +76,6 @@ def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_dev
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
     assert sum(not sharding.is_fully_replicated for sharding in shardings) > len(shardings) / 2
-
-
-def test_seeds_train_on_devices_of_their_own(one_device, tmp_path, monkeypatch, eight_devices):
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    seeds = ensemble.train(small_config(attention=CALIBRATED, optim=STEADY), [0, 1], tmp_path)
-    np.testing.assert_allclose(
-        [record["train_loss"][0] for record in seeds.records],
-        [loss for _, loss, *_ in one_device],
-        rtol=1e-5,
-    )
-    assert len(jax.tree.leaves(seeds.state)[0].devices()) == 2
 
 
 def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):

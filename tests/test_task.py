@@ -142,7 +142,16 @@ def test_programs_of_equal_tasks_are_built_once():
     run = runs.subject(SETTINGS, DATASET, TASK)
     assert run == (DATASET, TASK)
     mesh = devices.mesh(SETTINGS)
-    assert steps.build(SETTINGS, TASK, 24, mesh) is steps.build(SETTINGS, TASK, 24, mesh)
+    first, again = (steps.build(SETTINGS, TASK, 24, mesh) for _ in range(2))
+    other = steps.build(dataclasses.replace(SETTINGS, seed=1), TASK, 24, mesh)
+    for program in (again, other):
+        assert program.initial.func is first.initial.func
+        assert program.train.func is first.train.func
+        assert program.evaluate is first.evaluate
+    states = [program.initial() for program in (first, again, other)]
+    params = [jax.tree.leaves(nnx.filter_state(state, nnx.Param)) for state in states]
+    assert all(map(np.array_equal, params[0], params[1]))
+    assert not all(map(np.array_equal, params[0], params[2]))
     digits = small_config()
     assert runs.subject(digits)[1] is runs.subject(digits)[1]
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.training import fault_injection
 from performer.nnx import Frequencies
 from tests.small import (
     CALIBRATED,
@@ -418,7 +417,7 @@ def test_one_compilation_for_all_steps_and_label_smoothing(programs):
         with jax.transfer_guard("disallow"):
             for batch in batches[1:]:
                 state, _ = run.train(state, batch)
-        assert run.train._cache_size() == 1
+        assert run.train.func._cache_size() == 1
         after.append(nnx.filter_state(state, nnx.Param))
     same = jax.tree.map(np.array_equal, *after)
     assert not all(jax.tree.leaves(same))
@@ -561,26 +560,3 @@ def test_flags_of_a_dry_run_train_nothing(tmp_path):
         "ValueError: --topology is for --dry_run, which is not given\n",
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_damages_are_counted_and_none_is_silent():
-    """Three of the table of `experiments.training.fault_injection`, and what it makes of them."""
-    chosen = {
-        ("metrics.jsonl", "one bit flipped"),
-        ("saved", "a pipe instead"),
-        ("lock", "removed"),
-    }
-    rows = list(
-        fault_injection.damage_files(
-            fault_injection.SMALL, 0, chosen=lambda *damage: damage in chosen
-        )
-    )
-    assert sorted(rows) == [
-        ("lock: removed", "harmless"),
-        ("metrics.jsonl: one bit flipped", "told clearly"),
-        ("saved: a pipe instead", "harmless"),
-    ]
-    counted = fault_injection.table([*rows, ("lock: removed", "silent")])
-    assert counted[-1] == {
-        **{"what": "all", "tried": 4, "told clearly": 1, "harmless": 2, "traceback": 0, "silent": 1}
-    }

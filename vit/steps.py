@@ -55,7 +55,8 @@ def build(
 ) -> Program:
     """The functions of a run of that many steps on those devices.
 
-    They are made once in a process: who trains, evaluates and resumes compiles them once.
+    They are made once in a process, for all seeds: who trains, evaluates and resumes, or trains
+    several seeds one after another, compiles them once.
 
     Args:
         config: of the run.
@@ -67,8 +68,19 @@ def build(
     Raises:
         ValueError: when warm-up and constant rate are longer than the run, or than a cycle.
     """
-    fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
-    return _build(tuple(fields.items()), config.model.size, task, (num_steps, restarts), mesh)
+    fields = {k: v for k, v in configs.flatten(config).items() if k not in (*LOOP_ONLY, "seed")}
+    program = _build(tuple(fields.items()), config.model.size, task, (num_steps, restarts), mesh)
+    bound = {name: _bound(getattr(program, name), config.seed) for name in ("initial", "train")}
+    return program._replace(**bound)
+
+
+def _bound(function: Any, seed: int) -> Any:
+    """A compiled function of a seed and more, at that seed; it can still be lowered."""
+    on_device = jnp.int32(seed)  # a number of Python would be sent there at each step
+    bound = partial(function, on_device)
+    bound.lower = partial(function.lower, on_device)  # pyright: ignore[reportAttributeAccessIssue]
+    bound.__name__ = function.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    return bound
 
 
 def shapes(
@@ -81,14 +93,14 @@ def shapes(
 
 @lru_cache(maxsize=8)
 def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
+    """The functions of all seeds: the first argument of `initial` and `train` is the seed."""
     config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
     rate = optim.schedule(config.optim, *length)
-    new = partial(create, config, task, rate, config.seed)
     graph, arrays = shapes(config, task, rate)
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, arrays)
 
-    def initial() -> nnx.State:
-        return nnx.state(new())
+    def initial(seed: Seed) -> nnx.State:
+        return nnx.state(create(config, task, rate, seed))
 
     return Program(
         graph=graph,
@@ -97,8 +109,8 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
         ),
         initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(
-            _on(mesh, partial(train_step, config, task, graph, config.seed, mesh=mesh)),
-            donate_argnums=0,
+            _on(mesh, partial(train_step, config, task, graph, mesh=mesh)),
+            donate_argnums=1,
             out_shardings=(shardings, everywhere),
         ),
         evaluate=jax.jit(_on(mesh, partial(eval_step, task, graph)), out_shardings=everywhere),

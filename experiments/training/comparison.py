@@ -1,86 +1,46 @@
-"""Couplings, or values of any field of a config, over several seeds: `experiments.compare` runs
-it."""
+"""Couplings, or values of any field of a config, over several seeds: `experiments.compare` runs it.
 
-import contextlib
+The runs are those of `vit.train`, one after another; their folders lie in `runs/SETTING/seedS`.
+"""
+
 import dataclasses
-import hashlib
 import itertools
-import json
-import os
 import statistics
-import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from experiments.training import ensemble, in_turn, report
+from experiments.training import report
+from experiments.training.report import Setting
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, metrics, runs, safety
+from vit import attention_report, checkpoint, data, files, loop, metrics, runs
 from vit import config as configs
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
-"""Attention errors: on so many images, over so many draws, of so many seeds."""
-LONGEST = 200
-"""Characters of a folder's name before it is shortened."""
-
-
-class Setting(NamedTuple):
-    """One point of the grid."""
-
-    coupling: str
-    values: tuple[tuple[str, Any], ...]
-    """The other fields that are compared: (("attention.num_features", 32), ...)."""
-    config: Any
-    """Of its runs; None where it only names them."""
-
-    @property
-    def point(self) -> str:
-        """The values in words; empty where only couplings are compared."""
-        return ", ".join(f"{name.split('.')[-1]}={value}" for name, value in self.values)
-
-    @property
-    def name(self) -> str:
-        """Coupling and point."""
-        return f"{self.coupling}, {self.point}" if self.values else self.coupling
-
-    @property
-    def folder(self) -> str:
-        """Where its runs lie: characters that mean something in a path are written as %2F."""
-        parts = [self.coupling, *(f"{n}={v}" for n, v in self.values)]
-        name = urllib.parse.quote("_".join(parts), safe=" ,=+")
-        if len(name) <= LONGEST:
-            return name
-        return f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+"""Attention errors are measured on so many images, over so many draws, in so many runs."""
 
 
 def settings(
-    config: configs.Config, couplings: Sequence[str], grid: dict[str, list[Any]]
-) -> list[Setting]:
-    """Every coupling at every point of the grid, all of them valid.
+    config: configs.Config, couplings: Sequence[str], grid: Mapping[str, Sequence[Any]]
+) -> dict[Setting, configs.Config]:
+    """The config of every coupling at every point of the grid.
 
     Raises:
-        ValueError: for a coupling, field or value that cannot be; the message names it.
+        ValueError: for couplings that are given twice, or none.
     """
-    repeated = sorted({name for name in couplings if couplings.count(name) > 1})
-    if repeated or not couplings:
+    if len(set(couplings)) < len(couplings) or not couplings:
         raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
-    chosen = []
+    chosen = {}
     for point in itertools.product(*grid.values()):
         values = tuple(zip(grid, point, strict=True))
         for name in couplings:
             change = {"attention.kind": SOFTMAX}
             if name != SOFTMAX:
                 change = {"attention.kind": "performer", "attention.coupling": name}
-            new = configs.with_values(config, dict(values) | change)
-            configs.validate(new)
-            chosen.append(Setting(name, values, new))
-    folders = [setting.folder for setting in chosen]
-    shared = sorted({folder for folder in folders if folders.count(folder) > 1})
-    if shared:
-        raise ValueError(f"--grid: several settings would share the folder {shared[0]!r}")
+            chosen[Setting(name, values)] = configs.with_values(config, dict(values) | change)
     return chosen
 
 
@@ -100,39 +60,24 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
         grid[field] = [configs.parse(field, value, flat[field]) for value in values.split(",")]
-        repeated = [value for value in grid[field] if grid[field].count(value) > 1]
-        if repeated:
-            raise ValueError(f"--grid {text}: {repeated[0]!r} is there more than once")
     return grid
 
 
-def claim(out: Path, grid: dict[str, Any]) -> None:
-    """Notes in `out` what is compared.
+def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
+    """The coupling that the others are compared with: by default the first that is not softmax.
 
     Raises:
-        ValueError: when it holds another comparison; the message names what differs.
+        ValueError: when there is no such coupling, or not at every point.
     """
-    path = out / "grid.json"
-    if path.exists():
-        try:
-            old = dict(json.loads(files.read(path)))
-            if "config" in old:  # of a version that had fewer fields
-                old["config"] = dataclasses.asdict(configs.from_dict(old["config"]))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path}, which says what is compared, is damaged ({error}); bring it back, or take"
-                " another --out"
-            ) from error
-        different = [k for k in grid if old.get(k) != json.loads(json.dumps(grid[k]))]
-        if different:
-            lines = [f"{k}: {old.get(k)!r} -> {grid[k]!r}" for k in different]
-            raise ValueError(
-                f"{out} holds another comparison; take another --out:\n  " + "\n  ".join(lines)
-            )
-        return
-    if out.exists() and {p.name for p in out.iterdir()} - {"lock", "grid.json.tmp", "grid.tmp"}:
-        raise ValueError(f"{out} is not empty and holds no comparison; take another --out")
-    files.write(path, json.dumps(grid, indent=2) + "\n")
+    couplings = list(dict.fromkeys(setting.coupling for setting in chosen))
+    name = name or next((each for each in couplings if each != SOFTMAX), couplings[0])
+    if name not in couplings:
+        raise ValueError(unknown("--baseline", name, couplings))
+    there = {setting.point for setting in chosen if setting.coupling == name}
+    missing = sorted({setting.point for setting in chosen} - there)
+    if missing:
+        raise ValueError(f"--baseline={name} has no run with {missing[0] or 'the other values'}")
+    return name
 
 
 def compare(
@@ -143,9 +88,10 @@ def compare(
     num_seeds: int,
     grid: Sequence[str] = (),
     baseline: str = "",
-    one_by_one: bool = False,
 ) -> str:
     """Trains what has not been trained, and writes the report; returns it as markdown.
+
+    On several hosts all train, and no report is written: that takes the same call on one host.
 
     Args:
         config: of all runs, but for what is compared.
@@ -155,181 +101,146 @@ def compare(
         grid: as `--grid`.
         baseline: the coupling that the others are compared with at each point; if empty the first
             of them that is not softmax. With one coupling the first point of the grid.
-        one_by_one: the seeds in turn, each on all devices; on several hosts no report is written.
 
     Raises:
         ValueError: before anything is trained, for input that cannot be.
+        SystemExit: as `loop.train`, when a signal stops it; the same call resumes.
     """
     checkpoint.check_path(out)
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
-    all_settings = settings(config, couplings, parse_grid(grid, config))
-    baseline = baseline or next((name for name in couplings if name != SOFTMAX), couplings[0])
-    if baseline not in couplings:
-        raise ValueError(unknown("--baseline", baseline, couplings))
-    totals = []
-    for setting in all_settings:
-        dataset = data.load(setting.config.data)
-        runs.rate(setting.config, dataset)
-        totals.append(runs.length(setting.config, dataset)[1])
-    seeds = [config.seed + i for i in range(num_seeds)]
-    configs.validate(dataclasses.replace(config, seed=seeds[-1]))
-    contents = {
-        "config": dataclasses.asdict(config),
-        "couplings": list(couplings),
-        "seeds": seeds,
-        "grid": list(grid),
-        "baseline": baseline,
+    chosen = settings(config, couplings, parse_grid(grid, config))
+    baseline = chosen_baseline(list(chosen), baseline)
+    planned = {
+        setting: {
+            out / "runs" / setting.folder / f"seed{seed}": dataclasses.replace(each, seed=seed)
+            for seed in range(config.seed, config.seed + num_seeds)
+        }
+        for setting, each in chosen.items()
     }
-    if one_by_one:
-        return _in_turn(all_settings, seeds, contents, out)
-    with safety.exclusive(out), metrics.progress_bar() as bar:
-        claim(out, contents)
-        progress, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
-        for setting, num_steps in zip(all_settings, totals, strict=True):
-
-            def advance(
-                step: int, record: metrics.Record, done: int = done, name: str = setting.name
-            ) -> None:
-                rate = f"  {record['images_per_second']:,.0f} images/s" if record else ""
-                bar.update(progress, completed=done + step, status=name + rate)
-
-            folder = out / "runs" / setting.folder
-            trained = ensemble.train(setting.config, seeds, folder, advance=advance)
-            named = setting.coupling, setting.point, setting.config, trained
-            errors = _attention_errors(setting, trained, folder)
-            place = str(folder.relative_to(out))
-            results.append(report.Result(*named, *errors, place))
-            done += num_steps
-            bar.update(progress, completed=done)
-        return report.write(results, contents, out)
-
-
-def _in_turn(
-    all_settings: Sequence[Setting], seeds: Sequence[int], contents: dict[str, Any], out: Path
-) -> str:
-    """`compare`, one run of `vit.train` after another."""
-    lead, alone = jax.process_index() == 0, jax.process_count() == 1
-    with safety.exclusive(out) if lead else contextlib.nullcontext():
-        if lead:
-            claim(out, contents)
-        folders = [out / "runs" / setting.folder for setting in all_settings]
-        trained = [
-            in_turn.train(setting.config, seeds, folder)
-            for setting, folder in zip(all_settings, folders, strict=True)
-        ]
-        if not alone:
-            return "All is trained: the same command on one host, without --distributed, reports.\n"
-        results = [
-            _result(setting, of, folder, str(folder.relative_to(out)))
-            for setting, of, folder in zip(all_settings, trained, folders, strict=True)
-        ]
-        return report.write(results, contents, out)
+    for each in planned.values():
+        for folder, new in each.items():
+            _check(folder, new)
+        runs.rate(new, data.load(new.data))
+    for setting, each in planned.items():
+        for number, (folder, new) in enumerate(each.items(), 1):
+            if jax.process_index() == 0:
+                print(f"{setting.name}: run {number} of {num_seeds}")
+            _train(new, folder)
+    if jax.process_count() > 1:
+        return "All is trained: the same command on one host, without --distributed, reports.\n"
+    return _report({setting: list(each) for setting, each in planned.items()}, out, baseline)
 
 
 def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
     """Reports on finished runs of `vit.train`; returns the report as markdown.
 
     Args:
-        folders: of the runs; what differs in their configs, beside the seed, is compared.
+        folders: of the runs; the fields in which their configs differ, beside the seed, are
+            compared.
         out: folder of the report.
         baseline: as `compare`.
 
     Raises:
-        ValueError: for a run that is none, has not ended, or is one too many; or when the baseline
-            has no run that another one could be compared with.
+        ValueError: for a folder without a run, a run that has not ended, two of the same setting
+            and seed, or a baseline that is missing at a point.
     """
-    by_setting: dict[Setting, list[Path]] = {}
-    for folder, setting in zip(folders, _settings_of(folders), strict=True):
-        by_setting.setdefault(setting, []).append(folder)
-    trained = [in_turn.read(each) for each in by_setting.values()]
-    couplings = list(dict.fromkeys(setting.coupling for setting in by_setting))
-    baseline = baseline or next((name for name in couplings if name != SOFTMAX), couplings[0])
-    points = {setting.point for setting in by_setting}
-    have = {setting.point for setting in by_setting if setting.coupling == baseline}
-    if len(couplings) > 1 and points - have:
-        raise ValueError(
-            f"--baseline={baseline} has no run with {', '.join(sorted(points - have)) or 'these'}"
-        )
-    contents = {
-        "config": dataclasses.asdict(configs.of_run(folders[0])),
-        "couplings": couplings,
-        "seeds": sorted({seed for each in trained for seed in each.seeds}),
-        "grid": [],
-        "runs": [str(folder) for folder in folders],
-        "baseline": baseline,
-    }
-    with safety.exclusive(out):
-        claim(out, contents)
-        results = [
-            _result(
-                Setting(setting.coupling, setting.values, configs.of_run(each.folders[0])),
-                each,
-                out / "attention" / setting.folder,
-                os.path.relpath(each.folders[0], out),
-            )
-            for setting, each in zip(by_setting, trained, strict=True)
-        ]
-        return report.write(results, contents, out)
-
-
-def _settings_of(folders: Sequence[Path]) -> list[Setting]:
-    """Of each run the coupling, and the other values in which the runs differ; without a config."""
     flat = [configs.flatten(configs.of_run(folder)) for folder in folders]
     same = {"seed", "attention.kind", "attention.coupling", *configs.PLACEMENT}
     names = [n for n in flat[0] if n not in same and len({each[n] for each in flat}) > 1]
-    return [
-        Setting(
-            SOFTMAX if each["attention.kind"] == SOFTMAX else each["attention.coupling"],
-            tuple((name, each[name]) for name in names),
-            None,
-        )
-        for each in flat
-    ]
+    by_setting: dict[Setting, list[Path]] = {}
+    for folder, each in zip(folders, flat, strict=True):
+        softmax = each["attention.kind"] == SOFTMAX
+        coupling = SOFTMAX if softmax else each["attention.coupling"]
+        setting = Setting(coupling, tuple((name, each[name]) for name in names))
+        by_setting.setdefault(setting, []).append(folder)
+    return _report(by_setting, out, chosen_baseline(list(by_setting), baseline))
 
 
-def _result(setting: Setting, trained: in_turn.Finished, notes: Path, place: str) -> report.Result:
-    notes.mkdir(parents=True, exist_ok=True)
+def _check(folder: Path, config: configs.Config) -> None:
+    """Raises ValueError for an invalid config, or when the folder holds another run."""
+    configs.validate(config)
+    if (folder / "config.json").exists():
+        different = configs.differences(configs.of_run(folder), config)
+        if different:
+            raise ValueError(
+                f"{folder} holds a run with another config; take another --out:\n  "
+                + "\n  ".join(different)
+            )
+
+
+def _train(config: configs.Config, folder: Path) -> None:
+    """Trains to the end; a run that diverges is noted, and not trained again."""
+    if files.noted(folder / "diverged.json"):
+        return
     try:
-        errors = _attention_errors(setting, trained, notes)
-    except ValueError as error:  # finished runs may have outlived their data
-        print(f"{setting.name}: attention errors are not measured: {error}")
-        errors = [], []
-    named = setting.coupling, setting.point, setting.config, trained
-    return report.Result(*named, *errors, place)
+        loop.train(config, folder)
+    except FloatingPointError as error:
+        print(f"{folder}: {error}")
+        if jax.process_index() == 0:
+            last = runs.last_step(folder / "metrics.jsonl")
+            files.note(folder / "diverged.json", {"step": last})
 
 
-def _attention_errors(
-    setting: Setting, trained: ensemble.Ensemble | in_turn.Finished, folder: Path
-) -> tuple[list[float], list[float]]:
-    """Relative attention error of each of the first seeds, and that of uniform attention.
+def _read(folders: Sequence[Path]) -> list[report.Run]:
+    """The runs of one setting.
 
-    Means over layers and heads.
+    Raises:
+        ValueError: for one that has not ended, or has the seed of another.
     """
-    if setting.coupling == SOFTMAX:
-        return [], []
-    path = folder / "attention_errors.json"
-    noted = files.noted(path)
-    if noted and "uniform" in noted:
-        return noted["errors"], noted["uniform"]
-    dataset, task = runs.subject(setting.config)
-    images = runs.evaluation_examples(dataset, setting.config, IMAGES)
-    found = {"errors": [], "uniform": []}
-    for place in _sound(trained, MEASURED):
-        rows = attention_report.rows(
-            task,
-            trained.model(place),
-            images,
-            coupling=setting.coupling,
-            num_features=setting.config.attention.num_features,
-            draws=DRAWS,
-        )
-        for name, column in [("errors", "attention error"), ("uniform", "uniform attention")]:
-            found[name].append(statistics.fmean(row[column] for row in rows))
-    files.note(path, found)
-    return found["errors"], found["uniform"]
+    found: dict[int, report.Run] = {}
+    for folder in folders:
+        config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
+        diverged = files.noted(folder / "diverged.json")
+        if not diverged and not _ended(config, log):
+            raise ValueError(f"{folder} has not ended; the command that began it resumes it")
+        if config.seed in found:
+            other = found[config.seed].folder
+            raise ValueError(f"{folder} has the setting and the seed of {other}, {config.seed}")
+        step = diverged["step"] if diverged else None
+        found[config.seed] = report.Run(config.seed, folder, log, step)
+    return list(found.values())
 
 
-def _sound(trained: ensemble.Ensemble | in_turn.Finished, number: int) -> Iterator[int]:
-    sound = (place for place, step in enumerate(trained.diverged) if step is None)
-    return itertools.islice(sound, number)
+def _ended(config: configs.Config, log: Sequence[metrics.Record]) -> bool:
+    """Whether the log has the last step of the run, evaluated."""
+    if not log or "eval_loss" not in log[-1]:
+        return False
+    last = log[-1]
+    return last["step"] == round(config.num_epochs * last["step"] / last["epoch"])
+
+
+def _report(folders: Mapping[Setting, Sequence[Path]], out: Path, baseline: str) -> str:
+    """Reads the runs, measures their attention and writes the report."""
+    found = {setting: _read(each) for setting, each in folders.items()}
+    results = []
+    for setting, each in found.items():
+        measured = []
+        try:
+            if setting.coupling != SOFTMAX:
+                sound = [run.folder for run in each if run.diverged is None]
+                measured = [_attention_errors(folder) for folder in sound[:MEASURED]]
+        except ValueError as error:  # finished runs may have outlived their data
+            print(f"{setting.name}: attention errors are not measured: {error}")
+        errors = ([pair[i] for pair in measured] for i in (0, 1))
+        results.append(report.Result(setting, each, *errors))
+    first = next(iter(folders.values()))[0]
+    return report.write(results, baseline, configs.of_run(first), out)
+
+
+def _attention_errors(folder: Path) -> tuple[float, float]:
+    """Attention errors of a run and of uniform attention, means over layers and heads."""
+    run = runs.restore(folder)
+    rows = attention_report.rows(
+        run.task,
+        run.model(),
+        runs.evaluation_examples(run.dataset, run.config, IMAGES),
+        coupling=run.config.attention.coupling,
+        num_features=run.config.attention.num_features,
+        draws=DRAWS,
+    )
+    error, uniform = (
+        statistics.fmean(row[name] for row in rows)
+        for name in ("attention error", "uniform attention")
+    )
+    return error, uniform

@@ -12,8 +12,6 @@ tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes, by conjugate gradients
 """
 
-from typing import Any
-
 from performer.graphs import couplings as couplings
 from performer.graphs import features as features
 from performer.graphs import gp as gp
