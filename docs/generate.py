@@ -54,7 +54,6 @@ def first_line(module: str) -> str:
 
 def config() -> str:
     """Every field of a config: its flag, default, meaning and range."""
-    told = configs.meanings()
     lines = ["# Fields of a config", ""]
     lines += ["A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all."]
 
@@ -68,7 +67,7 @@ def config() -> str:
                 nested.append((field.type, name))
                 continue
             path = name.removeprefix("config.")
-            shown = f"{told[path]} It {configs.allowed(path)}.".strip().replace("|", "&#124;")
+            shown = f"{configs.MEANINGS[path]} It {configs.allowed(path)}.".replace("|", "&#124;")
             lines.append(f"| `{name}` | `{field.default!r}` | {shown} |")
         for part, name in nested:
             table(part, name)

@@ -8,95 +8,151 @@
     python -m experiments.prepare_data --source=abalone.data --kind=classification --target=rings \\
         --columns=sex,length,diameter,height,whole,shucked,viscera,shell,rings
 
-    NAME.gml                       graphs/NAME.npz
-    NAME.stl, NAME.obj             meshes/NAME.npz
-    a folder with roads.csv        traffic_san_jose/NAME.npz: see `experiments.graphs.files.roads`
+    NAME.gml                       graphs/NAME.npz, read by networkx
+    NAME.stl, NAME.obj             meshes/NAME.npz, read by trimesh
+    a folder with roads.csv        traffic_san_jose/NAME.npz: see `roads`
     NAME.csv, .data, .txt, .dat    uci_KIND/NAME.csv: a header, the target last
 
 Another folder is searched for .gml, .stl and .obj files. A table may have its cells between commas,
 semicolons, tabs or spaces; --columns names them where the file has no header. Each result is read
-as the experiments read it before it is written, and no file is written over.
+as the experiments read it before it stays, and no file is written over.
 """
 
 import csv
 import io
-import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import networkx
 import numpy as np
+import scipy.sparse
 
 from experiments.common import launch, tabular
 from experiments.graphs import data
-from experiments.graphs import files as public
-from vit import bounded, files
 
-MESHES, TABLES = (".stl", ".obj"), (".csv", ".data", ".txt", ".dat")
+TABLES = (".csv", ".data", ".txt", ".dat")
+FOLDERS = {".gml": "graphs", ".stl": "meshes", ".obj": "meshes"}
 Kind = Literal["regression", "classification"]
+Arrays = dict[str, np.ndarray]
 
 
-def table(
-    source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, the target last.
+def graph(path: Path, largest_component: bool) -> Arrays:
+    """Read `edges`, `n_nodes` and, where the edges have values that differ, `weights`.
+
+    Each edge is there once, undirected, without loops.
+
+    Raises:
+        ValueError: for a file that is no GML, or has no edge.
+    """
+    try:
+        found = networkx.Graph(networkx.read_gml(path, label="id"))
+    except (networkx.NetworkXError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read as GML: {error}") from error
+    found.remove_edges_from(list(networkx.selfloop_edges(found)))
+    kept = set(found)
+    if largest_component and kept:
+        kept = max(networkx.connected_components(found), key=len)
+    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
+    nodes = [node for node in found if node in kept]
+    if not found.number_of_edges():
+        raise ValueError(f"{path} has no edge between two nodes")
+    matrix = networkx.to_scipy_sparse_array(found, nodes, weight=weight, format="csr")
+    upper = scipy.sparse.triu(matrix, format="csr").tocoo()
+    arrays = {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(nodes), np.int32)}
+    return arrays | ({"weights": upper.data} if np.ptp(upper.data) else {})
+
+
+def mesh(path: Path) -> Arrays:
+    """Read `vertices`, `faces`, `edges` and `vertex_normals` of a mesh.
+
+    Equal vertices become one; faces without area, or that are there twice, and vertices without a
+    face are left out. A normal is the mean of those of the faces around, weighted by their angles.
+
+    Raises:
+        ValueError: for a file that is no mesh, or has no face with an area.
+    """
+    import trimesh  # pyright: ignore[reportMissingImports]
+
+    try:
+        found: Any = trimesh.load_mesh(path)
+        found.update_faces(found.nondegenerate_faces() & found.unique_faces())
+    except Exception as error:  # trimesh and NumPy raise many kinds for broken files
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
+    found.remove_unreferenced_vertices()
+    if not len(found.faces):
+        raise ValueError(f"{path} has no face with an area")
+    return {
+        "vertices": np.asarray(found.vertices),
+        "faces": found.faces.astype(np.int32),
+        "edges": found.edges_unique.astype(np.int32),
+        "vertex_normals": found.vertex_normals.astype(np.float32),
+    }
+
+
+def roads(folder: Path) -> Arrays:
+    """Read roads.csv (from, to, length in metres) and sensors.csv (node, speed in mph).
+
+    Nodes are any names; a road weighs the mean length over its own.
+
+    Raises:
+        ValueError: for a column that is missing, a number that is none, or a node without a road.
+    """
+    ends, lengths = _columns(folder / "roads.csv", "from", "to", "length")
+    sensors, speeds = _columns(folder / "sensors.csv", "node", "speed")
+    at = {name: i for i, name in enumerate(sorted({name for pair in ends for name in pair}))}
+    if lost := [name for (name,) in sensors if name not in at]:
+        raise ValueError(f"{folder / 'sensors.csv'}: node {lost[0]!r} has no road")
+    return {
+        "n_nodes": np.asarray(len(at), np.int32),
+        "edges": np.array([[at[a], at[b]] for a, b in ends], np.int32),
+        "weights": lengths.mean() / lengths,
+        "lengths_m": lengths,
+        "obs_nodes": np.array([at[name] for (name,) in sensors], np.int32),
+        "obs_speed": speeds,
+    }
+
+
+def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray]:
+    """The columns of these names: all but the last as text, the last as numbers."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+        texts = [tuple(row[name] for name in names[:-1]) for row in rows]
+        return texts, np.array([float(row[names[-1]]) for row in rows])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} needs the columns {', '.join(names)}: {error}") from error
+
+
+def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
+    """The csv file, the target last.
 
     Raises:
         ValueError: for a file of no rows, columns that are not there, or another number of cells.
     """
-    lines = bounded.content(source).decode("utf-8-sig", errors="replace").splitlines()
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
+    lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    mark = next((mark for mark in ",;\t" if mark in "".join(lines[:1])), " ")
+    rows = list(csv.reader(lines, delimiter=mark, skipinitialspace=True))
+    if not rows:
         raise ValueError(f"{source} is empty")
-    marks = [mark for mark in ",;\t" if mark in lines[0]]
-    if marks:
-        rows = list(csv.reader(lines, delimiter=marks[0], skipinitialspace=True))
-    else:
-        rows = [re.split(r"\s+", line) for line in lines]
     header = list(columns) or rows.pop(0)
-    for number, row in enumerate(rows, len(lines) - len(rows) + 1):
+    target = target or header[-1]
+    for name in (target, *drop):
+        if name not in header:
+            raise ValueError(f"{source} has no column {name!r}: it has {', '.join(header)}")
+    order = [i for i, name in enumerate(header) if name not in (*drop, target)]
+    order.append(header.index(target))
+    content = io.StringIO(newline="")
+    writer = csv.writer(content, lineterminator="\n")
+    for number, row in enumerate([header, *rows]):
         if len(row) != len(header):
             raise ValueError(
                 f"row {number} of {source} has {len(row)} cells, but there are {len(header)}"
                 " columns: see --columns"
             )
-    target = target or header[-1]
-    for name in (target, *drop):
-        if name not in header:
-            raise ValueError(f"{source} has no column {name!r}: it has {', '.join(header)}")
-    kept = [i for i, name in enumerate(header) if name not in (*drop, target)]
-    order = [*kept, header.index(target)]
-    return [header[i] for i in order], [[row[i].strip() for i in order] for row in rows]
-
-
-def write_table(out: Path, header: list[str], rows: list[list[str]], kind: Kind) -> None:
-    """Writes the csv file, when `tabular` can read it."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / out.name).write_text(text.getvalue())
-        tabular.load(out.stem, kind, Path(folder))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files.write(out, text.getvalue())
-
-
-def write_arrays(out: Path, arrays: public.Arrays) -> None:
-    """Writes the npz file, when `data` can read it."""
-    content, parts = io.BytesIO(), dict[str, Any](arrays)
-    np.savez_compressed(content, **parts)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "graphs" / out.name
-        path.parent.mkdir()
-        path.write_bytes(content.getvalue())
-        if "faces" in arrays:
-            data.mesh_faces(path)
-        elif "obs_nodes" in arrays:
-            data.traffic(path)
-        else:
-            data.load(out.stem, Path(folder), weighted=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files.write(out, content.getvalue())
+        writer.writerow([row[i].strip() for i in order])
+    return content.getvalue()
 
 
 def sources(source: Path) -> list[Path]:
@@ -105,19 +161,31 @@ def sources(source: Path) -> list[Path]:
     Raises:
         ValueError: for a source that is not there, or is of no kind that is known.
     """
-    known = (".gml", *MESHES)
     if (source / "roads.csv").is_file():
         return [source]
     if source.is_dir():
-        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in known)
+        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
     else:
-        found = [source] if source.suffix.lower() in (*known, *TABLES) else []
+        found = [source] if source.suffix.lower() in (*FOLDERS, *TABLES) else []
     if not found or not all(path.is_file() for path in found):
         raise ValueError(
-            f"--source={source} is no file that ends in {', '.join((*known, *TABLES))}, and no"
+            f"--source={source} is no file that ends in {', '.join((*FOLDERS, *TABLES))}, and no"
             " folder with such graphs or meshes, or with roads.csv"
         )
     return found
+
+
+def read(path: Path, out: Path, kind: Kind) -> None:
+    """Read a result as the experiments do."""
+    folder = path.parent.name
+    if folder == "meshes":
+        data.mesh_faces(path)
+    elif folder == "traffic_san_jose":
+        data.traffic(path)
+    elif folder == "graphs":
+        data.load(path.stem, out, weighted=True)
+    else:
+        tabular.load(path.stem, kind, out)
 
 
 def main(
@@ -147,21 +215,26 @@ def main(
         raise ValueError(f"--name={name} is one name, but {source} has {len(found)} files")
     for path in found:
         suffix, stem = path.suffix.lower(), name or path.stem
-        if suffix in TABLES:
-            result = out / f"uci_{kind}" / f"{stem}.csv"
-        else:
-            folder = "graphs" if suffix == ".gml" else "meshes"
-            result = out / ("traffic_san_jose" if path.is_dir() else folder) / f"{stem}.npz"
+        folder = "traffic_san_jose" if path.is_dir() else FOLDERS.get(suffix, f"uci_{kind}")
+        result = out / folder / f"{stem}.{'csv' if suffix in TABLES else 'npz'}"
         if result.exists():
             raise ValueError(f"{result} is there already: remove it, or give another --name")
         if suffix in TABLES:
-            write_table(result, *table(path, columns, target, drop), kind)
+            content: Any = table(path, columns, target, drop)
         elif path.is_dir():
-            write_arrays(result, public.roads(path))
-        elif suffix == ".gml":
-            write_arrays(result, public.gml(path, largest_component))
+            content = roads(path)
         else:
-            write_arrays(result, public.mesh(path))
+            content = graph(path, largest_component) if suffix == ".gml" else mesh(path)
+        result.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if suffix in TABLES:
+                result.write_text(content)
+            else:
+                np.savez_compressed(result, **content)
+            read(result, out, kind)
+        except BaseException:
+            result.unlink(missing_ok=True)
+            raise
         print(result, flush=True)
 
 

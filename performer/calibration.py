@@ -49,7 +49,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer._masks import key_mask
-from performer.choices import moved, unknown
+from performer.choices import unknown
 from performer.typing import Coupling, float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
@@ -429,6 +429,3 @@ def _apply(matrix: Array, vector: Array) -> Array:
 
 def _dot(equation: str, *operands: Array) -> Array:
     return jnp.einsum(equation, *operands, precision="highest")
-
-
-__getattr__ = moved(__name__, for_coupling="the argument coupling= of calibrate, fit and parts")

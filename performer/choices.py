@@ -2,9 +2,9 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +38,6 @@ def unknown(
         f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
-
-
-def moved(module: str, **names: str) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__`, whose error says what has become of a name."""
-
-    def refuse(name: str) -> NoReturn:
-        place = f"; it is {names[name]} now" if name in names else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{place}")
-
-    return refuse
 
 
 def positive_integer(name: str, value: Any) -> int:

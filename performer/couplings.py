@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
-from performer.choices import moved, positive_integer, unknown
+from performer.choices import positive_integer, unknown
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms, expression, jit_static
 
 
@@ -385,11 +385,3 @@ def redraw(
 def _key_first(function: str, key: Any) -> None:
     if isinstance(key, str):
         raise TypeError(f"the key comes first: couplings.{function}(key, {key!r}, ...)")
-
-
-__getattr__ = moved(
-    __name__,
-    blocks="the class performer.couplings.Blocks",
-    padded="the class performer.couplings.Padded",
-    antithetic="the class performer.couplings.Antithetic",
-)

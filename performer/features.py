@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from performer.choices import moved, positive_values, unknown
+from performer.choices import positive_values, unknown
 from performer.typing import expression, float32_or_wider
 
 Points = Float[Array, "*b d"] | Int[Array, "*b d"]
@@ -252,12 +252,3 @@ def _project(
     lengthscale = jnp.asarray(positive_values("lengthscale", lengthscale), dtype)
     x, W = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape), W.astype(dtype)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2
-
-
-__getattr__ = moved(
-    __name__,
-    **{
-        name: "a property of the maps: .split, .estimates_softmax, .features_per_frequency"
-        for name in ("SPLITS", "SOFTMAX", "TWO_FOR_EACH")
-    },
-)

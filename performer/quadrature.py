@@ -55,7 +55,7 @@ from jaxtyping import Array, ArrayLike, Float
 from scipy.special import roots_hermitenorm
 
 from performer import butterfly, couplings, directions, kernels, norms
-from performer.choices import moved, positive_integer, unknown
+from performer.choices import positive_integer, unknown
 from performer.kernels import Kernel
 from performer.typing import Coupling, Key
 
@@ -350,8 +350,3 @@ def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:
     n, v = lengths.shape
     weights = ((v - 1) / (v * n) / lengths**2).reshape(-1)
     return jnp.tile(weights / 2, 2) if reflect else weights
-
-
-__getattr__ = moved(
-    __name__, KERNELS="performer.kernels.KERNELS", Integrand="performer.kernels.Kernel"
-)

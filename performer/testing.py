@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import couplings, features
-from performer.choices import moved
 from performer.typing import Coupling, hashable, jit_static
 
 FALSE_ALARM_RATE = 1e-4
@@ -275,6 +274,3 @@ def _assert_law(
         f" {result.statistic_location:.3g}, {result.statistic * np.sqrt(len(sample)):.1f} standard"
         f" errors, p = {result.pvalue:.1e}"
     )
-
-
-__getattr__ = moved(__name__, draw="performer.testing.samples")

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from vit import arguments, bundled, config
+from vit import arguments, bundled, config, evaluate
 
 FIELDS = config.flatten(config.Config())
 
@@ -108,7 +109,7 @@ def test_help_lists_every_field(flag, capsys):
 
 
 def test_every_field_says_what_it_means():
-    told = config.meanings()
+    told = config.MEANINGS
     assert set(told) == set(FIELDS)
     assert not [field for field, text in told.items() if not text]
     assert told["attention.redraw_every"].startswith("Steps between new draws")
@@ -160,3 +161,57 @@ def test_what_is_trained_has_a_folder():
         "--workdir is missing: folder of the run; made if it does not exist"
     )
     assert done.returncode == 1
+
+
+FAILING = """
+import sys
+from vit import arguments
+def main(_):
+    raise {error}
+arguments.launch(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        ("ValueError('m=0 must be positive')", 1, "ValueError: m=0 must be positive\n"),
+        ("OSError(28, 'No space left', 'x')", 1, "OSError: [Errno 28] No space left: 'x'\n"),
+        ("FloatingPointError('nan')", 1, "FloatingPointError: nan\n"),
+        ("KeyboardInterrupt", 130, "interrupted\n"),
+    ],
+)
+def test_a_failure_is_one_line(error, code, told):
+    program = [sys.executable, "-c", FAILING.format(error=error)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
+def test_an_empty_flag_is_not_a_default():
+    """`--out=` was the current folder."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", "data", "folder", flag_values=values)
+    flags.DEFINE_string("name", "", "of it", flag_values=values)
+    assert arguments.parse_flags(["program", "--name="], values) == ["program"]
+    with pytest.raises(SystemExit, match="--out= is empty: leave it out"):
+        arguments.parse_flags(["program", "--out="], values)
+
+
+def test_a_config_that_takes_no_argument():
+    assert message("--config=digits:x") == "--config: this config takes no argument after a colon"
+
+
+def test_another_split_is_refused_by_the_flag_that_was_given(monkeypatch):
+    """`vit.evaluate --name=birds --split=nope` blamed config.data.train_split."""
+
+    def load(data):
+        raise ValueError(
+            f"config.data.train_split={data.eval_split!r} is no split of {data.name!r}"
+        )
+
+    trained = type("Trained", (), {"config": config.Config()})
+    monkeypatch.setattr(evaluate.use, "load", lambda workdir: trained)
+    monkeypatch.setattr(evaluate.data, "load", load)
+    fields = {"data.name": "birds", "data.eval_split": "nope"}
+    with pytest.raises(ValueError, match="^--split='nope' is no split of 'birds'$"):
+        evaluate.evaluate_on(Path("run"), fields)

@@ -329,8 +329,6 @@ def test_the_coupling_chooses_the_tilt(coupling, tilt):
     chex.assert_trees_all_equal(calibrate(QUERY, KEY, coupling=coupling), want)
     assert calibration.parts("tilt+shift", coupling) == (tilt, "shift")
     assert calibration.parts("proposal", coupling) == ("proposal",)
-    with pytest.raises(AttributeError, match="it is the argument coupling= of calibrate"):
-        _ = calibration.for_coupling
 
 
 def test_bad_input():

@@ -115,7 +115,7 @@ def test_not_finite():
 
 def test_padding():
     problem, _ = kernel_regression.problems(two_classes(d=3), 1000)
-    wide = classification._padded(problem)
+    wide = classification.padded(problem)
     assert wide.train_x.shape[1] == wide.test_x.shape[1] == 4
     np.testing.assert_array_equal(wide.test_x[:, :3], problem.test_x)
     assert not wide.test_x[:, 3].any()
@@ -126,19 +126,22 @@ def test_statements():
     noise = 0.01 * np.tile([1.0, -1.0], 50)
     found = {"iid": 0.5 + noise, "orf": 0.6 - noise, "simrf": 0.6001 + noise}
     results = {"a": found, "b": found | {"simrf": 0.55 + noise}}
-    assert classification._ordered(results) == 1
-    said = classification._said(results, "orf", "iid")
+    assert classification.ordered(results) == 1
+    said = classification.said(results, "orf", "iid")
     assert said.startswith("orf below iid in 0 and above in 2 of 2 cases")
-    said = classification._said(results, "simrf", "orf")
+    said = classification.said(results, "simrf", "orf")
     assert said.startswith("simrf below orf in 1 and above in 0 of 2 cases")
 
 
 def test_couplings_share_the_keys(monkeypatch):
-    monkeypatch.setattr(classification, "accuracies", lambda *_, draws, seed, **__: (draws, seed))
+    seen = []
+    monkeypatch.setattr(
+        classification, "accuracies", lambda *x, **y: [seen.append((x[1:], y)), [0.5], [0.6]][1:]
+    )
     problem, _ = kernel_regression.problems(two_classes(), 1000)
-    found = classification._all(problem, 1.0, classification.TABLE_3, 7)
-    assert list(found) == list(classification.TABLE_3)
-    assert len({*found.values()}) == 1
+    classification.measured([classification.Tuned(problem, 1.0)], classification.TABLE_3, 7)
+    assert [x for (_, x), _ in seen] == list(classification.TABLE_3)
+    assert all(options == dict(blocks=1, draws=7, seed=1) for _, options in seen)
 
 
 def read(path):

@@ -196,14 +196,6 @@ def test_the_law_of_the_lengths_can_be_another():
     assert couplings.with_quantile("pm", norms.chi) == couplings.get("pm")
 
 
-@pytest.mark.parametrize("name", ["blocks", "padded", "antithetic"])
-def test_old_names_name_the_new_ones(name):
-    with pytest.raises(
-        AttributeError, match=f"it is the class performer.couplings.{name.title()} now"
-    ):
-        getattr(couplings, name)
-
-
 def test_the_key_comes_first():
     for function, options in [(couplings.draw, {}), (couplings.redraw, dict(every=2))]:
         with pytest.raises(TypeError, match="the key comes first: .*draw.key, 'pm'"):

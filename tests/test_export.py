@@ -118,6 +118,15 @@ def test_nothing_is_overwritten(tmp_path):
     assert mine.read_text() == "mine"
 
 
+def test_the_second_of_two_exports_to_one_name_is_refused(tmp_path):
+    """Both looked before either wrote."""
+    written = export.named(tmp_path / "birds.stablehlo")
+    model = trained()
+    export.export(model, written)
+    with pytest.raises(ValueError, match=r"already there: .*birds.stablehlo"):
+        export.export(model, written)
+
+
 @pytest.mark.parametrize("name", ["birds", "birds.json", "birds.safetensors"])
 def test_names_that_are_none_of_a_program(name, tmp_path):
     with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):

@@ -198,11 +198,6 @@ def test_the_flax_doors_take_a_record():
         PerformerAttention(M, H, feature_map="reul", rngs=nnx.Rngs(0))
 
 
-def test_old_names_say_where_they_went():
-    with pytest.raises(AttributeError, match="it is a property of the maps"):
-        features.SPLITS  # noqa: B018
-
-
 def test_elu_is_right_far_below_zero():
     """e^p + 1 - 1 would be 0 below -17."""
     w = jnp.array([[1.0]])

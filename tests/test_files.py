@@ -1,5 +1,6 @@
-"""Files in one piece, links that are not followed, and lines whose every byte is checked."""
+"""Files in one piece, links that are not followed, and files that are missing or damaged."""
 
+import errno
 import os
 
 import pytest
@@ -36,11 +37,8 @@ def test_notes(tmp_path):
     assert files.noted(path) is None
     files.note(path, record)
     assert files.noted(path) == record
-    content = path.read_bytes()
-    for place in range(len(content) - 1):  # the line break says nothing
-        changed = bytearray(content)
-        changed[place] ^= 1
-        path.write_bytes(changed)
+    for damaged in (path.read_text()[:-3], "[1, 2]", ""):
+        path.write_text(damaged)
         assert files.noted(path) is None
     path.unlink()
     os.mkfifo(path)
@@ -54,3 +52,12 @@ def test_what_is_neither_file_nor_folder_is_named(tmp_path):
     os.mkfifo(tmp_path / "a" / "pipe")
     with pytest.raises(ValueError, match="a/pipe is neither a file nor a folder"):
         files.check(tmp_path)
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device: '.*table.csv'"):
+        files.write(tmp_path / "table.csv", "a row")

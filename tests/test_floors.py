@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import re
 from pathlib import Path
 
 import pytest
@@ -100,20 +99,3 @@ def test_the_library_needs_only_its_dependencies(path):
     for imported in imports(path):
         top = imported.split(".")[0]
         assert top in allowed or top in sys.stdlib_module_names, f"{path.name} imports {imported}"
-
-
-def test_the_map_of_the_code():
-    """Every file stands in it once, and imports only from its own row and from rows below."""
-    text = (ROOT / "docs/developing.md").read_text()
-    rows = re.findall(r"^\| `([\w/]+)/` ([\w, ]+) \|", text, re.MULTILINE)
-    names = [
-        (f"{folder.replace('/', '.')}.{name}", number)
-        for number, (folder, files) in enumerate(rows)
-        for name in files.split(", ")
-    ]
-    row = dict(names)
-    files = [m for m, p in MODULES.items() if p.name != "__init__.py" and "configs" not in p.parts]
-    assert sorted(name for name, _ in names) == sorted(files)
-    for name in files:
-        for other in imports(MODULES[name]):
-            assert row.get(other, row[name]) >= row[name], f"{name} imports {other}"

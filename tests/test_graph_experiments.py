@@ -1,11 +1,8 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
 import csv
-import io
-import os
 import subprocess
 import sys
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +68,15 @@ def test_load(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (dict(edges=PATH, n_nodes=[3, 3]), r"n_nodes of .*g.npz must be one positive integer"),
+        (
+            dict(edges=PATH, n_nodes=[3, 3]),
+            r"g.npz: n_nodes must be a positive integer, got \[3, 3\]",
+        ),
         (
             dict(edges=PATH, n_nodes=3.5),
-            r"n_nodes of .*g.npz must be one positive integer, got 3.5",
+            r"g.npz: n_nodes must be a positive integer, got 3.5",
         ),
-        (dict(edges=PATH, n_nodes=-3), r"n_nodes of .*g.npz must be one positive integer, got -3"),
+        (dict(edges=PATH, n_nodes=-3), r"g.npz: n_nodes must be a positive integer, got -3"),
         (dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
         (dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
         (dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),
@@ -93,7 +93,7 @@ def test_arrays_that_make_no_graph_name_their_file(tmp_path, arrays, message):
         graph_data.load("g", tmp_path, weighted=True)
 
 
-def test_files_that_are_no_npz_or_unpack_to_too_much(tmp_path):
+def test_files_that_are_no_npz(tmp_path):
     path = write(tmp_path / "graphs" / "g.npz", edges=PATH, n_nodes=3)
     content = path.read_bytes()
 
@@ -104,19 +104,6 @@ def test_files_that_are_no_npz_or_unpack_to_too_much(tmp_path):
     for damaged in (b"", b"PK", content[: len(content) // 2], content.replace(b"NUMPY", b"NUMPI")):
         path.write_bytes(damaged)
         refused("")
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("edges.npy", bytes(2**24 + 1))
-    refused("it would unpack to 16,777,217 bytes; at most 16,777,216 are read")
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
-    )
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("edges.npy", header.getvalue())
-    refused("it announces 8,000,000,000,000 bytes, but has 128")
-    path.unlink()
-    os.mkfifo(path)
-    refused(".*no regular file")
 
 
 def test_meshes_and_traffic_that_do_not_fit_are_refused(tmp_path):

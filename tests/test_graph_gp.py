@@ -98,11 +98,6 @@ def test_a_scale_that_is_fixed():
         gp.fit(key, sampled, OBSERVED, Y, start, fixed=("lengthscales",))
 
 
-def test_the_old_name_says_the_new_one():
-    with pytest.raises(AttributeError, match=r"gp.condition\(kernel, observed, nodes, y, noise_s"):
-        gp.posterior  # noqa: B018
-
-
 def test_gradients_that_do_not_converge_are_an_error():
     with pytest.raises(ValueError, match=r"relative residual of .* for a tolerance of 1e-20"):
         gp.condition(estimate(), OBSERVED, NEW, Y, 1e-4, tolerance=1e-20)

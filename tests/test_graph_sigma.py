@@ -13,9 +13,9 @@ from graph_examples import laplacian
 from matplotlib import pyplot as plt
 from scipy import stats
 
+from experiments.graphs import data as graph_data
 from experiments.graphs import gp as graph_gp
 from experiments.graphs import regression
-from experiments.graphs import report as graph_report
 from experiments.graphs import sigma as graph_sigma
 from performer.graphs import Graph, couplings, features, kernels
 
@@ -44,7 +44,7 @@ def test_frobenius_errors():
     blocks, exact = rng.normal(size=(3, 4, 4)) + np.eye(4), rng.normal(size=(4, 4))
     want = [np.linalg.norm(exact - phi @ phi.T) / np.linalg.norm(exact) for phi in blocks]
     phi = scipy.sparse.csr_array(scipy.sparse.block_diag(blocks))
-    np.testing.assert_allclose(graph_report.frobenius_errors(phi, exact), want, rtol=1e-10)
+    np.testing.assert_allclose(graph_data.frobenius_errors(phi, exact), want, rtol=1e-10)
 
 
 def test_kernel_errors(monkeypatch):
@@ -105,16 +105,6 @@ def test_cayley_distance():
     assert graph_sigma.cayley_distance(cycle, swapped[cycle]) == 1
 
 
-def test_verdict():
-    rng = np.random.default_rng(0)
-    noise = rng.normal(size=(3, 20))
-    good = dict(zip(graph_report.COUPLINGS, noise + np.array([[9], [6], [3]]), strict=True))
-    bad = dict(zip(graph_report.COUPLINGS, noise + np.array([[9], [6], [12]]), strict=True))
-    lines = graph_report.verdict({"a": good, "b": bad}).splitlines()
-    assert lines[0].startswith("- sigma below antithetic in 1 and above in 1 of 2 cases")
-    assert lines[2].startswith("- antithetic below independent in 2 and above in 0 of 2 cases")
-
-
 def test_figures_of_couplings(tmp_path):
     """A coupling that is worse by construction, in all its ratios."""
     graphs, permutation = _graphs(), np.array([1, 0])
@@ -134,7 +124,8 @@ def test_figures_of_couplings(tmp_path):
     np.testing.assert_allclose(means, [[0.5, 0.75], [1, 1.5]] * 2)
     assert rows[0]["independent"] == "1.100 ± 0.058"
     assert out.with_suffix(".md").read_text() == said
-    graph_sigma.figure_3("star", {p: found["star", p] for p in chosen}, chosen, tmp_path / "three")
+    star = [row for row in found if row["graph"] == "star"]
+    graph_sigma.figure_3(star, chosen, tmp_path / "three")
     assert (tmp_path / "three.png").exists()
     assert out.with_suffix(".png").exists()
 

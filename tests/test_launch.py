@@ -198,7 +198,7 @@ def test_the_recipe_runs(tmp_path):
     exec(compile(body, "recipe", "exec", dont_inherit=True), namespace)
     namespace["main"](couplings=("iid", "orf"), draws=40, out=tmp_path)
     written = (tmp_path / "gram_error.md").read_text()
-    assert "orf below iid in 1 and above in 0 of 1 cases" in written
+    assert "orf below iid in 3 and above in 0 of 3 cases" in written
     assert len((tmp_path / "gram_error.csv").read_text().splitlines()) == 3
 
 

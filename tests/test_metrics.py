@@ -111,23 +111,15 @@ def written(log):
     return log.read_bytes()
 
 
-def test_every_changed_byte_of_a_log_is_noticed_and_costs_its_lines_alone(tmp_path, capsys):
-    """A digit that became another is valid JSON; a line break that became a space joins lines."""
+def test_a_damaged_line_of_a_log_is_named_and_costs_itself_alone(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
     content = written(log)
-    for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 0x10
-        log.write_bytes(changed)
-        got = metrics.read(log)
-        lines = content.count(b"\n", 0, place), content.count(b"\n", 0, place + 1)
-        assert got == [r for i, r in enumerate(LOG) if i not in lines], place
-    log.write_bytes(content.replace(b"0.5", b"0.4"))
-    assert metrics.keep_up_to(log, 4) == [LOG[0], *LOG[2:]]
-    assert "metrics.jsonl is damaged in line 2: left out; the log as it was is" in (
+    log.write_bytes(content.replace(b'"step": 2', b'"stop": 2').replace(b"{", b"[", 1))
+    assert metrics.keep_up_to(log, 4) == LOG[2:]
+    assert "metrics.jsonl is damaged in line 1, 2: left out; the log as it was is" in (
         capsys.readouterr().out
     )
-    assert b"0.4" in (tmp_path / "unreadable" / "metrics.jsonl").read_bytes()
+    assert b'"stop": 2' in (tmp_path / "unreadable" / "metrics.jsonl").read_bytes()
     assert metrics.keep_up_to(log, 4) == metrics.read(log)
     assert capsys.readouterr().out == ""
 
@@ -139,14 +131,6 @@ def test_a_log_that_ends_before_the_checkpoint_is_told(tmp_path, capsys):
     assert "ends at step 4, the checkpoint is of step 6: records are missing" in (
         capsys.readouterr().out
     )
-
-
-def test_a_log_without_checksums_is_one_of_an_older_version(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    log.write_text("".join(json.dumps(record) + "\n" for record in LOG))
-    assert metrics.read(log) == LOG
-    assert metrics.keep_up_to(log, 3) == LOG[:3]
-    assert log.read_text().count("checksum") == 3
 
 
 def test_a_pipe_in_the_place_of_a_log_is_refused(tmp_path):

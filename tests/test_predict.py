@@ -1,6 +1,7 @@
 """What is on pictures, and where the model looks: the command, and rollout by its definition."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,12 +145,15 @@ def workdir(tmp_path_factory):
     return workdir
 
 
+ENVIRONMENT = dict(PATH="", JAX_PLATFORMS="cpu", PYTHONPATH=str(Path(__file__).parent.parent))
+
+
 def command(*words):
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, words)],
         capture_output=True,
         text=True,
-        env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env=ENVIRONMENT,
     )
 
 
@@ -169,6 +173,36 @@ def test_the_command(workdir, folder):
     assert again.returncode == 1
     assert "table.csv exists already" in again.stderr
     assert table.read_bytes() == before
+
+
+def test_a_table_is_looked_at_first_and_grows_batch_by_batch(model, folder):
+    seen = next(predict.predict(model, [folder / "a.png", folder / "b.JPG"], top=2))
+    path = folder / "new" / "table.csv"
+    with predict.table(path, 2) as add:
+        for number, each in enumerate(seen, 1):
+            add([each])
+            assert len(path.read_text().splitlines()) == 1 + number  # what a kill leaves
+    with pytest.raises(FileExistsError, match="table.csv"), predict.table(path, 2):
+        pass
+
+
+def test_nobody_reads_the_predictions(workdir, folder):
+    """As with `| head -1`: no traceback, and no more pictures."""
+    words = [f"--workdir={workdir}", *[folder / "a.png"] * 200]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait() == 0
+    assert re.search(r"^64 pictures; 0 could not be read$", told, re.MULTILINE)
+    assert "Traceback" not in told
 
 
 def test_nothing_to_see(workdir, folder):

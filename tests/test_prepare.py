@@ -116,6 +116,16 @@ def test_class_folders_with_bad_files(tmp_path, capsys):
         load(tmp_path / "out", "pet", "validation")
 
 
+def test_a_name_of_a_file_that_is_not_utf8(tmp_path):
+    source = tmp_path / "pets"
+    write_folders(source)
+    cat = os.fsencode(source / "train" / "cat")
+    os.rename(cat + b"/0.jpg", cat + b"/\xff.jpg")
+    assert prepare(source, tmp_path / "out")["train"] == 6
+    train = load(tmp_path / "out", "pets", "validation").train
+    assert sum(train[i]["file_name"].decode() == "\ufffd.jpg" for i in range(6)) == 1
+
+
 def test_too_many_bad_files_write_nothing(tmp_path):
     source = tmp_path / "pets"
     write_folders(source, BAD)

@@ -1,13 +1,11 @@
 """One process to a folder, what a signal does, and how divergence is named."""
 
 import errno
-import multiprocessing
 import os
 import pty
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,62 +212,3 @@ def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
         safety.appearing(tmp_path / "run", "--out"),
     ):
         pass
-
-
-LEAVE = """
-import multiprocessing, os, signal, sys, time
-from multiprocessing import shared_memory
-from pathlib import Path
-from vit import safety
-
-def work(event):
-    safety.name_shared_memory()
-    kept = shared_memory.SharedMemory(create=True, size=64)
-    event.set()
-    time.sleep(60)
-
-if __name__ == "__main__":
-    os.setsid()
-    safety.own_shared_memory(Path(sys.argv[1]))
-    context = multiprocessing.get_context("spawn")
-    event = context.Event()
-    context.Process(target=work, args=(event,)).start()
-    event.wait()
-    os.killpg(0, signal.SIGKILL)
-"""
-
-
-@pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
-def test_semaphores_of_the_last_holder_are_removed_when_it_is_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(safety, "SHARED", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for number in (dead.pid, os.getpid()):
-        (tmp_path / "shm" / f"sem.loky-{number}-x").write_text("")
-        (tmp_path / "lock").write_text(f"process {number} on {safety.socket.gethostname()}\n")
-        with safety.exclusive(tmp_path):
-            pass
-    assert [p.name for p in (tmp_path / "shm").iterdir()] == [f"sem.loky-{os.getpid()}-x"]
-
-
-@pytest.mark.skipif(not safety.SHARED.is_dir(), reason="shared memory cannot be listed")
-def test_a_start_removes_the_shared_memory_of_its_killed_predecessor(tmp_path, monkeypatch):
-    """The whole group is killed, and with it the process that would have removed it."""
-    monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "/mp")
-    before = set(os.listdir(safety.SHARED))
-    script = tmp_path / "leave.py"
-    script.write_text(LEAVE)
-    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
-    subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, timeout=PATIENCE)
-    new = set(os.listdir(safety.SHARED)) - before  # also of other processes of this machine
-    safety.own_shared_memory(tmp_path / "another")
-    kept = set(os.listdir(safety.SHARED))
-    safety.own_shared_memory(tmp_path)
-    prefix = multiprocessing.current_process()._config["semprefix"].strip("/")
-    memory = {name for name in new if name.startswith(f"{prefix}_")}
-    left = memory | {name for name in new if name.startswith(f"sem.{prefix}-")}
-    assert memory
-    assert left > memory
-    assert left <= kept
-    assert not left & set(os.listdir(safety.SHARED))

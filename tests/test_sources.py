@@ -229,8 +229,9 @@ class Evil:
         (dict(images=images(), labels=NUMBERS[1:]), "17 images, its labels are int64"),
         (dict(images=images(), labels=NUMBERS - 1), "labels from -1 to 1"),
         (dict(images=images(), labels=NUMBERS, class_names=np.array(["a"])), "1 class_names"),
-        (dict(images=images(), labels=np.array([Evil()] * 17)), "without unpickling"),
+        (dict(images=images(), labels=np.array([Evil()] * 17)), "allow_pickle=False"),
         (dict(x_train=images(), y_test=NUMBERS), "must hold images and labels"),
+        (dict(images=images()[:0], labels=NUMBERS[:0]), "pictures.npz:images is empty: remove"),
     ],
 )
 def test_npz_files_that_cannot_be_used(tmp_path, arrays, message, capsys):
@@ -260,6 +261,17 @@ def write_parquet(path, rows, names=None, struct=True, label="label", **more):
         features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
         schema = schema.replace_schema_metadata({"huggingface": json.dumps(features)})
     pyarrow.parquet.write_table(schema, path)
+
+
+def test_a_shape_of_an_npz_file_that_is_no_number(tmp_path):
+    buffer = io.BytesIO()
+    np.save(buffer, images(1))
+    broken = buffer.getvalue().replace(b"(1, 5, 6), }   ", b"(True, 5, 6), }")
+    assert b"True, 5" in broken
+    with zipfile.ZipFile(tmp_path / "pictures.npz", "w") as archive:
+        archive.writestr("images.npy", broken)
+    with pytest.raises(ValueError, match="pictures.npz cannot be read"):
+        forms.read(tmp_path)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -297,6 +309,58 @@ def test_parquet_files_that_cannot_be_used(tmp_path):
     refused("pictures.parquet cannot be read as a parquet file")
     path.write_bytes(b"PAR1")
     refused("pictures.parquet cannot be read as a parquet file")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", None], "x.parquet: the column 'label' has rows without a label: remove them"),
+        ([0, -1], r"the column 'label' has -1, but classes begin at 0 \(-1 stands for a secret"),
+    ],
+)
+def test_rows_of_a_parquet_file_without_a_class_are_refused(tmp_path, labels, message):
+    """They were of the classes "None" and "-1"."""
+    table = pyarrow.table({"image": [picture(1)] * 2, "label": labels})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=message):
+        forms.read(tmp_path)
+
+
+def test_parquet_files_of_other_columns_are_refused(tmp_path):
+    for name, column in [("test", "label"), ("train", "class")]:
+        table = pyarrow.table({"image": [picture(1)], column: ["a"]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    with pytest.raises(ValueError, match="train.parquet has no column 'label', as another file"):
+        forms.read(tmp_path)
+
+
+def test_one_entry_of_a_parquet_dictionary_is_in_memory_once(tmp_path):
+    """64 rows of the same 16 MB, some 2 kB on disk, were 64 times 16 MB at once."""
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"image": [b"a" * 16_000_000] * 64, "label": ["a", "b"] * 32})
+    limit = 2**25
+    pyarrow.parquet.write_table(
+        table, path, compression="gzip", dictionary_pagesize_limit=limit, data_page_size=limit
+    )
+    del table
+    examples = forms.read(tmp_path).splits["train"]
+    before = pyarrow.total_allocated_bytes()
+    used = [(len(x.read()), pyarrow.total_allocated_bytes() - before) for x in examples()]
+    assert [size for size, _ in used] == [16_000_000] * 64
+    assert max(memory for _, memory in used) < 4 * 16_000_000
+
+
+def test_a_table_names_nothing_outside_its_folder(tmp_path):
+    outside, folder = tmp_path / "secret.png", tmp_path / "photos"
+    folder.mkdir()
+    for path in (outside, folder / "a.png"):
+        path.write_bytes(picture(1))
+    for word in (str(outside), "../secret.png"):
+        (folder / "t.csv").write_text(f"file,label\na.png,cat\n{word},dog\n")
+        with pytest.raises(ValueError, match=r"t.csv names '.*secret.png', outside .*photos"):
+            forms.read(folder)
+    (folder / "t.csv").write_text(f"file,label\n{folder / 'a.png'},cat\n")
+    assert forms.read(folder).class_names == ["cat"]
 
 
 def test_parquet_files_are_bounded(tmp_path):

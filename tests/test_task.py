@@ -158,3 +158,21 @@ def test_a_data_set_that_is_too_small_is_refused(tmp_path, dataset, message):
     with pytest.raises(ValueError, match=message):
         train.train(SETTINGS, tmp_path / "run", dataset, TASK)
     assert not (tmp_path / "run").exists()
+
+
+def test_streams_are_those_of_flax_and_never_ask_a_tracer_for_its_sharding(monkeypatch):
+    """For the text of that error JAX walks all equations: shapes took time quadratic in depth."""
+    asked = []
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(asked.append))
+    flax = nnx.Rngs(params=jax.random.split(jax.random.key(3), 4)[0])
+
+    @jax.jit
+    def drawn():
+        streams = random_streams(3)
+        forked = streams.params.fork()
+        return jax.random.key_data(jax.numpy.stack([streams.params(), forked(), forked()]))
+
+    forked = flax.params.fork()
+    expected = jax.random.key_data(jax.numpy.stack([flax.params(), forked(), forked()]))
+    np.testing.assert_array_equal(drawn(), expected)
+    assert not asked

@@ -16,8 +16,6 @@ def test_a_name_is_a_coupling():
     )
     with pytest.raises(AssertionError, match="not lower"):
         testing.assert_lower_mse("orf", "orf", 4, 3, draws=2000)
-    with pytest.raises(AttributeError, match=r"it is performer\.testing\.samples now"):
-        _ = testing.draw
 
 
 def haar_without_signs(key, lengths, d):

@@ -251,6 +251,13 @@ def test_a_finished_run_with_a_damaged_log_says_so_and_evaluates_again(finished,
     assert f"damaged in line {len(lines)}: left out" in capsys.readouterr().out
 
 
+def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path):
+    workdir = shutil.copytree(finished[0], tmp_path / "run")
+    (workdir / "metrics.jsonl").unlink()
+    record = train.train(small_config(), workdir)
+    assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
+
+
 def test_a_config_is_written_through_no_link(tmp_path):
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")
@@ -520,6 +527,40 @@ def test_a_killed_process_resumes(tmp_path):
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
     assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_dead_reader_of_the_log_stops_nothing(tmp_path, stopped):
+    """`| head -1`, and `| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
+    workdir = tmp_path / "run"
+    command = [*COMMAND, f"--workdir={workdir}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT
+    )
+    assert process.stdout
+    assert process.stdout.readline() == b"building the model\n"
+    process.stdout.close()
+    log, deadline = workdir / "metrics.jsonl", time.time() + PATIENCE
+    while len(metrics.read(log)) < 5 and time.time() < deadline:
+        time.sleep(0.05)
+    if stopped:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == (safety.STOPPED if stopped else 0)
+    assert (checkpoint.found(workdir)[-1].step == 88) != stopped
+
+
+def test_flags_of_a_dry_run_train_nothing(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, f"--workdir={tmp_path / 'run'}", "--topology=v5e:4x4"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ValueError: --topology is for --dry_run, which is not given\n",
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_damages_are_counted_and_none_is_silent():

@@ -1,7 +1,7 @@
-"""The command line of a program: its flags, the fields of its config, and what is wrong with them.
+"""The command line of a program: its flags, the fields of its config, and how it fails.
 
-A program defines absl's flags and, if it takes a config, ml_collections' flag `config`; it is then
-started by `app.run(main, flags_parser=parse_flags)`. Nothing that cannot be taken is dropped.
+A program defines absl's flags and, if it takes a config, ml_collections' flag `config`;
+`launch(main)` starts it. An unknown flag or value is an error, never ignored.
 """
 
 import difflib
@@ -11,14 +11,16 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import app, flags, logging
 
 from vit import bundled
-from vit.config import CHOICES, TYPES, WORDS, Config, allowed, flatten, meanings
+from vit.config import CHOICES, MEANINGS, TYPES, WORDS, Config, allowed, flatten
+from vit.safety import lasting
 
 OTHER_NAMES = {
     "lr": "optim.learning_rate",
@@ -70,6 +72,36 @@ COLUMN = 44
 """Where the meaning of a flag begins in `--help`."""
 FIELDS = "Fields of the config, each set by a flag:"
 HELP = {"-h", "--h", "--help", "-help"}
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell's (128 + SIGINT)."""
+
+
+def launch(
+    main: Callable[[list[str]], object], *, words: bool = False, others: bool = False
+) -> None:
+    """Start a program: parse its flags, call `main`, and report a failure in one line.
+
+    ValueError (bad input), FloatingPointError (a run diverged) and OSError end the program with
+    exit code 1, Ctrl-C with 130. Output outlives its reader (`vit.safety.lasting`).
+
+    Args:
+        main: function of the program's name and its words.
+        words: as `parse_flags`.
+        others: likewise.
+    """
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+
+    def guarded(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)
+        try:
+            main(argv)
+        except (ValueError, FloatingPointError, OSError) as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+    app.run(guarded, flags_parser=partial(parse_flags, words=words, others=others))
 
 
 def parse_flags(
@@ -115,9 +147,8 @@ def parse_flags(
             f"did you mean '{nearest(name, values)}={value}'?" if equals else "--help lists them"
         )
         sys.exit(f"{rest[0]!r} is no flag: {meant}")
-    for name in values:
-        flag = values[name]
-        if flag.present and flag.default is None and flag.value == "":
+    for name, flag in own_flags(values).items():
+        if flag.present and flag.default != "" and flag.value == "":
             sys.exit(f"--{name}= is empty: leave it out, or say what it is")
     return [program, *rest]
 
@@ -176,7 +207,7 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
 
 def field_help() -> str:
     """Every field in its group: flag, default, type or choices, and the first sentence on it."""
-    lines, told, group = [FIELDS], meanings(), None
+    lines, group = [FIELDS], None
     config = Config()
     for field, value in flatten(config).items():
         section = Config.__annotations__[field.split(".")[0]] if "." in field else Config
@@ -184,7 +215,7 @@ def field_help() -> str:
             lines += ["", _sentence((section.__doc__ or "").strip()), ""]
             group = section
         kind = " | ".join(CHOICES[field]) if field in CHOICES else WORDS[TYPES[field]]
-        lines += _row(f"--config.{field}={value}", f"{_sentence(told[field])} [{kind}]")
+        lines += _row(f"--config.{field}={value}", f"{_sentence(MEANINGS[field])} [{kind}]")
     return "\n".join(lines)
 
 
@@ -244,6 +275,8 @@ def _flag_error(message: str, values: flags.FlagValues) -> str:
         return f"--{missing[1]} is missing: {values[missing[1]].help}"
     if early := re.match(r"Found (\S+) in argv before a value for --config", message):
         return f"{early[1]} stands before --config: put that first"
+    if "get_config() takes 0 positional arguments" in message:
+        return "--config: this config takes no argument after a colon"
     first, *between = message.strip().splitlines()  # of a config file the whole traceback
     if "Error whilst parsing config file" in first:
         first = "--config:"

@@ -13,14 +13,10 @@ from flax import nnx
 
 from performer.analysis import attention_error
 from performer.calibration import Calibration
-from performer.choices import moved
 from performer.nnx import PerformerAttention
 from performer.nnx.layer import NO_WINDOW, Window
 from vit import data, metrics, report, runs
 from vit.task import Task
-
-__getattr__ = moved(__name__, projections="vit.classification.projections")
-
 
 ERRORS = ("attention error", "standard error", "output error", "row sum error")
 """Those of an estimate, beside those of uniform attention."""

@@ -20,11 +20,8 @@ from PIL import Image, UnidentifiedImageError
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
 """All that bytes are taken for: of Pillow's other formats some start programs (PostScript)."""
 
-PIXELS = 2**30 // 12
-"""Of an image, some 89 million: a quarter of a GiB at three bytes a pixel."""
-
 LARGEST = 2**28
-"""Bytes of an encoded image, or of a member of an archive: no image of `PIXELS` needs more."""
+"""Bytes of an encoded image, or of a member of an archive."""
 
 RATIO, ALWAYS = 100, 2**24
 """A compressed file may unpack to so many times its bytes, and to 16 MiB in any case. Numbers and
@@ -80,19 +77,20 @@ class Reader:
 
 
 def image(encoded: bytes) -> Image.Image:
-    """An image of one of the `FORMATS`; its pixels are not decoded yet.
+    """An image of one of the `FORMATS`; its pixels are not decoded yet, unless they have 16 bits.
+
+    Grey values of 16 bits become their higher 8 bits; Pillow's own conversion clips them at 255.
 
     Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are none; OSError for more than
-            `PIXELS`.
+        OSError, SyntaxError, ...: what PIL raises when the bytes are none, or announce more than
+            178,956,970 pixels (DecompressionBombError).
     """
     try:
         opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
         raise OSError(f"it is none of {', '.join(FORMATS)}") from None
-    width, height = opened.size
-    if width * height > PIXELS:
-        raise OSError(f"{width} x {height} pixels are more than {PIXELS:,}")
+    if opened.mode.startswith("I"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     return opened
 
 

@@ -26,23 +26,19 @@ it, for `--num_epochs` at the peak rate `--learning_rate`.
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 from flax import nnx
 
-from performer.choices import moved
 from performer.nnx import linearize
 from performer.nnx.layer import Window
 from vit import checkpoint, devices, metrics, report, runs, safety
 from vit import config as configs
-from vit.arguments import parse_flags
+from vit.arguments import launch
 from vit.conversion import compare, measured_layers
 from vit.task import random_streams
-
-__getattr__ = moved(__name__, save_run="vit.runs.begin")
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
@@ -215,31 +211,27 @@ def convert(
 
 def main(_: list[str]) -> None:
     """The command line."""
-    logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
     out = Path(_OUT.value or f"{workdir}-performer")
     for name, words in ("num_features", _NUM_FEATURES.value), ("exact_window", _WINDOW.value):
         if not words or not all(word.isdecimal() for word in words):
-            sys.exit(f"--{name}={','.join(words)}: give integers, as in 32,64")
-    try:
-        devices.check_alone()
-        table = convert(
-            workdir,
-            out,
-            names=_COUPLING.value,
-            method=str(_CALIBRATION.value),
-            num_features=[int(m) for m in _NUM_FEATURES.value],
-            refine_steps=_REFINE_STEPS.value,
-            exact_window=[int(w) for w in _WINDOW.value],
-            keep=_KEEP.value,
-            draws=_DRAWS.value,
-            images=_IMAGES.value,
-            eval_images=_EVAL_IMAGES.value,
-            num_epochs=_NUM_EPOCHS.value,
-            learning_rate=_LEARNING_RATE.value,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+            raise ValueError(f"--{name}={','.join(words)}: give integers, as in 32,64")
+    devices.check_alone()
+    table = convert(
+        workdir,
+        out,
+        names=_COUPLING.value,
+        method=str(_CALIBRATION.value),
+        num_features=[int(m) for m in _NUM_FEATURES.value],
+        refine_steps=_REFINE_STEPS.value,
+        exact_window=[int(w) for w in _WINDOW.value],
+        keep=_KEEP.value,
+        draws=_DRAWS.value,
+        images=_IMAGES.value,
+        eval_images=_EVAL_IMAGES.value,
+        num_epochs=_NUM_EPOCHS.value,
+        learning_rate=_LEARNING_RATE.value,
+    )
     print(f"{table}\nThe report and the converted run are in {out}.")
 
 
@@ -257,4 +249,4 @@ if __name__ == "__main__":
     _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
     _NUM_EPOCHS = flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
     _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-4, "likewise")
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

@@ -6,10 +6,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from performer.choices import moved
-
-__getattr__ = moved(__name__, forward_flops="vit.classification.forward_flops")
-
 
 def parameters(state: nnx.State) -> dict[str, Any]:
     """Name -> array (or shape) of each parameter in the state of (model, optimizer).

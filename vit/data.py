@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from vit import config, machine, safety
+from vit import config, machine
 from vit.catalogue import check as check
 from vit.catalogue import load as load
 from vit.catalogue import splits as splits
@@ -256,7 +256,6 @@ def _start_worker(index: int, workers: int) -> None:
     """Leaves signals, which a terminal and a scheduler send to all, to the parent; ends with it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    safety.name_shared_memory()
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 

@@ -25,7 +25,6 @@ gives the accuracy by the reassessed labels of ImageNet's validation pictures be
 The first one runs on several hosts, too: on each the same command with --distributed.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,10 +33,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from flax import nnx
 
-from performer.choices import moved
 from vit import (
     class_report,
     classification,
@@ -51,18 +49,18 @@ from vit import (
     use,
 )
 from vit import config as configs
-from vit.arguments import parse_flags
+from vit.arguments import launch
 from vit.attention_report import report_attention
 from vit.steps import evaluate
 from vit.task import Task
 
-__getattr__ = moved(
-    __name__,
-    Restored="vit.runs.Restored",
-    restore="vit.runs.restore",
-    restore_model="vit.runs.restore(workdir).model()",
-    evaluation_images="vit.runs.evaluation_examples",
-)
+FLAGS = {
+    "data.eval_split": "split",
+    "data.name": "name",
+    "data.dir": "data_dir",
+    "data.batch_size": "batch_size",
+}
+"""Fields of the config that a flag replaces for one evaluation."""
 
 
 def evaluate_run(
@@ -98,8 +96,7 @@ def evaluate_on(
 
     Args:
         workdir: of the run.
-        fields: of its config that are others, of `data.eval_split`, `data.name`, `data.dir` and
-            `data.batch_size`.
+        fields: of its config that are others, of those in `FLAGS`.
         real: file of the reassessed labels of ImageNet's validation pictures; then the accuracy is
             that by these, over the pictures that have any.
 
@@ -116,7 +113,13 @@ def evaluate_on(
     opened: dict[str, Any] = {"data.batch_size": 1}  # however few are there to train on
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
-    dataset = data.load(configs.with_values(config, opened).data)
+    try:
+        dataset = data.load(configs.with_values(config, opened).data)
+    except ValueError as error:  # in the words of the flags that are given
+        message = str(error).replace("config.data.train_split", "config.data.eval_split")
+        for field in fields:
+            message = message.replace(f"config.{field}", f"--{FLAGS[field]}")
+        raise ValueError(message) from error
     label = numbers(trained.class_names, dataset.class_names)
     task = classification.task(len(trained.class_names), trained.channels, config.optim.loss)
     if real is not None:
@@ -185,42 +188,33 @@ def _real(record: metrics.Record) -> metrics.Record:
 
 def main(_: list[str]) -> None:
     """The command line."""
-    logging.set_verbosity(logging.WARNING)
     workdir = Path(str(_WORKDIR.value))
-    given = {
-        "data.eval_split": _SPLIT.value,
-        "data.name": _NAME.value,
-        "data.dir": _DATA_DIR.value,
-        "data.batch_size": _BATCH_SIZE.value,
-    }
+    given = {field: flags.FLAGS[flag].value for field, flag in FLAGS.items()}
     fields = {name: value for name, value in given.items() if value is not None}
-    try:
-        real = Path(_REAL.value) if _REAL.value else None
-        if (fields or real) and _REPORT.value:
-            raise ValueError(
-                f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
-                " --split, --name, --data_dir, --batch_size and --real"
-            )
-        _JOIN()
-        machine.keep_programs()
-        lead = jax.process_index() == 0
-        if _REPORT.value and jax.process_count() > 1:
-            raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
-        if _REPORT.value == "attention" and _STEP.value:
-            raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
-        if (fields or real) and _STEP.value:
-            raise ValueError("other data are for the newest checkpoint: leave out --step")
-        record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir, step=_STEP.value)
-        if real:
-            record |= _real(evaluate_on(workdir, fields, real))
-        for name, value in record.items() if lead else ():
-            print(f"{name:14} {value}")
-        if _REPORT.value == "attention":
-            print(report_attention(workdir, workdir / "attention"))
-        elif _REPORT.value == "classes":
-            print(report_classes(workdir, _STEP.value))
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    real = Path(_REAL.value) if _REAL.value else None
+    if (fields or real) and _REPORT.value:
+        raise ValueError(
+            f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
+            " --split, --name, --data_dir, --batch_size and --real"
+        )
+    _JOIN()
+    machine.keep_programs()
+    lead = jax.process_index() == 0
+    if _REPORT.value and jax.process_count() > 1:
+        raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
+    if _REPORT.value == "attention" and _STEP.value:
+        raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
+    if (fields or real) and _STEP.value:
+        raise ValueError("other data are for the newest checkpoint: leave out --step")
+    record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir, step=_STEP.value)
+    if real:
+        record |= _real(evaluate_on(workdir, fields, real))
+    for name, value in record.items() if lead else ():
+        print(f"{name:14} {value}")
+    if _REPORT.value == "attention":
+        print(report_attention(workdir, workdir / "attention"))
+    elif _REPORT.value == "classes":
+        print(report_classes(workdir, _STEP.value))
 
 
 if __name__ == "__main__":
@@ -228,11 +222,9 @@ if __name__ == "__main__":
     _JOIN = devices.define_flags()
     _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
     _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
-    _SPLIT = flags.DEFINE_string("split", None, "evaluate this, as test or train[99%:]")
-    _NAME = flags.DEFINE_string("name", None, "of a data set of the same classes, or some of them")
-    _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it lies")
-    _BATCH_SIZE = flags.DEFINE_integer(
-        "batch_size", None, "images at once; the run's if not given", 1
-    )
+    flags.DEFINE_string("split", None, "evaluate this, as test or train[99%:]")
+    flags.DEFINE_string("name", None, "of a data set of the same classes, or some of them")
+    flags.DEFINE_string("data_dir", None, "where it lies")
+    flags.DEFINE_integer("batch_size", None, "images at once; the run's if not given", 1)
     _REAL = flags.DEFINE_string("real", None, "ImageNet's reassessed labels, a real.json")
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

@@ -13,7 +13,6 @@ file for six months of its releases: keep the run, from which it can be written 
 """
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -24,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from absl import app, flags, logging
+from absl import flags
 from flax import nnx
 from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
 from vit import devices, files, use
-from vit.arguments import parse_flags
+from vit.arguments import launch
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 LARGEST = 2**31 - 2**24
@@ -85,10 +84,15 @@ def named(out: Path, *, beside: bool = False) -> Written:
         )
     parameters = out.with_suffix(".safetensors") if beside else None
     written = Written(out, out.with_suffix(".json"), parameters)
+    check_new(written)
+    return written
+
+
+def check_new(written: Written) -> None:
+    """Raises ValueError when one of the files exists."""
     there = [str(path) for path in written if path is not None and path.exists()]
     if there:
         raise ValueError(f"already there: {', '.join(there)}; remove it or take another --out")
-    return written
 
 
 def export(trained: use.Trained, written: Written) -> None:
@@ -99,7 +103,8 @@ def export(trained: use.Trained, written: Written) -> None:
         written: of `named`; folders are made.
 
     Raises:
-        ValueError: when there are too many parameters for a program.
+        ValueError: when there are too many parameters for a program, or another process has
+            written the files meanwhile.
     """
     arrays, call = as_function(trained)
     size = sum(x.nbytes for x in arrays.values())
@@ -109,11 +114,15 @@ def export(trained: use.Trained, written: Written) -> None:
             " --parameters=beside"
         )
     program = symbolic(trained, arrays, call, beside=written.parameters is not None)
-    written.program.parent.mkdir(parents=True, exist_ok=True)
-    if written.parameters is not None:
-        files.write(written.parameters, safetensors.numpy.save(jax.tree.map(np.asarray, arrays)))
-    files.write(written.about, json.dumps(about(trained, program, written), indent=2) + "\n")
-    files.write(written.program, bytes(program.serialize()))
+    folder = written.program.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.alone(folder):
+        check_new(written)
+        if written.parameters is not None:
+            content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))
+            files.write(written.parameters, content)
+        files.write(written.about, json.dumps(about(trained, program, written), indent=2) + "\n")
+        files.write(written.program, bytes(program.serialize()))
 
 
 def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., Array]]:
@@ -176,15 +185,10 @@ def about(trained: use.Trained, program: Exported, written: Written) -> dict[str
 
 def main(_: list[str]) -> None:
     """The command line."""
-    logging.set_verbosity(logging.WARNING)
-    try:
-        devices.check_alone()
-        out = Path(str(_OUT.value))
-        written = named(out, beside=_PARAMETERS.value == "beside")
-        trained = use.load(str(_WORKDIR.value), _STEP.value)
-        export(trained, written)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    devices.check_alone()
+    out = Path(str(_OUT.value))
+    written = named(out, beside=_PARAMETERS.value == "beside")
+    export(use.load(str(_WORKDIR.value), _STEP.value), written)
     for path in written:
         if path is not None:
             print(f"{path}  {path.stat().st_size:,} bytes")
@@ -198,4 +202,4 @@ if __name__ == "__main__":
         "parameters", "inside", ["inside", "beside"], "inside the program, or in .safetensors"
     )
     _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

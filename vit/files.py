@@ -1,29 +1,50 @@
-"""Files of a run: written in one piece, never through a link, and with a checksum where they count.
+"""Files of a run: written in one piece, and never through a link.
 
-What a reader or the next start finds is whole, or is not there. A line of JSON with a checksum ends
-in `"checksum": n`, the CRC-32 of the line without it: any one changed byte is noticed.
+What a reader or the next start finds is whole, or is not there.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import stat
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-CHECKSUM = ', "checksum": '
 
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes the file in one piece; a link in its place is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:
+    with naming(path), temporary.open("xb") as file:
         is_text = isinstance(content, str)
         file.write(content.encode(errors="surrogateescape") if is_text else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Make an OSError in the block name the file: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes that do so, too; wait for them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> str:
@@ -50,40 +71,15 @@ def check(folder: Path) -> None:
             raise ValueError(f"{path} is neither a file nor a folder")
 
 
-def dumps(record: dict[str, Any]) -> str:
-    """A record that is not empty as one line of JSON with its checksum."""
-    text = json.dumps(record)
-    return f"{text[:-1]}{CHECKSUM}{zlib.crc32(text.encode())}}}\n"
-
-
-def loads(line: str, *, checked: bool = True) -> dict[str, Any]:
-    """What `dumps` was given.
-
-    Args:
-        line: of the file.
-        checked: whether it must have a checksum; logs of older versions have none.
-
-    Raises:
-        ValueError: when the line was changed.
-    """
-    text, mark, checksum = line.rstrip("\n").rpartition(CHECKSUM)
-    text = f"{text}}}" if mark else line
-    if (mark or checked) and checksum != f"{zlib.crc32(text.encode())}}}":
-        raise ValueError("its checksum is wrong")
-    record = json.loads(text)
-    if not isinstance(record, dict):
-        raise ValueError("it is no record")
-    return record
-
-
 def note(path: Path, record: dict[str, Any]) -> None:
-    """Writes a file of one record."""
-    write(path, dumps(record))
+    """Write a record as JSON."""
+    write(path, json.dumps(record) + "\n")
 
 
 def noted(path: Path) -> dict[str, Any] | None:
-    """The record of such a file, or None where it is missing or damaged."""
+    """Return the record of such a file, or None where it is missing or none."""
     try:
-        return loads(read(path))
+        record = json.loads(read(path))
     except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) else None

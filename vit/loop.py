@@ -154,8 +154,11 @@ def train(
     workers = machine.workers(config.data.num_workers, batch_bytes)
     machine.check_shared_memory(batch_bytes, workers)
     steps_per_epoch, num_steps = runs.length(config, dataset)
-    program, rate = runs.program(config, dataset, task, mesh), runs.rate(config, dataset)
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
+    rate = runs.rate(config, dataset)
+    if lead:
+        print("building the model", flush=True)
+    program = runs.program(config, dataset, task, mesh)
 
     with contextlib.ExitStack() as stack:
         if lead:
@@ -165,7 +168,6 @@ def train(
 
         # Where the run stands.
         hosts.check_same_folder(workdir)  # then all know that process 0 holds it
-        safety.own_shared_memory(workdir)
         step, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
             print(f"{workdir}: at step {step} of {num_steps}")

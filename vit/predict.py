@@ -6,25 +6,27 @@
 
 Of a folder all files that look like pictures are taken, those in folders within it, too. A file
 that cannot be read is named and counted. With --csv the likeliest classes of every picture go into
-that file; without, they are printed. With --attention the folder receives a picture for each: where
-the model looks, by its estimated attention and by exact attention (`vit.rollout`).
+that file, batch by batch: a stopped run leaves what is done. Without, they are printed. With
+--attention the folder receives a picture for each: where the model looks, by its estimated
+attention and by exact attention (`vit.rollout`).
 """
 
+import contextlib
+import csv
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from rich.console import Console
 from rich.progress import Progress
 
-from vit import cli, devices, report, rollout, use
-from vit.arguments import parse_flags
+from vit import cli, devices, files, rollout, safety, use
+from vit.arguments import launch
 from vit.sources.source import READ, is_picture
 
 READERS = 8
@@ -106,47 +108,65 @@ def line(seen: Seen) -> str:
     return f"{seen.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in seen.top)
 
 
-def rows(seen: Sequence[Seen]) -> list[list[Any]]:
-    """A table: the file, then class and probability in turn, the likeliest first."""
-    pairs = range(1, 1 + max((len(each.top) for each in seen), default=0))
-    head = ["file", *(name for k in pairs for name in (f"class {k}", f"probability {k}"))]
-    return [head, *([str(path), *(x for pair in top for x in pair)] for path, _, top in seen)]
+@contextlib.contextmanager
+def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
+    """Make a csv file, and give a function that adds the rows of a batch to it.
+
+    A row is the file, then class and probability in turn, the likeliest first. Rows are on disk
+    when the function returns.
+
+    Raises:
+        OSError: when the file exists or cannot be written; the message names it.
+    """
+    numbers = range(1, 1 + top)
+    head = ["file", *(name for k in numbers for name in (f"class {k}", f"probability {k}"))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.naming(path), path.open("x", newline="", errors="surrogateescape") as file:
+        lines = csv.writer(file)
+
+        def add(seen: Sequence[Seen]) -> None:
+            lines.writerows([each.path, *(x for pair in each.top for x in pair)] for each in seen)
+            file.flush()
+
+        lines.writerow(head)
+        file.flush()
+        yield add
 
 
 def main(words: list[str]) -> None:
     """The command line."""
-    logging.set_verbosity(logging.WARNING)
-    table, bad, seen = _CSV.value and Path(_CSV.value), [], []
-    try:
-        devices.check_alone()
-        if table and table.exists():
-            raise ValueError(f"--csv={table} exists already: remove it or take another name")
-        paths = pictures(map(Path, words[1:]))
-        model = use.load(str(_WORKDIR.value), _STEP.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    path, number, bad = _CSV.value and Path(_CSV.value), 0, []
+    devices.check_alone()
+    if path and path.exists():
+        raise ValueError(f"--csv={path} exists already: remove it or take another name")
+    paths = pictures(map(Path, words[1:]))
+    model = use.load(str(_WORKDIR.value), _STEP.value)
+    top = min(_TOP.value, len(model.class_names))
 
     def unreadable(path: Path, error: Exception) -> None:
         bad.append(path)
         print(error, file=sys.stderr)
 
-    with Progress(console=Console(stderr=True), disable=not table) as progress:
+    def show(seen: Sequence[Seen]) -> None:
+        print("".join(f"{line(each)}\n" for each in seen), end="", flush=True)
+
+    with (
+        table(path, top) if path else contextlib.nullcontext(show) as add,
+        Progress(console=Console(stderr=True), disable=not path) as progress,
+    ):
         bar = progress.add_task("pictures", total=len(paths))
-        try:
-            for batch in predict(model, paths, _TOP.value, unreadable):
-                if _ATTENTION.value:
-                    draw_attention(model, batch, Path(_ATTENTION.value), len(seen))
-                if not table:
-                    print("".join(f"{line(each)}\n" for each in batch), end="", flush=True)
-                seen += [each._replace(pixels=None) for each in batch]
-                progress.update(bar, completed=len(seen) + len(bad))
-        finally:  # what is done stays, when somebody stops it too
-            if table and seen:
-                report.write_csv(table, rows(seen))
+        for seen in predict(model, paths, top, unreadable):
+            if _ATTENTION.value:
+                draw_attention(model, seen, Path(_ATTENTION.value), number)
+            add(seen)
+            number += len(seen)
+            progress.update(bar, completed=number + len(bad))
+            if safety.unread() and not (path or _ATTENTION.value):
+                break
     places = " and ".join(filter(None, [_CSV.value, _ATTENTION.value]))
-    written = f" -> {places}" if places and seen else ""
-    print(f"{len(seen)} pictures{written}; {len(bad)} could not be read", file=sys.stderr)
-    if not seen:
+    written = f" -> {places}" if places and number else ""
+    print(f"{number} pictures{written}; {len(bad)} could not be read", file=sys.stderr)
+    if not number:
         sys.exit(1)
     name = f"{Path(_WORKDIR.value).name}.stablehlo"
     print(f"a file for other programs: {cli.command('export', workdir=_WORKDIR.value, out=name)}")
@@ -158,4 +178,4 @@ if __name__ == "__main__":
     _TOP = flags.DEFINE_integer("top", 5, "how many classes of each picture", 1)
     _CSV = flags.DEFINE_string("csv", None, "file of the predictions, instead of printing them")
     _ATTENTION = flags.DEFINE_string("attention", None, "folder of pictures of the attention")
-    app.run(main, flags_parser=partial(parse_flags, words=True))
+    launch(main, words=True)

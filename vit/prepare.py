@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
-from absl import app, flags, logging
+from absl import flags, logging
 from PIL import Image, ImageOps
 from tensorflow_datasets.core import registered
 
 from vit import bounded, machine
-from vit.arguments import parse_flags
+from vit.arguments import launch
 from vit.cli import command
 from vit.sources import forms, ilsvrc2012
 from vit.sources.source import Example, Source, with_validation
@@ -132,7 +132,7 @@ def prepare(
                         f" the last one was {example.name}: {error}"
                     ) from error
                 continue
-            name = Path(example.name).name
+            name = os.fsencode(Path(example.name).name).decode(errors="replace")
             yield f"{number:09d}", {"image": image, "label": example.label, "file_name": name}
             written += 1
         if not written:
@@ -180,7 +180,7 @@ def _with_channels(source: Source) -> Source:
 def _is_grey(example: Example) -> bool | None:
     """None where it cannot be read, which is told when it is written."""
     try:
-        return bounded.image(example.read()).mode in ("1", "L", "LA", "I;16")
+        return bounded.image(example.read()).mode in ("1", "L", "LA")
     except Exception:  # PIL raises many kinds for broken files
         return None
 
@@ -312,20 +312,17 @@ def main(_: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     source, out = Path(_SOURCE.value), Path(_OUT.value)
     name = _NAME.value or default_name(source)
-    try:
-        counts = prepare(
-            source,
-            out,
-            name,
-            _MAX_BAD_FILES.value,
-            validation=_VALIDATION.value,
-            seed=_SEED.value,
-            labels_column=_LABELS_COLUMN.value,
-            max_side=_MAX_SIDE.value,
-            files=_FILES.value,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    counts = prepare(
+        source,
+        out,
+        name,
+        _MAX_BAD_FILES.value,
+        validation=_VALIDATION.value,
+        seed=_SEED.value,
+        labels_column=_LABELS_COLUMN.value,
+        max_side=_MAX_SIDE.value,
+        files=_FILES.value,
+    )
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     print("train on it with:")
     print("  " + command("train", config=f"my_images:{out / name}", workdir=f"runs/{name}"))
@@ -351,4 +348,4 @@ if __name__ == "__main__":
         "files", 0, "of each split, as ImageNet's 1,024; 0: by their bytes", 0
     )
     _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

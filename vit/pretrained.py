@@ -29,17 +29,16 @@ that is begun from this one (`vit.train --init_from`).
 """
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
 from vit import cli, data, devices, transfer
 from vit import config as configs
-from vit.arguments import from_flag, parse_flags
+from vit.arguments import from_flag, launch
 from vit.model import ViT
 from vit.published import families, google
 from vit.published.encoder import Encoder, resampled
@@ -197,12 +196,9 @@ def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
-    try:
-        devices.check_alone()
-        config = from_flag(_CONFIG) if _CONFIG.value else None
-        report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    devices.check_alone()
+    config = from_flag(_CONFIG) if _CONFIG.value else None
+    report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
     next_one = "evaluate" if config else "predict"
     print(
@@ -216,4 +212,4 @@ if __name__ == "__main__":
         "config", help_string="file with get_config(); a run without data if none is given"
     )
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

@@ -12,9 +12,6 @@ from matplotlib.ticker import LogLocator
 
 from vit import files
 
-NUMBERS = re.compile(r"(?:[-+\d.,%± ]|e|to|nan|inf)*")
-"""What may begin with a sign in a spreadsheet: numbers and intervals, but no formula."""
-
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
     """Writes `path`.csv and `path`.md, and returns the markdown; numbers to four digits.
@@ -33,9 +30,9 @@ def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
 
 
 def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Writes the lines; a text that a spreadsheet would take for a formula begins with a '."""
+    """Writes the lines."""
     content = io.StringIO(newline="")
-    csv.writer(content).writerows([_no_formula(value) for value in line] for line in lines)
+    csv.writer(content).writerows(lines)
     files.write(path, content.getvalue())
 
 
@@ -90,9 +87,3 @@ def save(drawn: Any, path: Path) -> None:
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _no_formula(value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return value
-    return value if NUMBERS.fullmatch(value) else f"'{value}"

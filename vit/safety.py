@@ -1,20 +1,22 @@
-"""Runs that nobody watches: one process to a folder, stopping on a signal, divergence named."""
+"""Runs that nobody watches: one process to a folder, stopping on a signal, divergence named.
+
+Output outlives its reader (`lasting`): Ctrl-C or a closing terminal ends `tee` in
+`vit.train ... | tee log` before the run has saved its last checkpoint.
+"""
 
 import contextlib
 import errno
 import fcntl
-import hashlib
+import io
 import itertools
-import multiprocessing
 import os
-import re
 import shutil
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,10 +28,6 @@ STOPPED = 75
 """Exit code of a run that a signal stopped and the same command resumes (EX_TEMPFAIL)."""
 
 _CALLS = itertools.count()  # over all runs of a process: the numbers must never fall
-
-
-SHARED = Path("/dev/shm")
-"""Where Linux keeps what processes share."""
 
 
 @contextlib.contextmanager
@@ -56,8 +54,6 @@ def exclusive(workdir: Path) -> Iterator[None]:
                 f"{workdir} is not held against other runs, for its file system has no locks"
                 f" ({error.strerror}); see that there is but one"
             )
-        file.seek(0)
-        _clear_after(file.read())
         file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -136,60 +132,63 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
         unfinished.rename(folder)
 
 
-def _clear_after(holder: str) -> None:
-    """Removes joblib's semaphores, named after their process, of a dead holder of the lock."""
-    match = re.fullmatch(r"process (\d+) on (.*)\n", holder)
-    if match and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists():
-        _remove_shared(f"sem.loky-{match[1]}-")
+class LastingFile(io.FileIO):
+    """A file whose reader may go away: a pipe, or a terminal. Later output is discarded."""
+
+    unread = False
+
+    def write(self, content: Any) -> int:
+        """Write, or discard."""
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self.unread = True
+            return len(content)
 
 
-def _remove_shared(*prefixes: str) -> None:
-    for path in SHARED.iterdir() if SHARED.is_dir() else ():
-        if path.name.startswith(prefixes):
-            with contextlib.suppress(OSError):  # another user's
-                path.unlink()
+def lasting(stream: Any) -> Any:
+    """Return standard output or error as a stream that outlives its reader.
 
-
-def own_shared_memory(workdir: Path) -> None:
-    """Removes the shared memory and semaphores that a killed start of the run left behind.
-
-    When a whole group of processes is killed, nobody is left to do it. What this process and its
-    workers share from now on has names that the next start of the run knows. To be called under
-    `exclusive(workdir)`, for a process that still lives would lose what it has.
+    Streams that are no plain files (a notebook's, a captured one) are returned as they are. File
+    names that are not UTF-8 are written escaped.
     """
-    place = f"{workdir.resolve()} {jax.process_index()}".encode(errors="surrogateescape")
-    prefix = f"v{hashlib.sha256(place).hexdigest()[:7]}"
-    multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"  # pyright: ignore
-    name_shared_memory()
-    _remove_shared(f"{prefix}_", f"sem.{prefix}-")
+    if type(stream) is not io.TextIOWrapper or type(_raw(stream)) is not io.FileIO:
+        return stream
+    stream.flush()
+    file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
+    by_line = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line)
 
 
-def name_shared_memory() -> None:
-    """Gives shared memory the names that semaphores have; workers inherit only the latter."""
-    prefix = multiprocessing.current_process()._config["semprefix"]  # pyright: ignore
-    shared_memory._SHM_NAME_PREFIX = f"{prefix}_"  # pyright: ignore
+def unread() -> bool:
+    """Whether the reader of standard output has gone away."""
+    return getattr(_raw(sys.stdout), "unread", False)
+
+
+def _raw(stream: Any) -> Any:
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
 
 
 @contextlib.contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C or a signal asked to stop, instead of ending at once.
 
-    SIGTERM, SIGUSR1 and SIGHUP ask; a second Ctrl-C or SIGTERM does end the process at once. After
-    SIGHUP (which nohup keeps away) nothing more is printed to the terminal, for it may be gone.
+    SIGTERM, SIGUSR1 and SIGHUP (which nohup keeps away) ask; a second Ctrl-C or SIGTERM does end
+    the process at once. Output lasts, as `lasting` says.
     With several processes a signal to any of them, but for Ctrl-C, stops all after the same step:
     every process must call the function equally often.
     """
     event, several = threading.Event(), jax.process_count() > 1
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def agreed() -> bool:
         if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
             event.set()
         return event.is_set()
 
-    def asked(number: int, _: Any) -> None:
-        if number == signal.SIGHUP:
-            _leave(terminals)
+    def asked(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM) if several else event.set()  # JAX listens to that one
 
     def first(*_: Any) -> None:
@@ -208,18 +207,11 @@ def interruption() -> Iterator[Callable[[], bool]]:
         chosen |= {signal.SIGINT: first, signal.SIGTERM: first}
     previous = {number: signal.signal(number, handler) for number, handler in chosen.items()}
     try:
-        yield stopping
+        with contextlib.redirect_stdout(lasting(sys.stdout)):
+            yield stopping
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _leave(terminals: Sequence[int]) -> None:
-    """What is written to these descriptors from now on goes nowhere."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in terminals:
-        os.dup2(null, descriptor)
-    os.close(null)
 
 
 class Stopped(Exception):

@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Integer
 
-from performer.choices import moved
 from performer.nnx import PerformerAttention, redraw
 from vit import config as configs
 from vit import data, devices, metrics, optim
@@ -21,8 +20,6 @@ from vit.dropout import Dropout
 from vit.task import Model, Sums, Task, random_streams
 
 Seed = int | Integer[Array, ""]
-
-__getattr__ = moved(__name__, sizes="vit.classification.task")
 
 
 class Program(NamedTuple):

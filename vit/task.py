@@ -99,5 +99,22 @@ class Task(NamedTuple):
 
 def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:
     """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
-    params, dropout, frequencies, mixup = jax.random.split(jax.random.key(seed), 4)
-    return nnx.Rngs(params=params, dropout=dropout, frequencies=frequencies, mixup=mixup)
+    streams = nnx.Rngs()
+    names = ("params", "dropout", "frequencies", "mixup")
+    for name, key in zip(names, jax.random.split(jax.random.key(seed), 4), strict=True):
+        setattr(streams, name, Stream(key, tag=name))
+    return streams
+
+
+class Stream(nnx.RngStream):
+    """Flax's stream of keys, traced in constant time.
+
+    `count[...] += 1` asks the traced count for its sharding; for the text of that error JAX 0.10
+    walks all equations so far, and tracing a model takes time quadratic in its depth.
+    """
+
+    def __call__(self) -> Array:
+        """Return the next key."""
+        key = jax.random.fold_in(self.key[...], self.count[...])
+        self.count.set_value(self.count[...] + 1)
+        return key

@@ -17,19 +17,14 @@ import sys
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
-from performer.choices import moved
 from vit import config as configs
 from vit import devices, dry_run, extension, hosts, loggers, machine, metrics, transfer
-from vit.arguments import from_flag, parse_flags
+from vit.arguments import from_flag, launch
 from vit.cli import command
 from vit.loop import train
-
-RUNS = ("claim", "eval_batches", "last_step", "length")
-PLACES = {name: f"vit.runs.{name}" for name in RUNS}
-__getattr__ = moved(__name__, AHEAD="vit.steps.AHEAD", **PLACES)
 
 
 def main(_: list[str]) -> None:
@@ -38,32 +33,30 @@ def main(_: list[str]) -> None:
     workdir, given = Path(str(_WORKDIR.value)), flags.FLAGS["config"].present
     if _WORKDIR.value is None and not (given and _DRY_RUN.value):
         sys.exit(f"--workdir is missing: {flags.FLAGS['workdir'].help}")
-    try:
-        _JOIN()
-        if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
-            raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
-        config = from_flag(_CONFIG) if given else configs.of_run(workdir)
-        if _DRY_RUN.value:
-            topology = _TOPOLOGY.value or ""
-            found = dry_run.plan(
-                config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value)
-            )
-            print(dry_run.as_json(found) if _JSON.value else dry_run.text(found))
-            sys.exit(found.fits is False)
-        machine.keep_programs()
-        lead = jax.process_index() == 0
-        loggers.check(_LOG.value)
-        if _INIT_FROM.value:
-            for line in transfer.init_from(Path(_INIT_FROM.value), config, workdir):
-                print(line)
-        if _EXTEND.value is not None:
-            if lead:
-                extension.extend(workdir, _EXTEND.value, config)
-            hosts.agree(lead)  # then all see it
-            config = extension.as_extended(config, workdir)
-        record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
-    except (ValueError, FloatingPointError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    for name in ("topology", "data_size", "json"):
+        if flags.FLAGS[name].value and not _DRY_RUN.value:
+            raise ValueError(f"--{name} is for --dry_run, which is not given")
+    _JOIN()
+    if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
+        raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")
+    config = from_flag(_CONFIG) if given else configs.of_run(workdir)
+    if _DRY_RUN.value:
+        topology = _TOPOLOGY.value or ""
+        found = dry_run.plan(config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value))
+        print(dry_run.as_json(found) if _JSON.value else dry_run.text(found))
+        sys.exit(found.fits is False)
+    machine.keep_programs()
+    lead = jax.process_index() == 0
+    loggers.check(_LOG.value)
+    if _INIT_FROM.value:
+        for line in transfer.init_from(Path(_INIT_FROM.value), config, workdir):
+            print(line)
+    if _EXTEND.value is not None:
+        if lead:
+            extension.extend(workdir, _EXTEND.value, config)
+        hosts.agree(lead)  # then all see it
+        config = extension.as_extended(config, workdir)
+    record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
     if lead:
         print(
             f"{config.data.eval_split} {metrics.results(record)}"
@@ -93,4 +86,4 @@ if __name__ == "__main__":
     _EXTEND = flags.DEFINE_float("extend", None, "epochs by which a finished run is trained longer")
     _LOG = flags.DEFINE_list("log", [], "tensorboard, wandb, mlflow: metrics for these as well")
     _JOIN = devices.define_flags()
-    app.run(main, flags_parser=parse_flags)
+    launch(main)

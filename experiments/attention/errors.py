@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.attention import data
-from experiments.common import plots
-from experiments.common.statistics import mean_and_error, plus_minus
+from experiments.common import harness
 from performer import copula, couplings
 from performer.analysis import attention_error
 from performer.calibration import calibrate
@@ -41,6 +40,8 @@ LEARNED: dict[str, Callable[[Any], Coupling]] = {
 """theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
 ORF = ("orf", "none", 0)
 """What the others are compared with."""
+NORM = "mean |q|^2 = |k|^2"
+SCHEME = "{coupling}, {calibration}, window {exact window}"
 STEPS = 300
 """Of Adam, from independent lengths."""
 
@@ -51,18 +52,11 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
         x = jnp.asarray(tokens, jnp.float32)
-        drawn, axes = plots.panels(_suffixed(out, reading), len(columns))
-        for name in names:
-            of_name = [_row7(x, name, m, draws) for m in sizes]
-            for axis, column in zip(axes, columns, strict=True):
-                estimates = [(row[column], row[f"{column} ±"]) for row in of_name]
-                plots.band(axis, sizes, estimates, name)
-                axis.set(ylabel=f"{column}, relative")
-            rows += [{"x ~ N(0, .)": reading} | row for row in of_name]
-        for axis in axes:
-            report.log_log(axis, sizes)
-        drawn.suptitle(f"VRC Fig. 7, x ~ N(0, {reading})")
-        report.save(drawn, _suffixed(out, reading))
+        lines = [_row7(x, name, m, draws) for name, m in itertools.product(names, sizes)]
+        title = f"VRC Fig. 7, x ~ N(0, {reading}), relative"
+        options: Any = dict(x="m", y=columns, log=True, suptitle=title)
+        harness.figure(lines, _suffixed(out, reading), **options)
+        rows += [{"x ~ N(0, .)": reading} | line for line in lines]
     return report.table(rows, out)
 
 
@@ -103,28 +97,26 @@ def vit(
     ]
     near = [(name, method) for name, method, _ in schemes] if names else NEAR
     schemes += [(name, method, window) for window in windows if window for name, method in near]
-    scheme = ("coupling", "calibration", "exact window")
-    rows: list[dict] = [dict(zip(scheme, x, strict=True)) for x in schemes]
-    rows.append(dict(zip(scheme, ("uniform", "", 0), strict=True)))
-    for kind, squared_norm in itertools.product(data.DATA, norms):
-        column = f"{kind} {squared_norm:g}"
-        reference, uniform = errors(kind, squared_norm, *ORF, m, draws)
-        found = [
-            reference if s == ORF else errors(kind, squared_norm, *s, m, draws)[0] for s in schemes
-        ]
-        for row, values in zip(rows, [*found, uniform], strict=True):
-            row[column], row[f"{column} ±"] = mean_and_error(values)
-            row[f"{column} / orf"] = float(np.exp(np.mean(np.log(values / reference))))
-        print(column, flush=True)
-    _plot_vit(rows, norms, out)
-    columns = [f"{kind} {norm:g}" for kind, norm in itertools.product(data.DATA, norms)]
-    ratios = [{x: row[x] for x in (*scheme, *(f"{c} / orf" for c in columns))} for row in rows]
-    report.table(ratios, _suffixed(out, "ratios"))
-    texts = [
-        {x: row[x] for x in scheme} | {c: plus_minus(row[c], row[f"{c} ±"]) for c in columns}
-        for row in rows
+    rows, keys = [], ("coupling", "calibration", "exact window")
+    for kind, norm in itertools.product(data.DATA, norms):
+        reference, uniform = errors(kind, norm, *ORF, m, draws)
+        found = {
+            s: reference if s == ORF else errors(kind, norm, *s, m, draws)[0] for s in schemes
+        } | {("uniform", "", 0): uniform}
+        for scheme, values in found.items():
+            ratio = float(np.exp(np.mean(np.log(values / reference))))
+            case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
+            rows.append(case | harness.estimated(values) | {"ratio": ratio})
+        print(kind, f"{norm:g}", flush=True)
+    label = "relative attention error"
+    harness.figure(rows, out, x=NORM, line=SCHEME, panel="{kind}", log=True, ylabel=label)
+    ratios = [
+        {key: group[0][key] for key in keys}
+        | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
+        for group in harness.grouped(rows, SCHEME).values()
     ]
-    return report.table(texts, out)
+    report.table(ratios, _suffixed(out, "ratios"))
+    return report.table(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out)
 
 
 def errors(
@@ -164,41 +156,27 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
     """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
-    rows: list[dict] = []
-    drawn, axis = report.figure(out)
-    uniform = np.zeros(1)
-    for name, method in [(name, "none") for name in names] or CURVES:
-        found = []
-        for m in sizes:
-            values, uniform = errors("anisotropic", 2.0, name, method, 0, m, draws)
-            found.append(mean_and_error(values))
-        label = name if method == "none" else f"{name}, calibrated"
-        texts = {f"m = {m}": plus_minus(*x) for m, x in zip(sizes, found, strict=True)}
-        rows.append({"coupling": label} | texts)
-        plots.band(axis, sizes, found, label)
-    axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
-    report.log_log(axis, sizes)
-    axis.set(xlabel="features m", ylabel="relative attention error")
-    report.save(drawn, out)
-    return report.table(rows, out)
+    cases = {
+        name if method == "none" else f"{name}, calibrated": (name, method)
+        for name, method in [(name, "none") for name in names] or CURVES
+    }
+    uniform = []
 
+    def measure(case: harness.Row) -> np.ndarray:
+        scheme = cases[case["coupling"]]
+        found = [errors("anisotropic", 2.0, *scheme, 0, m, draws) for m in sizes]
+        uniform[:] = [values for _, values in found]
+        return np.stack([values for values, _ in found], axis=-1)
 
-def _plot_vit(rows: list[dict], norms: Sequence[float], out: Path) -> None:
-    drawn, axes = plots.panels(out, len(data.DATA))
-    for axis, kind in zip(axes, data.DATA, strict=True):
-        for number, row in enumerate(rows):
-            window = f"window {row['exact window']}" if row["exact window"] else ""
-            words = (row["coupling"], row["calibration"], window)
-            label = ", ".join(x for x in words if x not in ("", "none"))
-            style = {"none": "--", "": ":"}.get(row["calibration"], "-")
-            values = [(row[f"{kind} {norm:g}"], row[f"{kind} {norm:g} ±"]) for norm in norms]
-            color = "black" if row["coupling"] == "uniform" else f"C{number % 10}"
-            plots.band(axis, norms, values, label, ls=style, color=color)
-        report.log_log(axis, norms)
-        axis.set(title=kind, xlabel="mean |q|^2 = |k|^2", ylabel="relative attention error")
-        axis.get_legend().remove()
-    axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-    report.save(drawn, out)
+    rows = harness.sweep([{"coupling": label} for label in cases], measure, m=sizes)
+
+    def finish(axis: Any, _: Any) -> None:
+        level = uniform[-1].mean()
+        axis.axhline(level, color="black", linestyle=":", label="uniform attention")
+
+    labels: Any = dict(xlabel="features m", ylabel="relative attention error")
+    harness.figure(rows, out, x="m", log=True, finish=finish, **labels)
+    return report.table(harness.wide(rows, "m = {m}"), out)
 
 
 def _suffixed(out: Path, suffix: str) -> Path:

@@ -20,26 +20,24 @@ those of `main`. Tables in the folder --out get a run.json that says what made t
 
 import inspect
 import re
-import sys
 import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from absl import app, flags, logging
+from absl import flags
 
 from experiments.common import provenance
 from performer.choices import unknown
-from vit.arguments import parse_flags
+from vit.arguments import launch
 
 KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
-    """Parses the command line and calls `main`; a ValueError or OSError ends in one line.
+    """Parse the command line and call `main`; `vit.arguments.launch` says how failures end.
 
     Args:
         main: its parameters are the flags.
@@ -51,23 +49,19 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     others = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
-    def guarded(argv: list[str]) -> None:
-        logging.set_verbosity(logging.WARNING)
-        try:
-            given = argv[1:] if others else _words(words, argv[1:])
-            values: dict[str, Any] = {name: flags.FLAGS[name].value for name in named}
-            if quick is not None and flags.FLAGS["quick"].value:
-                values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
-                values["out"] /= "quick"
-            start = time.monotonic()
-            main(*given, **values)
-            if isinstance(values.get("out"), Path):
-                provenance.record(values["out"], time.monotonic() - start)
-        except (ValueError, OSError) as error:
-            sys.exit(f"{type(error).__name__}: {error}")
+    def call(argv: list[str]) -> None:
+        given = argv[1:] if others else _words(words, argv[1:])
+        values: dict[str, Any] = {name: flags.FLAGS[name].value for name in named}
+        if quick is not None and flags.FLAGS["quick"].value:
+            values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
+            values["out"] /= "quick"
+        start = time.monotonic()
+        main(*given, **values)
+        if isinstance(values.get("out"), Path):
+            provenance.record(values["out"], time.monotonic() - start)
 
     flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
-    app.run(guarded, flags_parser=partial(parse_flags, words=bool(words), others=others))
+    launch(call, words=bool(words), others=others)
 
 
 def define(

@@ -37,7 +37,7 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from experiments.graphs.regression import (
     P_HALT,
@@ -51,7 +51,6 @@ from experiments.graphs.regression import (
     nearest,
     rmse,
 )
-from experiments.graphs.report import frobenius_errors, verdict
 from performer import gp
 from performer.graphs import couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
@@ -69,7 +68,7 @@ def scores(
     predicted = law(task, phi @ phi.T, scales)
     with jax.enable_x64(True):
         divergence = float(gp.kl(reference, predicted))
-    error = float(frobenius_errors(phi, exact)[0])
+    error = float(data.frobenius_errors(phi, exact)[0])
     return error, rmse(task, predicted.mean), divergence
 
 
@@ -116,32 +115,27 @@ def averaged(name: str, splits: Sequence[Task], repeats: int) -> tuple[dict, str
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
-    """A row for each graph, m and coupling; a panel for each graph and quantity."""
-    drawn, axes = plots.panels(out, 3 * len(tasks), columns=len(tasks))
-    rows, said, by_quantity = [], [], {quantity: {} for quantity in QUANTITIES}
-    for column, (name, splits) in zip(axes.reshape(3, -1).T, tasks.items(), strict=True):
-        nodes, sizes = splits[0].graph.num_nodes, splits[0].walks
+    """A line for each graph, m and coupling; a panel for each quantity and graph."""
+    rows, said = [], []
+    for name, splits in tasks.items():
         results, line = averaged(name, splits, repeats)
         for (m, coupling), values in results.items():
-            row = {"graph": name, "N": nodes, "m": m, "coupling": coupling}
-            for quantity, column_values in zip(QUANTITIES, values.T, strict=True):
-                row[quantity] = statistics.estimate(column_values)
-                by_quantity[quantity].setdefault(f"{name}, m = {m}", {})[coupling] = column_values
-            rows.append(row)
-        for i, (axis, quantity) in enumerate(zip(column, QUANTITIES, strict=True)):
-            for coupling in dict.fromkeys(coupling for _, coupling in results):
-                column_values = [results[m, coupling][:, i] for m in sizes]
-                values = [statistics.mean_and_error(x) for x in column_values]
-                plots.band(axis, sizes, values, coupling)
-            axis.set(xlabel="m", ylabel=quantity, xticks=sizes)
-        column[0].set_title(f"{name}, N = {nodes}")
+            case = {"graph": name, "N": splits[0].graph.num_nodes, "m": m, "coupling": coupling}
+            rows += harness.rows_of(case, values, quantity=QUANTITIES)
         said.append(line)
         print(out.name, line, flush=True)
-    axes[0].legend()
-    report.save(drawn, out)
-    for quantity, column_values in by_quantity.items():
-        said.append(f"\n{quantity}:\n\n{verdict(column_values)}")
-    return report.table(rows, out, "\n".join(said))
+    by_quantity = harness.grouped(rows, "{quantity}")
+    harness.figure(
+        [row for group in by_quantity.values() for row in group],
+        out,
+        x="m",
+        panel="{graph}, N = {N}: {quantity}",
+        columns=len(tasks),
+        ylabel="",
+    )
+    for quantity, group in by_quantity.items():
+        said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
+    return report.table(harness.wide(rows, "{quantity}"), out, "\n".join(said))
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:

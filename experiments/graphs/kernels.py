@@ -15,16 +15,16 @@ The paper's eurosis is not among the graphs we have; eu-core stands in its place
 Writes figure_2 and figure_4 (csv, md, png) to --out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch
 from experiments.graphs import data
-from experiments.graphs.report import frobenius_errors, verdict
 from performer.graphs import (
     Graph,
     couplings,
@@ -58,7 +58,7 @@ def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int
 
     def errors(phi):
         pairs = zip(blocks, exact, strict=True)
-        return [frobenius_errors(phi[at, at], k)[0] ** 2 for at, k in pairs]
+        return [data.frobenius_errors(phi[at, at], k)[0] ** 2 for at, k in pairs]
 
     sizes = [[errors(phi) for phi in draw(key, once, coupling, m, repeats)] for m in WALKS]
     return np.array(sizes).T
@@ -110,27 +110,28 @@ def figure(
     """Writes the errors of all graphs and couplings, a panel for each graph; the table."""
     inputs = list(graphs.values())
     found = {name: errors(jax.random.key(0), inputs, name, repeats) for name in names}
-    drawn, axes = plots.panels(out, len(graphs))
-    rows, cases = [], {}
-    for i, (axis, graph) in enumerate(zip(axes, graphs, strict=True)):
-        n = graphs[graph].num_nodes
-        for name in names:
-            values = [statistics.mean_and_error(column) for column in found[name][i].T]
-            plots.band(axis, WALKS, values, name)
-            texts = (statistics.plus_minus(*value) for value in values)
-            row = {"graph": graph, "N": n, "walks": name}
-            rows.append(row | {f"m = {m}": text for m, text in zip(WALKS, texts, strict=True)})
-        for size, m in enumerate(WALKS):
-            cases[f"{graph}, m = {m}"] = {name: found[name][i, :, size] for name in names}
-        axis.set(title=f"{graph}, N = {n}", ylabel=QUANTITIES[out.name])
-        report.log_log(axis, WALKS)
-    report.save(drawn, out)
-    return report.table(rows, out, f"{_ratios(cases, names)}\n\n{verdict(cases, names)}")
+    cases = [
+        {"graph": graph, "N": graphs[graph].num_nodes, "walks": name}
+        for graph, name in itertools.product(graphs, names)
+    ]
+    places = {graph: i for i, graph in enumerate(graphs)}
+    rows = harness.sweep(cases, lambda case: found[case["walks"]][places[case["graph"]]], m=WALKS)
+    harness.figure(
+        rows,
+        out,
+        x="m",
+        line="{walks}",
+        panel="{graph}, N = {N}",
+        log=True,
+        ylabel=QUANTITIES[out.name],
+    )
+    said = f"{_ratios(rows, names)}\n\n{harness.verdict(rows, '{graph}, m = {m}', 'walks')}"
+    return report.table(harness.wide(rows, "m = {m}"), out, said)
 
 
-def _ratios(cases: Mapping[str, dict[str, np.ndarray]], names: Sequence[str]) -> str:
+def _ratios(rows: Sequence[harness.Row], names: Sequence[str]) -> str:
     """Geometric means over all cases of the ratios to the first."""
-    means = np.array([[np.mean(case[name]) for name in names] for case in cases.values()])
+    means = np.array([[row["mean"] for row in rows if row["walks"] == name] for name in names]).T
     ratios = np.exp(np.mean(np.log(means / means[:, :1]), axis=0))
     return " ".join(
         f"{name}: {ratio:.3f} of the errors of {names[0]} walks (geometric mean of"

@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import launch, timing
+from experiments.common import harness, launch, timing
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
 from vit import report
@@ -143,19 +144,6 @@ def scale(num_nodes: int) -> dict:
     return row | seconds | {"memory, GiB": largest}
 
 
-def plot(rows: list[dict], out: Path) -> None:
-    """Times against N, and the line that is linear."""
-    drawn, axis = report.figure(out)
-    nodes = [row["nodes"] for row in rows]
-    for name in ("graph, s", "features, s", "product K v, s", "PageRank, s", "memory, GiB"):
-        axis.plot(nodes, [row[name] for row in rows], marker="o", markersize=3, label=name)
-    top = rows[-1]["features, s"] / nodes[-1]
-    axis.plot(nodes, [top * n for n in nodes], "k:", linewidth=1, label="linear")
-    axis.set(xscale="log", yscale="log", xlabel="nodes (5 edges, 4 walks for each)")
-    axis.legend()
-    report.save(drawn, out)
-
-
 def main(
     data_dir: Path | None = None,
     repeats: int = 10,
@@ -182,7 +170,10 @@ def main(
         rows.append(scale(size))
         print(rows[-1], flush=True)
     print(report.table(rows, out / "graph_scale", text))
-    plot(rows, out / "graph_scale")
+    names = ("graph, s", "features, s", "product K v, s", "PageRank, s", "memory, GiB")
+    label = "nodes (5 edges, 4 walks for each)"
+    options: Any = dict(x="nodes", line="{line}", log=True, xlabel=label, ylabel="")
+    harness.figure(harness.melted(rows, names), out / "graph_scale", **options)
 
 
 if __name__ == "__main__":

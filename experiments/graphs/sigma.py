@@ -32,15 +32,16 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import launch, statistics
-from experiments.common.plots import band, panels
+from experiments.common import harness, launch, statistics
 from experiments.graphs import data
-from experiments.graphs.report import COUPLINGS, Errors, columns, frobenius_errors, verdict
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
 from vit import report
 
+COUPLINGS = ("independent", "antithetic", "sigma")
+Errors = dict[str, np.ndarray]
+"""(repeats,) of each graph."""
 KERNEL = kernels.regularised_laplacian(2, 1.0)
 DEFAULT = (
     *("karate", "dolphins", "polbooks", "football", "news_2cl1_0.1", "eu-core_lcc", "cora_lcc"),
@@ -85,7 +86,7 @@ def kernel_errors(
         walks = features.sample(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
         phi = features.modulate(walks, KERNEL).to_scipy()
         for name, part in parts.items():
-            errors[name].append(frobenius_errors(phi[part, part], exact[name]))
+            errors[name].append(data.frobenius_errors(phi[part, part], exact[name]))
     return {name: np.concatenate(values)[:repeats] for name, values in errors.items()}
 
 
@@ -129,42 +130,34 @@ def figure(
     errors: Callable[..., Errors],
     permutations: dict[float, np.ndarray],
     out: Path,
-) -> tuple[str, dict[tuple[str, float], Errors]]:
-    """A row for each graph and p_halt, a panel for each graph; also the errors themselves."""
-    results: dict[tuple[str, float], Errors] = {(g, p): {} for g in graphs for p in permutations}
+) -> tuple[str, list[harness.Row]]:
+    """A line for each graph and p_halt, a panel for each graph; also the rows."""
+    found: dict[tuple[float, str], Errors] = {}
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
             chosen = couplings.sigma(permutation) if coupling == "sigma" else coupling
-            for name, values in errors(chosen, p_halt=p).items():
-                results[name, p][coupling] = values
+            found[p, coupling] = errors(chosen, p_halt=p)
         print(out.name, p, flush=True)
-    drawn, axes = panels(out, len(graphs))
-    for axis, (name, graph) in zip(axes, graphs.items(), strict=True):
-        for coupling in COUPLINGS:
-            here = [results[name, p] for p in permutations]
-            ratios = [statistics.ratio(case[coupling], case["independent"]) for case in here]
-            band(axis, [*permutations], ratios, coupling)
-        axis.set(title=f"{name}, N = {graph.num_nodes}", xlabel="p_halt")
-    axes[0].set_ylabel("error / error of independent walks")
-    axes[0].legend()
-    report.save(drawn, out)
     rows = [
-        {"graph": name, "N": graphs[name].num_nodes, "p_halt": p} | columns(case)
-        for (name, p), case in results.items()
+        {"graph": name, "N": graph.num_nodes, "p_halt": p, "coupling": coupling}
+        | harness.estimated(values[name])
+        for name, graph in graphs.items()
+        for (p, coupling), values in found.items()
     ]
-    said = verdict({f"{name} at {p}": case for (name, p), case in results.items()})
-    return report.table(rows, out, said), results
+    rows, case = harness.relative(rows, "{graph} at {p_halt}"), "{graph} at {p_halt}"
+    label = "error / error of independent walks"
+    harness.figure(rows, out, x="p_halt", y="ratio", panel="{graph}, N = {N}", ylabel=label)
+    others = [row for row in rows if row["coupling"] != "independent"]
+    ratios = harness.wide(others, "{coupling} / independent", "ratio")
+    lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
+    return report.table(lines, out, harness.verdict(rows, case)), rows
 
 
-def figure_3(
-    name: str, by_p_halt: dict[float, Errors], permutations: dict[float, np.ndarray], out: Path
-) -> None:
+def figure_3(rows: list[harness.Row], permutations: dict[float, np.ndarray], out: Path) -> None:
     """The errors of one graph, and the permutations."""
-    drawn, axes = panels(out, 1 + len(permutations), columns=3)
-    for coupling in COUPLINGS:
-        lines = [statistics.mean_and_error(errors[coupling]) for errors in by_p_halt.values()]
-        band(axes[0], list(by_p_halt), lines, coupling)
-    axes[0].set(title=name, xlabel="p_halt", ylabel="relative Frobenius error")
+    drawn, axes = harness.panels(out, 1 + len(permutations), columns=3)
+    harness.curves(axes[0], rows, "p_halt")
+    axes[0].set(title=rows[0]["graph"], xlabel="p_halt", ylabel="relative Frobenius error")
     axes[0].legend()
     for axis, (p, permutation) in zip(axes[1:], permutations.items(), strict=True):
         axis.imshow(np.eye(len(permutation))[permutation], cmap="Greys", origin="lower")
@@ -199,23 +192,14 @@ def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
 
 def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
     """A row for each graph, order and way to learn; equal permutations have equal errors."""
-    rows: list[dict[str, Any]] = []
-    drawn, axes = panels(out, 2 * len(graphs), columns=2)
-    for (left, right), (name, graph) in zip(axes.reshape(-1, 2), graphs.items(), strict=True):
-        lines = order_rows({name: graph}, repeats)
-        rows += [{"graph": name} | row for row in lines]
-        for how in dict.fromkeys(row["learned"] for row in lines):
-            here = [row for row in lines if row["learned"] == how]
-            orders = [row["n"] for row in here]
-            values = [(row["error / independent"], row["±"]) for row in here]
-            band(left, orders, values, how)
-            distances = [row["Cayley distance"] for row in here]
-            right.plot(orders, distances, marker="o", markersize=3, label=how)
-        left.set(title=name, xlabel="n", ylabel="error / error of independent walks")
-        right.set(title=name, xlabel="n", ylabel="Cayley distance")
-        left.legend()
-        print(out.name, name, flush=True)
-    report.save(drawn, out)
+    rows = [
+        {"graph": name} | row
+        for name, graph in graphs.items()
+        for row in order_rows({name: graph}, repeats)
+    ]
+    y = ("error / independent", "Cayley distance")
+    options: Any = dict(x="n", y=y, line="{learned}", panel="{graph}", columns=2)
+    harness.figure(rows, out, error="±", **options)
     return report.table(rows, out)
 
 
@@ -261,10 +245,10 @@ def main(
     learn_on = data.erdos_renyi()
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, graphs=chosen, exact=exact_kernels(chosen), repeats=repeats)
-    table, results = figure(chosen, errors, sigmas, out / "figure_10")
+    table, rows = figure(chosen, errors, sigmas, out / "figure_10")
     print(table)
     largest = max(chosen, key=lambda name: chosen[name].num_nodes)
-    figure_3(largest, {p: results[largest, p] for p in sigmas}, sigmas, out / "figure_3")
+    figure_3([row for row in rows if row["graph"] == largest], sigmas, out / "figure_3")
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
     print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}

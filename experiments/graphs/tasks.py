@@ -33,15 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import launch, statistics
+from experiments.common import harness, launch, statistics
 from experiments.graphs import data
-from experiments.graphs.report import verdict
 from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import Estimate
 from performer.typing import Key
 from vit import report
 
-COUPLINGS = ("independent", "antithetic")
 P_HALT = 0.5
 TIME, TIME_STEPS, DIFFUSION_WALKS = 1.0, 1000, 10
 CLUSTERS, CLUSTER_SIGMA, CLUSTER_WALKS = 2, 1.0, 10
@@ -54,31 +52,9 @@ GRAPHS = {
     2: ("karate", "dolphins", "polbooks", "football", "eu-core", "cora_Databases"),
 }
 MESHES = ("cylinder", "teapot", "idler_riser", "fandisk", "unit_sphere")
-PAPER = {
-    1: {
-        "Small ER": ("0.0210(5)", "0.0160(3)"),
-        "Larger ER": ("0.0179(9)", "0.0085(3)"),
-        "Binary tree": ("0.0161(6)", "0.0106(3)"),
-        "Ladder": ("0.0190(8)", "0.0105(3)"),
-        "karate": ("0.066(2)", "0.054(1)"),
-        "dolphins": ("0.0165(4)", "0.0139(3)"),
-        "football": ("0.0170(3)", "0.0160(2)"),
-    },
-    2: {
-        "karate": ("0.11", "0.05"),
-        "dolphins": ("0.40", "0.38"),
-        "polbooks": ("0.28", "0.28"),
-        "football": ("0.10", "0.09"),
-        "eu-core": ("0.04", "0.05"),
-        "cora_Databases": ("0.17", "0.11"),
-    },
-    3: {
-        "cylinder": ("0.104(1)", "0.101(1)"),
-        "teapot": ("0.0531(5)", "0.0493(5)"),
-        "idler_riser": ("0.0881(6)", "0.0852(5)"),
-    },
-}
-"""As printed, by table: of GRFs and of q-GRFs; in brackets the error of the last digit."""
+PRINTED = Path(__file__).parent / "qgrf_tables.csv"
+"""The paper's tables; in brackets the error of the last digit."""
+WORDS = {"independent": "GRFs", "antithetic": "q-GRFs"}
 TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals: 1 - cos"}
 
 
@@ -167,47 +143,42 @@ def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
-def rows_of(
-    number: int, problems: Mapping[str, tuple], errors: Callable[..., np.ndarray], trials: int
-) -> tuple[list[dict], str]:
-    """The rows of a table and its verdict; both couplings have the same keys: pairs."""
-    rows, cases = [], {}
-    for name, problem in problems.items():
-        by_coupling = [errors(jax.random.key(0), c, trials, *problem) for c in COUPLINGS]
-        cases[name] = dict(zip(COUPLINGS, by_coupling, strict=True))
-        row = {"graph": name, "N": problem[0].num_nodes, "trials": trials}
-        for coupling, values in zip(COUPLINGS, by_coupling, strict=True):
-            mean, error = statistics.mean_and_error(values)
-            row |= {coupling: mean, f"± ({coupling})": error}
-        apart = statistics.paired(by_coupling[1], by_coupling[0])
-        row |= {"difference": apart.mean, "± (difference)": apart.standard_error}
-        printed = PAPER[number].get(name, ("", ""))
-        rows.append(row | {"paper GRFs": printed[0], "paper q-GRFs": printed[1]})
-        print(name, flush=True)
-    return rows, verdict(cases, COUPLINGS)
-
-
-def plot(tables: Mapping[int, list[dict]], out: Path) -> None:
-    """All tables, a panel for each; crosses are the paper's."""
-    drawn, axes = report.figure(out, columns=len(tables))
-    for axis, (number, rows) in zip(np.atleast_1d(axes), tables.items(), strict=True):
-        names = [row["graph"] for row in rows]
-        for i, (coupling, theirs) in enumerate(zip(COUPLINGS, ("GRFs", "q-GRFs"), strict=True)):
-            values, errors = ([row[k] for row in rows] for k in (coupling, f"± ({coupling})"))
-            axis.errorbar(names, values, errors, fmt="o", color=f"C{i}", label=coupling)
-            printed = [float(row[f"paper {theirs}"].split("(")[0] or "nan") for row in rows]
-            axis.plot(names, printed, "x", color=f"C{i}", label=f"paper, {theirs}")
-        axis.set(yscale="log", title=f"Table {number}, {TITLES[number]}")
-        axis.tick_params(axis="x", rotation=40)
-        axis.legend()
-    report.save(drawn, out)
-
-
 MEASURES: dict[int, Callable[..., np.ndarray]] = {
     1: diffusion_errors,
     2: clustering_errors,
     3: normal_errors,
 }
+
+
+def measured(number: int, problems: Mapping[str, tuple], trials: int) -> list[harness.Row]:
+    """The errors of a table; both couplings have the same keys: pairs."""
+    cases = [
+        {"graph": name, "N": problem[0].num_nodes, "trials": trials, "coupling": coupling}
+        for name, problem in problems.items()
+        for coupling in WORDS
+    ]
+
+    def measure(case: harness.Row) -> np.ndarray:
+        problem = problems[case["graph"]]
+        return MEASURES[number](jax.random.key(0), case["coupling"], trials, *problem)
+
+    return harness.sweep(cases, measure)
+
+
+def table(number: int, rows: list[harness.Row]) -> list[harness.Row]:
+    """A line for each graph, with the difference and the paper's numbers."""
+    lines = harness.wide(rows, "{coupling}", text=False)
+    for line, values in zip(lines, harness.cases_of(rows, "{graph}").values(), strict=True):
+        apart = statistics.paired(values["antithetic"], values["independent"])
+        line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
+        line |= {f"paper {w}": printed(number, line["graph"], c) for c, w in WORDS.items()}
+    return lines
+
+
+def printed(number: int, graph: str, coupling: str) -> str:
+    """The paper's number, empty if it has none."""
+    row = harness.printed(PRINTED, "table", "graph").get((str(number), graph), {})
+    return row.get(WORDS[coupling], "")
 
 
 def main(
@@ -232,13 +203,20 @@ def main(
     if data_dir:
         paths = {name: data_dir / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: data.mesh(path) for name, path in paths.items()}
-    tables = {}
+    drawn = []
     for number, instances in problems.items():
         count = trials // 10 if number == 2 else trials
-        tables[number], said = rows_of(number, instances, MEASURES[number], count)
-        text = report.table(tables[number], out / f"table_{number}", said)
+        rows = measured(number, instances, count)
+        text = report.table(
+            table(number, rows), out / f"table_{number}", harness.verdict(rows, "{graph}")
+        )
         print(f"Table {number}\n\n{text}", flush=True)
-    plot(tables, out / "tasks")
+        for row in rows:
+            paper = printed(number, row["graph"], row["coupling"]).split("(")[0]
+            drawn.append(
+                row | {"title": f"Table {number}, {TITLES[number]}", "paper": float(paper or "nan")}
+            )
+    harness.points(drawn, out / "tasks", x="{graph}", panel="{title}", yscale="log", ylabel="error")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, theory
 from performer.graphs.theory import Group
@@ -102,20 +103,6 @@ def recommended(name: str, graph: Graph) -> dict:
     return row | {"squared error less": 1 - (best.error / best.independent) ** 2}
 
 
-def plot(rows: Sequence[dict], out: Path) -> None:
-    """A panel for each graph, with the larger sigma."""
-    names = list(dict.fromkeys(row["graph"] for row in rows))
-    drawn, axes = plots.panels(out, len(names))
-    for axis, name in zip(axes, names, strict=True):
-        here = [row for row in rows if row["graph"] == name and row["sigma"] == SIGMA_DRAWN]
-        for coupling in list(groups(0.5))[1:]:
-            axis.plot(P_HALT, [row[coupling] for row in here], marker="o", ms=3, label=coupling)
-        axis.set(title=f"{name}, N = {here[0]['N']}", xlabel="p_halt")
-    axes[0].set_ylabel("squared error / that of independent walks")
-    axes[0].legend()
-    report.save(drawn, out)
-
-
 def main(
     data_dir: Path | None = None,
     graphs: Sequence[str] = (),
@@ -139,7 +126,11 @@ def main(
             rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
         print(name, flush=True)
     print(report.table(rows, out / "ratios"))
-    plot(rows, out / "ratios")
+    drawn = [row for row in rows if row["sigma"] == SIGMA_DRAWN]
+    curves = harness.melted(drawn, list(groups(0.5))[1:])
+    label = "squared error / that of independent walks"
+    options: Any = dict(line="{line}", panel="{graph}, N = {N}", ylabel=label)
+    harness.figure(curves, out / "ratios", x="p_halt", **options)
     print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:

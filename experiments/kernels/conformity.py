@@ -12,16 +12,15 @@ Each prints a table, writes it as csv and markdown with a png, and ends with wha
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import integrate, optimize, special, stats
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch, statistics
 from performer import couplings, directions, features, norms, testing, theory
 from vit import report
 
@@ -40,41 +39,29 @@ def figure_4(out: Path) -> str:
     lengths = norms.independent(jax.random.key(4), d, d)
     column = np.asarray(lengths, np.float64)[:, None]
 
-    def conformities(draw, count):
-        keys = jax.random.split(jax.random.key(0), count)
-        return [arrangement_conformity(column * np.asarray(draw(k, lengths, d)), v) for k in keys]
-
     def of_flat(flat):
         vectors = flat.reshape(d, d)
         units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
         return arrangement_conformity(column * units, v)
 
+    arrangements = {
+        "iid": (directions.independent, 100),
+        "orf": (directions.orthogonal, 1),
+        "simrf": (directions.simplex, 1),
+        "simrf+": (directions.simplex_weighted, 1),
+    }
+    rows = []
+    for name, (draw, count) in arrangements.items():
+        keys = jax.random.split(jax.random.key(0), count)
+        values = [arrangement_conformity(column * np.asarray(draw(k, lengths, d)), v) for k in keys]
+        row = {"arrangement": name, "conformity": float(np.mean(values))}
+        rows.append(row | {"sd": float(np.std(values))})
     start = np.asarray(directions.simplex(jax.random.key(1), lengths, d), np.float64)
     best = optimize.minimize(of_flat, start.ravel(), method="BFGS", options={"gtol": 1e-9})
-    rows = []
-    for name, draw, count in [
-        ("iid", directions.independent, 100),
-        ("orf", directions.orthogonal, 1),
-        ("simrf", directions.simplex, 1),
-        ("simrf+", directions.simplex_weighted, 1),
-    ]:
-        values = conformities(draw, count)
-        rows.append(
-            {"arrangement": name, "conformity": float(np.mean(values)), "sd": float(np.std(values))}
-        )
+    gap = rows[-1]["conformity"] / float(best.fun) - 1
     rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
-    drawn, axis = report.figure(out)
-    axis.bar(
-        [r["arrangement"] for r in rows],
-        [r["conformity"] for r in rows],
-        yerr=[r["sd"] for r in rows],
-    )
-    axis.set(
-        ylabel="RF-conformity", title="SimRF Fig. 4: d = 6, v = 1", ylim=(0.9 * best.fun, None)
-    )
-    axis.tick_params(axis="x", rotation=20)
-    report.save(drawn, out)
-    gap = rows[3]["conformity"] / float(best.fun) - 1
+    options: Any = dict(x="{arrangement}", y="conformity", error="sd", line="d = 6, v = 1")
+    harness.points(rows, out, **options, title="SimRF Fig. 4")
     return report.table(rows, out) + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
 
 
@@ -90,11 +77,10 @@ def figure_5(out: Path) -> str:
         pdf = theory.pair_length_pdf(name, r, d)
         cdf = integrate.cumulative_simpson(pdf, x=r, initial=0)
         test = stats.kstest(lengths, lambda x, cdf=cdf: np.interp(x, r, cdf))
-        mean = float(integrate.simpson(pdf * r, x=r))
         rows.append(
             {
                 "coupling": name,
-                "mean, theory": mean,
+                "mean, theory": float(integrate.simpson(pdf * r, x=r)),
                 "mean, measured": float(lengths.mean()),
                 "Kolmogorov-Smirnov p": float(test.pvalue),
             }
@@ -116,23 +102,19 @@ def figure_6(out: Path) -> str:
     Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
     """
     d = m = 64
-    names = ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic")
-    v = np.linspace(0.05, 6, 120)
+    v, draws = np.linspace(0.05, 6, 120), 20_000
     points = v[:, None] / 2 * np.eye(d)[0]  # x = y, so that |x + y| = v
     iid = theory.kernel_mse("iid", points, points, m)
-    drawn, axis = report.figure(out)
-    rows = []
-    draws = 20_000
-    for name in names:
-        ratio = theory.kernel_mse(name, points, points, m) / iid
-        (line,) = axis.plot(v, ratio, label=name)
+    rows, lines = [], []
+    for name in ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic"):
+        ratios = theory.kernel_mse(name, points, points, m) / iid
+        pairs = zip(v, ratios, strict=True)
+        lines += [{"coupling": name, "v = |x + y|": x, "MSE / MSE(iid)": y} for x, y in pairs]
         along = testing.samples(couplings.get(name), m, d, draws)[:, :, 0]
         for measured_v in (0.25, 0.5, 1.0, 1.5):
             estimates = np.exp(along * measured_v - measured_v**2 / 2).mean(axis=-1)
-            squares = (estimates - 1) ** 2
-            x = measured_v / 2 * np.eye(d)[0]
-            expected = float(theory.kernel_mse(name, x, x, m))
-            scale = float(theory.kernel_mse("iid", x, x, m))
+            squares, x = (estimates - 1) ** 2, measured_v / 2 * np.eye(d)[0]
+            expected, scale = (float(theory.kernel_mse(k, x, x, m)) for k in (name, "iid"))
             error = squares.std() / np.sqrt(draws)
             rows.append(
                 {
@@ -143,54 +125,45 @@ def figure_6(out: Path) -> str:
                     "standard errors apart": float((squares.mean() - expected) / error),
                 }
             )
-            axis.plot(measured_v, squares.mean() / scale, "o", color=line.get_color(), markersize=4)
-    axis.set(
-        xlabel="v = |x + y|",
-        ylabel="MSE / MSE(iid)",
-        title="SimRF Fig. 6: d = m = 64",
-        ylim=(0, 1.3),
-    )
-    axis.legend()
-    report.save(drawn, out)
+
+    def dots(axis: Any, _: Any) -> None:
+        colors = {line.get_label(): line.get_color() for line in axis.lines}
+        for row in rows:
+            axis.plot(row["v"], row["measured"], "o", color=colors[row["coupling"]], ms=4)
+
+    options: Any = dict(style=lambda _: {"marker": ""}, finish=dots, ylim=(0, 1.3))
+    title = "SimRF Fig. 6: d = m = 64"
+    harness.figure(lines, out, x="v = |x + y|", y="MSE / MSE(iid)", title=title, **options)
     worst = max(abs(row["standard errors apart"]) for row in rows)
     verdict = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
     return report.table(rows, out) + verdict
 
 
-def _gram_errors(coupling, x, exact, m, draws, feature_map) -> np.ndarray:
-    """|K_hat - K|_F over |K|_F for each draw."""
-
-    def error(key):
-        phi = feature_map(x, coupling(key, m, x.shape[-1]))
-        return statistics.relative_error(phi @ phi.T, exact)
-
-    keys = jax.random.split(jax.random.key(0), draws)
-    return np.asarray(
-        jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys), np.float64
-    )
-
-
 def figure_7(out: Path) -> str:
-    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
-    d = 64
+    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features: 200 draws."""
+    d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
     exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
-    drawn, axis = report.figure(out)
-    rows = []
-    feature_map = partial(features.positive, kernel="gaussian")
-    sizes = (16, 32, 64, 128, 256)
-    for name in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf"):
-        coupling = couplings.get(name)
-        errors = [_gram_errors(coupling, x, exact, m, 200, feature_map) for m in sizes]
-        plots.band(axis, sizes, [statistics.mean_and_error(values) for values in errors], name)
-        texts = map(statistics.estimate, errors)
-        rows.append(
-            {"coupling": name} | {f"m = {m}": text for m, text in zip(sizes, texts, strict=True)}
-        )
-    axis.set(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
-    report.log_log(axis, sizes)
-    report.save(drawn, out)
-    return report.table(rows, out)
+    keys = jax.random.split(jax.random.key(0), 200)
+
+    def gram_errors(coupling, m):
+        def error(key):
+            phi = features.positive(x, coupling(key, m, d), kernel="gaussian")
+            return statistics.relative_error(phi @ phi.T, exact)
+
+        found = jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys)
+        return np.asarray(found, np.float64)
+
+    rows = harness.sweep(
+        [{"coupling": x} for x in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")],
+        lambda case: np.stack(
+            [gram_errors(couplings.get(case["coupling"]), m) for m in sizes], axis=-1
+        ),
+        m=sizes,
+    )
+    title = "SimRF Fig. 7: N = d = 64"
+    harness.figure(rows, out, x="m", log=True, ylabel="relative Frobenius error", title=title)
+    return report.table(harness.wide(rows, "m = {m}"), out)
 
 
 FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}

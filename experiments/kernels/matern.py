@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import launch, plots, statistics
+from experiments.common import harness, launch, statistics
 from experiments.tabular import uci
 from performer import kernels
 from vit import report
@@ -46,23 +46,26 @@ def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int)
 
 def errors(name: str, x: jax.Array, orders: Sequence[float], draws: int, out: Path) -> list[dict]:
     """The rows of one set of points, and its figure."""
-    d, rows = x.shape[-1], []
-    sizes = [d * multiple for multiple in MULTIPLES]
-    drawn, axes = plots.panels(out, len(orders))
-    for axis, nu in zip(axes, orders, strict=True):
-        for coupling in COUPLINGS:
-            row: dict = {"points": name, "d": d, "nu": nu, "coupling": coupling}
-            values = gram_errors(kernels.matern(nu), coupling, x, draws)
-            estimates = [statistics.mean_and_error(column) for column in values.T]
-            texts = (statistics.plus_minus(*estimate) for estimate in estimates)
-            row |= {f"m = {k}d": text for k, text in zip(MULTIPLES, texts, strict=True)}
-            plots.band(axis, sizes, estimates, coupling)
-            rows.append(row)
-        axis.set(ylabel="relative Frobenius error", title=f"{name}, nu = {nu}")
-        report.log_log(axis, sizes)
-    drawn.suptitle("VRC Fig. 12")
-    report.save(drawn, out)
-    return rows
+    cases = [
+        {"points": name, "d": x.shape[-1], "nu": nu, "coupling": coupling}
+        for nu in orders
+        for coupling in COUPLINGS
+    ]
+    rows = harness.sweep(
+        cases,
+        lambda case: gram_errors(kernels.matern(case["nu"]), case["coupling"], x, draws),
+        **{"m / d": MULTIPLES},
+    )
+    harness.figure(
+        rows,
+        out,
+        x="m / d",
+        panel="{points}, nu = {nu}",
+        log=True,
+        ylabel="relative Frobenius error",
+        suptitle="VRC Fig. 12",
+    )
+    return harness.wide(rows, "m = {m / d}d")
 
 
 def main(
@@ -86,10 +89,7 @@ def main(
     for name, splits in uci.tables(data_sets, data_dir, 1, POINTS):
         x = splits.train_x[0]
         points[name] = jnp.asarray(x / np.sqrt(x.shape[-1]), jnp.float32)
-    rows = []
-    for name, x in points.items():
-        rows += errors(name, x, orders, draws, out / name)
-        print(name, flush=True)
+    rows = [row for name, x in points.items() for row in errors(name, x, orders, draws, out / name)]
     print(report.table(rows, out / "matern"))
 
 

@@ -1,4 +1,4 @@
-"""Quadrature features: kernel error, accuracy, time and attention (Munkhoeva et al. 2018, Sec. 5).
+"""Quadrature features: kernel error, accuracy and time (Munkhoeva et al. 2018, Sec. 5).
 
     python -m experiments.kernels.quadrature --data_dir=DIR   # with uci_regression/, fashion_mnist/
     python -m experiments.kernels.quadrature                  # the sets of scikit-learn
@@ -14,13 +14,9 @@ stands before the paper's modification, "B one rho" (one rho for all vertices of
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
     figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
     figure_3   time of the explicit map against d: butterfly, and the dense product
-    attention  positive features with a rule's points and weights, without its constant, beside
-               couplings; and with the constant a_0, the signed weight of the frequency 0
 
-With reflected points and a_0 an estimate of exp(q.k) is never negative, whatever the sign of a_0:
-exp((|q|^2 + |k|^2) / 2) times it is a_0 + sum_j a_j cosh(w_j.(q + k)) >= a_0 + sum_j a_j = 1. Not
-so without reflected points. To a linear model (figure_2) half of the reflected arc-cosine features
-bring little: step(-u) = 1 - step(u), and max(-u, 0) = max(u, 0) - u.
+To a linear model (figure_2) half of the reflected arc-cosine features bring little: step(-u) =
+1 - step(u), and max(-u, 0) = max(u, 0) - u.
 
 Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; it says
 neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same d for
@@ -47,8 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import datasets, svm
 
-from experiments.attention import quadrature as rules
-from experiments.common import launch, plots, statistics, tabular, timing
+from experiments.common import harness, launch, statistics, tabular, timing
 from performer import kernels, quadrature
 from performer.choices import unknown
 from performer.quadrature import Rule
@@ -104,13 +99,10 @@ def load(name: str, data_dir: Path | None) -> Data:
     """Reads a data set, in random order.
 
     Raises:
-        ValueError: for an unknown name, a file that is not there or damaged, or only zeros.
+        ValueError: for an unknown name, or a file that is not there or damaged.
     """
-    if data_dir and not data_dir.is_dir():
-        raise ValueError(f"data_dir={str(data_dir)!r} is not a folder")
-    kinds = (
-        {path.stem: path.parent.name for path in data_dir.glob("uci_*/*.csv")} if data_dir else {}
-    )
+    files = data_dir.glob("uci_*/*.csv") if data_dir else ()
+    kinds = {path.stem: path.parent.name for path in files}
     choices = dict.fromkeys((*(IN_FOLDER if data_dir else BUNDLED), *kinds))
     if name not in choices:
         hint = "" if data_dir else "; or give a data_dir"
@@ -126,8 +118,6 @@ def load(name: str, data_dir: Path | None) -> Data:
         table = tabular.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
         y = table.y if classes else y
-    if not x.any():
-        raise ValueError(f"all inputs of data set {name!r} are zero: there is nothing to map")
     order = rng.permutation(len(x))
     return Data(name, x[order].astype(np.float32), y[order])
 
@@ -152,11 +142,8 @@ def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
     signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
     kept = jnp.arange(RULES)[:, None] < n
     weights = (rule.weights.reshape(signs, RULES, -1) * kept).reshape(-1) * (RULES / n)
-    return Rule(
-        rule.points,
-        weights,
-        1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant,
-    )
+    constant = 1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant
+    return Rule(rule.points, weights, constant)
 
 
 def singles(rule: Rule, name: str, reflect: bool) -> Rule:
@@ -318,13 +305,10 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         row |= {f"{name}, CPU ms": 1e3 * times.cpu for name, times in best.items()}
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
-    drawn, axis = report.figure(out)
-    for name in ("butterfly", "dense"):
-        axis.plot(widths, [row[f"{name}, ms"] for row in rows], "o-", markersize=3, label=name)
-    report.log_log(axis, [d for d in widths if d & (d - 1) == 0])
-    axis.tick_params(axis="x", rotation=45)
-    axis.set(xlabel="d", ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
-    report.save(drawn, out)
+    lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
+    label = f"ms for {BATCH} vectors"
+    title = "explicit map of one rule"
+    harness.figure(lines, out, x="d", line="{line}", log=True, ylabel=label, title=title)
     large = [row for row in rows if row["d"] >= LARGE]
     slopes = {
         name: slope([r["d"] for r in large], [r[f"{name}, ms"] for r in large])
@@ -339,35 +323,37 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     return report.table(rows, out, f"For d >= {LARGE} the time grows as {text}; {faster}. {where}.")
 
 
-def _grid(rows: list[dict[str, Any]], quantity: str, out: Path) -> None:
+def _grid(rows: list[harness.Row], quantity: str, out: Path) -> None:
     """A panel for each kernel (rows) and data set (columns), a line for each method."""
-    names, sets = (list(dict.fromkeys(row[by] for row in rows)) for by in ("kernel", "data set"))
-    drawn, axes = plots.panels(out, len(names) * len(sets), columns=len(sets))
-    for axis, (kernel, name) in zip(axes, itertools.product(names, sets), strict=True):
-        here = [row for row in rows if (row["kernel"], row["data set"]) == (kernel, name)]
-        for method in dict.fromkeys(row["method"] for row in here):
-            lines = [row for row in here if row["method"] == method]
-            n, values = [row["n"] for row in lines], [(row[quantity], row["95%"]) for row in lines]
-            known = method in METHODS
-            style = (
-                {"color": f"C{list(METHODS).index(method)}"}
-                if known
-                else dict(color="black", ls="--")
-            )
-            plots.band(axis, n, values, method, **style)
-        axis.set(title=f"{name}, {kernel}", xlabel="n", xticks=sorted({r["n"] for r in here}))
-        # Few runs have wide intervals: the panel shows the means whole, and what fits of those.
+
+    def style(method: str) -> harness.Row:
+        if method not in METHODS:
+            return dict(color="black", ls="--")
+        return dict(color=f"C{list(METHODS).index(method)}")
+
+    def limits(axis: Any, here: list[harness.Row]) -> None:
+        """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
         low, high = (end(row[quantity] for row in here) for end in (min, max))
         if quantity == "error":
             axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
         else:
             axis.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
-    axes[0].set_ylabel(quantity)
-    axes[0].legend(fontsize=7)
-    report.save(drawn, out)
+
+    harness.figure(
+        [row for group in harness.grouped(rows, "{kernel}").values() for row in group],
+        out,
+        x="n",
+        y=quantity,
+        line="{method}",
+        panel="{data set}, {kernel}",
+        error="95%",
+        columns=len(harness.grouped(rows, "{data set}")),
+        style=style,
+        finish=limits,
+    )
 
 
-Part = Literal["figure_1", "figure_2", "figure_3", "attention"]
+Part = Literal["figure_1", "figure_2", "figure_3"]
 
 
 def main(
@@ -407,8 +393,6 @@ def main(
         print(figure_2(data, runs or 3, out / "figure_2"))
     if "figure_3" in parts:
         print(figure_3(WIDTHS[:4] if quick else WIDTHS, 3 if quick else 20, out / "figure_3"))
-    if "attention" in parts:
-        print(rules.attention(2 if quick else 50, out / "attention"))
 
 
 if __name__ == "__main__":

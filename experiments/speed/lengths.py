@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.common import timing
+from experiments.common import harness, timing
 from experiments.speed import baselines
 from experiments.speed.attention import (
     BOTH,
@@ -25,7 +25,6 @@ from experiments.speed.attention import (
     row,
     versus,
 )
-from vit import report
 
 TOKENS_AND_HEADS = 16384
 EXACT_TOKENS = 4096
@@ -48,18 +47,15 @@ def crossover(scale: Scale, out: Path) -> list[dict[str, Any]]:
         results = measure(names, BOTH, baselines.inputs(tokens, heads), scale.repeats)
         times = {name: 1e9 * r.best.wall / (tokens * heads) for name, r in results.items()}
         rows.append({"tokens": tokens, "heads": heads, "exact": "", **times})
-    drawn, axis = report.figure(out)
-    for name in ("exact", "public", "ours", "ours, causal"):
-        shown = [r for r in rows if r[name]]
-        axis.plot([r["tokens"] for r in shown], [r[name] for r in shown], "o-", ms=3, label=name)
-    report.log_log(axis, sizes)
-    axis.tick_params(axis="x", rotation=45)
-    axis.set(
-        xlabel="tokens",
+    harness.figure(
+        harness.melted(rows, ("exact", "public", "ours", "ours, causal")),
+        out,
+        x="tokens",
+        line="{line}",
+        log=True,
         ylabel="time per token and head, ns",
         title=f"{BOTH}, m = {baselines.M}, d = {baselines.D}, float32",
     )
-    report.save(drawn, out)
     return rows
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.common import timing
-from vit import classification, config, costs, devices, report, steps
+from experiments.common import harness, timing
+from vit import classification, config, costs, devices, steps
 
 M, WINDOW = 128, 16
 KINDS = {
@@ -76,13 +76,5 @@ def step(
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
     """Time and memory against tokens, a line for each kind of attention."""
-    drawn, axes = report.figure(out, columns=2)
-    for name in KINDS:
-        of_kind = [row for row in rows if row["attention"] == name]
-        for axis, column in zip(axes, ("step, ms", "memory, MiB"), strict=True):
-            tokens = [row["tokens"] for row in of_kind]
-            axis.plot(tokens, [row[column] for row in of_kind], "o-", ms=3, label=name)
-    for axis, label in zip(axes, ("training step, ms", "memory, MiB"), strict=True):
-        report.log_log(axis, sorted({row["tokens"] for row in rows}))
-        axis.set(xlabel="tokens", ylabel=label)
-    report.save(drawn, out)
+    y = ("step, ms", "memory, MiB")
+    harness.figure(rows, out, x="tokens", y=y, line="{attention}", log=True)

@@ -26,14 +26,15 @@ are paired.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.spatial.distance import cdist
 
-from experiments.common import launch, plots, tabular
-from experiments.common.statistics import estimate, mean_and_error, paired, plus_minus, verdict
+from experiments.common import harness, launch, tabular
+from experiments.common.statistics import estimate, paired, plus_minus, verdict
 from experiments.tabular.kernel_regression import Problem, accuracies, exact_accuracies, problems
 from performer import hadamard
 from vit import report
@@ -43,30 +44,8 @@ MULTIPLES = 10
 FIGURE_8 = ("iid", "orf", "simrf")
 TABLE_2 = ("orf", "simrf", "simrf+")
 TABLE_3 = ("iid", "orf", "sorf", "simrf", "fast-simrf")
-
-PAPER_NAMES = {"chess_krkopt": "chess"}
-PAPER_2 = {
-    "abalone": (1.7, "0.1421 ± 0.0002", "0.1419 ± 0.0002"),
-    "banknote": (2.6, "0.7229 ± 0.0012", "0.7132 ± 0.0012"),
-    "car": (5.0, "0.6754 ± 0.0004", "0.6751 ± 0.0004"),
-    "yeast": (3.1, "0.3202 ± 0.0004", "0.3208 ± 0.0004"),
-    "cmc": (2.0, "0.4047 ± 0.0005", "0.4065 ± 0.0005"),
-    "nursery": (1.4, "0.6874 ± 0.0005", "0.6917 ± 0.0004"),
-    "wifi": (0.8, "0.6314 ± 0.0018", "0.6473 ± 0.0018"),
-    "chess": (2.3, "0.2000 ± 0.0001", "0.2000 ± 0.0001"),
-}
-"""Table 2: v_bar, SimRF, SimRF+. It has no column for ORF."""
-PAPER_3 = {
-    "abalone": ((0.1432, 3), (0.1445, 3), (0.1447, 3), (0.1455, 3), (0.1462, 3)),
-    "banknote": ((0.6441, 24), (0.6612, 25), (0.6596, 24), (0.7196, 19), (0.7296, 17)),
-    "car": ((0.6768, 6), (0.6788, 6), (0.6784, 6), (0.6797, 6), (0.6800, 6)),
-    "yeast": ((0.3187, 6), (0.3193, 6), (0.3171, 6), (0.3187, 6), (0.3195, 6)),
-    "cmc": ((0.4088, 9), (0.4149, 9), (0.4159, 9), (0.4206, 8), (0.4222, 8)),
-    "nursery": ((0.5870, 13), (0.6213, 19), (0.6193, 19), (0.7030, 8), (0.7037, 8)),
-    "wifi": ((0.4914, 26), (0.5224, 25), (0.5310, 24), (0.6509, 27), (0.6533, 27)),
-    "chess": ((0.2011, 2), (0.2017, 2), (0.2016, 2), (0.2021, 2), (0.2021, 2)),
-}
-"""Table 3 in the order of `TABLE_3`, each with its standard error in units of 0.0001."""
+PRINTED = Path(__file__).parent / "simrf_tables.csv"
+"""Tables 2 and 3 of the paper; the former has no column for ORF."""
 
 Draws = Mapping[str, Mapping[str, np.ndarray]]
 """Accuracies (draws,) by data set and coupling."""
@@ -79,12 +58,17 @@ class Tuned(NamedTuple):
     sigma: float
 
 
+def printed(number: int, name: str) -> Mapping[str, str]:
+    """The row of the paper's table for a data set, empty if it has none."""
+    return harness.printed(PRINTED, "table", "data set").get((str(number), name), {})
+
+
 def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[dict]:
     """One row for each sigma: the exact kernel's accuracy, and the iid features' at m = 10 d."""
     rows = []
     for sigma, exact in zip(sigmas, exact_accuracies(problem, sigmas), strict=True):
-        measured = accuracies(problem, sigma, "iid", blocks=MULTIPLES, draws=draws, seed=0)
-        mean, error = mean_and_error(measured[:, -1])
+        values = accuracies(problem, sigma, "iid", blocks=MULTIPLES, draws=draws, seed=0)[:, -1]
+        _, mean, error = harness.estimated(values).values()
         rows.append({"sigma": sigma, "exact": exact, "iid": mean, "standard error": error})
     return rows
 
@@ -101,8 +85,8 @@ def mean_length(problem: Problem) -> float:
 
 def papers_sigma(problem: Problem) -> float | None:
     """The sigma at which v_bar is that of Table 2, for a data set that it has."""
-    theirs = PAPER_2.get(PAPER_NAMES.get(problem.name, problem.name))
-    return theirs and theirs[0] / mean_length(problem)
+    theirs = printed(2, problem.name)
+    return float(theirs["v_bar"]) / mean_length(problem) if theirs else None
 
 
 def tune(
@@ -110,16 +94,15 @@ def tune(
 ) -> tuple[list[Tuned], str]:
     """Fig. 10: the sigma of each data set, or the paper's where it is known and wanted."""
     tuned, summary, searched = [], [], []
-    drawn, axes = plots.panels(out / "sigma", len(tables))
-    for table, axis in zip(tables, axes, strict=True):
+    for table in tables:
         problem, validation = problems(table, max_rows)
         rows = search(validation, SIGMAS)
-        sigma = best_sigma(rows)
-        theirs = papers_sigma(problem)
+        sigma, theirs = best_sigma(rows), papers_sigma(problem)
         used = theirs if paper_sigma and theirs else sigma
         tuned.append(Tuned(problem, used))
         searched += [{"data set": table.name, **row} for row in rows]
         best = max(rows, key=lambda row: row["exact"])
+        largest = int(np.argmax(validation.one_hot.sum(axis=0)))
         summary.append(
             {
                 "data set": table.name,
@@ -131,19 +114,21 @@ def tune(
                 "iid": next(row["iid"] for row in rows if row["sigma"] == sigma),
                 "best sigma, exact": best["sigma"],
                 "exact": best["exact"],
-                "largest class": float(np.mean(validation.test_y == _largest(validation))),
+                "largest class": float(np.mean(validation.test_y == largest)),
                 "paper's sigma": theirs or "",
                 "used": used,
             }
         )
-        axis.plot(SIGMAS, [row["exact"] for row in rows], "C0:", label="exact kernel")
-        estimates = [(row["iid"], row["standard error"]) for row in rows]
-        plots.band(axis, SIGMAS, estimates, "iid", color="C1")
-        axis.axvline(used, color="gray", linewidth=0.8)
-        axis.set(xscale="log", xlabel="sigma", ylabel="validation accuracy", title=table.name)
         print(f"{table.name}: sigma = {used:.3g}", flush=True)
-    axes[0].legend()
-    report.save(drawn, out / "sigma")
+    curves = [row | {"mean": row["iid"], "±": row["standard error"]} for row in searched]
+
+    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
+        axis.plot(SIGMAS, [row["exact"] for row in rows], "C1:", label="exact kernel")
+        used = {line["data set"]: line["used"] for line in summary}
+        axis.axvline(used[rows[0]["data set"]], color="gray", linewidth=0.8)
+
+    show = partial(harness.figure, x="sigma", line="iid", panel="{data set}", finish=finish)
+    show(curves, out / "sigma", xscale="log", ylabel="validation accuracy")
     report.table(searched, out / "sigma_search")
     text = (
         "Accuracies are those on the validation part; largest class: of always saying the class"
@@ -152,94 +137,92 @@ def tune(
     return tuned, report.table(summary, out / "sigma", text)
 
 
+def measured(
+    tuned: Sequence[Tuned], names: Sequence[str], draws: int, blocks: int = 1
+) -> list[harness.Row]:
+    """Accuracies with m = d, ..., blocks d features; all couplings have the same keys."""
+    by_name = {problem.name: (problem, sigma) for problem, sigma in tuned}
+
+    def measure(case: harness.Row) -> np.ndarray:
+        problem, sigma = by_name[case["data set"]]
+        return accuracies(problem, sigma, case["coupling"], blocks=blocks, draws=draws, seed=1)
+
+    cases = [{"data set": name, "coupling": coupling} for name in by_name for coupling in names]
+    return harness.sweep(cases, measure, **{"m / d": range(1, blocks + 1)})
+
+
 def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     """Accuracy against m / d."""
-    drawn, axes = plots.panels(out, len(tuned))
-    multiples = range(1, MULTIPLES + 1)
-    rows, results = [], {}
-    for (problem, sigma), axis in zip(tuned, axes, strict=True):
-        (exact,) = exact_accuracies(problem, [sigma])
-        measured = _all(problem, sigma, FIGURE_8, draws, MULTIPLES)
-        results[problem.name] = measured
-        for name, values in measured.items():
-            estimates = [mean_and_error(column) for column in values.T]
-            plots.band(axis, multiples, estimates, name)
-            row = {"data set": problem.name, "coupling": name}
-            row |= {f"m = {i} d": plus_minus(*e) for i, e in zip(multiples, estimates, strict=True)}
-            rows.append(row | {"exact kernel": exact})
-        axis.axhline(exact, color="black", linestyle=":", label="exact kernel")
-        axis.set(xlabel="m / d", ylabel="test accuracy", title=problem.name)
-    axes[0].legend()
-    report.save(drawn, out)
+    rows = measured(tuned, FIGURE_8, draws, MULTIPLES)
+    exact = {problem.name: exact_accuracies(problem, [sigma])[0] for problem, sigma in tuned}
+
+    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
+        level = exact[rows[0]["data set"]]
+        axis.axhline(level, color="black", linestyle=":", label="exact kernel")
+
+    show = partial(harness.figure, x="m / d", panel="{data set}", finish=finish)
+    show(rows, out, ylabel="test accuracy")
     order = []
-    for i in multiples:
-        of_size = {
-            name: {coupling: values[:, i - 1] for coupling, values in measured.items()}
-            for name, measured in results.items()
-        }
-        row = {"m": f"{i} d", "iid <= orf <= simrf": _ordered(of_size)}
-        row |= {"orf": _said(of_size, "orf", "iid"), "simrf": _said(of_size, "simrf", "orf")}
-        order.append(row)
+    for size, of_size in harness.grouped(rows, "{m / d} d").items():
+        results = harness.cases_of(of_size, "{data set}")
+        row = {"m": size, "iid <= orf <= simrf": ordered(results)}
+        order.append(row | {x: said(results, x, y) for x, y in (("orf", "iid"), ("simrf", "orf"))})
     text = f"In how many of the {len(tuned)} data sets the means are in that order:\n\n"
     text += report.table(order, out.with_name(f"{out.name}_order"))
-    return report.table(rows, out, text)
+    lines = harness.wide(rows, "m = {m / d} d")
+    return report.table([x | {"exact kernel": exact[x["data set"]]} for x in lines], out, text)
 
 
 def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     """SimRF+ beside SimRF, and ORF, at m = d."""
-    rows, results = [], {}
+    results = harness.cases_of(measured(tuned, TABLE_2, draws), "{data set}")
+    pairs = (("simrf", "orf"), ("simrf+", "simrf"))
+    rows = []
     for problem, sigma in tuned:
-        measured = {n: v[:, 0] for n, v in _all(problem, sigma, TABLE_2, draws).items()}
-        results[problem.name] = measured
         row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
-        row["v_bar"] = sigma * mean_length(problem)
-        row |= {name: estimate(x) for name, x in measured.items()}
-        row["simrf - orf"] = _difference(measured, "simrf", "orf")
-        row["simrf+ - simrf"] = _difference(measured, "simrf+", "simrf")
-        rows.append(row)
-        if theirs := PAPER_2.get(PAPER_NAMES.get(problem.name, problem.name)):
-            v, simplex, weighted = theirs
-            gap = float(weighted.split()[0]) - float(simplex.split()[0])
-            printed = (problem.name, "paper", "d", v, "", simplex, weighted, "", f"{gap:+.4f}")
-            rows.append(dict(zip(row, printed, strict=True)))
-    said = (_said(results, "simrf", "orf"), _said(results, "simrf+", "simrf"))
-    return report.table(rows, out, "\n\n".join(said))
+        rows.append(row | {"v_bar": sigma * mean_length(problem)})
+        rows[-1] |= compared(results[problem.name], pairs)
+        if theirs := printed(2, problem.name):
+            row |= {"whose": "paper", "m": "d", "v_bar": float(theirs["v_bar"])}
+            row |= {name: theirs[name] for name in TABLE_2} | {"simrf - orf": ""}
+            rows.append(row | gaps(theirs, pairs[1:]))
+    return report.table(rows, out, "\n\n".join(said(results, *pair) for pair in pairs))
 
 
 def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
     """Fast rotations beside Haar ones at m = d', the next power of two."""
-    rows, results = [], {}
-    for problem, sigma in tuned:
-        wide = _padded(problem)
-        measured = {n: v[:, 0] for n, v in _all(wide, sigma, TABLE_3, draws).items()}
-        results[problem.name] = measured
-        row = {"data set": problem.name, "whose": "ours", "m": wide.train_x.shape[1]}
-        row |= {name: estimate(x) for name, x in measured.items()}
-        row["orf - iid"] = _difference(measured, "orf", "iid")
-        row["simrf - orf"] = _difference(measured, "simrf", "orf")
-        rows.append(row)
-        if theirs := PAPER_3.get(PAPER_NAMES.get(problem.name, problem.name)):
-            values = [value for value, _ in theirs]
-            gaps = [f"{values[b] - values[a]:+.4f}" for a, b in ((0, 1), (1, 3))]
-            printed = [plus_minus(value, error / 10_000) for value, error in theirs]
-            line = (problem.name, "paper", wide.train_x.shape[1], *printed, *gaps)
-            rows.append(dict(zip(row, line, strict=True)))
-    pairs = (("orf", "iid"), ("simrf", "orf"), ("sorf", "orf"), ("fast-simrf", "simrf"))
-    said = [f"iid <= orf <= simrf in {_ordered(results)} of {len(results)} data sets."]
-    said += [_said(results, *pair) for pair in pairs]
-    return report.table(rows, out, "\n\n".join(said))
+    tuned = [Tuned(padded(problem), sigma) for problem, sigma in tuned]
+    results = harness.cases_of(measured(tuned, TABLE_3, draws), "{data set}")
+    rows, shown = [], (("orf", "iid"), ("simrf", "orf"))
+    for problem, _ in tuned:
+        row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
+        rows.append(row | compared(results[problem.name], shown))
+        if theirs := printed(3, problem.name):
+            texts = {k: plus_minus(*map(float, theirs[k].split(" ± "))) for k in TABLE_3}
+            rows.append(row | {"whose": "paper"} | texts | gaps(theirs, shown))
+    text = [f"iid <= orf <= simrf in {ordered(results)} of {len(results)} data sets."]
+    text += [said(results, *pair) for pair in (*shown, ("sorf", "orf"), ("fast-simrf", "simrf"))]
+    return report.table(rows, out, "\n\n".join(text))
 
 
-def _all(
-    problem: Problem, sigma: float, names: Sequence[str], draws: int, blocks: int = 1
-) -> dict[str, np.ndarray]:
-    """Accuracies (draws, blocks) by coupling, all from the same keys."""
-    return {
-        name: accuracies(problem, sigma, name, blocks=blocks, draws=draws, seed=1) for name in names
-    }
+def compared(values: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Columns of the means, and of the paired differences."""
+    columns = {name: estimate(x) for name, x in values.items()}
+    for name, other in pairs:
+        apart = paired(values[name], values[other])
+        sign = "+" * (apart.mean >= 0)
+        columns[f"{name} - {other}"] = sign + plus_minus(apart.mean, apart.standard_error)
+    return columns
 
 
-def _padded(problem: Problem) -> Problem:
+def gaps(theirs: Mapping[str, str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Columns of the differences between printed means."""
+    means = {name: float(text.split()[0]) for name, text in theirs.items() if " ± " in text}
+    return {f"{name} - {other}": f"{means[name] - means[other]:+.4f}" for name, other in pairs}
+
+
+def padded(problem: Problem) -> Problem:
+    """With zeros up to the next power of two dimensions."""
     d = problem.train_x.shape[1]
     width = ((0, 0), (0, hadamard.next_power_of_two(d) - d))
     return problem._replace(
@@ -247,23 +230,15 @@ def _padded(problem: Problem) -> Problem:
     )
 
 
-def _largest(problem: Problem) -> int:
-    return int(np.argmax(problem.one_hot.sum(axis=0)))
-
-
-def _ordered(results: Draws) -> int:
+def ordered(results: Draws) -> int:
     """In how many data sets the means are in the paper's order."""
-    means = [{name: np.mean(v) for name, v in measured.items()} for measured in results.values()]
+    means = [{name: np.mean(v) for name, v in values.items()} for values in results.values()]
     return sum(bool(m["iid"] <= m["orf"] <= m["simrf"]) for m in means)
 
 
-def _said(results: Draws, name: str, other: str) -> str:
+def said(results: Draws, name: str, other: str) -> str:
+    """Paired tests over the data sets."""
     return verdict(name, other, {k: (of[name], of[other]) for k, of in results.items()})
-
-
-def _difference(measured: Mapping[str, np.ndarray], name: str, other: str) -> str:
-    apart = paired(measured[name], measured[other])
-    return "+" * (apart.mean >= 0) + plus_minus(apart.mean, apart.standard_error)
 
 
 PARTS = {"figure_8": figure_8, "table_2": table_2, "table_3": table_3}

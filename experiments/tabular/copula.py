@@ -13,35 +13,23 @@ and how far the learned coupling is from "+ pnc", in standard errors of the diff
 Writes copula.csv, copula.md, correlations.npz (the learned matrices) and one png for each data set.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.common import launch, statistics, tabular
+from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
 from performer import copula, couplings
 from performer.typing import Coupling
 from vit import report
 
 SMOOTHING = 0.98  # of the running mean in the figure
-
-
-def coupled(scheme: uci.Scheme) -> Callable[[jax.Array], Coupling]:
-    """theta -> coupling: orthogonal, and with their negatives for Laplace features."""
-    if scheme.name == "Fourier":
-        return copula.orthogonal
-    return lambda theta: couplings.Antithetic(copula.orthogonal(theta))
-
-
-def mean_errors(loss: copula.Loss, coupling: Coupling, m: int, d: int, draws: int) -> np.ndarray:
-    """The loss of each of `draws` fresh draws."""
-    keys = jax.random.split(jax.random.key(1), draws)
-    one = jax.jit(lambda keys: jax.lax.map(lambda k: loss(coupling(k, m, d)), keys, batch_size=10))
-    return np.asarray(one(keys), np.float64)
 
 
 def of_scheme(
@@ -63,37 +51,42 @@ def of_scheme(
     )
     d = splits.train_x.shape[-1]
     m = scheme.per_dimension * d
+
+    def build(theta: jax.Array) -> Coupling:
+        """Orthogonal, and with their negatives for Laplace features."""
+        coupling = copula.orthogonal(theta)
+        return coupling if scheme.name == "Fourier" else couplings.Antithetic(coupling)
+
+    def errors(loss: copula.Loss, coupling: Coupling) -> np.ndarray:
+        """The loss of each of `draws` fresh draws, which all couplings share."""
+        keys = jax.random.split(jax.random.key(1), draws)
+        one = partial(jax.lax.map, lambda k: loss(coupling(k, m, d)), batch_size=10)
+        return np.asarray(jax.jit(one)(keys), np.float64)
+
+    learn = partial(
+        copula.learn,
+        num_features=m,
+        coupling=build,
+        num_draws=train_draws,
+        num_steps=num_steps,
+        optimizer=optax.adam(optax.cosine_decay_schedule(0.1, num_steps)),
+    )
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
-    build = coupled(scheme)
-    theta, losses = jax.jit(
-        lambda start: copula.learn(
-            jax.random.key(2),
-            train,
-            start,
-            num_features=m,
-            coupling=build,
-            num_draws=train_draws,
-            num_steps=num_steps,
-            optimizer=optax.adam(optax.cosine_decay_schedule(0.1, num_steps)),
-        )
-    )(start)
+    theta, losses = jax.jit(lambda start: learn(jax.random.key(2), train, start))(start)
     uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
-    schemes = {word: couplings.get(name) for word, name in scheme.couplings.items()}
-    schemes |= {"copula, at the start": build(start), "copula, learned": build(theta)}
-    errors = {
-        word: [mean_errors(loss, c, m, d, draws) for loss in (train, test)]
-        for word, c in schemes.items()
-    }
-    rows = []
-    for word, (on_train, on_test) in errors.items():
-        apart, error = statistics.mean_and_error(on_test - errors["+ pnc"][1])  # shared keys
+    chosen = {word: couplings.get(name) for word, name in scheme.couplings.items()}
+    chosen |= {"copula, at the start": build(start), "copula, learned": build(theta)}
+    on_test = {word: errors(test, coupling) for word, coupling in chosen.items()}
+    rows, pnc = [], on_test["+ pnc"]
+    for word, values in on_test.items():
+        apart, error = statistics.mean_and_error(values - pnc)
         row = {"data set": name, "d": d, "features": scheme.name, "coupling": word}
+        row["training RMSE"] = errors(train, chosen[word]).mean()
         row |= {
-            "training RMSE": on_train.mean(),
-            "test RMSE": on_test.mean(),
-            "standard error": statistics.mean_and_error(on_test)[1],
-            "to + pnc": apart / errors["+ pnc"][1].mean(),
-            "±": error / errors["+ pnc"][1].mean(),
+            "test RMSE": values.mean(),
+            "standard error": statistics.mean_and_error(values)[1],
+            "to + pnc": apart / pnc.mean(),
+            "±": error / pnc.mean(),
             "standard errors apart": apart / error if error else 0.0,
         }
         rows.append(row)
@@ -104,20 +97,27 @@ def of_scheme(
 
 def plot(curves: dict[str, tuple[list[dict], np.ndarray]], out: Path) -> None:
     """VRC Fig. 6: the training curve beside the fixed couplings' losses."""
-    drawn, axes = report.figure(out, columns=len(curves))
-    for axis, (name, (rows, losses)) in zip(axes, curves.items(), strict=True):
-        smooth, value = [], losses[0]
-        for loss in losses:
-            value = SMOOTHING * value + (1 - SMOOTHING) * loss
-            smooth.append(value)
-        axis.plot(losses, color="C0", alpha=0.3)
-        axis.plot(smooth, color="C0", label="orthogonal + copula (learned)")
-        fixed = [row for row in rows if not row["coupling"].startswith("copula")]
-        for number, row in enumerate(fixed, 1):
+    steps = []
+    for name, (_, losses) in curves.items():
+        smooth = losses[0]
+        for step, loss in enumerate(losses):
+            smooth = SMOOTHING * smooth + (1 - SMOOTHING) * loss
+            row = {"features": name, "step": step}
+            steps += [row | {"line": "loss", "RMSE": loss}]
+            steps += [row | {"line": "orthogonal + copula (learned)", "RMSE": smooth}]
+
+    def fixed(axis: Any, here: list[dict]) -> None:
+        rows, _ = curves[here[0]["features"]]
+        for number, row in enumerate(rows[:-2], 2):
             axis.axhline(row["training RMSE"], color=f"C{number}", ls="--", label=row["coupling"])
-        axis.set(xlabel="step", ylabel="training RMSE", title=f"VRC Fig. 6: {out.name}, {name}")
-        axis.legend(fontsize=7)
-    report.save(drawn, out)
+        axis.legend(fontsize="small")
+
+    options: Any
+    panel, options = f"VRC Fig. 6: {out.name}, {{features}}", dict(ylabel="training RMSE")
+    style = {"loss": dict(color="C0", alpha=0.3, marker="")}
+    learned = dict(color="C0", marker="")
+    options |= dict(style=lambda line: style.get(line, learned), finish=fixed)
+    harness.figure(steps, out, x="step", y="RMSE", line="{line}", panel=panel, **options)
 
 
 def main(

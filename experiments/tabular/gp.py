@@ -22,6 +22,7 @@ Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m fr
 the KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn.linear_model import RidgeCV
 
-from experiments.common import launch, statistics, tabular
-from experiments.tabular import published, uci
+from experiments.common import harness, launch, statistics, tabular
+from experiments.tabular import uci
 from performer import gp, kernels
 from performer.typing import Coupling
 from vit import report
@@ -41,10 +42,6 @@ from vit import report
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)
 QUANTITIES = ("kernel RMSE", "KL", "RMSE", "NLL")
-
-
-Cases = dict[str, dict[str, tuple[Any, Any]]]
-"""By quantity and case: the means over the draws of "+ pnc" and of "orthogonal", split by split."""
 
 
 class Scores(NamedTuple):
@@ -67,10 +64,10 @@ class Split(NamedTuple):
     scales: gp.Scales
 
 
-def split_of(splits: tabular.Splits, scales: gp.Scales) -> Split:
-    """All splits, stacked."""
-    x, y, test_x, test_y = (jnp.asarray(part) for part in splits[:4])
-    return Split(x, y, test_x, test_y, scales)
+def split_of(name: str, scheme: uci.Scheme, splits: tabular.Splits) -> Split:
+    """All splits, stacked, with their scales."""
+    scales = uci.hyperparameters(name, scheme, splits)
+    return Split(*(jnp.asarray(part) for part in splits[:4]), scales)  # pyright: ignore
 
 
 def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -176,102 +173,88 @@ def baselines(name: str, splits: tabular.Splits, stacked: Split) -> dict[str, Sc
     return {key: in_units(value, splits.scale) for key, value in raw.items()}
 
 
-def rows_of(name: str, splits: tabular.Splits, draws: int, cases: Cases) -> list[dict]:
-    """The rows of one data set; `cases` receives its pairs."""
+def rows_of(name: str, splits: tabular.Splits, draws: int) -> list[harness.Row]:
+    """A row for each scheme, m, coupling and quantity: its values by split."""
     keys = uci.split_keys(len(splits.scale), draws)
+    stacks = [(scheme, split_of(name, scheme, splits)) for scheme in uci.SCHEMES]
     rows = []
-    for scheme in uci.SCHEMES:
-        stacked = split_of(splits, uci.hyperparameters(name, scheme, splits))
-        for multiple in MULTIPLES:
-            by_coupling = {
-                coupling: in_units(
-                    scores_of(scheme, coupling, multiple, stacked, keys), splits.scale
-                )
-                for coupling in scheme.couplings
-            }
-            for number, quantity in enumerate(QUANTITIES):
-                values = {coupling: row[number] for coupling, row in by_coupling.items()}
-                uci.check_finite(name, scheme, quantity, values)
-            means = {coupling: over_draws(values) for coupling, values in by_coupling.items()}
-            common = {
-                "data set": name,
-                "d": splits.test_x.shape[-1],
-                "features": scheme.name,
-                "m": "d" if multiple == 1 else f"{multiple}d",
-            }
-            for coupling, values in (means | baselines(name, splits, stacked)).items():
-                rows.append(common | {"coupling": coupling} | _columns(common, coupling, values))
-                short = [f"{q} {v.mean():.4g}" for q, v in zip(QUANTITIES, values, strict=False)]
-                print(*common.values(), coupling, *short, flush=True)
-            case = f"{name}, {scheme.name}, m = {common['m']}"
-            pairs = zip(QUANTITIES, means["+ pnc"], means["orthogonal"], strict=False)
-            for quantity, *pair in pairs:
-                cases[quantity][case] = tuple(pair)
+    for (scheme, stacked), multiple in itertools.product(stacks, MULTIPLES):
+        by_coupling = {
+            coupling: in_units(scores_of(scheme, coupling, multiple, stacked, keys), splits.scale)
+            for coupling in scheme.couplings
+        }
+        for number, quantity in enumerate(QUANTITIES):
+            values = {coupling: row[number] for coupling, row in by_coupling.items()}
+            uci.check_finite(name, scheme, quantity, values)
+        means = {coupling: over_draws(values) for coupling, values in by_coupling.items()}
+        m = "d" if multiple == 1 else f"{multiple}d"
+        case = {"data set": name, "d": splits.test_x.shape[-1], "features": scheme.name, "m": m}
+        for coupling, values in (means | baselines(name, splits, stacked)).items():
+            here = case | {"coupling": coupling}
+            for quantity, x in zip(QUANTITIES, values, strict=False):
+                rows += harness.rows_of(here | {"quantity": quantity}, x.tolist())
+            print(*here.values(), flush=True)
     return rows
 
 
-def _columns(common: dict, coupling: str, scores: Scores) -> dict:
-    columns: dict = {}
-    for quantity, values in zip(QUANTITIES, scores, strict=False):
-        mean, error = statistics.mean_and_error(values.tolist())
-        theirs = published.value(
-            f"{quantity}, m = {common['m']}", common["features"], coupling, common["data set"]
-        )
-        empty = np.isnan(mean)
-        columns[quantity] = "" if empty else mean
-        columns[f"{quantity} ±"] = "" if empty else 2 * error
-        columns[f"{quantity}, paper"] = "" if theirs is None else f"{theirs[0]:g} ± {theirs[1]:g}"
-    return columns
+def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """A line for each coupling: mean, two standard errors and the paper's for each quantity."""
+    lines = []
+    for group in harness.grouped(rows, "{data set} {features} {m} {coupling}").values():
+        line = {k: group[0][k] for k in ("data set", "d", "features", "m", "coupling")}
+        name, _, features, m, coupling = line.values()
+        for row in group:
+            quantity, empty = row["quantity"], np.isnan(row["mean"])
+            theirs = uci.printed(f"{quantity}, m = {m}", features, coupling, name)
+            line[quantity] = "" if empty else row["mean"]
+            line[f"{quantity} ±"] = "" if empty else 2 * row["±"]
+            line[f"{quantity}, paper"] = f"{theirs[0]:g} ± {theirs[1]:g}" if theirs else ""
+        lines.append(line)
+    return lines
 
 
-def differences(cases: Cases) -> tuple[list[dict], str]:
+def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
     """The paired differences of "+ pnc" to "orthogonal", and what they say."""
-    rows = [
-        {"quantity": quantity, "case": case, "orthogonal": float(np.mean(b))}
-        | statistics.paired(a, b)._asdict()
-        for quantity, of_cases in cases.items()
-        for case, (a, b) in of_cases.items()
-    ]
-    said = [
-        f"- {quantity}: {statistics.verdict('+ pnc', 'orthogonal', of_cases)}."
-        for quantity, of_cases in cases.items()
-    ]
-    return rows, "\n".join(said) + "\n"
+    lines, said = [], []
+    for quantity, group in harness.grouped(rows, "{quantity}").items():
+        cases = {
+            case: (values["+ pnc"], values["orthogonal"])
+            for case, values in harness.cases_of(group, "{data set}, {features}, m = {m}").items()
+        }
+        for case, (a, b) in cases.items():
+            line = {"quantity": quantity, "case": case, "orthogonal": float(np.mean(b))}
+            lines.append(line | statistics.paired(a, b)._asdict())
+        said.append(f"- {quantity}: {statistics.verdict('+ pnc', 'orthogonal', cases)}.\n")
+    return lines, "".join(said)
 
 
 def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
     """Scores against m on the first split, Fourier features."""
     scheme = uci.SCHEMES[0]
     first = tabular.Splits(*(part[:1] for part in splits))
-    stacked = split_of(first, uci.hyperparameters(name, scheme, first))
+    stacked = split_of(name, scheme, first)
     keys, d = uci.split_keys(1, draws), first.test_x.shape[-1]
-    rows = []
-    for coupling in scheme.couplings:
-        for size in SIZES:
-            by_draw = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
-            row: dict = {"coupling": coupling, "m": size * d}
-            labels = (*QUANTITIES, "prior KL")
-            for label, values, mean in zip(labels, by_draw, over_draws(by_draw), strict=True):
-                _, error = statistics.mean_and_error(values[0].tolist())
-                if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
-                    error /= 2 * mean[0]
-                row |= {label: float(mean[0]), f"{label} ±": float(error)}
-            rows.append(row)
-    drawn, axes = report.figure(out, columns=5)
-    for axis, label in zip(axes, (*QUANTITIES, "prior KL"), strict=True):
-        for coupling in scheme.couplings:
-            curve = [row for row in rows if row["coupling"] == coupling]
-            sizes, values, errors = ([row[c] for row in curve] for c in ("m", label, f"{label} ±"))
-            axis.errorbar(sizes, values, errors, marker="o", markersize=3, label=coupling)
-        axis.set(ylabel=label)
+    labels, rows = (*QUANTITIES, "prior KL"), []
+    for coupling, size in itertools.product(scheme.couplings, SIZES):
+        by_draw = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
+        row: dict = {"coupling": coupling, "m": size * d}
+        for label, values, mean in zip(labels, by_draw, over_draws(by_draw), strict=True):
+            _, error = statistics.mean_and_error(values[0].tolist())
+            if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
+                error /= 2 * mean[0]
+            row |= {label: float(mean[0]), f"{label} ±": float(error)}
+        rows.append(row)
     references = baselines(name, first, stacked)
-    axes[2].axhline(references["exact"].rmse[0], color="black", ls=":", label="exact kernel")
-    axes[2].axhline(references["linear"].rmse[0], color="gray", ls="--", label="linear regression")
-    axes[3].axhline(references["exact"].nll[0], color="black", ls=":", label="exact kernel")
-    for axis in axes:
-        report.log_log(axis, [size * d for size in SIZES])
-    drawn.suptitle(f"VRC Fig. 1: {name}, one split")
-    report.save(drawn, out)
+
+    def lines(axis: Any, _: Any) -> None:
+        if (label := axis.get_ylabel()) in ("RMSE", "NLL"):
+            for (word, scores), style in zip(references.items(), (":", "--"), strict=True):
+                level = scores[QUANTITIES.index(label)][0]
+                axis.axhline(level, color="black", ls=style, label=word)
+            axis.legend()
+
+    title = f"VRC Fig. 1: {name}, one split"
+    harness.figure(rows, out, x="m", y=labels, columns=5, log=True, finish=lines, suptitle=title)
     return report.table(rows, out)
 
 
@@ -301,14 +284,11 @@ def main(
     figure = figure or ("power_plant" if "power_plant" in parts else next(iter(parts)))
     if figure not in parts:
         raise ValueError(f"--figure={figure} is none of the data sets {', '.join(parts)}")
-    rows: list[dict] = []
-    cases: Cases = {quantity: {} for quantity in QUANTITIES}
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
-        for name, of_name in parts.items():
-            rows += rows_of(name, of_name, draws, cases)
-        print(report.table(rows, out / "gp"))
+        rows = [row for name, of_name in parts.items() for row in rows_of(name, of_name, draws)]
+        print(report.table(table(rows), out / "gp"))
         print(figure_1(figure, parts[figure], 5 * draws, out / "figure_1"))
-    apart, said = differences(cases)
+    apart, said = differences(rows)
     print(report.table(apart, out / "differences", said))
 
 

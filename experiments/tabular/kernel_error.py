@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import launch, statistics, tabular
-from experiments.tabular import low_discrepancy, published, uci
+from experiments.common import harness, launch, statistics, tabular
+from experiments.tabular import low_discrepancy, uci
 from performer import gp, kernels, theory
 from performer.typing import Coupling
 from vit import report
@@ -102,62 +102,46 @@ def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -
     uci.check_finite(name, scheme, "kernel estimates", errors)
     d = splits.test_x.shape[-1]
     scaled = splits.test_x / np.asarray(scales.lengthscale, np.float64)[:, None, None]
-    in_theory = {
-        coupling: float(
-            np.mean([predicted(scheme, coupling, x, scheme.per_dimension * d) for x in scaled])
-        )
-        for coupling in errors
-        if coupling not in ("halton", *BASELINES)
-    }
-    rows = []
+    rows, in_theory = [], {}
     for coupling, values in errors.items():
-        ours, error = statistics.ratio(values, errors["iid"])
+        ratio, error = statistics.ratio(values, errors["iid"])
+        if known := coupling not in ("halton", *BASELINES):
+            m = scheme.per_dimension * d
+            in_theory[coupling] = np.mean([predicted(scheme, coupling, x, m) for x in scaled])
         word = coupling.split(",")[0]
-        theirs = published.value("kernel ratio, m = d", scheme.name, word, name)
-        row = {
-            "data set": name,
-            "d": d,
-            "features": scheme.name,
-            "coupling": coupling,
-            "RMSE": float(values.mean()),
-            "ratio": ours,
-            "standard error": error,
-            "theory": in_theory[coupling] / in_theory["iid"] if coupling in in_theory else "",
-            "paper": "",
-            "paper's error": "",
-            "apart": "",
-            "lengthscale": float(np.mean(scales.lengthscale)),
-        }
-        if theirs:
-            row |= {"paper": theirs[0], "paper's error": theirs[1]}
-        if theirs and coupling != "iid":
-            row["apart"] = (ours - theirs[0]) / float(np.hypot(error, theirs[1]))
-        rows.append(row)
-        print(name, scheme.name, coupling, statistics.plus_minus(ours, error), flush=True)
+        theirs = uci.printed("kernel ratio, m = d", scheme.name, word, name)
+        apart = (ratio - theirs[0]) / float(np.hypot(error, theirs[1])) if theirs else ""
+        rows.append(
+            {
+                "data set": name,
+                "d": d,
+                "features": scheme.name,
+                "coupling": coupling,
+                "RMSE": float(values.mean()),
+                "ratio": ratio,
+                "standard error": error,
+                "theory": float(in_theory[coupling] / in_theory["iid"]) if known else "",
+                "paper": theirs[0] if theirs else "",
+                "paper's error": theirs[1] if theirs else "",
+                "apart": "" if coupling == "iid" else apart,
+                "lengthscale": float(np.mean(scales.lengthscale)),
+            }
+        )
+        print(name, scheme.name, coupling, statistics.plus_minus(ratio, error), flush=True)
     return rows
 
 
 def plot(rows: list[dict], out: Path) -> None:
-    """Ratios by data set: ours as bars, the paper's as diamonds."""
-    drawn, axes = report.figure(out, columns=2)
-    for axis, scheme in zip(axes, uci.SCHEMES, strict=True):
-        shown = [row for row in rows if row["features"] == scheme.name]
-        sets, couplings = (
-            list(dict.fromkeys(r[by] for r in shown)) for by in ("data set", "coupling")
-        )
-        width = 0.8 / len(couplings)
-        for number, coupling in enumerate(couplings):
-            mine = [row for row in shown if row["coupling"] == coupling]
-            at = np.arange(len(sets)) + (number - (len(couplings) - 1) / 2) * width
-            values, errors = ([row[name] for row in mine] for name in ("ratio", "standard error"))
-            axis.bar(at, values, width, yerr=errors, label=coupling)
-            theirs = [(a, row["paper"]) for a, row in zip(at, mine, strict=True) if row["paper"]]
-            axis.plot(*np.array(theirs).T if theirs else ([], []), "kD", markersize=4)
-        axis.plot([], [], "kD", markersize=4, label="the paper's")
-        axis.set_xticks(range(len(sets)), sets, rotation=25, ha="right")
-        axis.set(ylabel="kernel RMSE / iid", title=f"VRC Table 1, {scheme.name} features")
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    report.save(drawn, out)
+    """Ratios by data set; diamonds are the paper's."""
+    harness.points(
+        rows,
+        out,
+        x="{data set}",
+        y="ratio",
+        error="standard error",
+        panel="VRC Table 1, {features} features",
+        ylabel="kernel RMSE / iid",
+    )
 
 
 def main(

@@ -185,7 +185,6 @@ def compare(
         return _in_turn(all_settings, seeds, contents, out)
     with safety.exclusive(out), metrics.progress_bar() as bar:
         claim(out, contents)
-        safety.own_shared_memory(out)
         progress, done, results = bar.add_task("compare", total=sum(totals), status=""), 0, []
         for setting, num_steps in zip(all_settings, totals, strict=True):
 

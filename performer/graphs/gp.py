@@ -24,7 +24,7 @@ from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import _descent
-from performer.choices import finite_arrays, moved, positive_number
+from performer.choices import finite_arrays, positive_number
 from performer.gp import Gaussian, Scales
 from performer.graphs import features, kernels, walks
 from performer.typing import Key
@@ -231,9 +231,3 @@ def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
         if absent:
             raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
     return nodes
-
-
-__getattr__ = moved(
-    __name__,
-    posterior="performer.graphs.gp.condition(kernel, observed, nodes, y, noise_scale)",
-)

@@ -75,8 +75,8 @@ def read_npz(source: Path) -> Source:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {key: file[key] for key in file.files}
-        except ValueError as error:  # an array of Python objects
-            raise ValueError(f"{path} cannot be read without unpickling: {error}") from error
+        except (TypeError, ValueError) as error:  # a broken header, an array of Python objects
+            raise ValueError(f"{path} cannot be read: {error}") from error
         names = [str(name) for name in arrays.pop("class_names", names)]
         found += _pairs(path, arrays)
     return _source(source, found, names)
@@ -140,6 +140,8 @@ def _check(arrays: Arrays) -> None:
             f"{name} has {len(images)} images, its labels are {labels.dtype}{list(labels.shape)}:"
             " a whole number or a text for each is needed"
         )
+    if not len(images):
+        raise ValueError(f"{name} is empty: remove this split, or give it images")
     if labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
         raise ValueError(
             f"{name} has labels from {labels.min()} to {labels.max()}: they must be 0 to"

@@ -22,9 +22,6 @@ from vit.sources.source import (
     split_of,
 )
 
-ROWS = 32
-"""That are held in memory at a time."""
-
 
 class Columns(NamedTuple):
     """Which columns hold what."""
@@ -34,21 +31,23 @@ class Columns(NamedTuple):
     class_names: tuple[str, ...]
     """Of integers; empty for text, or where the names are not known."""
 
-    def name(self, label: Any) -> str:
-        """Of a class.
+    def name(self, label: Any, path: Path) -> str:
+        """Return the class of a label in the file.
 
         Raises:
-            ValueError: for an integer that has none.
+            ValueError: for a missing label, or an integer that stands for no class.
         """
-        if not self.class_names or isinstance(label, str):
-            return str(label)
-        if not isinstance(label, int) or not 0 <= label < len(self.class_names):
-            raise ValueError(
-                f"the column {self.label!r} has {label}, but the classes are 0 to"
-                f" {len(self.class_names) - 1} (-1 stands for a label that is kept secret: leave"
-                " out that file)"
-            )
-        return self.class_names[label]
+        if isinstance(label, str):
+            return label
+        place = f"{path}: the column {self.label!r}"
+        if label is None:
+            raise ValueError(f"{place} has rows without a label: remove them")
+        last = len(self.class_names) - 1 if self.class_names else label
+        if not isinstance(label, int) or not 0 <= label <= last:
+            numbers = f"the classes are 0 to {last}" if self.class_names else "classes begin at 0"
+            secret = " (-1 stands for a secret label: leave out that file)" * (label == -1)
+            raise ValueError(f"{place} has {label}, but {numbers}{secret}")
+        return self.class_names[label] if self.class_names else str(label)
 
 
 def found(folder: Path) -> bool:
@@ -73,7 +72,7 @@ def read(source: Path, labels_column: str = "") -> Source:
     for path in paths:
         splits.setdefault(split_of(path.stem), []).append(path)
     columns = _columns(paths[0], labels_column)
-    labels = {columns.name(x) for path in paths for (x,) in _rows(path, [columns.label])}
+    labels = {columns.name(x, path) for path in paths for (x,) in _rows(path, [columns.label])}
     class_names = list(columns.class_names) or in_order(labels)
     for name in class_names:
         check_class_name(name, f"{name!r} in {source}")
@@ -127,7 +126,7 @@ def _class_names(metadata: dict[bytes, bytes], label: str) -> tuple[str, ...]:
 def _examples(paths: Sequence[Path], columns: Columns) -> Iterator[Example]:
     for path in paths:
         for number, (image, label) in enumerate(_rows(path, [columns.image, columns.label])):
-            yield Example(f"{path}[{number}]", partial(_bytes, image), columns.name(label))
+            yield Example(f"{path}[{number}]", partial(_bytes, image), columns.name(label, path))
 
 
 def _bytes(image: Any) -> bytes:
@@ -138,10 +137,16 @@ def _bytes(image: Any) -> bytes:
 
 
 def _rows(path: Path, columns: list[str]) -> Iterator[tuple[Any, ...]]:
-    """The values of the columns, row by row."""
+    """The values of the columns, row by row.
+
+    They are read one by one: one entry of a file's dictionary may stand in every row.
+    """
     with _opened(path) as file:
-        for batch in file.iter_batches(ROWS, columns=columns):
-            yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise ValueError(f"{path} has no column {missing[0]!r}, as another file here has")
+        for row in file.iter_batches(1, columns=columns):
+            yield tuple(row.column(name)[0].as_py() for name in columns)
 
 
 @contextmanager

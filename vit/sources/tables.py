@@ -7,6 +7,7 @@ named. A file without a header has the columns "1", "2", ...
 
 import csv
 import io
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,10 @@ def read(source: Path, labels_column: str = "") -> Source:
     files = _files(table)
     assert files is not None
     column = _labels(table, files, labels_column)
+    for row in table.rows:
+        picture = Path(os.path.abspath(files.path(row[files.column])))
+        if not picture.is_relative_to(os.path.abspath(source)):
+            raise ValueError(f"{table.path} names {row[files.column]!r}, outside {source}")
     class_names = in_order(row[column] for row in table.rows)
     for name in class_names:
         check_class_name(name, f"{name!r} in {table.path}")

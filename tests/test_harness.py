@@ -1,0 +1,75 @@
+"""Sweeps: rows hold what was measured, and their tables, tests and figures show the rows."""
+
+import numpy as np
+import pytest
+
+from experiments.common import harness, statistics
+
+NOISE = np.random.default_rng(0).normal(size=(3, 20))
+MEANS = {"a": (9, 6, 3), "b": (9, 6, 12)}
+COUPLINGS = ("independent", "antithetic", "sigma")
+
+
+def swept():
+    """The errors of "sigma" are the lowest in a, and the highest in b."""
+    cases = [{"graph": graph, "coupling": name} for graph in MEANS for name in COUPLINGS]
+
+    def measure(case):
+        number = COUPLINGS.index(case["coupling"])
+        return NOISE[number] + MEANS[case["graph"]][number]
+
+    return harness.sweep(cases, measure)
+
+
+def test_a_sweep_has_a_row_for_each_case_and_size():
+    values = np.arange(6.0).reshape(3, 2)
+    rows = harness.sweep([{"n": 1}, {"n": 2}], lambda case: values * case["n"], m=(8, 16))
+    assert [(row["n"], row["m"]) for row in rows] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    np.testing.assert_array_equal(rows[3]["values"], 2 * values[:, 1])
+    assert (rows[3]["mean"], rows[3]["±"]) == statistics.mean_and_error(2 * values[:, 1])
+    lines = harness.wide(rows, "m = {m}")
+    assert [list(line) for line in lines] == [["n", "m = 8", "m = 16"]] * 2
+    assert lines[0]["m = 8"] == statistics.estimate(values[:, 0])
+    (first, _) = harness.wide(rows, "{m}", text=False)
+    assert first == {"n": 1, "8": 2.0, "± (8)": rows[0]["±"], "16": 3.0, "± (16)": rows[1]["±"]}
+
+
+def test_verdict():
+    lines = harness.verdict(swept(), "{graph}").splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("- sigma below antithetic in 1 and above in 1 of 2 cases")
+    assert lines[2].startswith("- antithetic below independent in 2 and above in 0 of 2 cases")
+
+
+def test_ratios_are_those_to_the_first_of_a_case():
+    rows = harness.relative(swept(), "{graph}")
+    assert rows[0]["ratio"] == 1
+    want = statistics.ratio(rows[5]["values"], rows[3]["values"])
+    assert (rows[5]["ratio"], rows[5]["ratio ±"]) == want
+    line = harness.wide(rows[1:3], "{coupling} / independent", "ratio")[0]
+    assert list(line) == ["graph", "antithetic / independent", "sigma / independent"]
+
+
+def test_figures_have_a_panel_and_a_line_for_each_text(tmp_path):
+    seen = []
+
+    def finish(axis, rows):
+        labels = [line.get_label() for line in axis.lines]
+        seen.append((axis.get_title(), labels, len(rows), axis.get_ylabel()))
+
+    options = dict(x="m", panel="graph {graph}", finish=finish)
+    rows = [row | {"m": m, "cost": m} for row in swept() for m in (1, 2)]
+    harness.figure(rows, tmp_path / "new" / "lines", y=("mean", "cost"), log=True, **options)
+    names = list(COUPLINGS)
+    assert seen == [(f"graph {graph}", names, 6, y) for graph in MEANS for y in ("mean", "cost")]
+    harness.points(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
+    for name in ("new/lines", "points"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+
+
+def test_printed_numbers(tmp_path):
+    (tmp_path / "paper.csv").write_text("table,set,value\n1,a,0.5 ± 0.1\n2,a,\n")
+    table = harness.printed(tmp_path / "paper.csv", "table", "set")
+    assert table["1", "a"]["value"] == "0.5 ± 0.1"
+    with pytest.raises(KeyError):
+        table["3", "a"]
