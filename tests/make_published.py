@@ -2,15 +2,20 @@
 
     pip install --group published
     python -m tests.make_published --out=tests/published
+    python -m tests.make_published --out=tests/published --architectures
 
 For each encoder of `ENCODERS` a folder: the file of weights as its library writes it, the JSON
 beside it, and `reference.npz`: pictures at two sizes, with logits (of its pooled output, where it
 has no head) and last hidden states in float32. Weights are far from their initialisation: biases,
 LayerScale and positions matter. The second size has fewer patches, for which each library resamples
 the positions in its own way.
+
+With --architectures timm.csv: width, heads, epsilon and activation that timm gives to each
+architecture of its vision_transformer.py, deit.py and eva.py, built without weights.
 """
 
 import argparse
+import csv
 import json
 import warnings
 from pathlib import Path
@@ -29,7 +34,7 @@ class Size(NamedTuple):
     heads: int
     mlp: int
     patch: int
-    sides: tuple[int, int]
+    sides: tuple[int, ...]
     """Patches of a side: as trained, and as evaluated at another size."""
 
 
@@ -41,6 +46,7 @@ USUAL = Size(width=192, depth=12, heads=3, mlp=768, patch=16, sides=(14, 10))
 ENCODERS = {
     "hf_vit": ("ViTForImageClassification", {}),
     "hf_vit_headless": ("ViTModel", {}),
+    "hf_msn": ("ViTMSNForImageClassification", {}),
     "hf_deit": ("DeiTForImageClassification", {}),
     "hf_deit_distilled": ("DeiTForImageClassificationWithTeacher", {}),
     "hf_dinov2": ("Dinov2ForImageClassification", {}),
@@ -59,12 +65,15 @@ ENCODERS = {
 
 
 def make(name, folder, size=TINY):
-    """Writes the folder of an encoder; returns pictures, logits and last hidden states by size."""
+    """Writes the folder of an encoder; returns pictures, logits and last hidden states by size.
+
+    A name that is none of `ENCODERS` is an architecture of timm.
+    """
     import torch
 
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    architecture, options = ENCODERS[name]
+    architecture, options = ENCODERS.get(name, (name, {}))
     folder.mkdir(parents=True, exist_ok=True)
     write = hugging_face if name.startswith("hf_") else timm
     rng = np.random.default_rng(0)
@@ -176,13 +185,37 @@ def timm(architecture, options, size, folder):
     return run
 
 
+def architectures():
+    """Yields for each architecture of timm: module, name, width, heads, epsilon, activation."""
+    import timm
+    import torch
+
+    for module in ("vision_transformer", "deit", "eva"):
+        for name in timm.list_models(module=module):
+            with torch.device("meta"):
+                model = timm.models.model_entrypoint(name)()
+            block = model.blocks[0]
+            heads = getattr(getattr(block, "attn", block), "num_heads", "")
+            epsilon = getattr(getattr(block, "norm1", None), "eps", "")
+            kind = type(getattr(getattr(block, "mlp", None), "act", None)).__name__
+            activation = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+            yield module, name, model.embed_dim, heads, epsilon, activation.get(kind, kind)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the folders")
     parser.add_argument("--only", default="", help="encoders whose name begins so")
+    parser.add_argument("--architectures", action="store_true", help="write timm.csv alone")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if arguments.architectures:
+        with (arguments.out / "timm.csv").open("w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["module", "architecture", "width", "heads", "epsilon", "activation"])
+            rows.writerows(architectures())
+        return
     for name in ENCODERS:
         if name.startswith(arguments.only):
             results = make(name, arguments.out / name)

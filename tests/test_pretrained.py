@@ -3,6 +3,8 @@
 The reference is the original network written from its definition in float64 NumPy.
 """
 
+import contextlib
+import errno
 import zipfile
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, evaluate, metrics, pretrained, runs, train, transfer
+from vit import checkpoint, config, evaluate, metrics, pretrained, runs, safety, train, transfer
 from vit.model import ViT, random_streams
 from vit.published import google
 
@@ -258,6 +260,31 @@ def test_a_full_disk_leaves_no_run_and_the_same_call_goes_on(file, tmp_path, mon
     assert config.of_run(workdir) == settings()
 
 
+def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
+    """Before anything is written, or where the first bytes of the lock have no room."""
+    path, workdir = file(weights()), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+        with pytest.raises(OSError, match=r"bytes are needed .*: '.*run.unfinished'") as error:
+            pretrained.pretrained(path, settings(), workdir)
+    parameters = sum(
+        x[...].nbytes for x in transfer.parameters(loaded(path, settings())[0]).values()
+    )
+    assert f"{2**20 + parameters:,} bytes are needed on the disk, 1,048,576 are free" in str(
+        error.value
+    )
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+    @contextlib.contextmanager
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(safety, "exclusive", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*run.unfinished'"):
+        pretrained.pretrained(path, settings(), workdir)
+
+
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
     told = "head/kernel: (16, 10) left at its initialisation, "
     more = weights(classes=21)
@@ -363,5 +390,5 @@ def test_command_line(file, tmp_path, monkeypatch, capsys):
     pretrained.main([])
     assert "head/bias: (10,) left at its initialisation, (21,) in the" in capsys.readouterr().out
     assert config.of_run(tmp_path / "run") == settings()
-    with pytest.raises(SystemExit, match="ValueError: .*holds a run already"):
+    with pytest.raises(ValueError, match="holds a run already"):
         pretrained.main([])

@@ -12,9 +12,9 @@ softmax run) and `vit.train --workdir` (which fine-tunes it) take it as any othe
 config the run has no data: `vit.predict`, `vit.export` and `vit.load` take it.
 
 Of .safetensors, Hugging Face's ViT, DeiT, DINOv2 and SigLIP and timm's vit_* and deit_* are read.
-Their architecture is read from the shapes, and from config.json and preprocessor_config.json where
-they lie beside the file; the model section of the config is then theirs, but for what training
-needs (dropout, drop_path, dtype, remat and the initial values). Made to fit are:
+Beside the file lies its config.json, which names the network; a network or argument that is not
+known is refused. The model section of the config is then theirs, but for what training needs
+(dropout, drop_path, dtype, remat and the initial values). Made to fit are:
 
     positions   resampled to config.data.image_size, bicubic, as the library of the file does it:
                 timm and DINOv2 with registers with antialiasing, the others of transformers without
@@ -32,7 +32,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from absl import flags
+from absl import flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
@@ -67,7 +67,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
         ValueError: for a config that cannot work, a workdir that is not empty, a file that cannot
             be read, or arrays that do not fit the model, all of them in one message. Nothing has
             been written then.
-        vit.checkpoint.SaveError: when the run cannot be written.
+        OSError: when there is no room on the disk, or the run cannot be written.
     """
     origin = {"weights": str(weights.resolve())}
     if weights.suffix == ".npz":
@@ -81,7 +81,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
             return report + load(model, named, str(weights), origins)
 
         return transfer.start(config, workdir, fill, origin)
-    encoder = families.read(weights, config.model.num_heads if config else 0)
+    encoder = families.read(weights)
     dataset = _no_data(encoder) if config is None else None
     config = of_encoder(config, encoder)
 
@@ -194,6 +194,7 @@ def _fresh_head(
 
 def main(_: list[str]) -> None:
     """The command line."""
+    logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     devices.check_alone()
     config = from_flag(_CONFIG) if _CONFIG.value else None

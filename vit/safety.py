@@ -94,6 +94,17 @@ def check_vacant(folder: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Name the folder in an error that names no file, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(folder)
+        raise
+
+
+@contextlib.contextmanager
 def appearing(folder: Path, flag: str) -> Iterator[Path]:
     """A folder to fill, which takes its final name in one piece when the block has ended well.
 
@@ -102,11 +113,12 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
 
     Raises:
         ValueError: as `check_vacant` and `exclusive`.
+        OSError: when it cannot be written; the message names a file or the folder.
     """
     folder = folder.resolve()
     check_vacant(folder, flag)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
-    with exclusive(unfinished):
+    with _naming(unfinished), exclusive(unfinished):
         for path in unfinished.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -19,6 +19,8 @@ The optimiser and the random streams begin anew, and width and depth must be the
 has all it needs: the other one may be removed when it has begun.
 """
 
+import errno
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,10 @@ Fill = Callable[[Model, Task, data.Dataset], list[str]]
 
 ORIGIN = "origin.json"
 """In the folder of a run that was begun from another: its place and step."""
+
+METADATA = 2**20
+"""Bytes on disk of a run beside its parameters: at step 0 the moments of the optimiser are zeros,
+which are compressed."""
 
 HEAD = {"head/kernel", "head/bias"}
 TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
@@ -112,6 +118,7 @@ def start(
 
     Raises:
         ValueError: for a config that cannot work, or a workdir that is not empty.
+        OSError: when there is no room for the parameters.
         vit.checkpoint.SaveError: when the run cannot be written.
     """
     configs.validate(config)
@@ -121,7 +128,12 @@ def start(
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     report = fill(model, task, dataset)
+    needed = METADATA + sum(x[...].nbytes for x in parameters(model).values())
     with safety.appearing(workdir, "--workdir") as folder:
+        free = shutil.disk_usage(folder).free
+        if free < needed:  # Orbax fails too, in a thousand lines
+            room = f"{needed:,} bytes are needed on the disk, {free:,} are free"
+            raise OSError(errno.ENOSPC, room, str(folder))
         files.note(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, config, dataset, task)
     return report

@@ -1,7 +1,7 @@
-"""A published encoder of PyTorch, as fields of `config.model` and arrays by our names.
+"""Encoder of PyTorch as fields of `config.model` and arrays by our names.
 
-What both of `hugging_face` and `timm` need: the layout of PyTorch's arrays, tokens and positions,
-normalisation of pictures, and the architecture that shapes tell. Ours and theirs:
+The part that `hugging_face` and `timm` share: the layout of PyTorch's arrays, tokens and positions,
+the normalisation of pictures, and the sizes, which are read from the shapes. Ours and theirs:
 
     kernel (in, out)             weight (out, in)
     kernel (height, width, in, out)   weight (out, in, height, width) of a convolution
@@ -26,63 +26,58 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5,) * 3, (0.5,) * 3
 """Means and deviations of the colours, 0 to 1, by which pictures are normalised."""
 
-HEAD_WIDTHS = {1152: 72, 1280: 80, 1408: 88, 1664: 104}
-"""Of So400m, H, g and G: sixteen heads; all else that is published has heads of 64."""
-
 
 class Said(NamedTuple):
-    """What the arrays do not tell: from the JSON beside the file, or the habit of the family."""
+    """Everything that the arrays do not show: from config.json and preprocessor_config.json."""
 
     origin: str
-    """Whose encoder: "Hugging Face's DINOv2"."""
+    """Library and family: "Hugging Face's DINOv2"."""
+    width: int
+    """Width of the blocks, which must be that of the arrays."""
+    num_heads: int
     epsilon: float
     activation: str
-    """Of `config.model.activation`."""
-    num_heads: int = 0
-    """0: not said."""
+    """Value of `config.model.activation`."""
+    mean: Sequence[float]
+    std: Sequence[float]
+    image_size: int = 0
+    """Image size of the positions; 0: computed from their number."""
     pooling: str = "token"
     final_norm: str = "before"
-    image_size: int = 0
-    """Of the positions; 0: as their number says."""
-    mean: tuple[float, ...] = HALF[0]
-    std: tuple[float, ...] = HALF[1]
     input_size: int = 0
-    """Of the pictures that it is evaluated on; 0: the image size."""
+    """Size of the pictures in evaluation; 0: the image size."""
     antialias: bool = True
-    """Of positions for another grid, as the library resamples them."""
+    """Antialiasing of positions that are resampled to another grid, as the library does it."""
     resize: int = 0
-    """To which the shorter side of a picture is resized before; 0: the image size."""
+    """Size of the shorter side of a picture before the crop; 0: the image size."""
     class_names: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    """On where these come from."""
 
 
 class Encoder(NamedTuple):
-    """A published encoder: what it is, its weights, and how its pictures are read."""
+    """Published encoder: its architecture, its weights, and how its pictures are read."""
 
     model: dict[str, Any]
     """Fields of `config.model`."""
     arrays: Arrays
     """By the names of our parameters, for pictures from -1 to 1."""
     image_size: int
-    """Of the positions."""
+    """Image size of the positions."""
     said: Said
     lines: list[str]
-    """What was found, to print."""
+    """Report to print."""
 
 
-def built(arrays: Arrays, names: Mapping[str, str], said: Said, num_heads: int = 0) -> Encoder:
-    """The encoder that these arrays are.
+def built(arrays: Arrays, names: Mapping[str, str], said: Said) -> Encoder:
+    """Build the encoder from its arrays.
 
     Args:
         arrays: by their names, without a prefix.
         names: theirs -> ours, a number of a block as "*"; of modules, or of single arrays.
-        said: what else is known.
-        num_heads: of the user, before what is said.
+        said: what the arrays do not show.
 
     Raises:
-        ValueError: when arrays have no place here, are missing, or contradict one another; all of
-            them are listed.
+        ValueError: when arrays have no place here, are missing, or contradict one another or what
+            is said; all arrays without a place are listed.
     """
     places = {name: place(name, names) for name in arrays}
     strange = [f"{name}: {arrays[name].shape}" for name, (ours, _) in places.items() if not ours]
@@ -90,7 +85,7 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said, num_heads: int =
         raise ValueError(
             f"{said.origin} has parts that have no place in this ViT:\n  " + "\n  ".join(strange)
         )
-    size, patch_size, heads_line = _size(arrays, places, num_heads or said.num_heads)
+    size, patch_size = _size(arrays, places, said)
     named: Arrays = {}
     for name, (ours, leaf) in places.items():
         try:
@@ -104,25 +99,22 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said, num_heads: int =
     image_size = _fold_tokens(named, said, patch_size)
     _fold_heads(named)
     _fold_pixels(named, said.mean, said.std)
-    gated = named["blocks/0/mlp_in/kernel"].shape[-1] == 2 * size.mlp_dim
     model = {
         **_as_variant(size, patch_size),
         "pooling": said.pooling,
         "registers": len(named.get("registers", ())),
         "position": "learned",
         "layer_scale": float("blocks/0/attention_scale" in named),
-        "activation": "swiglu" if gated else said.activation,
+        "activation": said.activation,
         "epsilon": said.epsilon,
         "embed_norm": "embed_norm/scale" in named,
         "final_norm": said.final_norm if "norm/scale" in named else "none",
         "pre_logits": False,
     }
     told = [
-        f"{said.origin}: width {size.width}, {size.depth} blocks, MLP {size.mlp_dim}, patches of"
-        f" {patch_size}, pictures of {image_size}",
-        heads_line,
-        *said.lines,
-        f"pictures are normalised by mean {_plain(said.mean)} and deviation {_plain(said.std)},"
+        f"{said.origin}: width {size.width}, {size.depth} blocks, {size.num_heads} heads, MLP"
+        f" {size.mlp_dim}, {said.activation}, patches of {patch_size}, pictures of {image_size}",
+        f"pictures are normalised by mean {tuple(said.mean)} and deviation {tuple(said.std)},"
         " which the patch embedding has taken up",
         *lines,
     ]
@@ -130,7 +122,7 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said, num_heads: int =
 
 
 def place(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Our name for an array, and its leaf (weight, bias or none); "" for one without a place."""
+    """Return our name of an array ("" for one without a place) and its leaf: weight, bias, none."""
     name = name.replace("in_proj_", "in_proj.")
     starred = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
     number = next(iter(re.findall(r"(?<=\.)\d+(?=\.)", name)), "")
@@ -143,7 +135,7 @@ def place(name: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def layout(ours: str, leaf: str, x: np.ndarray, heads: int) -> Arrays:
-    """An array of PyTorch as ours: by the name of its module, and weight or bias."""
+    """Return an array of PyTorch as ours: by the name of its module, and weight or bias."""
     above, _, part = ours.rpartition("/")
     parts = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}.get(part)
     if parts:
@@ -164,36 +156,28 @@ def layout(ours: str, leaf: str, x: np.ndarray, heads: int) -> Arrays:
     return {f"{ours}/kernel": x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T}
 
 
-def _size(
-    arrays: Arrays, places: Mapping[str, tuple[str, str]], num_heads: int
-) -> tuple[Size, int, str]:
-    """Width, depth, heads and MLP; the patch size; and a line on where the heads come from."""
+def _size(arrays: Arrays, places: Mapping[str, tuple[str, str]], said: Said) -> tuple[Size, int]:
+    """Return width, depth, heads and MLP, and the patch size."""
     by_place = {ours + "/" + leaf: arrays[name] for name, (ours, leaf) in places.items()}
-    needed = ("embed/weight", "blocks/0/mlp_in/weight", "blocks/0/mlp_out/weight", "position/")
+    needed = ("embed/weight", "blocks/0/mlp_out/weight", "position/")
     missing = [name for name in needed if name not in by_place]
     if missing or by_place["embed/weight"].ndim != 4:
         raise ValueError(f"the file holds no ViT: there is no {(missing or ['embed/weight'])[0]}")
     width, _, height, patch_size = by_place["embed/weight"].shape
     if height != patch_size:
         raise ValueError(f"patches of {height} x {patch_size} pixels: only square ones are read")
-    blocks = {int(name.split("/")[1]) for name in by_place if name.startswith("blocks/")}
-    line = f"{num_heads} heads, as config.json or the flag says"
-    if not num_heads:
-        num_heads = max(1, width // HEAD_WIDTHS.get(width, 64))
-        line = f"{num_heads} heads, as a width of {width} has"
-        line += (
-            ": num_attention_heads in a config.json, or --config.model.num_heads, says otherwise"
-        )
-    if width % num_heads:
+    if width != said.width or not said.num_heads or width % said.num_heads:
         raise ValueError(
-            f"a width of {width} is not divided by {num_heads} heads: set --config.model.num_heads"
+            f"config.json says {said.num_heads} heads on a width of {said.width}, the arrays have"
+            f" a width of {width}: take the config.json of this file"
         )
-    size = Size(width, 1 + max(blocks), num_heads, by_place["blocks/0/mlp_out/weight"].shape[-1])
-    return size, patch_size, line
+    blocks = {int(name.split("/")[1]) for name in by_place if name.startswith("blocks/")}
+    mlp_dim = by_place["blocks/0/mlp_out/weight"].shape[-1]
+    return Size(width, 1 + max(blocks), said.num_heads, mlp_dim), patch_size
 
 
 def _as_variant(size: Size, patch_size: int) -> dict[str, Any]:
-    """The variant of that size, or one with all numbers in the place of its own."""
+    """Return the variant of that size, or one with all numbers in the place of its own."""
     letters = [name for name, known in SIZES.items() if known == size]
     if letters:
         return {"variant": f"{letters[0]}/{patch_size}", **dict.fromkeys(Size._fields, 0)}
@@ -201,47 +185,35 @@ def _as_variant(size: Size, patch_size: int) -> dict[str, Any]:
 
 
 def _zero_biases(named: Arrays) -> list[str]:
-    """Biases that some encoders lack in the embedding and in attention become zeros."""
-    lacking = [
-        name.replace("kernel", "bias")
-        for name in named
-        if re.fullmatch(r"(embed|.*attention/(query|key|value))/kernel", name)
-        and name.replace("kernel", "bias") not in named
-    ]
-    for name in lacking:
-        kernel = named[name.replace("bias", "kernel")]
-        named[name] = np.zeros(kernel.shape[-1:] if "embed" in name else kernel.shape[1:], "f4")
-    return [f"{len(lacking)} biases are not in the file: zeros"] if lacking else []
+    """Add biases of zeros where some encoders have none: in the embedding and in attention."""
+    added = []
+    for name in list(named):
+        bias, shape = name.replace("kernel", "bias"), named[name].shape
+        needed = re.fullmatch(r"(embed|.*attention/(query|key|value))/kernel", name)
+        if needed and bias not in named:
+            named[bias] = np.zeros(shape[-1:] if "embed" in name else shape[1:], "f4")
+            added.append(bias)
+    return [f"{len(added)} biases are not in the file: zeros"] if added else []
 
 
 def _fold_tokens(named: Arrays, said: Said, patch_size: int) -> int:
-    """Tokens with their positions as token and registers; positions of patches; the image size."""
-    names = ("token", "distillation", "registers")
-    position = named["position"]
-    tokens = [named.pop(name) for name in names if name in named]
-    tokens = np.concatenate([position[:0], *tokens])
-    count = _positioned(len(position), len(tokens), said.image_size // patch_size)
+    """Fold the positions of tokens into token and registers; return the image size."""
+    position, kinds = named["position"], ("token", "distillation", "registers")
+    tokens = np.concatenate([position[:0], *(named.pop(x) for x in kinds if x in named)])
+    side = said.image_size // patch_size or math.isqrt(len(position))
+    count = len(position) - side**2  # positions of tokens: none, the class token's, or all
+    if count not in (0, min(1, len(tokens)), len(tokens)):
+        raise ValueError(
+            f"{len(position)} positions, with {len(tokens)} tokens, are not those of square"
+            f" pictures of {side} x {side} patches"
+        )
     tokens = tokens + np.pad(position[:count], [(0, len(tokens) - count), (0, 0)])
     named["position"] = position[count:]
     if "token" in said.pooling:
         named["token"], tokens = tokens[0], tokens[1:]
     if len(tokens):
         named["registers"] = tokens
-    return math.isqrt(len(named["position"])) * patch_size
-
-
-def _positioned(positions: int, tokens: int, side: int) -> int:
-    """How many of the positions belong to tokens: all, the class token's, or none."""
-    found = [
-        count
-        for count in (tokens, min(tokens, 1), 0)
-        for patches in [positions - count]
-        if patches > 0 and math.isqrt(patches) ** 2 == patches
-    ]
-    of_said = [count for count in found if positions - count == side**2]
-    if not found:
-        raise ValueError(f"{positions} positions, with {tokens} tokens, are of no square image")
-    return (of_said or found)[0]
+    return side * patch_size
 
 
 def resampled(position: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
@@ -274,7 +246,7 @@ def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 
 
 def _fold_heads(named: Arrays) -> None:
-    """The mean of two heads, of class token and distillation token, is one on both side by side."""
+    """Join two heads, on class token and distillation token, to one on both tokens: their mean."""
     kernels = [named.get(f"{name}/kernel") for name in ("head", "head_distillation")]
     if kernels[1] is not None:
         named["head/kernel"] = np.concatenate([x / 2 for x in kernels if x is not None])
@@ -283,13 +255,14 @@ def _fold_heads(named: Arrays) -> None:
 
 
 def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> None:
-    """The embedding of (x - mean) / std, x from 0 to 1, as one of 2 x - 1, which this ViT sees."""
+    """Make the embedding of (x - mean) / std, x from 0 to 1, one of 2 x - 1, the ViT's pixels."""
     kernel = named["embed/kernel"].astype(np.float64)
-    usable = len(mean) == len(std) == kernel.shape[2] and min(std) > 0
-    if not (usable and np.isfinite([*mean, *std]).all()):
+    usable = len(mean) == len(std) == kernel.shape[2] and all(0 <= x <= 1 for x in mean)
+    if not (usable and all(1e-3 <= x <= 1 for x in std)):
         raise ValueError(
-            f"mean {_plain(mean)} and deviation {_plain(std)} of pictures with {kernel.shape[2]}"
-            " colours: set image_mean and image_std in a preprocessor_config.json beside the file"
+            f"{kernel.shape[2]} colours from 0 to 1 cannot be normalised by image_mean={mean},"
+            f" image_std={std}: set in a preprocessor_config.json beside the file a mean from 0 to"
+            " 1 and a standard deviation from 0.001 to 1 of each colour"
         )
     shift = np.einsum("ijcw,c->w", kernel, (0.5 - np.array(mean)) / np.array(std))
     named["embed/bias"] = (named["embed/bias"] + shift).astype(np.float32)
@@ -297,5 +270,8 @@ def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> 
     named["embed/kernel"] = scaled.astype(np.float32)
 
 
-def _plain(numbers: Sequence[float]) -> str:
-    return "(" + ", ".join(f"{x:g}" for x in numbers) + ")"
+def side(size: Any) -> int:
+    """Length of 224, [224, 224], {"height": 224, "width": 224} or {"shortest_edge": 224}."""
+    if isinstance(size, dict):
+        size = size.get("shortest_edge") or size.get("height") or 0
+    return int(size[-1] if isinstance(size, list | tuple) else size)

@@ -1,4 +1,4 @@
-"""Which encoder a file of safetensors holds: one of Hugging Face's, or one of timm's."""
+"""Reader of an encoder in a file of safetensors, as transformers or timm wrote it."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,32 +7,33 @@ from vit.published import files, hugging_face, timm
 from vit.published.encoder import Encoder
 
 
-def read(path: Path, num_heads: int = 0) -> Encoder:
-    """The encoder in a file .safetensors, with what config.json and preprocessor_config.json say.
+def read(path: Path) -> Encoder:
+    """Read the encoder in a file .safetensors, with the JSON beside it.
 
     Args:
-        path: of the file; these two are looked for beside it.
-        num_heads: in the place of what they say, or of a guess by the width; 0: as they say.
+        path: the file. In the same folder config.json is required, which names the network;
+            preprocessor_config.json is read where it is there.
 
     Raises:
-        ValueError: for a file that is refused (`files.check_form`), cannot be read, holds another
-            network, or contradicts itself.
+        ValueError: for a file that is refused (`files.check_form`) or cannot be read, a network
+            that is not read, or arrays and JSON that contradict one another.
     """
     names = files.names(path)
-    family = hugging_face.family(names)
-    if not family and not timm.is_timm(names):
-        raise ValueError(
-            f"{path} holds none of the encoders that are read (Hugging Face's ViT, DeiT, DINOv2 and"
-            f" SigLIP, timm's vit_* and deit_*); its arrays begin with {', '.join(names[:3])}"
-        )
-    module = hugging_face if family else timm
-    wanted = [name for name in names if module.wanted(name, names)]
-    arrays = files.read(path, wanted)
     config = files.beside(path, "config.json")
     preprocessor = files.beside(path, "preprocessor_config.json")
+    library = hugging_face if "model_type" in config else timm
+    if "model_type" not in config and "architecture" not in config:
+        raise ValueError(
+            f"{path.parent / 'config.json'} must name the network, for arrays alone do not, by its"
+            f" model_type ({', '.join(hugging_face.FAMILIES)}) or by timm's architecture: take the"
+            " one that is published with the file; or, where there is none, write the name that"
+            ' timm gives it, as {"architecture": "vit_small_patch14_dinov2", "global_pool":'
+            ' "token", "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
+        )
     try:
-        encoder = module.read(arrays, config, preprocessor, num_heads)
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        wanted = library.wanted(names)
+        encoder = library.read(files.read(path, wanted), config, preprocessor)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         said = error if isinstance(error, ValueError) else f"it or the JSON beside it: {error!r}"
         raise ValueError(f"{path}: {said}") from error
     left = Counter(".".join(name.split(".")[:2]) for name in names if name not in wanted)

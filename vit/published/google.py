@@ -17,6 +17,7 @@ token = cls + pos[0] and position = pos[1:], which is the same function.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,8 @@ def read(path: Path) -> tuple[Arrays, list[str]]:
         raise ValueError(f"{path} holds no ViT: there is no embedding/kernel in it")
     arrays = {name.removeprefix(prefixes[0]): float32(array) for name, array in stored.items()}
     check_numbers(arrays, path)
-    folders = sorted({name.split("/")[0] for name in outside})
-    return arrays, [
-        f"{folder}: {sum(name.split('/')[0] == folder for name in outside)} arrays left out"
-        for folder in folders
-    ]
+    left = Counter(name.split("/")[0] for name in sorted(outside))
+    return arrays, [f"{folder}: {count} arrays left out" for folder, count in left.items()]
 
 
 def rename(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, dict[str, str]]:

@@ -1,15 +1,15 @@
-"""Encoders as transformers writes them: ViT, DeiT, DINOv2 with and without registers, SigLIP.
+"""Encoders as transformers writes them: ViT, ViT-MSN, DeiT, DINOv2 (with registers too), SigLIP.
 
 Names are those of the published files, modeling_vit.py, modeling_deit.py, modeling_dinov2.py,
 modeling_dinov2_with_registers.py and modeling_siglip.py of huggingface/transformers. Of a model for
-two towers the vision tower is read.
+two towers the vision tower is read. A value that config.json leaves out is the default of the class
+in transformers, for it writes only the others.
 """
 
 import re
 from typing import Any
 
-from vit.config import Model
-from vit.published.encoder import HALF, IMAGENET, Encoder, Said, built
+from vit.published.encoder import HALF, IMAGENET, Encoder, Said, built, side
 from vit.published.files import Arrays
 
 EMBEDDINGS = {
@@ -63,20 +63,26 @@ SIGLIP = {
     "head.mlp.fc1": "pool/mlp_in",
     "head.mlp.fc2": "pool/mlp_out",
 }
-BLOCKS = {"ViT": VIT_BLOCK, "DeiT": VIT_BLOCK, "DINOv2": DINOV2_BLOCK}
-NAMES = {
-    family: EMBEDDINGS | {f"encoder.layer.*.{k}": f"blocks/*/{v}" for k, v in block.items()}
-    for family, block in BLOCKS.items()
-} | {"SigLIP": SIGLIP | {f"encoder.layers.*.{k}": f"blocks/*/{v}" for k, v in SIGLIP_BLOCK.items()}}
-"""Theirs -> ours."""
+VIT = EMBEDDINGS | {f"encoder.layer.*.{k}": f"blocks/*/{v}" for k, v in VIT_BLOCK.items()}
+DINOV2 = EMBEDDINGS | {f"encoder.layer.*.{k}": f"blocks/*/{v}" for k, v in DINOV2_BLOCK.items()}
+SIGLIP |= {f"encoder.layers.*.{k}": f"blocks/*/{v}" for k, v in SIGLIP_BLOCK.items()}
 
-HABITS = {
-    "ViT": (1e-12, "gelu", HALF),
-    "DeiT": (1e-12, "gelu", IMAGENET),
-    "DINOv2": (1e-6, "gelu", IMAGENET),
-    "SigLIP": (1e-6, "gelu_tanh", HALF),
+FAMILIES = {
+    "vit": (VIT, Said("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF)),
+    "vit_msn": (VIT, Said("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET)),
+    "deit": (VIT, Said("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET)),
+    "dinov2": (DINOV2, Said("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)),
+    "siglip": (SIGLIP, Said("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)),
 }
-"""Epsilon, activation, normalisation, where no JSON says them."""
+FAMILIES["dinov2_with_registers"] = FAMILIES["dinov2"]
+FAMILIES["siglip_vision_model"] = FAMILIES["siglip"]
+"""Names (theirs -> ours) and defaults, by the `model_type` of config.json."""
+
+OTHERS = {
+    "clip": "CLIP; its towers are read as timm writes them, vit_*_clip_*",
+    "siglip2": "SigLIP2 NaFlex; SigLIP2 of one resolution, of model_type siglip, is read",
+}
+"""Families that are not read, and which relative is."""
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -87,107 +93,74 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
 }
 HEADS = ("classifier", "cls_classifier")
-PREFIX = r"(vit|deit|dinov2|dinov2_with_registers|vision_model)\."
+PREFIX = r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\."
 LEFT_OUT = r"text_model\..*|logit_(scale|bias)|embeddings\.(mask_token|position_ids)|pooler\..*"
 
 
-def family(names: list[str]) -> str:
-    """Which of them a file with arrays of these names is; "" for none."""
-    names = [re.sub(f"^{PREFIX}", "", name) for name in names]
-    if "embeddings.patch_embedding.weight" in names:
-        return "SigLIP"
-    if "embeddings.patch_embeddings.projection.weight" not in names:
-        return ""
-    if any(name.endswith(".layer_scale1.lambda1") for name in names):
-        return "DINOv2"
-    return "DeiT" if "embeddings.distillation_token" in names else "ViT"
+def wanted(names: list[str]) -> list[str]:
+    """Return the names of the arrays that are read: a classifier of SigLIP needs no pooling."""
+    left_out = LEFT_OUT + (r"|head\..*" if "classifier.weight" in names else "")
+    return [name for name in names if not re.fullmatch(left_out, re.sub(PREFIX, "", name))]
 
 
-def wanted(name: str, names: list[str]) -> bool:
-    """Whether an array is a part of what is read: SigLIP's pooling is none beside a classifier."""
-    name = re.sub(f"^{PREFIX}", "", name)
-    pooling = name.startswith("head.") and "classifier.weight" in names
-    return not (re.fullmatch(LEFT_OUT, name) or pooling)
-
-
-def read(
-    arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any], num_heads: int = 0
-) -> Encoder:
-    """The encoder of a file.
+def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -> Encoder:
+    """Build the encoder of a file.
 
     Args:
-        arrays: of the names that are `wanted`.
-        config: `config.json`, or nothing.
+        arrays: those that are `wanted`.
+        config: `config.json`.
         preprocessor: `preprocessor_config.json`, or nothing.
-        num_heads: of the user, before config.json's.
 
     Raises:
-        ValueError: when it has parts that this ViT lacks, or JSON and arrays contradict.
+        ValueError: for a family that is not read, or parts that this ViT lacks.
     """
-    kind = family(list(arrays))
-    arrays = {re.sub(f"^{PREFIX}", "", name): array for name, array in arrays.items()}
-    config = config.get("vision_config", config) | {"id2label": config.get("id2label", {})}
-    said = _said(kind, arrays, config, preprocessor)
-    encoder = built(arrays, NAMES[kind], said, num_heads)
-    size = Model(**encoder.model).size
-    for name, value in {"hidden_size": size.width, "num_hidden_layers": size.depth}.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"config.json: {name} is {config[name]}, that of the arrays {value}")
-    return encoder
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        other = OTHERS.get(kind.removesuffix("_vision_model"))
+        raise ValueError(
+            f"config.json: model_type={kind!r} is not read{f' ({other})' if other else ''}; read"
+            f" are {', '.join(FAMILIES)}"
+        )
+    names, said = FAMILIES[kind]
+    arrays = {re.sub(PREFIX, "", name): array for name, array in arrays.items()}
+    labels = config.get("id2label", {})
+    config = config.get("vision_config", config)
+    act = config.get("hidden_act", said.activation)
+    if act not in ACTIVATIONS:
+        raise ValueError(f"config.json: hidden_act={act!r} is none of {', '.join(ACTIVATIONS)}")
+    if preprocessor.get("do_normalize") is False:
+        preprocessor = preprocessor | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    size = preprocessor.get("size") or 0
+    said = said._replace(
+        width=config.get("hidden_size", said.width),
+        num_heads=config.get("num_attention_heads", said.num_heads),
+        epsilon=float(config.get("layer_norm_eps", said.epsilon)),
+        activation="swiglu" if config.get("use_swiglu_ffn") else ACTIVATIONS[act],
+        mean=preprocessor.get("image_mean") or said.mean,
+        std=preprocessor.get("image_std") or said.std,
+        image_size=side(config.get("image_size", 224)),
+        pooling=_pooling(arrays),
+        antialias=kind == "dinov2_with_registers",
+        input_size=side(preprocessor.get("crop_size") or size),
+        resize=side(size) if preprocessor.get("do_center_crop") else 0,
+        class_names=_class_names(arrays, labels),
+    )
+    return built(arrays, names, said)
 
 
 def _class_names(arrays: Arrays, names: dict[str, Any]) -> tuple[str, ...]:
-    """Of the head; nothing where it has none, or where they were never named."""
+    """Return the names of the classes; none without a head, or where they were never named."""
     biases = [arrays[f"{head}.bias"] for head in HEADS if f"{head}.bias" in arrays]
     numbers = range(len(biases[0])) if biases else ()
     unnamed = all(names.get(str(i), f"LABEL_{i}") == f"LABEL_{i}" for i in numbers)
     return () if unnamed else tuple(str(names.get(str(i), i)) for i in numbers)
 
 
-def _said(kind: str, arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -> Said:
-    epsilon, activation, (mean, std) = HABITS[kind]
-    act = config.get("hidden_act")
-    if act is not None and act not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json: hidden_act={act!r} is none of {', '.join(sorted(ACTIVATIONS))}"
-        )
-    lines = []
-    if "hidden_size" not in config:
-        lines = [f"epsilon {epsilon:g} and {activation} are {kind}'s: no config.json says them"]
-    if preprocessor.get("do_normalize") is False:
-        preprocessor = preprocessor | {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
-    if not preprocessor:
-        lines += [f"mean and deviation are {kind}'s: there is no preprocessor_config.json"]
-    return Said(
-        origin=f"Hugging Face's {kind}",
-        epsilon=float(config.get("layer_norm_eps", epsilon)),
-        activation=ACTIVATIONS[act] if act else activation,
-        num_heads=int(config.get("num_attention_heads", 0)),
-        pooling=_pooling(kind, arrays),
-        image_size=_side(config.get("image_size", 0)),
-        mean=tuple(preprocessor.get("image_mean") or mean),
-        std=tuple(preprocessor.get("image_std") or std),
-        antialias="embeddings.register_tokens" in arrays,
-        input_size=_side(preprocessor.get("crop_size") or preprocessor.get("size") or 0),
-        resize=_side(preprocessor.get("size") or 0) if preprocessor.get("do_center_crop") else 0,
-        class_names=_class_names(arrays, config["id2label"]),
-        lines=tuple(lines),
-    )
-
-
-def _pooling(kind: str, arrays: Arrays) -> str:
-    """What its head reads: DINOv2's class token and mean, distilled DeiT's both tokens."""
-    head = arrays.get("classifier.weight")
-    if kind == "SigLIP":
+def _pooling(arrays: Arrays) -> str:
+    """Return what its head reads: DINOv2's class token and mean, distilled DeiT's both tokens."""
+    if "embeddings.cls_token" not in arrays:
         return "attention" if "head.probe" in arrays else "mean"
     if "distillation_classifier.weight" in arrays:
         return "token+register"
-    width = arrays["embeddings.cls_token"].shape[-1]
-    return "token+mean" if head is not None and head.shape[-1] == 2 * width else "token"
-
-
-def _side(size: Any) -> int:
-    """Of 224, [224, 224], {"height": 224, "width": 224} or {"shortest_edge": 224}."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge") or size.get("height") or 0
-    return int(size[0] if isinstance(size, list | tuple) else size)
+    head, token = arrays.get("classifier.weight"), arrays["embeddings.cls_token"]
+    return "token+mean" if head is not None and head.shape[-1] == 2 * token.shape[-1] else "token"

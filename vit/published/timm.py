@@ -1,14 +1,15 @@
-"""Encoders as timm writes them: vit_* and deit_*, DINOv2's and SigLIP's among them.
+"""Encoders as timm writes them: vit_*, deit_*, deit3_*, flexivit_* and eva_large_*.
 
-Names are those of vision_transformer.py and deit.py of huggingface/pytorch-image-models. What
-arrays do not tell is in timm's config.json: the pooling, and the name of the architecture.
+Names are those of vision_transformer.py and deit.py of huggingface/pytorch-image-models. The name
+of the architecture, in config.json, stands for arguments in its code; `model_args` there are those
+that were given beside. An architecture or argument that is not in a table here is refused.
 """
 
 import math
 import re
 from typing import Any
 
-from vit.published.encoder import HALF, IMAGENET, Encoder, Said, built
+from vit.published.encoder import Encoder, Said, built, side
 from vit.published.files import Arrays
 
 BLOCK = {
@@ -44,86 +45,130 @@ NAMES = {
 }
 """Theirs -> ours."""
 
-LEFT_OUT = ("mask_token",)
+SIZE = (
+    "(tiny|xsmall|wee|little|small|mediumd?|betwixt|base|so150m2?|large|intern300m|so400m|huge"
+    "|giant|giantopt|gigantic)"
+)
+ARCHITECTURES = {
+    "vit_SIZE_patchN_N(_miil)?": {},
+    "vit_SIZE_patchN_(36x1|plus)_N": {},
+    "vit_base_patchN_gap_N": {"num_heads": 16},
+    "vit_SIZE_patchN(_regN)?_(gap|map)_N": {},
+    "vit_SIZE_patchN(_plus)?_clip_N": {"epsilon": 1e-5},
+    "vit_SIZE_patchN_clip_quickgelu_N": {"epsilon": 1e-5, "activation": "quick_gelu"},
+    "vit_giantopt_patchN_siglip(_gap)?_N": {"num_heads": 16, "activation": "gelu_tanh"},
+    "vit_(base_patch32|so400m_patch16)_siglip(_gap)?_N": {"activation": "gelu_tanh"},
+    "vit_large_patch16_siglip(_gap)?_512": {"activation": "gelu_tanh"},
+    "vit_SIZE_patchN_siglip(_gap)?_N": {},
+    "vit_giant_patchN(_regN)?_(dinov2|tipsv2)": {"activation": "swiglu"},
+    "vit_SIZE_patchN(_regN)?_(dinov2|tipsv2)": {},
+    "vit_SIZE_patchN_radio_vN": {},
+    "deit3?_SIZE(_distilled)?_patchN_N": {},
+    "eva_large_patchN_N": {},
+    "flexivit_SIZE": {},
+    "test_vit2?": {"num_heads": 2},
+}
+"""Architectures that are read (N is a number), and what differs from heads by the width, an epsilon
+of 1e-6 and the exact GELU; the first that fits holds."""
+HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+"""Heads of So400m, H, g and G by their width; at other widths a head has 64."""
+
+LACKING = {
+    r"vit_pe_core_.*": "rotary positions and an attention pooling of 8 heads with epsilon 1e-5",
+    r".*(_pe_|rope|dinov3|lingbot|sapiens2|eva02_[bslt]).*": "rotary positions",
+    r".*_rpn_.*": "norms after attention and MLP",
+    r".*(pwee|_18x2_|_xp_).*": "parallel blocks",
+    r".*_(dwee|dlittle)_.*": "differential attention",
+    r"beit3_.*": "norms inside attention and MLP",
+    r"aimv2_.*": "RMS norms",
+}
+"""Architectures that are not read, with the part that this ViT lacks."""
 
 POOLING = {"token": "token", "avg": "mean", "map": "attention"}
 """`global_pool` of config.json."""
 
-TANH = r".*(patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_siglip|giantopt).*"
-"""Architectures with `act_layer='gelu_tanh'`: SigLIP's others have the exact GELU in timm."""
+OF_ANY_VALUE = """
+    img_size dynamic_img_size patch_size in_chans num_classes embed_dim depth num_heads mlp_ratio
+    qkv_bias qk_norm proj_bias init_values class_token reg_tokens no_embed_class pre_norm final_norm
+    fc_norm drop_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate drop_path_rate
+    weight_init fix_init
+"""
+"""Arguments that are read here, shown by the arrays, or of training alone."""
 
-HEADS = {"giantopt": 16, "vit_base_patch16_gap": 16, "test_vit3": 3, "test_vit4": 3, "test_vit": 2}
-"""Architectures whose heads have another width than others of their width."""
-
-
-def is_timm(names: list[str]) -> bool:
-    """Whether a file with arrays of these names is timm's."""
-    return "patch_embed.proj.weight" in names
-
-
-def wanted(name: str, names: list[str]) -> bool:
-    """Whether an array is a part of what is read."""
-    del names
-    return name not in LEFT_OUT
+VALUES = {
+    "global_pool": tuple(POOLING),
+    "act_layer": ("gelu", "gelu_tanh", "quick_gelu"),
+    "pool_include_prefix": (False,),
+}
+"""Arguments of which only these values are read."""
 
 
-def read(
-    arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any], num_heads: int = 0
-) -> Encoder:
-    """The encoder of a file.
+def wanted(names: list[str]) -> list[str]:
+    """Return the names of the arrays that are read."""
+    return [name for name in names if name != "mask_token"]
+
+
+def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -> Encoder:
+    """Build the encoder of a file.
 
     Args:
-        arrays: all but `LEFT_OUT`.
-        config: `config.json` as timm writes it, or nothing.
+        arrays: those that are `wanted`.
+        config: `config.json` as timm writes it.
         preprocessor: `preprocessor_config.json`, whose mean and deviation have precedence.
-        num_heads: of the user, before that of the architecture.
 
     Raises:
-        ValueError: when it has parts, or a pooling, that this ViT lacks.
+        ValueError: for an architecture or argument that is not read, or parts that this ViT lacks.
     """
-    return built(arrays, NAMES, _said(arrays, config, preprocessor), num_heads)
-
-
-def _said(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -> Said:
-    architecture, weights = config.get("architecture", ""), config.get("pretrained_cfg", {})
-    arguments = config.get("model_args", {})
-    clip = "norm_pre.weight" in arrays
-    activation = "quick_gelu" if "quickgelu" in architecture else "gelu"
-    if re.fullmatch(TANH, architecture) or arguments.get("act_layer") == "gelu_tanh":
-        activation = "gelu_tanh"
-    heads = [number for name, number in HEADS.items() if name in architecture]
-    half = not any(name.endswith("ls1.gamma") or name == "dist_token" for name in arrays)
-    mean, std = HALF if half else IMAGENET
-    size = int((weights.get("input_size") or [0, 0])[-1])
-    lines = []
-    if not config:
-        lines = [f"epsilon, {activation}, mean and deviation are timm's usual ones: no config.json"]
-    return Said(
-        origin=f"timm's {architecture or 'ViT'}",
-        epsilon=1e-5 if clip else 1e-6,
-        activation=activation,
-        num_heads=int(arguments.get("num_heads", heads[0] if heads else 0)),
-        pooling=_pooling(arrays, config.get("global_pool", "")),
+    name, weights = config["architecture"], config.get("pretrained_cfg", config)
+    arguments = {"global_pool": config.get("global_pool")} | config.get("model_args", {})
+    _check(arguments)
+    width = len(arrays.get("patch_embed.proj.weight", ()))
+    usual = fields(name, width)
+    pooling = POOLING[arguments["global_pool"]]
+    size = side(weights.get("input_size", 0))
+    said = Said(
+        origin=f"timm's {name}",
+        width=arguments.get("embed_dim", width),
+        num_heads=arguments.get("num_heads", usual["num_heads"]),
+        epsilon=usual["epsilon"],
+        activation=arguments.get("act_layer", usual["activation"]),
+        mean=preprocessor.get("image_mean") or weights.get("mean") or (),
+        std=preprocessor.get("image_std") or weights.get("std") or (),
+        image_size=side(arguments.get("img_size", size)),
+        pooling="token+register" if "head_dist.bias" in arrays else pooling,
         final_norm="after" if "fc_norm.weight" in arrays else "before",
-        image_size=size,
-        mean=tuple(preprocessor.get("image_mean", weights.get("mean", mean))),
-        std=tuple(preprocessor.get("image_std", weights.get("std", std))),
         input_size=size,
         resize=math.floor(size / float(weights.get("crop_pct") or 1)),
-        class_names=tuple(weights.get("label_names") or ()),
-        lines=tuple(lines),
+        class_names=tuple(config.get("label_names") or weights.get("label_names") or ()),
     )
+    return built(arrays, NAMES, said)
 
 
-def _pooling(arrays: Arrays, said: str) -> str:
-    """What the head reads."""
-    if "attn_pool.latent" in arrays:
-        return "attention"
-    if "head_dist.weight" in arrays:
-        return "token+register"
-    if said and said not in POOLING:
-        raise ValueError(f"config.json: global_pool={said!r} is none of {', '.join(POOLING)}")
-    if said:
-        return POOLING[said]
-    averages = "cls_token" not in arrays or "fc_norm.weight" in arrays
-    return "mean" if averages else "token"
+def fields(architecture: str, width: int) -> dict[str, Any]:
+    """Return heads, epsilon and activation of an architecture.
+
+    Raises:
+        ValueError: when it is not read.
+    """
+    usual = {"num_heads": HEADS.get(width, width // 64), "epsilon": 1e-6, "activation": "gelu"}
+    for pattern, different in ARCHITECTURES.items():
+        if re.fullmatch(pattern.replace("SIZE", SIZE).replace("N", r"\d+"), architecture):
+            return usual | different
+    names = f"{', '.join(ARCHITECTURES)}, with a number for N and for SIZE one of {SIZE}"
+    lacking = [part for pattern, part in LACKING.items() if re.fullmatch(pattern, architecture)]
+    reason = f"it has {lacking[0]}, which this ViT lacks" if lacking else f"read are {names}"
+    raise ValueError(f"config.json: architecture={architecture!r} is not read: {reason}")
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for an argument that is not read."""
+    any_value = OF_ANY_VALUE.split()
+    for name, value in arguments.items():
+        if name not in any_value and value not in VALUES.get(name, ()):
+            known = [f"{name} of {', '.join(map(repr, some))}" for name, some in VALUES.items()]
+            raise ValueError(
+                f"config.json: the argument {name}={value!r} is not read; read are"
+                f" {'; '.join(known)}; and {', '.join(any_value)}"
+            )
+    if "embed_dim" in arguments and "num_heads" not in arguments:
+        raise ValueError("config.json: model_args must name num_heads beside embed_dim")
