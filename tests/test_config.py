@@ -325,10 +325,10 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
 
 
 def test_every_program_refuses_what_it_would_drop():
-    """`arguments.launch`, and the launcher of experiments, start all of them."""
+    """`arguments.launch` starts all of them."""
     programs = [p for top in ("vit", "experiments") for p in Path(top).rglob("*.py")]
     starters = {str(p) for p in programs if "app.run(" in p.read_text()}
-    assert starters == {"vit/arguments.py", "experiments/common/launch.py"}
+    assert starters == {"vit/arguments.py"}
 
 
 WRONG = {

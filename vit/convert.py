@@ -29,7 +29,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
+from absl import flags, logging
 from flax import nnx
 
 from performer.nnx import linearize
@@ -211,6 +211,7 @@ def convert(
 
 def main(_: list[str]) -> None:
     """The command line."""
+    logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
     workdir = Path(str(_WORKDIR.value))
     out = Path(_OUT.value or f"{workdir}-performer")
     for name, words in ("num_features", _NUM_FEATURES.value), ("exact_window", _WINDOW.value):
