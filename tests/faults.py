@@ -474,9 +474,30 @@ FAULTS = [
     Fault(
         "a stream forgets the chunk that has become far",
         "performer/attention/_window.py",
-        "return rows, jax.lax.cond(exists,",
-        "return rows, jax.lax.cond(~exists,",
+        "return rows, jax.lax.cond(full,",
+        "return rows, jax.lax.cond(~full,",
         "test_attention_window.py::test_streaming",
+    ),
+    Fault(
+        "a stream does not fade over a chunk without keys",
+        "performer/attention/_window.py",
+        "whole, part, jnp.any(done > 0), state, options)",
+        "whole, part, jnp.any(part.log_weights > -jnp.inf), state, options)",
+        "test_attention_decay.py::test_streaming",
+    ),
+    Fault(
+        "first keys come from one device alone",
+        "performer/attention/_window.py",
+        "keys = jax.tree.map(gather, _cut(keys, 0, f))",
+        "keys = jax.tree.map(lambda x: gather(x)[:, : x.shape[1]], _cut(keys, 0, f))",
+        "test_attention_window.py::test_split_over_devices",
+    ),
+    Fault(
+        "first keys on later devices do not decay for the queries before them",
+        "performer/attention/_window.py",
+        "fading += _of_others(between, jnp.greater, options)",
+        "pass",
+        "test_attention_decay.py::test_split_over_devices",
     ),
     Fault(
         "closed forms take one order of a pair of walkers",

@@ -178,7 +178,7 @@ def _check_weights(inputs: Inputs, options: Options) -> None:
             f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
             f" the frequencies, which have shape {frequencies.shape}"
         )
-    if _masks.smallest(weights) < 0:
+    if not _masks.smallest(weights) >= 0:
         raise ValueError(f"weights must not be negative, got {_masks.smallest(weights)}")
 
 

@@ -428,7 +428,7 @@ def _of_other_devices(key_map, keys: Keys, nothing: State, options: Options) -> 
 
 
 def _with_window(maps, query, keys: Keys, segments, state, nothing: State, options: Options):
-    if state is not None or options.return_state:
+    if state is not None or options.return_state or query.shape[1] == 0:
         return _window.stream(maps, query, keys, state, nothing, options)
     if segments is None:
         return _window.attention(maps, query, keys, None, nothing, options), None
