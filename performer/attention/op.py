@@ -114,9 +114,10 @@ def performer_attention(
             exponents: float32 knows a feature, and what it gives to a gradient, to 6e-8 times the
             size of w.q, w.k, |k|^2 / 2 and log weight together.
         calibration: from `performer.calibration`, with one entry for each key head or one for all;
-            it has a shift of its own and needs `feature_map="positive"`. Softmax attention does not
-            change; the variance of its estimate does. It goes into the frequencies, one bias for
-            each feature and, for a scale, one (h, h) map of the keys.
+            it has a shift of its own. Shift and scale serve every map that estimates softmax, a
+            tilt or a proposal needs `feature_map="positive"`. Softmax attention does not change;
+            the variance of its estimate does. It goes into the frequencies, one bias for each
+            feature and, for a scale, one (h, h) map of the keys.
         feature_map: a word, "positive", "hyperbolic", "trigonometric", "relu" or "elu+1", or any
             `features.FeatureMap`, as `features.arc_cosine(1)` or one of your own. `hyperbolic` is
             the antithetic pair [W, -W] for half the projections; `trigonometric` rows may be
