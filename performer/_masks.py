@@ -117,9 +117,9 @@ def log_decay(
             f"log_decay has shape {decay.shape}; expected (batch, tokens, heads) = {want}, any of"
             " which may be 1"
         )
-    if not jnp.issubdtype(decay.dtype, jnp.floating) or smallest(-decay) < 0:
+    if not jnp.issubdtype(decay.dtype, jnp.floating) or not _largest(given) <= 0:  # nor nan
         raise ValueError(
-            f"log_decay has dtype {decay.dtype} and, at most, {-smallest(-decay)}; expected floats"
+            f"log_decay has dtype {decay.dtype} and, at most, {_largest(given)}; expected floats"
             " that are not positive, as jax.nn.log_sigmoid gives them"
         )
     return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
@@ -155,6 +155,12 @@ def segments(
 def smallest(x: Any) -> float:
     """The smallest number, or 0 for values that are not known while a function is traced."""
     return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
+
+
+def _largest(x: Any) -> float:
+    """The largest number, nan if one is; -inf for values that are not known likewise."""
+    none = -np.inf
+    return none if isinstance(x, Tracer) else float(np.max(np.asarray(x, np.float32), initial=none))
 
 
 def _broadcasts(shape: Lead, want: Lead) -> bool:

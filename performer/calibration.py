@@ -85,6 +85,11 @@ class Calibration(NamedTuple):
     mean: Float[Array, "*n h"] | None = None
     root: Float[Array, "*n h h"] | None = None
 
+    @property
+    def changes_law(self) -> bool:
+        """Whether frequencies are drawn from another law, as by a tilt or a proposal."""
+        return self.mean is not None or self.root is not None
+
 
 RANKS = (1, 2, 2, 1, 2)
 """Axes of the leaves of a `Calibration`, in its order, but for that of the heads."""

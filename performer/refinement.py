@@ -149,9 +149,12 @@ def hybrid_estimate(
 
     Args:
         far: these features.
-        fixed: shift and scale of a calibration, and which pairs are near.
+        fixed: a calibration of shift and scale, and which pairs are near.
         sample: queries and keys.
         is_causal: query i sees the keys up to i.
+
+    Raises:
+        ValueError: for a calibration with a tilt or a proposal.
     """
     return _hybrid(far, fixed, sample, is_causal, half=0.5)
 
@@ -165,6 +168,12 @@ def learned_estimate(
 
 def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float) -> Array:
     calibration, near = fixed
+    if calibration is not None and calibration.changes_law:
+        raise ValueError(
+            "features of far pairs go with a calibration of shift and scale: leave out its mean and"
+            " root (calibration._replace(mean=None, root=None)), a law that frequencies are drawn"
+            " from, and these are learned"
+        )
     dtype = float32_or_wider(sample.query, sample.key)
     query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
     if calibration is not None:
@@ -299,17 +308,29 @@ def refine_far(
 
     Args:
         far: where they start: small frequencies, as a third of a draw.
-        calibration: its shift and scale stay.
+        calibration: of shift and scale, which stay.
         near: the exact pairs, as `near_pairs` has them.
         sample: queries and keys of the layer.
         steps: of Adam, at most.
         is_causal: query i sees the keys up to i.
         options: loss, rate, optimizer, seed and examples, as of `transfer`.
 
+    Raises:
+        ValueError: for a calibration with a tilt or a proposal.
+
     Example:
         >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12) / 3)
         >>> near = near_pairs(q.shape[1], 4)
-        >>> refined = refine_far(far, None, near, Sample.of(q, k), steps=2, is_causal=True)
+        >>> fitted = calibration.calibrate(q, k, method="shift+scale")
+        >>> refined = refine_far(far, fitted, near, Sample.of(q, k), steps=2, is_causal=True)
+
+        What was learned is run by `performer_attention`:
+
+        >>> output = performer_attention(
+        ...     q, k, v, refined.of_key, query_frequencies=refined.of_query,
+        ...     weights=refined.weights, calibration=fitted, feature_map=LEARNED,
+        ...     is_causal=True, exact_window=4,
+        ... )
     """
     fixed = calibration, jnp.asarray(near)
     options = dict(is_causal=is_causal) | options

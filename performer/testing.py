@@ -11,11 +11,19 @@ A draw that is not (m, d), or not finite, fails every assertion. Each is a test 
 false-alarm rate: a right coupling fails it with at most the probability `FALSE_ALARM_RATE`, divided
 among the comparisons it makes (Bonferroni). The keys are fixed by `seed`, so that a result never
 changes by itself. A failure says where, and by how many standard errors.
+
+Estimates with few positive features, and more so their squared errors, have heavy right tails. A
+sample without the rare large ones has too small a mean and too small a standard deviation: for
+m <= 2 a z test of the squared error raises 5 to 15 times its stated alarms. So scores of means are
+corrected for skewness where that lowers them (Hall 1992), and `assert_mse` knows the least standard
+deviation from the log-normal law of a feature. Counted over repeated keys, at stated rates of 5e-2
+to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` raises no more alarms than
+stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +71,23 @@ def assert_gaussian_marginals(
 ) -> None:
     """Every row is N(0, I_d), whatever the rows are to one another.
 
-    For each row, Kolmogorov-Smirnov tests of its length against chi_d and of projections on fixed
-    directions (the first axis, the diagonal, one oblique) against N(0, 1); and z tests of the mean
-    of each coordinate and of the mean square length.
+    For each row: all d means and all d (d + 1) / 2 second moments of its coordinates, and its mean
+    square length, whose laws are known exactly; and Kolmogorov-Smirnov tests of each coordinate, of
+    the projections on the diagonal and on an oblique direction, and of the length against chi_d.
+    Draws are independent, and a row is compared over the draws alone, so that no dependence of the
+    rows of a draw matters. `FALSE_ALARM_RATE` is that of all m (d (d + 1) / 2 + 2 d + 6)
+    comparisons together.
+
+    Power: with 10,000 draws, m = 16 and d = 64, each of these is found with a probability of 95% or
+    more: a mean that is off by .08, two coordinates with a correlation of .08, a variance that is
+    off by .12, and a distribution function that is off by .042 (that of a uniform coordinate of
+    variance 1 is off by .057). For other numbers of draws these go with 1 / sqrt(draws).
 
     Args:
         coupling: a name, or (key, m, d) -> (m, d).
         m: number of frequencies; take more than d, to see blocks.
         d: dimension.
-        draws: independent draws; a shift of a marginal by 0.06 standard deviations is found.
+        draws: independent draws.
         seed: of the draws.
 
     Raises:
@@ -81,22 +97,31 @@ def assert_gaussian_marginals(
     _assert_shape(drawn.shape[1:], (m, d))
     _assert_finite(int(np.sum(~np.isfinite(drawn))))
     oblique = np.random.default_rng(0).standard_normal(d)
-    directions = {
-        "first axis": np.eye(d)[0],
-        "diagonal": np.ones(d) / np.sqrt(d),
-        "oblique direction": oblique / np.linalg.norm(oblique),
-    }
-    level = FALSE_ALARM_RATE / (m * (2 + 2 * len(directions)))
+    directions = np.stack([*np.eye(d), np.ones(d) / np.sqrt(d), oblique / np.linalg.norm(oblique)])
+    places = [*(f"axis {i}" for i in range(d)), "the diagonal", "an oblique direction"]
+    level = FALSE_ALARM_RATE / (m * (d * (d + 1) // 2 + 2 * len(directions) + 2))
     for row in range(m):
-        x = drawn[:, row]
-        length = np.linalg.norm(x, axis=-1)
-        _assert_law(length, stats.chi(d).cdf, level, f"row {row}: the length is not chi_{d}")
-        _assert_mean(length**2, float(d), level, f"row {row}: the mean square length is not {d}")
-        for name, direction in directions.items():
-            along = x @ direction
-            where = f"row {row}: the projection on the {name}"
-            _assert_mean(along, 0.0, level, f"{where} has not mean 0")
-            _assert_law(along, stats.norm.cdf, level, f"{where} is not N(0, 1)")
+        x, name = drawn[:, row], f"row {row}: the"
+        length, along = np.linalg.norm(x, axis=-1), x @ directions.T
+        law = stats.chi(d).cdf
+        _assert_laws(length[:, None], law, level, [f"{name} length is not chi_{d}"])
+        means = np.mean(along, axis=0)
+        i = np.argmax(abs(means))
+        fault = f"{name} projection on {places[i]} has the mean {means[i]:.4g} instead of 0"
+        _assert_score(np.sqrt(draws) * means[i], level, fault)
+        faults = [f"{name} projection on {place} is not N(0, 1)" for place in places]
+        _assert_laws(along, special.ndtr, level, faults)
+        moments = x.T @ x / draws
+        squares = np.diag(moments)
+        # For i != j given coordinate j: a sum of N(0, x_j^2).
+        scores = np.sqrt(draws) * np.tril(moments / np.sqrt(squares), k=-1)
+        scores += np.diag(_of_squares(squares, draws))
+        i, j = np.unravel_index(np.argmax(abs(scores)), scores.shape)
+        fault = f"{name} coordinates {i} and {j} have the mean product {moments[i, j]:.4g}"
+        _assert_score(scores[i, j], level, f"{fault} instead of {int(i == j)}")
+        mean = np.mean(squares)
+        fault = f"{name} mean square length is {d * mean:.6g} instead of {d}"
+        _assert_score(_of_squares(mean, draws * d), level, fault)
 
 
 def assert_unbiased(
@@ -150,15 +175,18 @@ def assert_mse(
         d: dimension.
         expected: the error, as from `performer.theory.kernel_mse`.
         kernel: "softmax" or "gaussian".
-        draws: independent draws; the standard error is 1.4 to 2.2 / sqrt(draws) of
-            the error for orf, simrf and pm-antithetic at m = 24, d = 8.
+        draws: independent draws; the standard error is 1.8 to 2.2 / sqrt(draws) of the error for
+            orf, simrf and pm-antithetic at m = 24, d = 8, and 3.9 / sqrt(draws) for m <= 2. An
+            error that is off by 7 standard errors is found.
         seed: of the draws.
 
     Raises:
         AssertionError: with the measured error and the distance in standard errors.
     """
     squares = _squared_errors(coupling, m, d, kernel, draws, seed)
-    _assert_mean(squares, expected, FALSE_ALARM_RATE, f"the {kernel} kernel's squared error is off")
+    fault = f"the {kernel} kernel's squared error is off"
+    least = expected * _relative_deviation(m, d)
+    _assert_mean(squares, expected, FALSE_ALARM_RATE, fault, least)
 
 
 def assert_lower_mse(
@@ -173,17 +201,17 @@ def assert_lower_mse(
 ) -> None:
     """The kernel estimate of `lower` has the smaller mean squared error, significantly.
 
-    A z test of the difference at `general_points(d)`. Two couplings with the same error pass it
-    with at most the probability `FALSE_ALARM_RATE`; a difference of 5 standard errors is found,
-    some 10 to 15 / sqrt(draws) of the error.
+    A z test of the difference at `general_points(d)`. Two couplings whose errors have the same law
+    pass it with at most the probability `FALSE_ALARM_RATE` (up to 5 times that if the mean is the
+    same but the tail of `lower` is far heavier); a difference of 5 standard errors is found, some
+    10 to 15 / sqrt(draws) of the error.
 
     Raises:
         AssertionError: with both errors and the distance in standard errors.
     """
     a = _squared_errors(lower, m, d, kernel, draws, seed)
     b = _squared_errors(higher, m, d, kernel, draws, seed + 1)
-    error = np.sqrt((a.var() + b.var()) / draws)
-    score = (b.mean() - a.mean()) / error
+    score = _mean_score(b - a, 0.0)
     threshold = -special.ndtri(FALSE_ALARM_RATE)
     assert score > threshold, (
         f"the first coupling's squared error is not lower: {a.mean():.4g} against {b.mean():.4g},"
@@ -255,22 +283,66 @@ def _assert_finite(bad: int) -> None:
     assert bad == 0, f"{bad} values of the coupling are not finite"
 
 
-def _assert_mean(sample: np.ndarray, expected: float, level: float, fault: str) -> None:
-    error = sample.std() / np.sqrt(len(sample))
-    score = (sample.mean() - expected) / max(error, 1e-7 * max(abs(expected), 1e-7))
+def _relative_deviation(m: int, d: int) -> float:
+    """The standard deviation of a squared error over its mean, for m / 2 independent rows.
+
+    That of the mean of so many log-normal numbers: a pair of rows with one sign, or of lengths that
+    depend on one another, may be as one row.
+    """
+    x, y = general_points(d)
+    e = np.exp(np.sum((x + y) ** 2))
+    kurtosis = (e**6 - 4 * e**3 + 6 * e - 3) / (e - 1) ** 2
+    return float(np.sqrt(2 + (kurtosis - 3) / max(m / 2, 1)))
+
+
+def _mean_score(sample: np.ndarray, expected: float, least: float = 0.0) -> float:
+    """Standard errors from `expected` to the mean of the sample, corrected for its skewness.
+
+    By Hall's transformation (1992, On the removal of skewness by transformation), where that makes
+    it smaller. `least` is a bound of the standard deviation.
+    """
+    n, mean = len(sample), sample.mean()
+    rounding = 1e-7 * np.sqrt(n) * max(abs(expected), 1e-7)
+    deviation = max(sample.std(), least, rounding)
+    score = (mean - expected) / deviation
+    skewness = np.mean(((sample - mean) / deviation) ** 3)
+    corrected = score + skewness * score**2 / 3 + skewness**2 * score**3 / 27 + skewness / (6 * n)
+    return float(np.sqrt(n) * min(score, corrected, key=abs))
+
+
+def _of_squares(mean: Any, number: int) -> Any:
+    """The normal score of a mean of so many squares of N(0, 1) (Wilson and Hilferty 1931)."""
+    variance = 2 / (9 * number)
+    return (np.cbrt(mean) - 1 + variance) / np.sqrt(variance)
+
+
+def _assert_mean(
+    sample: np.ndarray, expected: float, level: float, fault: str, least: float = 0.0
+) -> None:
+    fault = f"{fault}: {sample.mean():.6g} instead of {expected:.6g}"
+    _assert_score(_mean_score(sample, expected, least), level, fault)
+
+
+def _assert_score(score: Any, level: float, fault: str) -> None:
     threshold = -special.ndtri(level / 2)
     assert abs(score) < threshold, (
-        f"{fault}: {sample.mean():.6g} instead of {expected:.6g}, {score:+.1f} standard errors away"
-        f" ({threshold:.1f} allowed)"
+        f"{fault}, {score:+.1f} standard errors away ({threshold:.1f} allowed)"
     )
 
 
-def _assert_law(
-    sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray], level: float, fault: str
+def _assert_laws(
+    samples: Float[np.ndarray, "n k"],
+    cdf: Callable[[np.ndarray], np.ndarray],
+    level: float,
+    faults: Sequence[str],
 ) -> None:
-    result = stats.kstest(sample, cdf)
-    assert result.pvalue > level, (
-        f"{fault}: Kolmogorov-Smirnov distance {result.statistic:.4f} at"
-        f" {result.statistic_location:.3g}, {result.statistic * np.sqrt(len(sample)):.1f} standard"
-        f" errors, p = {result.pvalue:.1e}"
+    """Kolmogorov-Smirnov tests of columns, by Massart's bound (1990), which holds for any n."""
+    n, ordered = len(samples), np.sort(samples, axis=0)
+    law, below = cdf(ordered), np.arange(n)[:, None] / n
+    distances = np.maximum(law - below, below + 1 / n - law)
+    at, i = np.unravel_index(np.argmax(distances), distances.shape)
+    fault = f"{faults[int(i)]}: Kolmogorov-Smirnov distance {distances[at, i]:.4f}"
+    score, threshold = np.sqrt(n) * distances[at, i], np.sqrt(np.log(2 / level) / 2)
+    assert score < threshold, (
+        f"{fault} at {ordered[at, i]:.3g}, {score:.1f} standard errors ({threshold:.1f} allowed)"
     )

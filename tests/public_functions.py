@@ -485,6 +485,11 @@ rows(
 )
 
 
+@row("calibration.Calibration.changes_law", "numpy")
+def _(x):
+    return fitted().changes_law
+
+
 @row("refinement.near_pairs", "numpy")
 def _(x):
     return refinement.near_pairs(7, 2, 1)

@@ -123,11 +123,16 @@ def test_segments_count_their_own_tokens(is_causal, window):
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("pieces", [(5, 9), (1,) * 14, (4, 1, 1, 7, 1)])
 def test_streaming(pieces, window):
-    query, key, value, frequencies = inputs(t=14)
-    log_decay = random_decays()
+    """A state fades over chunks without a key, too: whole ones of 3 are masked."""
+    query, key, value, frequencies = tokens = inputs(t=14)
+    log_decay, mask = random_decays(), np.ones((2, 14), bool)
     log_decay[0, 7] = -np.inf
+    mask[0, 6:9] = mask[1, 2:10] = False
     options = dict(is_causal=True, exact_window=window, exact_first=2 if window else 0)
-    want = performer_attention(query, key, value, frequencies, log_decay=log_decay, **options)
+    exact = near(14, window, 2) if window else none(14)
+    weights = np.where(mask, 0, -np.inf)[..., None].repeat(2, axis=-1)
+    bias = decay_of_pairs(log_decay).repeat(2, axis=1)
+    want = oracle(*tokens, exact, allowed(14, True), bias=bias, log_weights=weights)
     attend = jax.jit(partial(performer_attention, return_state=True, **options))
     outputs, state, start = [], None, 0
     for length in pieces:
@@ -135,6 +140,7 @@ def test_streaming(pieces, window):
         output, state = attend(
             *(x[:, part] for x in (query, key, value)),
             frequencies,
+            mask=mask[:, None, None, part],
             log_decay=log_decay[:, part],
             initial_state=state,
         )
@@ -166,14 +172,15 @@ def test_a_million_tokens_lose_no_digit(rate):
     np.testing.assert_allclose(state.numerator[..., 0], state.normaliser, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (4, 2), (4, 11)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_split_over_devices(is_causal, window, eight_devices):
+def test_split_over_devices(is_causal, window, first, eight_devices):
+    """A device has 8 tokens: the first 11 keys lie on two of them."""
     tokens, log_decay = inputs(t=32), jnp.asarray(random_decays(t=32))
     log_decay = log_decay.at[0, 11].set(-jnp.inf)
     mesh = jax.make_mesh((4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P(None, "s")
-    options = dict(is_causal=is_causal, exact_window=window, exact_first=2 if window else 0)
+    options = dict(is_causal=is_causal, exact_window=window, exact_first=first)
 
     def attend(query, key, value, frequencies, log_decay, axis_name=None):
         return performer_attention(
@@ -261,6 +268,7 @@ REFUSED = {
     "negative, nan or inf": dict(alibi_slopes=-SLOPES),
     r"log_decay has shape \(2, 4, 2\)": dict(log_decay=np.zeros((2, 4, 2), np.float32)),
     "at most, 1.0; expected floats": dict(log_decay=np.ones((2, 5, 2), np.float32)),
+    "at most, nan; expected floats": dict(log_decay=np.full((2, 5, 2), np.nan, np.float32)),
     "stabilizer='exact', got 'google'": dict(alibi_slopes=SLOPES, stabilizer="google"),
     "state in causal attention alone": dict(alibi_slopes=SLOPES, return_state=True),
 }

@@ -402,6 +402,7 @@ def test_properties(shape, data):
         (dict(key_log_weights=np.full(7, np.nan)), "entries that are nan or inf"),
         (dict(key_log_weights=np.full((2, 7), np.inf)), "entries that are nan or inf"),
         (dict(weights=-jnp.ones(M)), "weights must not be negative, got -1.0"),
+        (dict(weights=jnp.full(M, jnp.nan)), "weights must not be negative, got nan"),
         (dict(weights=jnp.ones(M + 1)), "weights have shape"),
         (dict(shift=jnp.ones(H + 1)), "shift has shape"),
         (dict(shift=jnp.ones(H), feature_map="relu"), "shift changes attention with feature_map"),

@@ -161,13 +161,29 @@ def test_streaming(pieces):
     assert len(shapes) == 1
 
 
+@pytest.mark.parametrize(("window", "first"), [(3, 2), (1, 0)])
+def test_a_piece_without_tokens_leaves_the_state(window, first):
+    """The same before the first token, and in a call without states."""
+    tokens, state = inputs(t=4), None
+    options = dict(is_causal=True, exact_window=window, exact_first=first)
+    for start, end in [(0, 0), (0, 4), (4, 4)]:
+        piece, before = [x[:, start:end] for x in tokens[:3]], state
+        output, state = performer_attention(
+            *piece, tokens[3], initial_state=state, return_state=True, **options
+        )
+        assert output.shape == (2, end - start, 4, 5)
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    assert performer_attention(*piece, tokens[3], **options).shape == (2, 0, 4, 5)
+
+
+@pytest.mark.parametrize("first", [2, 40])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_split_over_devices(is_causal, eight_devices):
+def test_split_over_devices(is_causal, first, eight_devices):
     """Each device's first and last chunks have neighbours on other devices."""
     tokens = inputs(t=32)
     mesh = jax.make_mesh((4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P(None, "s")
-    options = dict(is_causal=is_causal, exact_window=4, exact_first=2)
+    options = dict(is_causal=is_causal, exact_window=4, exact_first=first)
     split = jax.shard_map(
         partial(performer_attention, axis_name="s", **options),
         mesh=mesh,

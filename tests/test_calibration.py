@@ -14,6 +14,7 @@ from experiments.attention.data import DATA
 from performer import calibration, couplings, directions, norms, performer_attention
 from performer.attention import attention_weights
 from performer.calibration import Calibration, calibrate, fit, pair_moments
+from performer.refinement import LEARNED
 from tests import oracles
 
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
@@ -343,6 +344,7 @@ def test_bad_input():
     for options, message in [
         (dict(shift=jnp.zeros(H)), "brings its own shift"),
         (dict(feature_map="hyperbolic"), "needs feature_map=features.positive"),
+        (dict(feature_map="relu"), "needs a feature_map that estimates softmax"),
         (dict(stabilizer="google"), "stabilizer='exact'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -350,6 +352,20 @@ def test_bad_input():
     three = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), fitted)
     with pytest.raises(ValueError, match=r"calibration.shift has shape \(3, 4\); expected \(4,\)"):
         performer_attention(QUERY, KEY, VALUE, frequencies, calibration=three)
+
+
+@pytest.mark.parametrize("feature_map", ["hyperbolic", LEARNED])
+@pytest.mark.parametrize("window", [0, 3])
+def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
+    """They are those of queries and keys alone: moved before the call, nothing else changes."""
+    fitted = calibrate(QUERY, KEY, method="shift+scale")
+    attend = partial(performer_attention, feature_map=feature_map, exact_window=window)
+    query, frequencies, root = QUERY[:, :7], frequencies_of(2), H**-0.25
+    got = attend(query, KEY, VALUE, frequencies, calibration=fitted)
+    query = calibration.transform_queries(fitted, query * root)
+    key = calibration.transform_keys(fitted, KEY * root)
+    want = attend(query, key, VALUE, frequencies, scale=1.0)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_and_a_calibration_multiply():

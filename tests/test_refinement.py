@@ -122,15 +122,32 @@ def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
 
 @pytest.mark.parametrize("window", [3, 0])
 @pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
-def test_the_operator_makes_the_same_rows(window, estimate):
-    """With one frequency for queries and keys; the weights of its features are those of `Far`."""
-    of, far = sample(2), FAR._replace(of_query=FAR.of_key)
-    options = dict(weights=far.weights, is_causal=True, exact_window=window)
-    if estimate is learned_estimate:
-        options["feature_map"] = LEARNED
-    got = attention_weights(of.query, of.key, far.of_key, **options)
-    want = estimate(far, (None, near_pairs(9, window)), of, True)
-    np.testing.assert_allclose(got, want, atol=1e-6)
+@pytest.mark.parametrize("method", ["none", "shift+scale"])
+def test_the_operator_makes_the_same_rows(window, estimate, method):
+    """Frequencies of queries and of keys, beside a calibration; the weights are those of `Far`."""
+    of, fitted = sample(2), None
+    if method != "none":
+        fitted = calibration.calibrate(of.query, of.key, method=method)
+    got = attention_weights(
+        of.query,
+        of.key,
+        FAR.of_key,
+        query_frequencies=FAR.of_query,
+        weights=FAR.weights,
+        calibration=fitted,
+        feature_map=LEARNED if estimate is learned_estimate else "positive",
+        is_causal=True,
+        exact_window=window,
+    )
+    want = estimate(FAR, (fitted, near_pairs(9, window)), of, True)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_law_of_frequencies_has_no_place_beside_learned_ones():
+    of, near = sample(2), near_pairs(9, 3)
+    fitted = calibration.calibrate(of.query, of.key, method="full")
+    with pytest.raises(ValueError, match="leave out its mean and root"):
+        refine_far(FAR, fitted, near, of, steps=1)
 
 
 def test_refining_what_is_far():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from performer import couplings, directions, norms, testing, theory
 
@@ -57,6 +58,40 @@ def test_a_simplex_that_is_not_rotated_is_found():
         testing.assert_gaussian_marginals(coupling, M, D)
 
 
+def with_row_1(change):
+    """iid, but for one row."""
+
+    def coupling(key, m, d):
+        draw = couplings.get("iid")(key, m, d)
+        return draw.at[1].set(change(draw[1]))
+
+    return coupling
+
+
+@pytest.mark.parametrize(
+    ("change", "d", "message"),
+    [
+        (lambda x: x.at[40].add(0.3), 64, "projection on axis 40 has the mean 0.3"),
+        (
+            lambda x: x.at[5].set(0.5 * x[2] + 0.75**0.5 * x[5]),
+            8,
+            "coordinates 5 and 2 have the mean product 0.[45]",
+        ),
+        (lambda x: x.at[3].set(0.88**0.5 * x[3]), 64, "coordinates 3 and 3 have the mean product"),
+        (
+            lambda x: x.at[3].set(3**0.5 * (2 * jax.scipy.special.ndtr(x[3]) - 1)),
+            8,
+            r"projection on axis 3 is not N\(0, 1\): Kolmogorov",
+        ),
+    ],
+    ids=["shifted", "correlated", "narrow", "uniform"],
+)
+def test_faults_of_one_coordinate_are_found(change, d, message):
+    """Among 58 comparisons of a row (d = 8) or 2,214 (d = 64)."""
+    with pytest.raises(AssertionError, match=f"row 1: the {message}.* standard errors"):
+        testing.assert_gaussian_marginals(with_row_1(change), 2, d)
+
+
 def test_one_length_shared_by_all_blocks_is_found():
     """Each row is Gaussian, so only the error tells: PM has a length for each block."""
     x, y = testing.general_points(D)
@@ -80,6 +115,74 @@ def test_equal_couplings_are_not_lower():
         testing.assert_lower_mse(couplings.get("orf"), couplings.get("orf"), M, D)
     with pytest.raises(AssertionError, match="not lower"):
         testing.assert_lower_mse(couplings.get("iid"), couplings.get("simrf"), M, D)
+
+
+def alarms(check, number):
+    """How many of so many calls, with seeds of their own, fail."""
+    failed = 0
+    for seed in range(number):
+        try:
+            check(seed)
+        except AssertionError:
+            failed += 1
+    return failed
+
+
+@pytest.mark.parametrize("name", ["orf", "pm-antithetic"])
+def test_marginals_raise_the_stated_alarms(name, monkeypatch):
+    """5% of 200 draws stated, at most 23 alarms allowed (1e-4); three times the rate makes 30.
+
+    The rows of a draw depend on one another, through their directions or as w and -w.
+    """
+    monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.05)
+
+    def check(seed):
+        testing.assert_gaussian_marginals(name, 4, 2, draws=300, seed=seed)
+
+    assert alarms(check, 200) <= stats.binom(200, 0.05).isf(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "d"), [("iid", 1, 1), ("orf", 2, 3), ("pm-antithetic", 4, 3)]
+)
+def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
+    """1% of 3000 samples stated, at most 52 alarms allowed (1e-4).
+
+    These have 200 draws each: of a z test 8% to 21% fail, 2% to 3% without the least deviation.
+    """
+    expected = float(theory.kernel_mse(name, *testing.general_points(d), m))
+    drawn = testing._squared_errors(name, m, d, "gaussian", 200 * 3000, 0).reshape(3000, 200)
+    monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.01)
+    monkeypatch.setattr(testing, "_squared_errors", lambda *args: drawn[args[-1]])
+
+    def check(seed):
+        testing.assert_mse(name, m, d, expected, draws=200, seed=seed)
+
+    assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
+
+
+def test_estimates_raise_the_stated_alarms(monkeypatch):
+    """1% of 3000 samples stated, at most 52 alarms allowed (1e-4); of a z test 4% fail."""
+    pairs = np.array([*testing._points(3).values()])
+    drawn = testing._estimates("orf-antithetic", 2, 3, pairs, "softmax", 200 * 3000, 0)
+    drawn = drawn.reshape(3000, 200, 3)
+    monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.01)
+    monkeypatch.setattr(testing, "_estimates", lambda *args: drawn[args[-1]])
+
+    def check(seed):
+        testing.assert_unbiased("orf-antithetic", 2, 3, draws=200, seed=seed)
+
+    assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 2, 24])
+def test_errors_that_are_off_are_found(m):
+    """By 7 standard errors and more, in either direction."""
+    expected = float(theory.kernel_mse("orf", *testing.general_points(D), m))
+    testing.assert_mse("orf", m, D, expected)
+    for factor in (0.8, 1.25):
+        with pytest.raises(AssertionError, match="squared error is off: .* standard errors away"):
+            testing.assert_mse("orf", m, D, factor * expected)
 
 
 @pytest.mark.slow

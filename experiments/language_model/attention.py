@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from performer import couplings, performer_attention
-from performer.calibration import Calibration, transform_keys, transform_queries
+from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.refinement import LEARNED, Far
 from vit.config import Config
@@ -96,12 +96,10 @@ class Hybrid(nnx.Module):
         return self._attend(query, key, value, initial_state=state, return_state=True)
 
     def _attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        root = query.shape[-1] ** -0.25
-        query, key = query * root, key * root
         frequencies, of_query, weights = jnp.zeros((1, query.shape[-1])), None, jnp.zeros(1)
+        calibration = None
         if self.far:
             calibration = Calibration(**{name: x[...] for name, x in self.calibration.items()})
-            query, key = transform_queries(calibration, query), transform_keys(calibration, key)
             far = Far(**{name: x[...] for name, x in self.far.items()})
             frequencies, of_query, weights = far.of_key, far.of_query, far.weights
         return performer_attention(
@@ -110,9 +108,9 @@ class Hybrid(nnx.Module):
             value,
             frequencies,
             is_causal=True,
-            scale=1.0,
             query_frequencies=of_query,
             weights=weights,
+            calibration=calibration,
             feature_map=self.feature_map,
             exact_window=self.window,
             exact_first=self.first,

@@ -152,7 +152,7 @@ def _check_shapes(inputs: Inputs, options: Options) -> None:
             f"query_frequencies have shape {own.shape} but frequencies have {frequencies.shape}:"
             " they must be the same"
         )
-    if own is not None and (calibration.root is not None or calibration.mean is not None):
+    if own is not None and calibration.changes_law:
         raise ValueError(
             "query_frequencies go with a calibration of shift and scale: its root and mean are a"
             " law that frequencies are drawn from, and these are learned"
@@ -178,12 +178,12 @@ def _check_weights(inputs: Inputs, options: Options) -> None:
             f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
             f" the frequencies, which have shape {frequencies.shape}"
         )
-    if _masks.smallest(weights) < 0:
+    if not _masks.smallest(weights) >= 0:
         raise ValueError(f"weights must not be negative, got {_masks.smallest(weights)}")
 
 
 def _check_combinations(inputs: Inputs, options: Options) -> None:
-    feature_map, shift = options.feature_map, inputs.shift
+    feature_map, shift, calibration = options.feature_map, inputs.shift, inputs.calibration
     if shift is not None and not feature_map.estimates_softmax:
         raise ValueError(
             f"shift changes attention with feature_map={feature_map}; only that of maps that"
@@ -193,12 +193,18 @@ def _check_combinations(inputs: Inputs, options: Options) -> None:
         raise ValueError(
             f"stabilizer='google' is for feature_map={features.positive}, not {feature_map}"
         )
-    if inputs.calibration is not None and shift is not None:
+    if calibration is not None and shift is not None:
         raise ValueError("a calibration brings its own shift: pass shift or calibration")
-    if inputs.calibration is not None and (options.google or not feature_map.exponential):
+    got = f"got {feature_map} and {'google' if options.google else 'exact'!r}"
+    if calibration is not None and (options.google or not feature_map.estimates_softmax):
         raise ValueError(
-            f"a calibration needs feature_map={features.positive} and stabilizer='exact', got"
-            f" {feature_map} and {'google' if options.google else 'exact'!r} (the pairs of"
+            f"a calibration needs a feature_map that estimates softmax, as {features.positive}, and"
+            f" stabilizer='exact', {got}"
+        )
+    if calibration is not None and calibration.changes_law and not feature_map.exponential:
+        raise ValueError(
+            f"a calibration with a tilt or a proposal needs feature_map={features.positive}, {got};"
+            " one of shift and scale alone serves every map that estimates softmax (the pairs of"
             f" {features.hyperbolic} are the frequencies of an '-antithetic' coupling)"
         )
     streaming = inputs.initial_state is not None or options.return_state

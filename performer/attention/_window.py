@@ -90,6 +90,8 @@ def stream(
     """The output after earlier keys, and the state after all; causal."""
     w, t, keys = options.exact_window, query.shape[1], _counted(keys)
     state = _empty(keys, nothing, options) if state is None else state
+    if t == 0:  # the state as it came
+        return jnp.zeros((*query.shape[:-1], keys.value.shape[-1]), keys.value.dtype), state
     place = state.position[:, None] + jnp.arange(t)
     first = _either(state.first, _taken(keys, jnp.arange(options.exact_first) - place[:, :1]))
     # The chunk before that of the first token, then its own: what is there of it, the new tokens.
@@ -101,7 +103,8 @@ def stream(
     near = _taken(around, done + jnp.arange(2 * w))
     folded = _where(index < done, around)  # into the state, that is
     if t == 1:
-        rows, after = _next(maps, query, _cut(around, 0, 2 * w), _cut(folded, 0, w), state, options)
+        whole, part = _cut(around, 0, 2 * w), _cut(folded, 0, w)
+        rows, after = _next(maps, query, whole, part, jnp.any(done > 0), state, options)
     else:
         places = jnp.arange(index.shape[0] - w) - w - filled
         queries = _along(query, jnp.clip(places, 0, t - 1))
@@ -120,8 +123,11 @@ def stream(
     return ratio(rows), WindowState(after, near, first, state.position + t)
 
 
-def _next(maps, query, around: Keys, folded: Keys, state: WindowState, options: Options):
-    """The rows of one token, and the state of the far keys after it."""
+def _next(maps, query, around: Keys, folded: Keys, full, state: WindowState, options: Options):
+    """The rows of one token, and the state of the far keys after it.
+
+    The state fades over a chunk that is full even if none of its keys exists.
+    """
 
     def fold(far):
         far = _decay.faded(far, _decay.total(folded))
@@ -129,8 +135,7 @@ def _next(maps, query, around: Keys, folded: Keys, state: WindowState, options: 
 
     rows = _exact(query, _decay.until_end(around), None, options)
     rows = merge(rows, _through(maps[0], query, _decay.faded(state.far, _decay.total(around))))
-    exists = jnp.any(~jnp.isneginf(cast(Array, folded.log_weights)))
-    return rows, jax.lax.cond(exists, fold, lambda far: far, state.far)
+    return rows, jax.lax.cond(full, fold, lambda far: far, state.far)
 
 
 def _over_devices(
@@ -198,17 +203,24 @@ def _faded_first(keys: Keys, place: Int[Array, "#b t"], options: Options) -> Arr
     """What the first keys have faded for each query, (b, t, f, k)."""
     log_decay, begins = cast(Array, keys.log_decay)[:, :, None], place == 0
     after = (place[..., None] > jnp.arange(options.exact_first))[..., None]
-    fading = _decay.since_begin(jnp.where(after, log_decay, 0.0), begins)
+    later = jnp.where(after, log_decay, 0.0)
+    fading = _decay.since_begin(later, begins) + _of_others(later, jnp.less, options)
     if not options.is_causal:  # queries before them, too
         between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
+        fading += _of_others(between, jnp.greater, options)
         between, ends = (jnp.roll(jnp.flip(x, axis=1), 1, axis=1) for x in (between, begins))
         between = between.at[:, 0].set(0.0)
         fading += jnp.flip(_decay.since_begin(between, ends), axis=1)
+    return fading
+
+
+def _of_others(log_decay: Array, which, options: Options) -> Array | float:
+    """The sums (b, 1, f, k) over the tokens of the devices before this one, or after it."""
     if options.axis_name is None:
-        return fading
-    of_devices = jax.lax.all_gather(fading[:, -1], options.axis_name)
-    earlier = jnp.arange(of_devices.shape[0]) < jax.lax.axis_index(options.axis_name)
-    return fading + jnp.sum(jnp.where(earlier[:, None, None, None], of_devices, 0.0), 0)[:, None]
+        return 0.0
+    sums = jax.lax.all_gather(jnp.sum(log_decay, axis=1, keepdims=True), options.axis_name)
+    some = which(jnp.arange(sums.shape[0]), jax.lax.axis_index(options.axis_name))
+    return jnp.sum(jnp.where(some[:, None, None, None, None], sums, 0.0), axis=0)
 
 
 def _begins(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
@@ -227,10 +239,10 @@ def _first(keys: Keys, segments: Array | None, begin: Array, options: Options) -
     """The first keys, or those of each query's own segment."""
     f = options.exact_first
     if segments is None:
-        first = _cut(extended(keys, 0, max(f - keys.key.shape[1], 0)), 0, f)
-        if options.axis_name is None:
-            return first
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, options.axis_name)[0], first)
+        if options.axis_name is not None:  # which may lie on several devices
+            gather = partial(jax.lax.all_gather, axis_name=options.axis_name, axis=1, tiled=True)
+            keys = jax.tree.map(gather, _cut(keys, 0, f))
+        return _cut(extended(keys, 0, max(f - keys.key.shape[1], 0)), 0, f)
     b, t = segments.shape
     index = (begin[..., None] + jnp.arange(f)).reshape(b, t * f)
     own = jnp.repeat(segments, f, axis=1) == _along(segments, jnp.minimum(index, t - 1))

@@ -114,9 +114,10 @@ def performer_attention(
             exponents: float32 knows a feature, and what it gives to a gradient, to 6e-8 times the
             size of w.q, w.k, |k|^2 / 2 and log weight together.
         calibration: from `performer.calibration`, with one entry for each key head or one for all;
-            it has a shift of its own and needs `feature_map="positive"`. Softmax attention does not
-            change; the variance of its estimate does. It goes into the frequencies, one bias for
-            each feature and, for a scale, one (h, h) map of the keys.
+            it has a shift of its own. Shift and scale serve every map that estimates softmax, a
+            tilt or a proposal needs `feature_map="positive"`. Softmax attention does not change;
+            the variance of its estimate does. It goes into the frequencies, one bias for each
+            feature and, for a scale, one (h, h) map of the keys.
         feature_map: a word, "positive", "hyperbolic", "trigonometric", "relu" or "elu+1", or any
             `features.FeatureMap`, as `features.arc_cosine(1)` or one of your own. `hyperbolic` is
             the antithetic pair [W, -W] for half the projections; `trigonometric` rows may be
@@ -428,7 +429,7 @@ def _of_other_devices(key_map, keys: Keys, nothing: State, options: Options) -> 
 
 
 def _with_window(maps, query, keys: Keys, segments, state, nothing: State, options: Options):
-    if state is not None or options.return_state:
+    if state is not None or options.return_state or query.shape[1] == 0:
         return _window.stream(maps, query, keys, state, nothing, options)
     if segments is None:
         return _window.attention(maps, query, keys, None, nothing, options), None
