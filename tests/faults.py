@@ -1434,7 +1434,7 @@ FAULTS = [
     Fault(
         "a task that is given is forgotten when its run is restored",
         "vit/runs.py",
-        "dataset, task = subject(config, dataset, task)",
+        "dataset, task = subject(config, dataset, task, workdir)",
         "dataset, task = subject(config, dataset)",
         "test_task.py::test_evaluation_is_that_of_the_sequences_without_padding",
     ),
@@ -2131,6 +2131,20 @@ FAULTS = [
         "if loss < least:",
         "if True:",
         "test_language_model.py::test_features_that_cost_loss_are_left_out",
+    ),
+    Fault(
+        "a folder of another task is taken for one of images",
+        "vit/task.py",
+        "if found and name not in names:",
+        "if False:",
+        "test_task.py::test_a_run_of_another_task_is_named_before_any_work",
+    ),
+    Fault(
+        "a run goes on with other settings of its task",
+        "vit/runs.py",
+        '"settings": task.settings._asdict(),',
+        "",
+        "test_language_model.py::test_a_run_and_what_it_is_converted_to",
     ),
     Fault(
         "a run that was transferred goes on with other features",
