@@ -2154,6 +2154,20 @@ FAULTS = [
         "test_language_model.py::test_a_run_and_what_it_is_converted_to",
     ),
     Fault(
+        "weight decay of an infinite weight",
+        "experiments/language_model/convert.py",
+        "SILENT = -1e4",
+        "SILENT = -jnp.inf",
+        "test_language_model.py::test_heads_of_the_window_alone_are_trained_on",
+    ),
+    Fault(
+        "a run begins with the embedding of other characters",
+        "experiments/language_model/train.py",
+        '.get("class_names", characters) != characters:',
+        '.get("class_names", characters) == []:',
+        "test_language_model.py::test_a_run_begins_with_the_parameters_of_another",
+    ),
+    Fault(
         "tokens of recall are read alone",
         "experiments/language_model/pairs.py",
         "before = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)",

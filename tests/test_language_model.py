@@ -2,6 +2,7 @@
 
 import csv
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,16 @@ import pytest
 from flax import nnx
 
 from experiments.language_model import config as configs
-from experiments.language_model import conversion, convert, generation, pairs, rows, text
+from experiments.language_model import (
+    conversion,
+    convert,
+    generation,
+    pairs,
+    rows,
+    scratch,
+    text,
+    train,
+)
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import rotated
 from experiments.language_model.task import layers, task
@@ -189,6 +199,44 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     source.write_text(WORDS.upper())
     with pytest.raises(ValueError, match="other characters"):
         runs.restore(tmp_path / "run")
+
+
+def test_heads_of_the_window_alone_are_trained_on(tmp_path, monkeypatch):
+    """Weight decay made NaN of their far weight, -inf."""
+    model, config, learned, dataset = decoder("softmax")
+    run = SimpleNamespace(config=config, dataset=dataset, task=learned)
+    silent = [Hybrid(Far.of(jnp.ones((2, 6, 8))), None, 4, 1) for _ in range(2)]
+    for layer in silent:
+        layer.far["weight"][...] = jnp.full(2, -jnp.inf)
+    monkeypatch.setattr(convert, "hybrids", lambda *_: silent)
+    options = {"finetune_steps": 2, "finetune_rate": 1e-3, "steps": 3, "seed": 0}
+    of = SimpleNamespace(run=run, model=model)
+    assert np.isfinite(convert.finetuned(of, tmp_path, options, 4, 6, "transfer")["loss"])
+
+
+def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
+    """Of the same characters: with other attention its features are new, and all else is taken."""
+    (tmp_path / "words").write_text(WORDS)
+    (tmp_path / "other").write_text(WORDS.upper())
+    monkeypatch.setattr(configs, "SIZE", SIZE)
+    options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
+    train.main(tmp_path / "short", **options)
+    new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)
+    with pytest.raises(ValueError, match="has other characters than the text"):
+        train.main(tmp_path / "new", **options | new | {"text": tmp_path / "other"})
+    for _ in range(2):  # the second call resumes
+        train.main(tmp_path / "new", **options | new)
+    printed = capsys.readouterr().out
+    assert printed.count("short at step 2: 19 of 27 arrays of parameters are taken") == 1
+    assert runs.restore(tmp_path / "new").step == 2
+
+
+def test_the_table_from_scratch_has_the_difference_to_softmax():
+    losses = {"softmax": (2.0, 2.2), "both": (2.1, 2.4)}
+    table = [{"attention": kind, "loss": x} for kind, pair in losses.items() for x in pair]
+    softmax, both = scratch.summary(table)
+    assert [list(row) for row in (softmax, both)] == [[*both]] * 2
+    assert both["more than softmax"].startswith("0.1500 (")
 
 
 def test_tables_grow_and_go_on(tmp_path):

@@ -85,6 +85,10 @@ def cases(
 
 
 FITTED = ("far weight", "transfer")
+DOTTED = dict(color="black", linestyle=":", marker="", zorder=3)
+SILENT = -1e4
+"""Far weight of a head of the window alone in training: e^SILENT = 0, and weight decay makes NaN of
+-inf."""
 
 
 def hybrids(
@@ -117,10 +121,11 @@ def finetuned(
     """The loss after training on, of the whole held-out text; the run lies in a folder in `out`."""
     kind = "softmax" if method == "softmax" else "both" if m else "window"
     own, near = configs.attention(kind, m, window)
-    own.num_features = m or own.num_features
     model, steps = of.model, options["finetune_steps"]
     if kind != "softmax":
         attention = hybrids(of, options["steps"], options["seed"], window, m, method)
+        for weight in (layer.far["weight"] for layer in attention if layer.far):
+            weight[...] = jnp.maximum(weight[...], SILENT)
         model = conversion.exchanged(model, attention)
     rate, config = options["finetune_rate"], of.run.config
     new = configs.of_run(
@@ -142,7 +147,7 @@ def finetuned(
 
 
 def figure(table: list[Row], out: Path) -> None:
-    """Write `out`.png: loss against m, a panel for each window."""
+    """Write `out`.png: loss against m, a panel for each window, whose own loss is dotted."""
     sizes = sorted({row["m"] for row in table if row["m"]})
     points = [row | {"m": m} for row in table for m in ([row["m"]] if row["m"] else sizes)]
 
@@ -159,6 +164,7 @@ def figure(table: list[Row], out: Path) -> None:
         line="{method}",
         panel="window {window}",
         columns=3,
+        style=lambda name: DOTTED if name == "window alone" else {},
         finish=finish,
         ylabel="nats lost a character",
     )

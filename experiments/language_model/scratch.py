@@ -47,7 +47,7 @@ def summary(table: list[rows.Row]) -> list[rows.Row]:
         losses.setdefault(row["attention"], []).append(row["loss"])
     for kind, values in losses.items():
         mean, half = statistics.interval(values)
-        row: rows.Row = {"attention": kind, "loss": f"{mean:.4f} ± {half:.4f}"}
+        row = {"attention": kind, "loss": f"{mean:.4f} ± {half:.4f}", "more than softmax": ""}
         if kind != "softmax":
             more = statistics.paired(values, losses["softmax"])
             row["more than softmax"] = f"{more.mean:.4f} ({more.low:.4f} to {more.high:.4f})"
