@@ -36,15 +36,10 @@ Attention = tuple[Callable[..., Array], tuple]
 
 
 def of_softmax(workdir: Path, task: str) -> configs.Config:
-    """The config of a run that can be converted.
-
-    Args:
-        workdir: folder of the run.
-        task: its name.
+    """The config of a run with softmax attention.
 
     Raises:
-        ValueError: for a folder without a run, a run of another task, or one whose attention is not
-            softmax attention.
+        ValueError: for a folder without a run, or with a run of another task or attention.
     """
     of_folder(workdir, task)
     config = configs.of_run(workdir)

@@ -94,7 +94,6 @@ def hybrids(
     *,
     steps: int,
     seed: int = 0,
-    examples: int = 1,
 ) -> list[Hybrid]:
     """The attention of each layer.
 
@@ -105,12 +104,11 @@ def hybrids(
         method: of `METHODS`.
         steps: of the last two.
         seed: of the draws, another in each layer.
-        examples: windows of a step.
     """
     if not num_features:
         return [Hybrid(None, None, window, 1) for _ in layers]
     near, found = jnp.asarray(near_pairs(layers[0].query.shape[1], window, 1)), []
-    options: dict[str, Any] = dict(steps=steps, is_causal=True, examples=examples)
+    options: dict[str, Any] = dict(steps=steps, is_causal=True, examples=1)
     for i, sample in enumerate(layers):
         calibration = "none" if method == "none" else "shift+scale"
         number = seed * len(layers) + i

@@ -52,12 +52,7 @@ class Subject(NamedTuple):
 
 
 def subject(workdir: Path, windows: int, held_out: int) -> Subject:
-    """Of a run.
-
-    Args:
-        workdir: of the run.
-        windows: of the training text, from which attention is transferred.
-        held_out: windows on which losses are measured.
+    """The model of a run, seen on windows of the training text, and its held-out losses.
 
     Raises:
         ValueError: as `vit.conversion.of_softmax`.
