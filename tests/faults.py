@@ -1497,7 +1497,7 @@ FAULTS = [
     Fault(
         "a task that is given is forgotten when its run is restored",
         "vit/runs.py",
-        "dataset, task = subject(config, dataset, task)",
+        "dataset, task = subject(config, dataset, task, workdir)",
         "dataset, task = subject(config, dataset)",
         "test_task.py::test_evaluation_is_that_of_the_sequences_without_padding",
     ),
@@ -2196,11 +2196,39 @@ FAULTS = [
         "test_language_model.py::test_features_that_cost_loss_are_left_out",
     ),
     Fault(
+        "a folder of another task is taken for one of images",
+        "vit/task.py",
+        "if found and name not in names:",
+        "if False:",
+        "test_task.py::test_a_run_of_another_task_is_named_before_any_work",
+    ),
+    Fault(
+        "a run goes on with other settings of its task",
+        "vit/runs.py",
+        '"settings": task.settings._asdict(),',
+        "",
+        "test_language_model.py::test_a_run_and_what_it_is_converted_to",
+    ),
+    Fault(
         "a run that was transferred goes on with other features",
         "experiments/language_model/convert.py",
         "transferred=m > 0",
         "transferred=False",
         "test_language_model.py::test_a_run_and_what_it_is_converted_to",
+    ),
+    Fault(
+        "weight decay of an infinite weight",
+        "experiments/language_model/convert.py",
+        "SILENT = -1e4",
+        "SILENT = -jnp.inf",
+        "test_language_model.py::test_heads_of_the_window_alone_are_trained_on",
+    ),
+    Fault(
+        "a run begins with the embedding of other characters",
+        "experiments/language_model/train.py",
+        '.get("class_names", characters) != characters:',
+        '.get("class_names", characters) == []:',
+        "test_language_model.py::test_a_run_begins_with_the_parameters_of_another",
     ),
     Fault(
         "tokens of recall are read alone",

@@ -2,6 +2,7 @@
 
 import csv
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import conversion, convert, generation, pairs, rows, runs, text
+from experiments.language_model import config as configs
+from experiments.language_model import (
+    conversion,
+    convert,
+    generation,
+    pairs,
+    rows,
+    scratch,
+    text,
+    train,
+)
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import rotated
-from experiments.language_model.task import layers
+from experiments.language_model.task import layers, task
 from performer.calibration import calibrate
 from performer.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
-from vit import report
+from vit import evaluate, loop, report, runs
 from vit.config import Size, validate
 from vit.task import random_streams
 
@@ -26,12 +37,12 @@ WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 @cache
 def decoder(kind, window=4):
     dataset = text.dataset(text.numbered(WORDS), 32)
-    own, near = runs.attention(kind, 8, window)
-    config = runs.config(own, dataset, size=SIZE, optim=runs.optim(1e-3, 4), steps=4, batch_size=4)
+    own, near = configs.attention(kind, 8, window)
+    sizes = dict(size=SIZE, steps=4, batch_size=4)
+    config = configs.of_run(own, dataset, optim=configs.optim(1e-3, 4), **sizes)
     validate(config)
-    settings = runs.Settings(32, near, int(near > 0))
-    task = runs.of_settings(settings, dataset)
-    return task.create(config, rngs=random_streams(0)), config, settings, dataset
+    learned = task(dataset.num_classes, configs.Settings(32, near, int(near > 0)))
+    return learned.create(config, rngs=random_streams(0)), config, learned, dataset
 
 
 def tokens(length, rows=1):
@@ -77,7 +88,7 @@ def test_rotations_leave_what_depends_on_the_distance_alone():
     assert not np.allclose(first[:, 1:], x[:, 1:], atol=0.1)
 
 
-@pytest.mark.parametrize("kind", runs.ATTENTION)
+@pytest.mark.parametrize("kind", configs.ATTENTION)
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
     model, *_ = decoder(kind)
@@ -161,11 +172,13 @@ def test_conversion(method):
 
 def test_a_run_and_what_it_is_converted_to(tmp_path):
     """Trained, found again, converted and trained on: by the one trainer."""
-    _, config, settings, dataset = decoder("softmax")
+    _, config, learned, dataset = decoder("softmax")
     source = tmp_path / "text"
     source.write_text(WORDS)
     config.data.dir = str(source)
-    runs.train(tmp_path / "run", config, settings, dataset)
+    record = loop.train(config, tmp_path / "run", dataset, learned)
+    found = evaluate.evaluate_run(tmp_path / "run")
+    assert found["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
     of = convert.subject(tmp_path / "run", 8, 4)
     assert of.run.step == 4
     row = convert.measured(of, 3, 0, 4, 6, "transfer")
@@ -174,17 +187,56 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     assert alone["heads of the window alone"] == 0
     options = {"finetune_steps": 2, "finetune_rate": 1e-3, "steps": 3, "seed": 0}
     found = convert.finetuned(of, tmp_path, options, 4, 6, "transfer")
-    again, _ = runs.restore(tmp_path / "both_4_6")
+    again = runs.restore(tmp_path / "both_4_6")
     assert again.step == 2
     assert all(layer.attention_fn.feature_map is LEARNED for layer in layers(again.model()))
     assert np.isfinite(found["loss"])
-    with pytest.raises(ValueError, match="has no softmax attention"):
+    with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
         convert.subject(tmp_path / "both_4_6", 8, 4)
-    with pytest.raises(ValueError, match=r"holds a run with Settings\(length=32"):
-        runs.train(tmp_path / "run", config, settings._replace(length=16), dataset)
+    shorter = task(dataset.num_classes, learned.settings._replace(length=16))
+    with pytest.raises(ValueError, match="holds another run: settings was {'length': 32"):
+        loop.train(config, tmp_path / "run", dataset, shorter)
     source.write_text(WORDS.upper())
     with pytest.raises(ValueError, match="other characters"):
         runs.restore(tmp_path / "run")
+
+
+def test_heads_of_the_window_alone_are_trained_on(tmp_path, monkeypatch):
+    """Weight decay made NaN of their far weight, -inf."""
+    model, config, learned, dataset = decoder("softmax")
+    run = SimpleNamespace(config=config, dataset=dataset, task=learned)
+    silent = [Hybrid(Far.of(jnp.ones((2, 6, 8))), None, 4, 1) for _ in range(2)]
+    for layer in silent:
+        layer.far["weight"][...] = jnp.full(2, -jnp.inf)
+    monkeypatch.setattr(convert, "hybrids", lambda *_: silent)
+    options = {"finetune_steps": 2, "finetune_rate": 1e-3, "steps": 3, "seed": 0}
+    of = SimpleNamespace(run=run, model=model)
+    assert np.isfinite(convert.finetuned(of, tmp_path, options, 4, 6, "transfer")["loss"])
+
+
+def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
+    """Of the same characters: with other attention its features are new, and all else is taken."""
+    (tmp_path / "words").write_text(WORDS)
+    (tmp_path / "other").write_text(WORDS.upper())
+    monkeypatch.setattr(configs, "SIZE", SIZE)
+    options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
+    train.main(tmp_path / "short", **options)
+    new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)
+    with pytest.raises(ValueError, match="has other characters than the text"):
+        train.main(tmp_path / "new", **options | new | {"text": tmp_path / "other"})
+    for _ in range(2):  # the second call resumes
+        train.main(tmp_path / "new", **options | new)
+    printed = capsys.readouterr().out
+    assert printed.count("short at step 2: 19 of 27 arrays of parameters are taken") == 1
+    assert runs.restore(tmp_path / "new").step == 2
+
+
+def test_the_table_from_scratch_has_the_difference_to_softmax():
+    losses = {"softmax": (2.0, 2.2), "both": (2.1, 2.4)}
+    table = [{"attention": kind, "loss": x} for kind, pair in losses.items() for x in pair]
+    softmax, both = scratch.summary(table)
+    assert [list(row) for row in (softmax, both)] == [[*both]] * 2
+    assert both["more than softmax"].startswith("0.1500 (")
 
 
 def test_tables_grow_and_go_on(tmp_path):
@@ -299,12 +351,12 @@ def test_a_seed_is_a_text():
 
 
 def test_attention_by_words():
-    assert runs.attention("window", 64, 16)[1] == 16
-    assert runs.attention("performer", 64, 16)[1] == 0
+    assert configs.attention("window", 64, 16)[1] == 16
+    assert configs.attention("performer", 64, 16)[1] == 0
     with pytest.raises(ValueError, match="unknown attention 'boht'"):
-        runs.attention("boht", 64, 16)
+        configs.attention("boht", 64, 16)
     with pytest.raises(ValueError, match="a window of at least 1, got 0"):
-        runs.attention("both", 64, 0)
+        configs.attention("both", 64, 0)
 
 
 def test_near_pairs_are_those_of_the_window():

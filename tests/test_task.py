@@ -1,28 +1,35 @@
 """The seam between the loop and what is learned: a task that no file of `vit` knows."""
 
 import dataclasses
+import subprocess
+import sys
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+import vit
 from performer.analysis import attention_error
 from tests.sequences import DATASET, TASK, projections
-from tests.small import CALIBRATED, final_state, small_config, stop_at
+from tests.small import CALIBRATED, PATIENCE, final_state, small_config, stop_at
 from vit import (
     attention_report,
     config,
+    convert,
     data,
     devices,
     dry_run,
     evaluate,
+    extension,
     metrics,
     runs,
     steps,
     train,
+    transfer,
 )
-from vit.task import no_attention, random_streams
+from vit.task import SUBJECTS, no_attention, random_streams
 
 SETTINGS = small_config(
     attention=config.Attention(num_features=8, coupling="pm"),
@@ -124,11 +131,79 @@ def test_the_report_has_the_calibration_of_the_layer():
 def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
     workdir, _ = finished
     before = sorted(path.name for path in workdir.rglob("*"))
-    with pytest.raises(ValueError, match="no checkpoint can be read"):
-        evaluate.evaluate_run(workdir)
-    with pytest.raises(ValueError, match="holds another run: .* was"):
-        train.train(SETTINGS, workdir)
+    for call in (evaluate.evaluate_run, partial(train.train, SETTINGS)):
+        with pytest.raises(ValueError, match="holds a run of a task without a name, not of"):
+            call(workdir)
     assert sorted(path.name for path in workdir.rglob("*")) == before
+
+
+OTHER = TASK._replace(name="regression", command="python -m regression")
+
+
+def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
+    """By all functions that read a run: no data are loaded, and no checkpoint is looked for."""
+    workdir, new = tmp_path / "run", tmp_path / "new"
+    runs.claim(workdir, SETTINGS, DATASET, OTHER)
+    images = small_config()
+    options = dict(names=["orf"], method="none", num_features=[8])
+    calls = [
+        partial(train.train, SETTINGS, workdir),
+        partial(train.train, images, workdir, *runs.subject(images)),
+        partial(extension.extend, workdir, 1.0),
+        partial(transfer.init_from, workdir, images, new),
+        partial(evaluate.evaluate_run, workdir),
+        partial(evaluate.evaluate_on, workdir, {"data.eval_split": "train"}),
+        partial(evaluate.report_classes, workdir),
+        partial(evaluate.report_attention, workdir, new),
+        partial(convert.convert, workdir, new, **options),
+        partial(vit.load, workdir),
+    ]
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    message = f"^{workdir} holds a run of the task 'regression', not of .*: python -m regression"
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
+
+
+def test_commands_name_the_task_of_a_folder_in_one_line(tmp_path):
+    runs.claim(tmp_path / "run", SETTINGS, DATASET, OTHER)
+    words = {
+        "train": "--dry_run",
+        "evaluate": "--report=classes",
+        "predict": __file__,
+        "convert": "--coupling=orf",
+        "export": "--out=program.stablehlo",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"vit.{program}", f"--workdir={tmp_path / 'run'}", word],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for program, word in words.items()
+    ]
+    line = (
+        f"ValueError: {tmp_path / 'run'} holds a run of the task 'regression', not of"
+        " 'classification': python -m regression serves it\n"
+    )
+    for program in started:
+        assert program.communicate(timeout=PATIENCE) == ("", line)
+        assert program.returncode == 1
+
+
+def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
+    """Once its module has said how: no data set or task is handed over."""
+    monkeypatch.setitem(SUBJECTS, "regression", lambda config, described: (DATASET, OTHER))
+    settings = dataclasses.replace(SETTINGS, num_epochs=1.0)
+    record = train.train(settings, tmp_path / "run", DATASET, OTHER)
+    assert train.train(settings, tmp_path / "run") == record
+    found = evaluate.evaluate_run(tmp_path / "run")
+    assert found["eval_error"] == pytest.approx(record["eval_error"], rel=1e-5)
+    transfer.init_from(tmp_path / "run", SETTINGS, tmp_path / "new", DATASET, OTHER)
+    old, new = (runs.restore(tmp_path / name).model() for name in ("run", "new"))
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(x, nnx.Param) for x in (old, new)))
 
 
 def test_a_dry_run_counts_what_it_can():

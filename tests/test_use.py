@@ -254,7 +254,7 @@ def test_a_run_of_another_task_is_named(tmp_path):
     records = [{"x": rng.normal(size=(12, 2)), "y": rng.normal(size=12)} for _ in range(32)]
     dataset, task = data.in_memory(records, records), sequences.TASK._replace(name="regression")
     runs.claim(tmp_path, SETTINGS, dataset, task)
-    with pytest.raises(ValueError, match="a run that learned 'regression', not to classify"):
+    with pytest.raises(ValueError, match="a run of the task 'regression', not of 'classification'"):
         vit.load(tmp_path)
 
 

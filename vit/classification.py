@@ -11,11 +11,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from vit import augment
+from vit import augment, data
 from vit.config import Config, exact_layers
-from vit.data import Batch
+from vit.data import Batch, Dataset
 from vit.model import ViT
-from vit.task import Sums, Task, Triple
+from vit.task import SUBJECTS, Sums, Task, Triple
 
 NAME = "classification"
 
@@ -45,7 +45,22 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
         by_device=True,
         noun="image",
         name=NAME,
+        command="performer-vit",
     )
+
+
+def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
+    """The data set that the config names, and the task of classifying its images.
+
+    Raises:
+        ValueError: as `data.load`.
+    """
+    del described
+    dataset = data.load(config.data)
+    return dataset, task(dataset.num_classes, dataset.channels, config.optim.loss)
+
+
+SUBJECTS[NAME] = of_run
 
 
 def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:

@@ -6,6 +6,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -21,16 +22,33 @@ from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import Measured
 from performer.nnx.report import head_errors, uniform_error
 from performer.refinement import Sample, softmax_attention, squared
+from vit import config as configs
 from vit import data, metrics
 from vit.runs import Restored, evaluation_examples
 from vit.steps import count, evaluate
-from vit.task import Task
+from vit.task import Task, of_folder
 
 ERROR_EXAMPLES = 8
 """Examples of the evaluation split whose attention errors are measured."""
 
 Attention = tuple[Callable[..., Array], tuple]
 """(query, key, value, *arguments) -> output, and the arguments."""
+
+
+def of_softmax(workdir: Path, task: str) -> configs.Config:
+    """The config of a run with softmax attention.
+
+    Raises:
+        ValueError: for a folder without a run, or with a run of another task or attention.
+    """
+    of_folder(workdir, task)
+    config = configs.of_run(workdir)
+    if config.attention.kind != "softmax":
+        raise ValueError(
+            f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
+            " run with 'softmax' can be converted"
+        )
+    return config
 
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:

@@ -34,10 +34,10 @@ from flax import nnx
 
 from performer.nnx import linearize
 from performer.nnx.layer import Window
-from vit import checkpoint, devices, metrics, report, runs, safety
+from vit import checkpoint, classification, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import launch
-from vit.conversion import compare, measured_layers
+from vit.conversion import compare, measured_layers, of_softmax
 from vit.task import random_streams
 
 
@@ -121,16 +121,12 @@ def convert(
         learning_rate: likewise.
 
     Raises:
-        ValueError: before any work, for a run that has no softmax attention, an unknown coupling or
-            method, sizes that a coupling does not admit, or an `out` that is not empty.
+        ValueError: before any work, for a run of another task or without softmax attention, an
+            unknown coupling or method, sizes that a coupling does not admit, or an `out` that is
+            not empty.
         vit.checkpoint.SaveError: when the run cannot be written.
     """
-    config = configs.of_run(workdir)
-    if config.attention.kind != "softmax":
-        raise ValueError(
-            f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
-            " run with 'softmax' can be converted"
-        )
+    config = of_softmax(workdir, classification.NAME)
     if min(images, draws) < 1 or min(refine_steps, eval_images, keep) < 0:
         raise ValueError(
             f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"

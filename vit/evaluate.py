@@ -52,7 +52,7 @@ from vit import config as configs
 from vit.arguments import launch
 from vit.attention_report import report_attention
 from vit.steps import evaluate
-from vit.task import Task
+from vit.task import Task, of_folder
 
 FLAGS = {
     "data.eval_split": "split",
@@ -171,8 +171,9 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
         Overall top-1 and top-5 accuracy and the worst classes, as text.
 
     Raises:
-        ValueError: as `runs.restore`.
+        ValueError: as `runs.restore`, or for a run that does not classify images.
     """
+    of_folder(workdir, classification.NAME)
     run = runs.restore(workdir, step=step)
     counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
     records = class_report.write(counted, run.dataset.class_names, workdir)

@@ -37,7 +37,7 @@ def extend(workdir: Path, epochs: float, config: configs.Config | None = None) -
         configs.validate(run)
         if config is not None:
             runs.check_same(workdir, as_extended(config, workdir))
-        dataset, _ = runs.subject(run)
+        dataset, _ = runs.subject(run, workdir=workdir)
         _, num_steps = runs.length(run, dataset)
         step = max((each.step for each in checkpoint.found(workdir)), default=0)
         if step < num_steps:

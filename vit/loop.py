@@ -124,9 +124,9 @@ def train(
     Args:
         config: of the run.
         workdir: its folder; on several hosts one that all of them see.
-        dataset: what is learned from; the data set that the config names if None.
-        task: what is learned; to classify the images if None. Fields of the config that mean
-            nothing to it must be valid all the same.
+        dataset: what is learned from, as `runs.subject`.
+        task: what is learned; likewise. Fields of the config that mean nothing to it must be valid
+            all the same.
         profile: traces the first `PROFILED` steps after the first stretch into `workdir`/profile.
         log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
 
@@ -147,7 +147,7 @@ def train(
     configs.validate(config)
     checkpoint.check_path(workdir)
     loggers.check(log)
-    dataset, task = runs.subject(config, dataset, task)
+    dataset, task = runs.subject(config, dataset, task, workdir)
     hosts.check_same(runs.said_by_all(config, dataset, task))
     mesh = devices.mesh(config)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())

@@ -21,7 +21,7 @@ import performer
 from vit import checkpoint, classification, data, devices, files, hosts, metrics, optim, steps
 from vit import config as configs
 from vit.steps import Program, build, evaluated_model
-from vit.task import Task
+from vit.task import SUBJECTS, Task, of_folder
 
 
 class Restored(NamedTuple):
@@ -53,19 +53,35 @@ class Restored(NamedTuple):
 
 
 def subject(
-    config: configs.Config, dataset: data.Dataset | None = None, task: Task | None = None
+    config: configs.Config,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    workdir: Path | None = None,
 ) -> tuple[data.Dataset, Task]:
-    """What is given; else the data set that the config names, and classifying its images.
+    """Data set and task of a run.
+
+    Args:
+        config: of the run.
+        dataset: returned as it is; the one that the run was trained on if None.
+        task: likewise; with a dataset alone it is to classify its images.
+        workdir: folder of the run; without one, the run classifies the images of its config.
 
     Raises:
-        ValueError: as `data.load`.
+        ValueError: as `data.load`, or for a folder with a run of another task, or of one whose
+            module is not imported (`vit.task.SUBJECTS`).
     """
+    if dataset is None and task is None:
+        described = of_folder(workdir, *SUBJECTS) if workdir else {}
+        return SUBJECTS[described.get("task", classification.NAME)](config, described)
     if dataset is None:
         dataset = data.load(config.data)
     elif config.data.name:
         data.check(dataset, config.data)
     sizes = dataset.num_classes, dataset.channels
-    return dataset, task or classification.task(*sizes, config.optim.loss)
+    task = task or classification.task(*sizes, config.optim.loss)
+    if workdir:
+        of_folder(workdir, task.name)
+    return dataset, task
 
 
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
@@ -213,23 +229,28 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
     Its `task.json` is what a model can be used with when its data set is gone.
     """
     check_same(workdir, config)
-    subject = workdir / "task.json"
-    new, old = description(dataset, task), files.noted(subject) or {}
-    for name in set(old) & set(new) - {"versions"}:
+    old, new = of_folder(workdir, task.name), description(dataset, task)
+    for name in (name for name in new if name in old and name not in UNCHECKED):
         if old[name] != new[name]:
             raise ValueError(
                 f"{workdir} holds another run: {name} was {str(old[name])[:200]}, and is"
                 f" {str(new[name])[:200]}; take another --workdir, or the run's own data"
             )
     workdir.mkdir(parents=True, exist_ok=True)
-    files.note(subject, new)
+    files.note(workdir / "task.json", new)
     configs.save(config, workdir / "config.json")
 
 
+UNCHECKED = ("command", "versions")
+"""Entries of `task.json` that may change from one start to the next."""
+
+
 def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
-    """What a run's `task.json` says: the task, its classes and data, and what it was run with."""
+    """The content of a run's `task.json`: task, settings, classes, data and versions."""
     return {
         "task": task.name,
+        "command": task.command,
+        "settings": task.settings._asdict(),
         "class_names": list(dataset.class_names),
         "channels": dataset.channels,
         "training examples": len(dataset.train),
@@ -297,20 +318,21 @@ def restore(
 
     Args:
         workdir: of the run.
-        dataset: what it was trained on, if not what its config names.
-        task: what it has learned, if not to classify images.
+        dataset: as `subject`.
+        task: likewise.
         step: of the checkpoint, or "best"; the newest if None.
 
     Raises:
-        ValueError: when the folder holds no run, or no such checkpoint that can be read.
+        ValueError: as `subject`, or when the folder holds no run, or no such checkpoint that can be
+            read.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
+    dataset, task = subject(config, dataset, task, workdir)
     config.fsdp = math.gcd(config.fsdp, jax.device_count())
     if not checkpoint.exists(workdir):
         raise ValueError(f"{workdir} holds no checkpoint yet")
     mesh = devices.mesh(config)
-    dataset, task = subject(config, dataset, task)
     functions = program(config, dataset, task, mesh)
     number, state = checkpoint.restore(workdir, functions.abstract, step)
     return Restored(config, dataset, task, mesh, functions, number, state)

@@ -10,6 +10,7 @@ and their programs are compiled once in a process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from vit import files
 from vit.config import Config
-from vit.data import Batch
+from vit.data import Batch, Dataset
 
 Model = Any
 """An `nnx.Module`: only its task knows which."""
@@ -56,6 +58,10 @@ def no_distances(*_: Any) -> Any:
     )
 
 
+class NoSettings(NamedTuple):
+    """Settings of a task whose runs are described by their config alone."""
+
+
 class Task(NamedTuple):
     """A model, its loss, and what is measured and reported of it."""
 
@@ -89,12 +95,46 @@ class Task(NamedTuple):
     noun: str = "example"
     """What a row of a batch is called."""
     name: str = ""
-    """What the folder of a run says that it has learned."""
+    """Name in the `task.json` of its runs, by which `SUBJECTS` finds it again."""
+    settings: Any = NoSettings()
+    """NamedTuple of numbers and words that no field of the config holds; they are in `task.json`,
+    and a run is not resumed with others."""
+    command: str = ""
+    """Command that serves its runs; commands that do not serve them name it."""
 
     @property
     def rate(self) -> str:
         """Name in the log of how many examples a second are trained on: "images_per_second"."""
         return f"{self.noun}s_per_second"
+
+
+SUBJECTS: dict[str, Callable[[Config, dict[str, Any]], tuple[Dataset, Task]]] = {}
+"""By the name of a task: (config of a run, content of its `task.json`) -> its data set and task.
+
+The content is {} for a new run. The module of a task adds its own function when it is imported; no
+module is imported because a folder names it."""
+
+
+def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
+    """The content of the folder's `task.json`; {} where there is none.
+
+    Args:
+        workdir: folder of a run.
+        names: tasks that can be served.
+
+    Raises:
+        ValueError: for a run of another task; it names the command that serves the run.
+    """
+    found = files.noted(workdir / "task.json") or {}
+    name = found.get("task")
+    if found and name not in names:
+        held = f"the task {name!r}" if name else "a task without a name"
+        serves = found.get("command") or "vit.runs.restore(workdir, dataset, task)"
+        raise ValueError(
+            f"{workdir} holds a run of {held}, not of {' or '.join(map(repr, names))}:"
+            f" {serves} serves it"
+        )
+    return found
 
 
 def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:

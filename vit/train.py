@@ -25,6 +25,7 @@ from vit import devices, dry_run, extension, hosts, loggers, machine, metrics, t
 from vit.arguments import from_flag, launch
 from vit.cli import command
 from vit.loop import train
+from vit.task import SUBJECTS, of_folder
 
 
 def main(_: list[str]) -> None:
@@ -36,6 +37,7 @@ def main(_: list[str]) -> None:
     for name in ("topology", "data_size", "json"):
         if flags.FLAGS[name].value and not _DRY_RUN.value:
             raise ValueError(f"--{name} is for --dry_run, which is not given")
+    of_folder(workdir, *SUBJECTS)
     _JOIN()
     if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
         raise ValueError(f"--init_from={_INIT_FROM.value} begins a new run: give its --config")

@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,10 +35,21 @@ from jaxtyping import Array, Float
 from performer.nnx import PerformerAttention
 from vit import checkpoint, data, files, runs, safety, use
 from vit import config as configs
-from vit.task import Model, Task, random_streams
+from vit.task import Model, Task, of_folder, random_streams
 
 Fill = Callable[[Model, Task, data.Dataset], list[str]]
 """Puts parameters into a model, and says in lines what it took."""
+
+
+class Source(NamedTuple):
+    """A trained run."""
+
+    config: configs.Config
+    step: int
+    class_names: tuple[str, ...]
+    model: Model
+    """In evaluation mode."""
+
 
 ORIGIN = "origin.json"
 """In the folder of a run that was begun from another: its place and step."""
@@ -52,13 +63,21 @@ TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
 """If one of them is new so is the other."""
 
 
-def init_from(source: Path, config: configs.Config, workdir: Path) -> list[str]:
+def init_from(
+    source: Path,
+    config: configs.Config,
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+) -> list[str]:
     """Begins a run from another; one that was begun so is left as it is, to be resumed.
 
     Args:
-        source: folder of a run, which is only read.
+        source: folder of a run of the same task, which is only read.
         config: of the new run.
         workdir: its folder; it appears in one piece.
+        dataset: of the new run, as `runs.subject`.
+        task: likewise.
 
     Returns:
         What was taken and what not, in lines; nothing where the run had been begun.
@@ -84,10 +103,20 @@ def init_from(source: Path, config: configs.Config, workdir: Path) -> list[str]:
             f" --distributed, stop it, and start it on all of them (--workdir={workdir})"
         )
     configs.validate(config)
-    trained = use.load(source)
+    trained = _read(source, task)
     _check_size(source, trained.config, config)
     fill = partial(take, source, trained, config=config)
-    return start(config, workdir, fill, {"init_from": place, "step": trained.step})
+    origin = {"init_from": place, "step": trained.step}
+    return start(config, workdir, fill, origin, dataset, task)
+
+
+def _read(source: Path, task: Task | None) -> Source:
+    if task is None:  # images: no data are needed
+        trained = use.load(source)
+        return Source(trained.config, trained.step, trained.class_names, trained.model)
+    of_folder(source, task.name)
+    run = runs.restore(source)
+    return Source(run.config, run.step, run.dataset.class_names, run.model())
 
 
 def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
@@ -106,6 +135,7 @@ def start(
     fill: Fill,
     origin: Mapping[str, Any],
     dataset: data.Dataset | None = None,
+    task: Task | None = None,
 ) -> list[str]:
     """Makes a run at step 0 with the parameters that `fill` puts into the model; what it says.
 
@@ -114,7 +144,8 @@ def start(
         workdir: its folder; it appears in one piece, and after a kill the same call begins anew.
         fill: what it raises leaves nothing behind.
         origin: is noted in the folder.
-        dataset: in the place of the one that the config names.
+        dataset: of the new run, as `runs.subject`.
+        task: likewise.
 
     Raises:
         ValueError: for a config that cannot work, or a workdir that is not empty.
@@ -124,7 +155,7 @@ def start(
     configs.validate(config)
     checkpoint.check_path(workdir)
     safety.check_vacant(workdir, "--workdir")
-    dataset, task = runs.subject(config, dataset)
+    dataset, task = runs.subject(config, dataset, task)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     report = fill(model, task, dataset)
@@ -157,7 +188,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    trained: use.Trained,
+    trained: Source,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -229,9 +260,7 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
 """Fields of `config.attention` that say how frequencies are drawn."""
 
 
-def _take_attention(
-    trained: use.Trained, model: Model, task: Task, config: configs.Config
-) -> list[str]:
+def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
     """Frequencies and running moments into the new model; what became of them."""
     attention = trained.config.attention, config.attention
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}

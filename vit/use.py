@@ -20,9 +20,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float, UInt8
 from PIL import ImageOps
 
-from vit import bounded, checkpoint, classification, data, files, steps
+from vit import bounded, checkpoint, classification, data, steps
 from vit import config as configs
 from vit.model import ViT
+from vit.task import of_folder
 
 LARGEST = 64
 """Images that go through the model at once, at most."""
@@ -154,17 +155,12 @@ def described(workdir: Path) -> tuple[tuple[str, ...], int]:
     Raises:
         ValueError: when the run has learned something else than to classify images.
     """
-    found = files.noted(workdir / "task.json")
-    if found is None:
+    found = of_folder(workdir, classification.NAME)
+    if not found:
         model = checkpoint.shapes(workdir)["0"]
         num_classes = model["head"]["kernel"]["value"].shape[-1]
         print(f"{workdir} has no task.json that can be read: its classes are called 0, 1, ...")
         return tuple(map(str, range(num_classes))), model["embed"]["kernel"]["value"].shape[-2]
-    if found["task"] != classification.NAME:
-        raise ValueError(
-            f"{workdir} is a run that learned {found['task'] or 'a task without a name'!r}, not to"
-            " classify images: vit.runs.restore(workdir, dataset, task) reads it"
-        )
     return tuple(found["class_names"]), found["channels"]
 
 

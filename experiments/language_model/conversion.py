@@ -1,7 +1,6 @@
 """A trained decoder with another attention in the place of softmax, all else as it was."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.language_model.attention import AttentionFn, Hybrid
+from experiments.language_model.config import COUPLING
 from experiments.language_model.model import Decoder
-from experiments.language_model.runs import COUPLING
 from experiments.language_model.task import losses
 from performer import couplings
 from performer.calibration import Calibration, fit, fold, log_determinant, pair_moments
@@ -36,27 +35,21 @@ EVALUATED = 8
 
 def samples(model: Decoder, tokens: Int[Array, "b t"]) -> list[Sample]:
     """Queries and keys of each layer."""
-    graph, state = nnx.split(model)
-    found = [_projected(graph, state, part) for part in _parts(tokens)]
-    layers = zip(*found, strict=True)
+    layers = zip(*(_projected(model, part) for part in _parts(tokens)), strict=True)
     return [Sample.of(*map(jnp.concatenate, zip(*layer, strict=True))) for layer in layers]
 
 
-@partial(jax.jit, static_argnums=0)
-def _projected(graph, state, tokens):
-    return [triple[:2] for triple in nnx.merge(graph, state).projections(tokens)]
+@nnx.jit
+def _projected(model: Decoder, tokens: Array) -> list[tuple[Array, Array]]:
+    return [(query, key) for query, key, _ in model.projections(tokens)]
 
 
 def held_out_losses(model: Decoder, tokens: Int[Array, "b t"]) -> Float[np.ndarray, " b"]:
     """The mean loss of each window, in nats a character."""
-    graph, state = nnx.split(model)
-    parts = [_losses(graph, state, part) for part in _parts(tokens)]
-    return np.concatenate(jax.device_get(parts))
+    return np.concatenate([_losses(model, {"tokens": part}) for part in _parts(tokens)])
 
 
-@partial(jax.jit, static_argnums=0)
-def _losses(graph, state, tokens):
-    return losses(nnx.merge(graph, state), {"tokens": tokens})
+_losses = nnx.jit(losses)
 
 
 def _parts(tokens: Array) -> Iterable[Array]:
@@ -101,7 +94,6 @@ def hybrids(
     *,
     steps: int,
     seed: int = 0,
-    examples: int = 1,
 ) -> list[Hybrid]:
     """The attention of each layer.
 
@@ -112,12 +104,11 @@ def hybrids(
         method: of `METHODS`.
         steps: of the last two.
         seed: of the draws, another in each layer.
-        examples: windows of a step.
     """
     if not num_features:
         return [Hybrid(None, None, window, 1) for _ in layers]
     near, found = jnp.asarray(near_pairs(layers[0].query.shape[1], window, 1)), []
-    options: dict[str, Any] = dict(steps=steps, is_causal=True, examples=examples)
+    options: dict[str, Any] = dict(steps=steps, is_causal=True, examples=1)
     for i, sample in enumerate(layers):
         calibration = "none" if method == "none" else "shift+scale"
         number = seed * len(layers) + i

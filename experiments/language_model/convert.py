@@ -27,12 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import launch, statistics
-from experiments.language_model import conversion, rows, runs
+from experiments.common import harness, launch, statistics
+from experiments.language_model import config as configs
+from experiments.language_model import conversion, rows
 from experiments.language_model.model import Decoder
+from experiments.language_model.task import NAME, task
 from performer.refinement import Sample
-from vit import report
-from vit import runs as of_vit
+from vit import checkpoint, loop, report, runs
+from vit.conversion import of_softmax
 
 Row = rows.Row
 
@@ -40,8 +42,7 @@ Row = rows.Row
 class Subject(NamedTuple):
     """A softmax model, its losses, and what its layers see."""
 
-    run: of_vit.Restored
-    settings: runs.Settings
+    run: runs.Restored
     model: Decoder
     held_out: jax.Array
     losses: np.ndarray
@@ -51,26 +52,20 @@ class Subject(NamedTuple):
 
 
 def subject(workdir: Path, windows: int, held_out: int) -> Subject:
-    """Of a run.
-
-    Args:
-        workdir: of the run.
-        windows: of the training text, from which attention is transferred.
-        held_out: windows on which losses are measured.
+    """The model of a run, seen on windows of the training text, and its held-out losses.
 
     Raises:
-        ValueError: for a run that has no softmax attention.
+        ValueError: as `vit.conversion.of_softmax`.
     """
-    run, settings = runs.restore(workdir)
-    if run.config.attention.kind != "softmax":
-        raise ValueError(f"{workdir} has no softmax attention: train one with --attention=softmax")
+    of_softmax(workdir, NAME)
+    run = runs.restore(workdir)
     model = run.model()
-    batches = [batch["tokens"] for batch in of_vit.training_examples(run, windows)]
-    tokens = of_vit.evaluation_examples(run.dataset, run.config, held_out)["tokens"]
+    batches = [batch["tokens"] for batch in runs.training_examples(run, windows)]
+    tokens = runs.evaluation_examples(run.dataset, run.config, held_out)["tokens"]
     seen = jnp.concatenate(batches)
     layers = conversion.samples(model, seen[:, :-1])
     losses = conversion.held_out_losses(model, tokens)
-    return Subject(run, settings, model, jnp.asarray(tokens), losses, seen, layers)
+    return Subject(run, model, jnp.asarray(tokens), losses, seen, layers)
 
 
 def cases(
@@ -85,6 +80,10 @@ def cases(
 
 
 FITTED = ("far weight", "transfer")
+DOTTED = dict(color="black", linestyle=":", marker="", zorder=3)
+SILENT = -1e4
+"""Far weight of a head of the window alone in training: e^SILENT = 0, and weight decay makes NaN of
+-inf."""
 
 
 def hybrids(
@@ -116,56 +115,54 @@ def finetuned(
 ) -> Row:
     """The loss after training on, of the whole held-out text; the run lies in a folder in `out`."""
     kind = "softmax" if method == "softmax" else "both" if m else "window"
-    own, near = runs.attention(kind, m, window)
-    own.num_features = m or own.num_features
+    own, near = configs.attention(kind, m, window)
     model, steps = of.model, options["finetune_steps"]
     if kind != "softmax":
         attention = hybrids(of, options["steps"], options["seed"], window, m, method)
+        for weight in (layer.far["weight"] for layer in attention if layer.far):
+            weight[...] = jnp.maximum(weight[...], SILENT)
         model = conversion.exchanged(model, attention)
     rate, config = options["finetune_rate"], of.run.config
-    new = runs.config(
+    new = configs.of_run(
         own,
         of.run.dataset,
         size=config.model.size,
-        optim=runs.optim(rate, steps),
+        optim=configs.optim(rate, steps),
         steps=steps,
         dir=config.data.dir,
         batch_size=config.data.batch_size,
     )
-    workdir = out / f"{kind}_{window}_{m}"
-    settings = of.settings._replace(window=near, first=int(near > 0), transferred=m > 0)
-    runs.begin(workdir, model, new, settings, of.run.dataset)
-    record = runs.train(workdir, new, settings, of.run.dataset)
-    return {"loss": record["eval_loss"]}
+    workdir, dataset = out / f"{kind}_{window}_{m}", of.run.dataset
+    settings = of.run.task.settings
+    settings = settings._replace(window=near, first=int(near > 0), transferred=m > 0)
+    learned = task(dataset.num_classes, settings)
+    if not checkpoint.exists(workdir):
+        runs.begin(workdir, model, new, dataset, learned)
+    return {"loss": loop.train(new, workdir, dataset, learned)["eval_loss"]}
 
 
 def figure(table: list[Row], out: Path) -> None:
-    """What is lost against m: axes for each window, whose own loss is dotted, a line a method."""
-    windows = sorted({row["window"] for row in table})
-    columns = min(len(windows), 3)
-    lines = -(-len(windows) // columns)
-    drawn, axes = report.subplots(
-        lines, columns, figsize=(2 + 3 * columns, 3 * lines), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat[len(windows) :]:
-        axis.remove()
-    for window, axis in zip(windows, axes.flat, strict=False):
-        of = [row for row in table if row["window"] == window]
-        for row in of:
-            if row["m"] == 0:
-                axis.axhline(row["lost"], color="black", linestyle=":", label=row["method"])
-        for i, method in enumerate(conversion.METHODS):
-            if shown := sorted((row["m"], row["lost"]) for row in of if row["method"] == method):
-                axis.plot(*zip(*shown, strict=True), "o-", color=f"C{i}", ms=3, label=method)
-        report.log_sizes(axis, sorted({row["m"] for row in of if row["m"]}))
-        axis.set_title(f"window {window}" if window else "no window")
-        axis.margins(y=0.1)
+    """Write `out`.png: loss against m, a panel for each window, whose own loss is dotted."""
+    sizes = sorted({row["m"] for row in table if row["m"]})
+    points = [row | {"m": m} for row in table for m in ([row["m"]] if row["m"] else sizes)]
+
+    def finish(axis: Any, own: list[Row]) -> None:
+        report.log_sizes(axis, sizes)
         axis.axhline(0, color="grey", lw=0.5)
-    drawn.supylabel("nats lost a character")
-    labels = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-    named = {name: line for name, line in labels.items() if not name.startswith("_")}
-    drawn.legend(named.values(), named, loc="outside right upper")
-    report.save(drawn, out)
+
+    harness.figure(
+        sorted(points, key=lambda row: row["window"]),
+        out,
+        x="m",
+        y="lost",
+        error="standard error",
+        line="{method}",
+        panel="window {window}",
+        columns=3,
+        style=lambda name: DOTTED if name == "window alone" else {},
+        finish=finish,
+        ylabel="nats lost a character",
+    )
 
 
 def main(

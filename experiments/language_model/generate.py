@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import launch
-from experiments.language_model import generation, runs, text
+from experiments.language_model import generation, text
 from experiments.language_model.attention import Softmax
 from experiments.language_model.conversion import exchanged
-from vit import report
+from experiments.language_model.task import NAME
+from vit import report, runs
+from vit.task import of_folder
 
 LENGTHS = (1_000, 100_000)
 
@@ -80,7 +82,8 @@ def main(
     """
     launch.at_least(1, length=length, lengths=min(lengths))
     launch.at_least(0, temperature=temperature)
-    run, _ = runs.restore(workdir)
+    of_folder(workdir, NAME)
+    run = runs.restore(workdir)
     if measure and run.config.attention.kind == "softmax":
         raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
     if not prompt:

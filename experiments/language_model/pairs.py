@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.language_model.model import Decoder, cross_entropy
+from experiments.language_model.task import COMMAND
 from vit.config import Config
 from vit.data import Batch, Dataset
 from vit.task import Sums, Task
@@ -113,4 +114,4 @@ def create(config: Config, window: int, *, rngs: nnx.Rngs) -> Decoder:
 def task(window: int) -> Task:
     """Recall with a window of so many tokens; 0 for none."""
     new = partial(create, window=window)
-    return Task(new, loss, count, by_device=True, noun="sequence", name="recall")
+    return Task(new, loss, count, by_device=True, noun="sequence", name="recall", command=COMMAND)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.common import launch
-from experiments.language_model import pairs, rows, runs
+from experiments.language_model import config as configs
+from experiments.language_model import pairs, rows
 from vit import loop
 from vit.config import Optim, Size
 
@@ -25,10 +26,10 @@ def measured(
     out: Path, m: int, window: int, steps: int, rate: float, length: int, kind: str, seed: int
 ) -> rows.Row:
     """Held-out accuracy; the run lies in a folder in `out`."""
-    own, near = runs.attention(kind, m, window)
+    own, near = configs.attention(kind, m, window)
     dataset = pairs.dataset(length, steps * BATCH)
     optim = Optim(learning_rate=rate, warmup_steps=steps // 10, b2=0.99, weight_decay=0.1)
-    config = runs.config(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=BATCH)
+    config = configs.of_run(own, dataset, size=SIZE, optim=optim, steps=steps, batch_size=BATCH)
     config.seed = seed
     workdir = out / f"{kind}_{length}_{seed}"
     record = loop.train(config, workdir, dataset, pairs.task(near))
@@ -38,7 +39,7 @@ def measured(
 
 def main(
     lengths: Sequence[int] = (64, 128, 256, 512),
-    attention: Sequence[Literal["softmax", "performer", "window", "both"]] = runs.ATTENTION,
+    attention: Sequence[Literal["softmax", "performer", "window", "both"]] = configs.ATTENTION,
     num_features: int = 128,
     window: int = 8,
     steps: int = 1200,

@@ -11,9 +11,11 @@ goes on. --quick is of fewer steps and two seeds.
 from pathlib import Path
 
 from experiments.common import launch, statistics
-from experiments.language_model import rows, runs
+from experiments.language_model import config as configs
+from experiments.language_model import rows
 from experiments.language_model import text as texts
-from vit import report
+from experiments.language_model.task import task
+from vit import loop, report
 from vit.data import Dataset
 
 
@@ -21,19 +23,20 @@ def measured(
     out: Path, source: str, dataset: Dataset, asked: dict, kind: str, seed: int
 ) -> rows.Row:
     """The held-out loss of a run in a folder in `out`."""
-    own, near = runs.attention(kind, asked["m"], asked["window"])
-    config = runs.config(
+    own, near = configs.attention(kind, asked["m"], asked["window"])
+    config = configs.of_run(
         own,
         dataset,
-        size=runs.QUICK,
-        optim=runs.optim(asked["rate"], asked["steps"]),
+        size=configs.QUICK,
+        optim=configs.optim(asked["rate"], asked["steps"]),
         steps=asked["steps"],
         dir=source,
         batch_size=asked["batch"],
     )
     config.seed = seed
-    settings = runs.Settings(asked["length"], near, int(near > 0))
-    record = runs.train(out / f"{kind}_{seed}", config, settings, dataset)
+    settings = configs.Settings(asked["length"], near, int(near > 0))
+    learned = task(dataset.num_classes, settings)
+    record = loop.train(config, out / f"{kind}_{seed}", dataset, learned)
     return {"loss": record["eval_loss"], "seconds": record["seconds"]}
 
 
@@ -44,7 +47,7 @@ def summary(table: list[rows.Row]) -> list[rows.Row]:
         losses.setdefault(row["attention"], []).append(row["loss"])
     for kind, values in losses.items():
         mean, half = statistics.interval(values)
-        row: rows.Row = {"attention": kind, "loss": f"{mean:.4f} ± {half:.4f}"}
+        row = {"attention": kind, "loss": f"{mean:.4f} ± {half:.4f}", "more than softmax": ""}
         if kind != "softmax":
             more = statistics.paired(values, losses["softmax"])
             row["more than softmax"] = f"{more.mean:.4f} ({more.low:.4f} to {more.high:.4f})"
@@ -92,7 +95,7 @@ def main(
     table = rows.grown(
         out / "runs",
         asked,
-        [(kind, s) for s in range(seeds) for kind in runs.ATTENTION],
+        [(kind, s) for s in range(seeds) for kind in configs.ATTENTION],
         ("attention", "seed"),
         lambda *case: measured(out, source, dataset, asked, *case),
     )

@@ -1,33 +1,38 @@
 """The task of predicting the next character: the second `Task` of the one trainer."""
 
 from functools import cache, partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from experiments.language_model import text
+from experiments.language_model.config import Settings
 from experiments.language_model.model import Attention, Decoder, Triple, cross_entropy
-from performer.features import FeatureMap, positive
-from vit.data import Batch
-from vit.task import Sums, Task
+from performer.features import positive
+from performer.refinement import LEARNED
+from vit.config import Config
+from vit.data import Batch, Dataset
+from vit.task import SUBJECTS, Sums, Task
 
-NAME = "language model"
+NAME, COMMAND = "language model", "python -m experiments.language_model"
 
 
 @cache
-def task(
-    characters: int, window: int = 0, first: int = 0, feature_map: FeatureMap = positive
-) -> Task:
+def task(characters: int, settings: Settings) -> Task:
     """Cross entropy of each next character, in nats.
 
     Args:
         characters: how many there are.
-        window: of exact attention, see `Decoder`; it means nothing to softmax attention.
-        first: likewise.
-        feature_map: likewise.
+        settings: of the run; those of the window mean nothing to softmax attention.
     """
     return Task(
         create=partial(
-            Decoder, characters=characters, window=window, first=first, feature_map=feature_map
+            Decoder,
+            characters=characters,
+            window=settings.window,
+            first=settings.first,
+            feature_map=LEARNED if settings.transferred else positive,
         ),
         loss=loss,
         count=count,
@@ -36,7 +41,30 @@ def task(
         by_device=True,
         noun="window",
         name=NAME,
+        settings=settings,
+        command=COMMAND,
     )
+
+
+def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
+    """Text and task of a run.
+
+    Args:
+        config: of the run.
+        described: content of its `task.json`.
+
+    Raises:
+        ValueError: for a text that cannot be read, or has other characters than it had.
+    """
+    settings, source = Settings(**described["settings"]), config.data.dir
+    found = text.read(source)
+    if list(found.characters) != described["class_names"]:
+        raise ValueError(f"{source or 'the text'} has other characters than when it was learned")
+    dataset = text.dataset(found, settings.length)
+    return dataset, task(dataset.num_classes, settings)
+
+
+SUBJECTS[NAME] = of_run
 
 
 def losses(model: Decoder, batch: Batch) -> Array:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.common import launch
-from experiments.language_model import runs
+from experiments.language_model import config as configs
 from experiments.language_model import text as texts
-from vit import metrics
+from experiments.language_model.task import NAME, task
+from vit import loop, metrics, transfer
+from vit.task import of_folder
 
 
 def main(
@@ -56,23 +58,26 @@ def main(
     launch.at_least(2, num_features=num_features, length=length)
     if quick:
         length, steps = min(128, length), min(150, steps)
-    own, near = runs.attention(attention, num_features, window)
+    own, near = configs.attention(attention, num_features, window)
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
-    config = runs.config(
+    config = configs.of_run(
         own,
         dataset,
-        size=runs.QUICK if quick else runs.SIZE,
-        optim=runs.optim(learning_rate, steps),
+        size=configs.QUICK if quick else configs.SIZE,
+        optim=configs.optim(learning_rate, steps),
         steps=steps,
         dir=source,
         batch_size=batch_size,
     )
     config.seed = seed
-    settings = runs.Settings(length, near, int(near > 0))
+    learned = task(dataset.num_classes, configs.Settings(length, near, int(near > 0)))
     if init_from:
-        runs.init_from(init_from, workdir, config, settings, dataset)
-    record = runs.train(workdir, config, settings, dataset)
+        characters = list(dataset.class_names)
+        if of_folder(init_from, NAME).get("class_names", characters) != characters:
+            raise ValueError(f"--init_from={init_from} has other characters than the text")
+        print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
+    record = loop.train(config, workdir, dataset, learned)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
 
 
