@@ -285,10 +285,9 @@ def _assert_finite(bad: int) -> None:
 
 
 def _relative_deviation(m: int, d: int) -> float:
-    """The standard deviation of a squared error over its mean, for m / 2 independent rows.
+    """Standard deviation of a squared error over its mean, for m / 2 independent rows.
 
-    That of the mean of so many log-normal numbers: a pair of rows with one sign, or of lengths that
-    depend on one another, may be as one row.
+    A row gives a log-normal number; rows that depend on one another may be worth half as many.
     """
     x, y = general_points(d)
     e = np.exp(np.sum((x + y) ** 2))
