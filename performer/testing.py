@@ -18,7 +18,7 @@ m <= 2 a z test of the squared error raises 5 to 15 times its stated alarms. So 
 corrected for skewness where that lowers them (Hall 1992), and `assert_mse` knows the least standard
 deviation from the log-normal law of a feature. Counted over repeated keys, at stated rates of 5e-2
 to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` raises no more alarms than
-stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more.
+stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (but for errors of counting).
 """
 
 from collections.abc import Callable, Sequence
