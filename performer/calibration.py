@@ -87,7 +87,7 @@ class Calibration(NamedTuple):
 
     @property
     def changes_law(self) -> bool:
-        """Whether frequencies are drawn from another law, as by a tilt or a proposal."""
+        """True if frequencies are drawn from another law, by a tilt or a proposal."""
         return self.mean is not None or self.root is not None
 
 

@@ -18,7 +18,7 @@ m <= 2 a z test of the squared error raises 5 to 15 times its stated alarms. So 
 corrected for skewness where that lowers them (Hall 1992), and `assert_mse` knows the least standard
 deviation from the log-normal law of a feature. Counted over repeated keys, at stated rates of 5e-2
 to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` raises no more alarms than
-stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more.
+stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (but for errors of counting).
 """
 
 from collections.abc import Callable, Sequence
@@ -284,10 +284,9 @@ def _assert_finite(bad: int) -> None:
 
 
 def _relative_deviation(m: int, d: int) -> float:
-    """The standard deviation of a squared error over its mean, for m / 2 independent rows.
+    """Standard deviation of a squared error over its mean, for m / 2 independent rows.
 
-    That of the mean of so many log-normal numbers: a pair of rows with one sign, or of lengths that
-    depend on one another, may be as one row.
+    A row gives a log-normal number; rows that depend on one another may be worth half as many.
     """
     x, y = general_points(d)
     e = np.exp(np.sum((x + y) ** 2))

@@ -130,7 +130,7 @@ def alarms(check, number):
 
 @pytest.mark.parametrize("name", ["orf", "pm-antithetic"])
 def test_marginals_raise_the_stated_alarms(name, monkeypatch):
-    """5% of 200 draws stated, at most 23 alarms allowed (1e-4); three times the rate makes 30.
+    """5% of 200 samples stated, at most 23 alarms allowed (1e-4); three times the rate makes 30.
 
     The rows of a draw depend on one another, through their directions or as w and -w.
     """

@@ -200,7 +200,7 @@ def _counted(keys: Keys) -> Keys:
 
 
 def _faded_first(keys: Keys, place: Int[Array, "#b t"], options: Options) -> Array:
-    """What the first keys have faded for each query, (b, t, f, k)."""
+    """Log-decay of the first keys for each query, (b, t, f, k)."""
     log_decay, begins = cast(Array, keys.log_decay)[:, :, None], place == 0
     after = (place[..., None] > jnp.arange(options.exact_first))[..., None]
     later = jnp.where(after, log_decay, 0.0)
@@ -215,7 +215,7 @@ def _faded_first(keys: Keys, place: Int[Array, "#b t"], options: Options) -> Arr
 
 
 def _of_others(log_decay: Array, which, options: Options) -> Array | float:
-    """The sums (b, 1, f, k) over the tokens of the devices before this one, or after it."""
+    """Sums (b, 1, f, k) over the tokens of the devices before this one, or after it."""
     if options.axis_name is None:
         return 0.0
     sums = jax.lax.all_gather(jnp.sum(log_decay, axis=1, keepdims=True), options.axis_name)
