@@ -243,7 +243,7 @@ def test_a_finished_run_with_a_damaged_log_says_so_and_evaluates_again(finished,
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     log = workdir / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]) + lines[-1].replace("eval_accuracy", "eval_accuracx"))
+    log.write_text("".join(lines[:-1]) + lines[-1].replace("step", "stop"))
     record = train.train(small_config(), workdir)
     assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
     assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]

@@ -63,15 +63,15 @@ def step(
     image = np.random.default_rng(0).integers(0, 256, (1, pixels, pixels, 3), dtype=np.uint8)
     arrays = {"image": image, "label": np.zeros(1, np.int32), "bad": np.full(1, -1, np.int32)}
     batch = devices.put(mesh, arrays)
-    train = program.train.lower(program.abstract, batch).compile()
+    compiled = program.train.lower(program.abstract, batch).compile()
     state = program.initial()
 
     def call() -> Any:
         nonlocal state
-        state, values = train(state, batch)
+        state, values = program.train(state, batch)
         return values
 
-    return call, costs.memory_of(train)
+    return call, costs.memory_of(compiled)
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
