@@ -170,7 +170,7 @@ def test_bad_input_is_named_before_any_work(tmp_path, options, message):
 
 
 def result(coupling, accuracies, values=(), diverged=()):
-    """Of runs with one record each."""
+    """Runs with one record each."""
     record = {"step": 1, "epoch": 1.0, "train_loss": 1.0, "images_per_second": 1.0, "seconds": 1.0}
     runs = [
         Run(seed, Path(), [record | {"eval_accuracy": value}], 7 if seed in diverged else None)

@@ -345,7 +345,7 @@ BOUNDS = re.compile(
 
 
 def refusal(field, text):
-    """What is said of the value before the first step of a run; "" where it is accepted."""
+    """The message about the value before the first step of a run; "" where it is accepted."""
     try:
         settings = parsed(bundled.path("digits"), f"--config.{field}={text}")
         config.validate(settings)

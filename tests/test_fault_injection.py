@@ -81,7 +81,7 @@ def kill_once(workdir, moment, chance):
 
 
 def bits(state):
-    """Of every array, keys of random streams too."""
+    """The bits of every array, keys of random streams too."""
 
     def as_bytes(x):
         is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -132,7 +132,7 @@ def remove(path):
 
 
 def damages(canary, chance):
-    """What can be done to a file; a link in its place leads to `canary`."""
+    """Damages of a file, by name; a link in its place leads to `canary`."""
 
     def flipped(path):
         content = bytearray(path.read_bytes())
@@ -169,7 +169,7 @@ def whole(tmp_path_factory):
 
 
 def after_damage(whole, tmp_path, name, change, canary, capsys):
-    """What becomes of the same call on a damaged copy; "" where a folder has no such damage.
+    """The outcome of the same call on a damaged copy; "" where a folder has no such damage.
 
     "told clearly": in the message of an error that `vit.train` prints as one line, or in what it
     prints. "harmless": it ends with the same bits and losses.

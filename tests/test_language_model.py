@@ -215,7 +215,7 @@ def test_heads_of_the_window_alone_are_trained_on(tmp_path, monkeypatch):
 
 
 def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
-    """Of the same characters: with other attention its features are new, and all else is taken."""
+    """With other attention its features are new, and all else is taken."""
     (tmp_path / "words").write_text(WORDS)
     (tmp_path / "other").write_text(WORDS.upper())
     monkeypatch.setattr(configs, "SIZE", SIZE)

@@ -25,7 +25,7 @@ SOLID = np.array([[0.0, 0, 0], [2, 0, 0], [0, 2, 0], [0, 0, 2]])
 """The corners of a tetrahedron."""
 FACES = np.array([[0, 2, 1], [0, 1, 3], [0, 3, 2], [1, 2, 3]])
 TRIANGLE = np.dtype([("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("attributes", "<u2")])
-"""Of a binary STL file."""
+"""A triangle of a binary STL file."""
 
 
 def ascii_stl():

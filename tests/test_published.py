@@ -101,7 +101,7 @@ with (FILES / "timm.csv").open() as _table:
 
 
 def is_read(architecture):
-    """Whether timm's architecture is; one that is not must be named."""
+    """Return true if timm's architecture is read; an unnamed one is an error."""
     try:
         return bool(timm.fields(architecture, int(ARCHITECTURES[architecture]["width"])))
     except ValueError as error:
@@ -214,7 +214,7 @@ def test_an_argument_of_timm_that_is_not_read_is_named(file):
 
 
 def test_arguments_of_timm_that_are_read(file):
-    """Those beside the architecture go before what its name says; training's change nothing."""
+    """Arguments beside the architecture go before what its name says; training's change nothing."""
     plain = families.read(FILES / "timm_vit" / "model.safetensors")
     for arguments, fields in [
         ({"drop_path_rate": 0.1, "pool_include_prefix": False, "dynamic_img_size": True}, {}),

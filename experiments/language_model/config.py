@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 
 
 def attention(kind: str, num_features: int, window: int) -> tuple[Attention, int]:
-    """Of one of `ATTENTION`: exact, features alone, exact near by alone, or both; and its window.
+    """One kind of `ATTENTION`: exact, features alone, exact near by alone, or both; and its window.
 
     Raises:
         ValueError: for another word, or a window where there must be one.

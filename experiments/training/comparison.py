@@ -203,7 +203,7 @@ def _read(folders: Sequence[Path]) -> list[report.Run]:
 
 
 def _ended(config: configs.Config, log: Sequence[metrics.Record]) -> bool:
-    """Whether the log has the last step of the run, evaluated."""
+    """Return true if the log has the last step of the run, evaluated."""
     if not log or "eval_loss" not in log[-1]:
         return False
     last = log[-1]

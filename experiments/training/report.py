@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is compared: a coupling, or "softmax", at a point of the grid."""
+    """A compared setting: a coupling, or "softmax", at a point of the grid."""
 
     coupling: str
     values: tuple[tuple[str, Any], ...] = ()
