@@ -540,7 +540,7 @@ def test_a_dead_reader_of_the_log_stops_nothing(tmp_path, stopped):
     assert process.stdout.readline() == b"building the model\n"
     process.stdout.close()
     log, deadline = workdir / "metrics.jsonl", time.time() + PATIENCE
-    while len(metrics.read(log)) < 5 and time.time() < deadline:
+    while len(metrics.read(log)) < 5 and process.poll() is None and time.time() < deadline:
         time.sleep(0.05)
     if stopped:
         process.send_signal(signal.SIGINT)
