@@ -202,7 +202,7 @@ def assert_lower_mse(
     """The kernel estimate of `lower` has the smaller mean squared error, significantly.
 
     A z test of the difference at `general_points(d)`. Two couplings whose errors have the same law
-    pass it with at most the probability `FALSE_ALARM_RATE` (up to 5 times that if the mean is the
+    pass it with at most the probability `FALSE_ALARM_RATE` (5 to 8 times that if the mean is the
     same but the tail of `lower` is far heavier); a difference of 5 standard errors is found, some
     10 to 15 / sqrt(draws) of the error.
 
