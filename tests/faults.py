@@ -2542,8 +2542,8 @@ FAULTS = [
     ),
     Fault(
         "a full disk names no folder",
-        "vit/safety.py",
-        "            error.filename = str(folder)\n",
+        "vit/files.py",
+        "            error.filename = str(path)\n",
         "            pass\n",
         "test_pretrained.py::test_no_room_on_the_disk_names_the_folder",
     ),

@@ -61,3 +61,11 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device: '.*table.csv'"):
         files.write(tmp_path / "table.csv", "a row")
+
+
+def test_an_error_without_a_number_keeps_its_words(tmp_path):
+    with (
+        pytest.raises(OSError, match="^a checkpoint could not be written$"),
+        files.naming(tmp_path),
+    ):
+        raise OSError("a checkpoint could not be written")

@@ -23,7 +23,11 @@ def test_a_damaged_cache_changes_no_result(tmp_path):
 
     def run():
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+            # A warning is shown once for each text: two programs may have one name and one error.
+            [sys.executable, "-W", "always", "-c", PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr

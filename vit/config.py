@@ -421,7 +421,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Relation(NamedTuple):
-    """What must hold of several fields, each in its range."""
+    """A condition on several fields, each in its range."""
 
     fields: tuple[str, ...]
     holds: Callable[..., bool]

@@ -31,7 +31,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno and not error.filename:  # without a number its text would be lost
+            error.filename = str(path)
         raise
 
 

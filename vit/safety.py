@@ -24,6 +24,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from vit import files
+
 STOPPED = 75
 """Exit code of a run that a signal stopped and the same command resumes (EX_TEMPFAIL)."""
 
@@ -94,17 +96,6 @@ def check_vacant(folder: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Name the folder in an error that names no file, as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(folder)
-        raise
-
-
-@contextlib.contextmanager
 def appearing(folder: Path, flag: str) -> Iterator[Path]:
     """A folder to fill, which takes its final name in one piece when the block has ended well.
 
@@ -118,7 +109,7 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
     folder = folder.resolve()
     check_vacant(folder, flag)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
-    with _naming(unfinished), exclusive(unfinished):
+    with files.naming(unfinished), exclusive(unfinished):
         for path in unfinished.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -163,7 +154,7 @@ def lasting(stream: Any) -> Any:
 
 
 def unread() -> bool:
-    """Whether the reader of standard output has gone away."""
+    """Return true once the reader of standard output has gone away."""
     return getattr(_raw(sys.stdout), "unread", False)
 
 
