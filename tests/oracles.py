@@ -302,17 +302,21 @@ def key_state(
     return c, phi.sum(axis=2), np.einsum("bhsm,bhsv->bhmv", phi, values)
 
 
-def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer, of_keys):
+def feature_terms(
+    query, key, frequencies, log_weights, feature_map, stabilizer, of_keys, query_frequencies=None
+):
     """The terms T[t, s, j] = phi_j(q_t) phi_j(k_s) of one head as sign e^{exponent}, in float64.
 
-    log_weights are of the frequencies, of_keys (s,) of the keys.
+    log_weights are of the frequencies, of_keys (s,) of the keys. Estimates of e^{q.k} are up to the
+    factor e^{-|q|^2 / 2} of a row, and to the mean over the features.
 
     Returns:
         The exponents (t, s, m); the signs or None; and the logarithms of what the terms are off by,
         at most, where products and sums have relative errors of 1.
     """
-    p, r = query @ frequencies.T, key @ frequencies.T
-    size = np.abs(query) @ np.abs(frequencies).T, np.abs(key) @ np.abs(frequencies).T
+    own = frequencies if query_frequencies is None else query_frequencies
+    p, r = query @ own.T, key @ frequencies.T
+    size = np.abs(query) @ np.abs(own).T, np.abs(key) @ np.abs(frequencies).T
     half = np.sum(key**2, axis=-1, keepdims=True) / 2
     half_q = np.sum(query**2, axis=-1, keepdims=True) / 2
     log_weights = np.broadcast_to(log_weights, p.shape[-1:])
@@ -350,6 +354,23 @@ def feature_terms(query, key, frequencies, log_weights, feature_map, stabilizer,
         return exponents, signs, exponents + np.log(1 + off_q[:, None] + off_k + known)
 
 
+def _with_exact_pairs(query, key, of_keys, exact, feature_map, exponents, off):
+    """The terms of `feature_terms` on the scale of e^{q.k}, and one term for each exact pair."""
+    half = np.sum(query**2, axis=-1)[:, None, None] / 2
+    half = -half if feature_map == "trigonometric" else half
+    if feature_map == "hyperbolic":  # a pair of features for each frequency
+        exponents, off = exponents - np.log(2), off - np.log(2)
+    estimated = exponents - half, np.logaddexp(off, exponents + np.log(abs(half) + 1e-300)) - half
+    known = np.where(np.isinf(of_keys), 0, np.abs(of_keys))
+    true = query @ key.T + of_keys
+    of_true = true + np.log(1 + np.abs(query) @ np.abs(key).T + known)
+    first = np.arange(exponents.shape[-1]) == 0
+    return tuple(
+        np.where(exact[..., None], np.where(first, one[..., None], -np.inf), x)
+        for one, x in zip((true, of_true), estimated, strict=True)
+    )
+
+
 def full_attention(
     query,
     key,
@@ -368,6 +389,9 @@ def full_attention(
     feature_map="positive",
     stabilizer="exact",
     earlier=None,
+    query_frequencies=None,
+    exact=None,
+    bias=None,
 ):
     """`performer_attention` with all its options, pair by pair, and how exact it can be.
 
@@ -382,6 +406,9 @@ def full_attention(
         shift: (h,) or (k, h).
         calibration: c, M, M^-1, mu, L, each for all heads or for each key head.
         earlier: (key, value) that all queries see before the others, as they are.
+        query_frequencies: as frequencies.
+        exact: (b, t, s), the pairs that count e^{q.k}.
+        bias: (b, n, t, s), added to the logarithms of the pairs.
 
     Returns:
         (b, t, n, v), and the first-order bound (b, t, n) of its error in a computation whose
@@ -419,8 +446,25 @@ def full_attention(
             later &= np.arange(s) <= np.arange(t)[:, None]
         if segments is not None:
             later &= np.asarray(segments[0])[i][:, None] == np.asarray(segments[1])[i]
-        terms = feature_terms(q, keys, w, of_features, feature_map, stabilizer, of_head)
+        if exact is not None and weights is None:
+            of_features = of_features - np.log(len(w))
+        if exact is not None and calibration is not None:
+            root_of_law = _head(calibration[4], 2, head * k // n, k)
+            of_features = of_features + np.linalg.slogdet(root_of_law)[1]
+        own = None if query_frequencies is None else _head(query_frequencies, 2, head, n)
+        terms = feature_terms(q, keys, w, of_features, feature_map, stabilizer, of_head, own)
         exponents, signs, off = terms
+        if exact is not None:
+            exponents, off = _with_exact_pairs(
+                q, keys, of_head, exact[i], feature_map, exponents, off
+            )
+            signs = None if signs is None else np.where(exact[i][..., None], 1, signs)
+        if bias is not None:
+            of_pairs = bias[i, head][..., None]
+            size = np.where(np.isinf(of_pairs), 0, np.abs(of_pairs))
+            with np.errstate(divide="ignore"):
+                off = np.logaddexp(off, exponents + np.log(size)) + of_pairs
+            exponents = exponents + of_pairs
         exponents, off = (np.where(allowed[..., None], x, -np.inf) for x in (exponents, off))
         top = exponents.max(axis=(-1, -2), initial=-np.inf, keepdims=True)
         top = np.where(np.isinf(top), 0, top)

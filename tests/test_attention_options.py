@@ -5,6 +5,8 @@ float64 oracles that share no code with the package. The covering arrays are sma
 run; the fuzzer, in the slow tier, draws options and shapes at random for `FUZZ_MINUTES`.
 """
 
+import inspect
+import itertools
 import os
 import time
 
@@ -47,7 +49,21 @@ FACTORS = {
     "return_state": (False, True),
     "batch": ("one axis", "none", "two axes"),
     "dtype": ("float32", "bfloat16 values", "float16"),
+    "exact": ("none", "window 2", "window 3, first 2", "all"),
+    "place": ("none", "slopes closed over", "decay of keys traced", "decay of queries closed over"),
+    "query_frequencies": ARRAY,
+    "run": ("whole", "pieces", "two devices"),
 }
+ARGUMENTS = {
+    **{
+        "tokens": {"query", "key", "value"},
+        "order": {"is_causal"},
+        "lengths": {"key_value_seq_lengths"},
+    },
+    **{"segments": {"segment_ids"}, "exact": {"exact_window", "exact_first"}},
+    **{"place": {"alibi_slopes", "log_decay"}, "run": {"axis_name"}},
+}
+"""What a factor gives to `performer_attention`, where its name is another."""
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
     "order": (*FACTORS["order"], "t > s", "causal t > s"),
@@ -59,6 +75,7 @@ MORE = {
     },
     "implementation": (*FACTORS["implementation"], "direct"),
     "dtype": (*FACTORS["dtype"], "bfloat16"),
+    "place": (*FACTORS["place"], "slopes traced", "decay of queries traced"),
 }
 """Levels that only the fuzzer draws."""
 GOES_ONLY_WITH = {
@@ -69,8 +86,22 @@ GOES_ONLY_WITH = {
     ("weights", "heads"): ("heads of the frequencies", ("key of 1", "key of 2", "query of 2")),
     ("segments", "same"): ("order", ("t = s", "causal t = s")),
     ("segments", "pair"): ("order", ("t < s", "t > s", "t = s", "causal t = s")),
+    ("exact", "e"): ("feature_map", ("positive", "hyperbolic", "trigonometric")),
+    ("exact", "w"): ("order", ("t = s", "causal t = s")),
+    ("exact", "a"): ("order", ("t = s", "causal t = s")),
+    ("place", "e"): ("order", ("t = s", "causal t = s")),
+    ("run", "pieces"): ("order", ("causal t = s",)),
+    ("run", "devices"): ("order", ("t = s", "causal t = s")),
+    ("run", "two"): ("jit", (True,)),
 }
+UNCUT = ("lengths", "segments", "initial_state", "return_state", "stabilizer")
+"""No sequence in pieces or on two devices has them."""
 INSTEAD = [
+    *(("run", factor) for factor in UNCUT),
+    *(("exact", factor) for factor in ("initial_state", "return_state", "stabilizer")),
+    *(("place", factor) for factor in ("initial_state", "return_state", "stabilizer")),
+    ("query_frequencies", "calibration"),
+    ("query_frequencies", "initial_state"),
     ("calibration", "shift"),
     ("calibration", "stabilizer"),
     ("segments", "initial_state"),
@@ -78,7 +109,7 @@ INSTEAD = [
     ("stabilizer", "initial_state"),
     ("stabilizer", "return_state"),
 ]
-NEUTRAL = ("none", "exact", False)
+NEUTRAL = ("none", "exact", "whole", False)
 
 
 def excluded(one, other):
@@ -91,6 +122,9 @@ def excluded(one, other):
             if factor == name and has and another == with_ and its not in levels:
                 return True
         if (factor, another) in INSTEAD and level not in NEUTRAL and its not in NEUTRAL:
+            return True
+        apart = factor in ("exact", "place") and level not in NEUTRAL
+        if apart and another == "segments" and its.startswith("pair"):
             return True
         states = factor in ("initial_state", "return_state") and level not in NEUTRAL
         if states and another == "order" and its in ("causal t < s", "causal t > s"):
@@ -123,6 +157,8 @@ def sizes_of(case, rng=None):
     t, s = (short, long) if "<" in order else (long, short) if ">" in order else (long, long)
     if ">" in order and t == s:
         t += 1
+    if case["run"] == "two devices":
+        t = s = 12
     lead = {"none": (), "one axis": (2,), "two axes": (2, 1)}[case["batch"]]
     if rng is not None:
         lead = tuple(int(rng.integers(1, 4)) for _ in lead)
@@ -188,7 +224,60 @@ def arrays_of(case, size, rng):
         ]
     if "initial_state" in given:
         arrays["earlier"] = normal(size.b, 4, k, h, scale=size.scale), normal(size.b, 4, k, v)
+    if "query_frequencies" in given:
+        arrays["query_frequencies"] = arrays["frequencies"] + normal(
+            *of_frequencies, m, h, scale=0.3
+        )
+    if "slopes" in case["place"]:
+        arrays["alibi_slopes"] = rng.choice([0.0, 0.1, 1.0, 9.0], n).astype(np.float32)
+    if "decay" in case["place"]:
+        of_decay = size.b, size.t, k if "keys" in case["place"] else n
+        decay = -rng.exponential(0.3, of_decay).astype(np.float32)
+        arrays["log_decay"] = np.where(rng.random(of_decay) < 0.05, -np.inf, decay)
     return arrays
+
+
+def pairs_of(case, size, arrays):
+    """What the oracle takes for the factors exact and place: exact pairs, and their biases."""
+    (b, t, s), segments = (size.b, size.t, size.s), arrays.get("segments")
+    ids = np.zeros((b, t), int) if segments is None else segments[0]
+    same = (
+        (np.tril(np.ones((t, t), bool), -1) & (ids[:, :, None] == ids[:, None])) if t == s else None
+    )
+    pairs = {}
+    if case["exact"] != "none":
+        window, first = window_of(case, size).values()
+        chunk = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1) // window
+        near = abs(chunk[:, :, None] - chunk[:, None]) <= 1
+        pairs["exact"] = near | (same.sum(axis=2) < first)[:, None]
+    if case["place"] == "none":
+        return pairs
+    if "alibi_slopes" in arrays:
+        rank = same.sum(axis=2)[:, None]
+        slopes = arrays["alibi_slopes"].astype(np.float64)[:, None, None]
+        return pairs | {"bias": -slopes * abs(rank[..., None] - rank[..., None, :])}
+    decay = np.repeat(
+        arrays["log_decay"].astype(np.float64), size.n // arrays["log_decay"].shape[2], 2
+    )
+    bias = np.zeros((b, size.n, t, t))
+    for i, j in np.ndindex(t, t):
+        low, high = min(i, j), max(i, j)
+        between = (np.arange(t) > low) & (np.arange(t) <= high)
+        # Tokens of other segments that stand between do not count.
+        counted = between & (ids == ids[:, [high]])
+        bias[:, :, i, j] = np.where(counted[..., None], decay, 0).sum(axis=1)
+    return pairs | {"bias": bias}
+
+
+def window_of(case, size):
+    """The arguments of the factor exact; on two devices the window divides the tokens of each."""
+    if case["exact"] == "none":
+        return {}
+    if case["exact"] == "all":
+        whole = size.t // 2 if case["run"] == "two devices" else size.t
+        return dict(exact_window=whole, exact_first=0)
+    numbers = [int(x) for x in case["exact"] if x.isdigit()]
+    return dict(exact_window=numbers[0], exact_first=numbers[1] if numbers[1:] else 0)
 
 
 def in_package(case, size, arrays):
@@ -229,6 +318,11 @@ def in_package(case, size, arrays):
         given["shift"] = arrays["shift"]
     if "calibration" in arrays:
         given["calibration"] = Calibration(*arrays["calibration"])
+    for name in ("query_frequencies", "alibi_slopes"):
+        if name in arrays:
+            given[name] = arrays[name]
+    if "log_decay" in arrays:
+        given["log_decay"] = arrays["log_decay"].reshape(*size.lead, *arrays["log_decay"].shape[1:])
     if "earlier" in arrays:
         given["initial_state"] = State(*state_of(case, size, arrays, *arrays["earlier"]))
     return given
@@ -281,8 +375,11 @@ def off(case, size, rng):
         **{name: case[name] for name in ("scale", "stabilizer", "return_state")},
         feature_map=feature_map(case["feature_map"]),
         implementation=case["implementation"],
+        **window_of(case, size),
     )
     levels = {
+        "alibi_slopes": case["place"],
+        "log_decay": case["place"],
         "query": case["tokens"],
         "key": case["tokens"],
         "value": case["tokens"],
@@ -294,9 +391,7 @@ def off(case, size, rng):
     closed = {name: x for name, x in given.items() if name not in traced}
 
     def attend(traced):
-        arguments = closed | traced
-        tokens = [arguments.pop(name) for name in ("query", "key", "value", "frequencies")]
-        return performer_attention(*tokens, **arguments, **static)
+        return run(case["run"], size, closed | traced, static)
 
     blocks = {"blocked": size.block, "robust": size.block}.get(case["implementation"])
     with pytest.MonkeyPatch.context() as patch:
@@ -314,6 +409,8 @@ def off(case, size, rng):
         },
         is_causal=static["is_causal"],
         stabilizer=case["stabilizer"],
+        query_frequencies=arrays.get("query_frequencies"),
+        **pairs_of(case, size, arrays),
         **options_of(case, arrays),
     )
     error = np.abs(np.asarray(output, np.float64).reshape(want.shape) - want).max(axis=-1)
@@ -323,6 +420,51 @@ def off(case, size, rng):
     if state is not None:
         ratios.append(state_off(case, size, arrays, state, unit))
     return max(ratios)
+
+
+TOKENS = {"query": -3, "key": -3, "value": -3, "mask": -1, "log_decay": -2}
+"""The axis of the tokens."""
+
+
+def run(how, size, arguments, static):
+    """`performer_attention` of the whole sequence, of pieces with their state, or on two devices."""
+
+    def attend(arguments, **more):
+        arguments = dict(arguments)
+        tokens = [arguments.pop(name) for name in ("query", "key", "value", "frequencies")]
+        return performer_attention(*tokens, **arguments, **static | more)
+
+    if how == "whole":
+        return attend(arguments)
+    axes = {name: x.ndim + TOKENS[name] for name, x in arguments.items() if name in TOKENS}
+    if "key_log_weights" in arguments:
+        axes["key_log_weights"] = max(len(size.lead), 0)
+        if arguments["key_log_weights"].ndim == 1:
+            axes["key_log_weights"] = 0
+    if how == "pieces":
+        outputs, state = [], None
+        for start, end in itertools.pairwise([0, 1, 4, size.t] if size.t > 4 else [0, 1, size.t]):
+            part = {
+                name: jax.lax.slice_in_dim(x, start, end, axis=axes[name]) if name in axes else x
+                for name, x in arguments.items()
+            }
+            output, state = attend(part, initial_state=state, return_state=True)
+            outputs.append(output)
+        return jnp.concatenate(outputs, axis=-3)
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {
+        name: jax.tree.map(lambda x: jax.P(), x)
+        if name not in axes
+        else jax.P(*[None] * axes[name], "s")
+        for name, x in arguments.items()
+    }
+    split = jax.shard_map(
+        lambda arguments: attend(arguments, axis_name="s"),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=jax.P(*[None] * (arguments["query"].ndim - 3), "s"),
+    )
+    return split(arguments)
 
 
 def state_off(case, size, arrays, state, unit):
@@ -370,8 +512,16 @@ FAR = 4.0
 """Errors of first order over the bound stay below 1 but for sums over a few terms."""
 
 
+def test_every_argument_of_attention_is_a_factor():
+    """But for `bias`, which is refused."""
+    arguments = set(inspect.signature(performer_attention).parameters) - {"bias"}
+    own = {"jit", "heads of the frequencies", "kind of mask", "batch", "dtype"}
+    factors = [ARGUMENTS.get(factor, {factor}) for factor in FACTORS if factor not in own]
+    assert set().union(*factors) == arguments
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_options(number):
+def test_options(number, eight_devices):
     case = CASES[number]
     assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
 
@@ -560,7 +710,7 @@ def _of(leaf, rank, head):
 
 
 @pytest.mark.slow
-def test_fuzz():
+def test_fuzz(eight_devices):
     """Options and shapes at random, for `FUZZ_MINUTES`; prints how many cases there were."""
     rng, start, off_by, count = np.random.default_rng(0), time.monotonic(), [], 0
     while time.monotonic() - start < 60 * MINUTES:

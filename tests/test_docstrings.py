@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import pkgutil
+import traceback
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 from flax import linen, nnx
+from jax.extend.core.primitives import dot_general_p
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -19,6 +22,9 @@ from sklearn.preprocessing import StandardScaler
 import performer
 import performer.nnx
 from performer import graphs
+
+
+HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
 def modules():
@@ -120,16 +126,45 @@ SKLEARN = {
 }
 
 
-@pytest.mark.parametrize(("module", "test"), list(examples()))
-def test_examples_run(module, test):
+
+@contextmanager
+def settings(x64):
+    """Those of strict users: no promotion of dtypes or ranks, and 64 bits or not."""
+    promotion = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(x64), promotion[0], promotion[1]:
+        yield
+
+
+def run(module, test):
     """Line by line; what a line prints is compared where the docstring shows it."""
     names = vars(module) | namespace(module)
     checker = doctest.OutputChecker()
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for example in test.examples:
-        got = None
         if example.want:
             got = repr(eval(example.source, names))
             assert checker.check_output(example.want, got + "\n", flags), got
         else:
             exec(example.source, names)
+
+
+@pytest.mark.parametrize(("module", "test"), list(examples()))
+@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+def test_examples_run(module, test, x64, monkeypatch):
+    """Under strict promotion, and every product of float32 numbers in float32.
+
+    GPUs and TPUs take TF32 or bfloat16 for products unless they are told otherwise: three digits.
+    """
+    rounded, bind = [], dot_general_p.bind
+
+    def overheard(*operands, **params):
+        if any(x.dtype == np.float32 for x in operands) and params["precision"] != HIGHEST:
+            places = [f"{x.filename}:{x.lineno}" for x in traceback.extract_stack()]
+            rounded.extend(x for x in places if "/performer/" in x)
+        return bind(*operands, **params)
+
+    jax.clear_caches()
+    monkeypatch.setattr(dot_general_p, "bind", overheard)
+    with settings(x64):
+        run(module, test)
+    assert not rounded

@@ -1,12 +1,10 @@
-"""Every public function under JAX's settings: 64 bits, strict dtypes, ranks that must agree.
+"""Draws, features and attention under JAX's settings: 64 bits, strict dtypes, equal ranks.
 
-`jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` refuse to promote, and
-change nothing else. Under jax_enable_x64 draws keep their bits, and what is computed has the dtype
-of its points. Tracing shows who is refused, and the dtypes; the slow tier compares all values.
+Draws keep their bits, features have the dtype of their points, attention that of its values. The
+examples of the docstrings run under the same settings: `test_docstrings.py`.
 """
 
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 
 import chex
 import jax
@@ -14,53 +12,59 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from public_functions import ROWS, inputs, public_functions
 
-from performer import couplings, performer_attention
-
-TRACED = [n for n, row in ROWS.items() if not row.host and row.kind != "numpy"]
+from performer import couplings, features, graphs, norms, performer_attention, quadrature
 
 
 @contextmanager
 def strict(x64=False):
-    with ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(x64))
-        stack.enter_context(jax.numpy_dtype_promotion("strict"))
-        stack.enter_context(jax.numpy_rank_promotion("raise"))
+    promotion = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(x64), promotion[0], promotion[1]:
         yield
 
 
-def dtypes(name, dtype):
-    """Of what a row returns, which is traced and not computed."""
-    return [x.dtype for x in jax.make_jaxpr(lambda: ROWS[name].call(inputs(dtype)))().out_avals]
-
-
-def test_every_public_function_has_a_row():
-    assert not set(public_functions()) - {name.split("[")[0] for name in ROWS}
-
-
-@pytest.mark.parametrize("name", TRACED)
-def test_dtypes(name):
-    kind = ROWS[name].kind
-    with strict():
-        wanted = dtypes(name, jnp.float32)
-    widened = [np.float64 if x == np.float32 else x for x in wanted]
-    with strict(x64=True):
-        found = dtypes(name, jnp.float32)
-        if name.startswith("graphs."):  # series and walks take the default dtype
-            assert found in (wanted, widened)
-            return
-        assert found == wanted
-        if kind == "computes":
-            assert dtypes(name, jnp.float64) == widened
+def draws():
+    key = jax.random.key(1)
+    yield [couplings.get(name)(key, 5, 3) for name in couplings.COUPLINGS]
+    yield couplings.with_quantile("pnc", norms.matern(1.5))(key, 6, 4)
+    yield [quadrature.method(key, name, 1, 3, reflect=True) for name in quadrature.METHODS]
 
 
 def test_draws_have_the_same_bits():
-    """Those of all couplings."""
-    draw = lambda: [couplings.get(n)(jax.random.key(1), 5, 3) for n in couplings.COUPLINGS]  # noqa: E731
-    wanted = jax.jit(draw)()
-    with strict(x64=True):
-        chex.assert_trees_all_equal(jax.jit(draw)(), wanted)
+    wanted = jax.jit(lambda: list(draws()))()
+    for x64 in (False, True):
+        with strict(x64):
+            chex.assert_trees_all_equal(jax.jit(lambda: list(draws()))(), wanted)
+
+
+def test_walks_draw_the_same_lengths():
+    """Of all couplings of walks; a graph's numbers have JAX's default dtype, lengths are exact."""
+    draw = lambda: [  # noqa: E731
+        graphs.couplings.lengths(jax.random.key(0), name, 3, 8, 0.3)
+        for name in graphs.couplings.COUPLINGS
+    ]
+    wanted = draw()
+    for x64 in (False, True):
+        with strict(x64):
+            chex.assert_trees_all_equal(draw(), wanted)
+
+
+MAPS = features.MAPS | {"arc-cosine 1": features.arc_cosine(1)}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_features_have_the_dtype_of_their_points(name, weighted):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 5, 4)), rng.standard_normal((6, 4), np.float32)
+    weights = np.exp(rng.standard_normal(6, np.float32)) if weighted else None
+    results = []
+    for dtype in (np.float32, np.float64):
+        with strict(x64=dtype == np.float64):
+            given = None if weights is None else jnp.asarray(weights)
+            results.append(MAPS[name](jnp.asarray(x, dtype), jnp.asarray(w), weights=given))
+            assert results[-1].dtype == dtype
+    np.testing.assert_allclose(*results, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
@@ -74,6 +78,30 @@ def test_attention_in_64_bits(options):
         allowed = np.tril(np.ones((1, 7, 7), bool)) if options else None
         want = oracles.kernel_attention(*args, frequencies, allowed=allowed)
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
+
+
+OPTIONS = {
+    "mask": dict(mask=np.array([True] * 5 + [False] * 2)[None, None, None]),
+    "lengths": dict(key_value_seq_lengths=4, return_state=True),
+    "segments": dict(segment_ids=np.array([[0, 0, 1, 1, 1, 2, 2]], np.int32), is_causal=True),
+    "window and first keys": dict(exact_window=2, exact_first=1, is_causal=True),
+    "window on both sides": dict(exact_window=2),
+    "places": dict(alibi_slopes=np.array([0.5, 0.25], np.float32), exact_window=3, is_causal=True),
+    "decay": dict(log_decay=np.full((1, 7, 2), -0.1, np.float32), is_causal=True),
+    "blocked": dict(implementation="blocked", is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_under_strict_settings(name):
+    """Each option is traced: nothing is promoted, and the output has the dtype of the values."""
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.float64):
+        with strict(x64=dtype == np.float64):
+            args = [jnp.asarray(rng.standard_normal((1, 7, 2, 4)), dtype) for _ in range(3)]
+            w = jnp.asarray(rng.standard_normal((6, 4)), jnp.float32)
+            attend = lambda *args: performer_attention(*args, **OPTIONS[name])  # noqa: E731
+            assert jax.tree.leaves(jax.eval_shape(attend, *args, w))[0].dtype == dtype
 
 
 def test_rows_that_are_formed_again_are_so_in_64_bits():
@@ -92,33 +120,3 @@ def test_rows_that_are_formed_again_are_so_in_64_bits():
         )
     assert np.abs(lost - want).max() > 1
     np.testing.assert_allclose(got, want, rtol=4e-8, atol=4e-8)  # e^-BESIDE of `sweep`
-
-
-def run(row, dtype):
-    """The leaves, as NumPy arrays."""
-    call = partial(row.call, inputs(dtype))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(call() if row.host else jax.jit(call)())]
-
-
-def close(found, wanted):
-    for got, want in zip(found, wanted, strict=True):
-        size = np.abs(want[np.isfinite(want)]).max(initial=1.0)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ROWS if not n.startswith("graphs.")])
-def test_values(name):
-    row = ROWS[name]
-    wanted = run(row, jnp.float32)
-    if row.host:
-        with strict():
-            chex.assert_trees_all_equal(run(row, jnp.float32), wanted)
-    with strict(x64=True):
-        found = run(row, jnp.float32)
-        if row.kind == "draws":
-            chex.assert_trees_all_equal(found, wanted)
-            return
-        close(found, wanted)
-        if row.kind == "computes":
-            close(run(row, jnp.float64), wanted)

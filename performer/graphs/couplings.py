@@ -158,7 +158,7 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
 
     def event(carry, draws):
         alive, time, lengths = carry
-        chances = jnp.cumsum(widths * (halting & alive[None]).any(axis=1))
+        chances = jnp.cumsum(jnp.where((halting & alive[None]).any(axis=1), widths, 0))
         now = time + _geometric(draws[0], chances[-1])
         arc = jnp.sum(chances < draws[1] * chances[-1])
         stops = halting[arc] & alive
