@@ -267,8 +267,8 @@ REFUSED = {
     r"alibi_slopes has shape \(3,\)": dict(alibi_slopes=SLOPES[:3]),
     "negative, nan or inf": dict(alibi_slopes=-SLOPES),
     r"log_decay has shape \(2, 4, 2\)": dict(log_decay=np.zeros((2, 4, 2), np.float32)),
-    "at most, 1.0; expected floats": dict(log_decay=np.ones((2, 5, 2), np.float32)),
-    "at most, nan; expected floats": dict(log_decay=np.full((2, 5, 2), np.nan, np.float32)),
+    "the value 1.0; expected floats": dict(log_decay=np.ones((2, 5, 2), np.float32)),
+    "the value nan; expected floats": dict(log_decay=np.full((2, 5, 2), np.nan, np.float32)),
     "stabilizer='exact', got 'google'": dict(alibi_slopes=SLOPES, stabilizer="google"),
     "state in causal attention alone": dict(alibi_slopes=SLOPES, return_state=True),
 }

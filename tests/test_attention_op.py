@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 
 import performer
 from performer import performer_attention
-from performer.attention import State, attention_weights, op
+from performer.attention import State, _sizes, attention_weights
 from performer.calibration import Calibration
 from tests import oracles
 from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
@@ -365,7 +365,7 @@ def test_properties(shape, data):
     allowed = allowed & causal(t) if is_causal else allowed
     allowed = allowed if ids is None else allowed & (ids[:, :, None] == ids[:, None])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_block_sizes", lambda *_: sizes)
+        patch.setattr(_sizes, "chunk_and_block", lambda *_: sizes)
         got = performer_attention(
             *args, mask=mask[:, None, None], segment_ids=ids, is_causal=is_causal
         )
@@ -414,7 +414,7 @@ def test_properties(shape, data):
         (dict(key=jnp.ones((1, 7, 2, H))), "their batch axes must be the same"),
         (dict(frequencies=jnp.ones((3, M, H))), r"one draw for each of the 2 key or 4 heads"),
         (dict(axis_name="i", key_value_seq_lengths=3), "split a mask as the keys"),
-        (dict(axis_name="i", stabilizer="google"), "no state to exchange"),
+        (dict(axis_name="i", stabilizer="google"), "it has no state to keep"),
         (dict(query=jnp.ones((2, 7, 4, H), int)), "query has dtype int32; attention takes float32"),
     ],
 )

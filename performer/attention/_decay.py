@@ -90,14 +90,6 @@ def _weighed(keys: Keys, which: str) -> Keys:
     return keys._replace(log_weights=weights)
 
 
-def reversed_in_time(keys: Keys) -> Keys:
-    """From the last key to the first; nothing fades before the last."""
-    keys = jax.tree.map(lambda x: jnp.flip(x, axis=1), keys)
-    if keys.log_decay is None:
-        return keys
-    return keys._replace(log_decay=jnp.roll(keys.log_decay, 1, axis=1).at[:, 0].set(0.0))
-
-
 def since_begin(
     log_decay: Float[Array, "b t *k"], begins: Bool[Array, "#b t"]
 ) -> Float[Array, "b t *k"]:

@@ -6,7 +6,7 @@ kernel, and the backward pass folds its keys again; else each is a kernel that g
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,10 @@ from jaxtyping import Array
 
 from performer.attention import _tiles as tiles
 from performer.attention._sizes import LANES, ROWS
-from performer.attention._tiles import Operands
+from performer.attention._tiles import Operands, Settings
 from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
-
-
-class Settings(NamedTuple):
-    """What is static in a call."""
-
-    scale: float
-    heads: int
-    """Key heads of a block."""
-    block: int
-    """Tokens of a block."""
-    interpret: bool = False
 
 
 def read(refs):

@@ -24,10 +24,10 @@ from jaxtyping import Array
 
 from performer.attention import _pallas as blocks
 from performer.attention import _tiles as tiles
-from performer.attention._pallas import Out, Settings, pieces
+from performer.attention._pallas import Out, pieces
 from performer.attention._sizes import LANES, ROWS
 from performer.attention._sweep import LAST, LOST, TINY
-from performer.attention._tiles import Operands, dot, gathered, shared
+from performer.attention._tiles import Operands, Settings, dot, gathered, shared
 from performer.attention.state import finite
 
 CHUNK = LANES

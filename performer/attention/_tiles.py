@@ -33,6 +33,18 @@ from performer.attention._sizes import ROWS
 from performer.attention.state import finite
 
 
+class Settings(NamedTuple):
+    """The static values of a call."""
+
+    scale: float
+    is_causal: bool
+    heads: int
+    """Key heads of a block."""
+    block: int
+    """Tokens of a block."""
+    interpret: bool = False
+
+
 class Operands(NamedTuple):
     """What attention is of, or a gradient for each, or blocks or references: None for none.
 
