@@ -32,41 +32,6 @@ class Pairs:
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def pairs(
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    lead: Lead,
-    dtype: jnp.dtype,
-    *,
-    mask: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    key_log_weights: ArrayLike | None,
-    alibi_slopes: ArrayLike | None,
-    log_decay: ArrayLike | None,
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None,
-    is_causal: bool,
-) -> Pairs:
-    """The keywords of `performer_attention` as one value.
-
-    Args:
-        query: with one batch axis.
-        key: likewise.
-        lead: the batch axes of the keywords.
-        dtype: of the weights.
-        mask: this and the others as in `performer_attention`.
-
-    Raises:
-        ValueError: for shapes that do not fit, and values that are no mask, weight or decay.
-    """
-    exists = key_mask(mask, key_value_seq_lengths, lead, key)
-    return Pairs(
-        _log_weights(key_log_weights, exists, lead, key, dtype),
-        _log_decay(alibi_slopes, log_decay, lead, query, key, dtype),
-        _segments(segment_ids, lead, query, key),
-        is_causal,
-    )
-
-
 def key_mask(
     mask: ArrayLike | None, lengths: ArrayLike | None, lead: Lead, key: Array
 ) -> Bool[Array, "b s"] | None:
@@ -103,9 +68,10 @@ def key_mask(
     return keys
 
 
-def _log_weights(
+def log_weights(
     given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b s #k"] | None:
+    """`key_log_weights` of keys that exist, as in `Pairs`."""
     b, s, k, _ = key.shape
     if given is None:
         return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
@@ -118,15 +84,11 @@ def _log_weights(
             f" keys) = {(*lead, s)} or, with all the axes, to (batch, keys, key heads) ="
             f" {(*lead, s, k)}"
         )
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
+    bad = first(given, lambda x: ~(x < np.inf), dtype)
+    if not jnp.issubdtype(weights.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"key_log_weights has dtype {weights.dtype}; expected floats, the logarithms of weights"
-            " (which keys exist is what mask says)"
-        )
-    if first(given, lambda x: ~(x < np.inf), dtype) is not None:
-        raise ValueError(
-            "key_log_weights has entries that are nan or inf; expected numbers, or -inf where there"
-            " is no key"
+            f"key_log_weights has dtype {weights.dtype} and the entry {bad}; expected floats, the"
+            " logarithms of weights, below inf; -inf where there is no key"
         )
     return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
 
@@ -137,7 +99,7 @@ def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.d
     return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
 
 
-def _log_decay(
+def log_decay(
     alibi_slopes: ArrayLike | None,
     given: ArrayLike | None,
     lead: Lead,
@@ -145,19 +107,18 @@ def _log_decay(
     key: Array,
     dtype: jnp.dtype,
 ) -> Float[Array, "b t n"] | None:
+    """The slopes or the log-decays given, as in `Pairs`."""
     (b, t, n, _), k = query.shape, key.shape[2]
     if alibi_slopes is not None and given is not None:
         raise ValueError("alibi_slopes and log_decay are two ways to say one thing: pass one")
     if alibi_slopes is not None:
         slopes = jnp.asarray(alibi_slopes)
-        if slopes.shape not in ((n,), (k,)) or not jnp.issubdtype(slopes.dtype, jnp.floating):
+        floats = jnp.issubdtype(slopes.dtype, jnp.floating)
+        bad = first(alibi_slopes, lambda x: ~((x >= 0) & (x < np.inf)), dtype)
+        if slopes.shape not in ((n,), (k,)) or not floats or bad is not None:
             raise ValueError(
-                f"alibi_slopes has shape {slopes.shape} and dtype {slopes.dtype}; expected floats,"
-                f" one for each of the {n} heads"
-            )
-        if first(alibi_slopes, lambda x: ~((x >= 0) & (x < np.inf)), dtype) is not None:
-            raise ValueError(
-                "alibi_slopes has entries that are negative, nan or inf: slopes are how much a key"
+                f"alibi_slopes has shape {slopes.shape}, dtype {slopes.dtype} and the entry {bad};"
+                f" expected finite floats from 0, one for each of the {n} heads: how much a key"
                 " loses with each token, as 2^-1 ... 2^-8"
             )
         return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
@@ -174,18 +135,19 @@ def _log_decay(
     bad = first(given, lambda x: ~(x <= 0))
     if not jnp.issubdtype(decay.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"log_decay has dtype {decay.dtype} and the value {bad}; expected floats that are not"
+            f"log_decay has dtype {decay.dtype} and the entry {bad}; expected floats that are not"
             " positive, as jax.nn.log_sigmoid gives them"
         )
     return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
 
 
-def _segments(
+def segments(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None,
     lead: Lead,
     query: Array,
     key: Array,
 ) -> tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None:
+    """`segment_ids` as in `Pairs`."""
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from performer import performer_attention
-from performer.attention import _sizes, _sweep
+from performer.attention import _sweep
 from tests import oracles
 from tests.attention_inputs import MAPS, V, causal, close, far_apart, inputs, orthogonal
 
@@ -327,10 +327,6 @@ def leaky_mask(split, log_weights):
     return split
 
 
-def chunk_maximum(mu, allowed, rows):
-    return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
-
-
 def broken_combine(left, right):
     """States added without bringing them to the same maximum."""
     return type(left)(
@@ -343,7 +339,6 @@ def broken_combine(left, right):
 @pytest.mark.parametrize(
     ("module", "name", "fault", "case"),
     [
-        (_sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
         (
             _sweep,
             "weighted",
@@ -360,8 +355,6 @@ def broken_combine(left, right):
     ],
 )
 def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small_chunks):
-    if case is test_early_queries_keep_their_precision:
-        monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (64, 64))
     jax.clear_caches()
     monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError):

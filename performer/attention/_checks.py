@@ -29,7 +29,7 @@ STATIC: Any = {"static": True}
 
 
 class Tokens(NamedTuple):
-    """What attention is of."""
+    """Queries, keys and values."""
 
     query: Float[Array, "*b t n h"]
     key: Float[Array, "*b s k h"]
@@ -92,26 +92,15 @@ def with_one_batch_axis(tokens: Tokens) -> Tokens:
     """
     for name, x in tokens._asdict().items():
         check_dtype(name, x)
-    lead = tokens.query.shape[:-3]
-    if any(x.shape[:-3] != lead for x in tokens):
-        query, key, value = (x.shape for x in tokens)
+    shapes, axes = [x.shape for x in tokens], tokens.query.ndim - 3
+    (*lead, _, n, h), (*of_keys, s, k, width), of_values = shapes
+    if not (lead == of_keys and h == width and of_values[:-1] == (*lead, s, k)) or not k or n % k:
         raise ValueError(
-            f"query has shape {query}, key {key} and value {value}: their batch axes must be the"
-            " same"
+            f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
+            " head_dim must be the same, lengths and heads those of key for value, and the heads of"
+            " query a multiple of those of key"
         )
-    query, key, value = tokens = Tokens(*(one_axis(x, len(lead)) for x in tokens))
-    k = key.shape[2]
-    if key.shape[3] != query.shape[3] or k == 0 or query.shape[2] % k:
-        raise ValueError(
-            f"query has shape {query.shape} but key has {key.shape}: batch and head_dim must be the"
-            " same, and the heads of query a multiple of those of key"
-        )
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must"
-            " be the same"
-        )
-    return tokens
+    return Tokens(*(one_axis(x, axes) for x in tokens))
 
 
 def one_axis(x: Array, axes: int) -> Array:
@@ -136,15 +125,11 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
     frequencies, feature_map = estimate.frequencies, estimate.feature_map
     shift, calibration = estimate.shift, estimate.calibration or Calibration()
     check_dtype("frequencies", frequencies)
-    if frequencies.shape[-1] != h:
-        raise ValueError(
-            f"frequencies have head_dim {frequencies.shape[-1]} but query and key have head_dim {h}"
-        )
-    if frequencies.ndim != 2 and frequencies.shape[:-2] not in ((k,), (n,)):
+    if frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,)):
         heads = sorted({k, n})
         raise ValueError(
-            f"frequencies have shape {frequencies.shape}; expected (m, {h}), or"
-            f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
+            f"frequencies have shape {frequencies.shape}; expected (m, {h}) for the head_dim {h},"
+            f" or {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
         )
     own, weights = estimate.query_frequencies, estimate.weights

@@ -442,7 +442,9 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    largest, bound = _bound(mu, allowed, of_pairs, kernel.shape[-2])
+    scores = _weighed(mu[..., None, :], allowed, of_pairs)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))  # that a row may see
+    bound = jnp.exp(scores - finite(largest)[..., None])
     if query_split[0].shape[-1] == 1:  # features share the exponent: nothing is lost between them
         return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
     # Positive features: the rows sum to 1.
@@ -453,29 +455,6 @@ def _within(
     maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
     below = jnp.where(lost, nu + largest + math.log(least), -jnp.inf)
     return weights / total[..., None], maximum, below
-
-
-def _bound(
-    mu: Float[Array, "*c s"], allowed: Array | None, of_pairs: Array | None, rows: int
-) -> tuple[Array, Array]:
-    """The largest mu that a row may see, and e^mu below it; both with the pairs' log-weights."""
-    if of_pairs is None:
-        largest = _largest(mu, allowed, rows)
-        bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
-        return largest, bound if allowed is None else jnp.where(allowed, bound, 0.0)
-    scores = _weighed(mu[..., None, :], allowed, of_pairs)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
-    return largest, jnp.exp(scores - finite(largest)[..., None])
-
-
-def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: int) -> Float[Array, "*c t"]:
-    """max of mu over the keys that each row may see."""
-    if allowed is None:
-        return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
-    if allowed.ndim == 2:  # causal: the same for all heads and chunks
-        running = jax.lax.cummax(mu, axis=mu.ndim - 1)
-        return _for_groups(running, rows // mu.shape[-1])
-    return jnp.max(jnp.where(allowed, mu[..., None, :], -jnp.inf), axis=-1)
 
 
 def _in_logarithms(

@@ -139,13 +139,13 @@ def _next(
 
     def fold(far):
         far = _decay.faded(far, _decay.total(folded))
-        return states.summarise(maps[1], _decay.until_end(folded), far, plan.block)
+        return states.summarise(maps[1], _decay.as_seen(folded, "until"), far, plan.block)
 
     far = _decay.faded(state.far, _decay.total(around))
     split = maps[0](jnp.moveaxis(query[:, 0], 1, 0))  # (k, b, g, m)
     seen = far_rows(split, [(far, None, None)], None, far.normaliser.dtype)
     seen = Rows(*(jnp.moveaxis(x, 0, 1)[:, None] for x in seen))  # (b, 1, k, g, ...)
-    rows = merge(_exact(query, _decay.until_end(around), scale), seen)
+    rows = merge(_exact(query, _decay.as_seen(around, "until"), scale), seen)
     return rows, jax.lax.cond(full, fold, lambda far: far, state.far)
 
 
@@ -163,13 +163,13 @@ def _over_devices(
     name, t, sides = cast(str, plan.axis_name), query.shape[1], (w, 0 if is_causal else w)
     around = beside(extended(keys, *sides), *sides, name)
 
-    def far(start, weigh, exchange):
+    def far(start, side, exchange):
         part = _cut(around, start, t)
-        own = states.summarise(maps[1], weigh(part), nothing, plan.block)
+        own = states.summarise(maps[1], _decay.as_seen(part, side), nothing, plan.block)
         return exchange(own, name, _decay.total(part))
 
-    later = None if is_causal else far(2 * w, _decay.until_start, later_devices)
-    ends, near = (far(0, _decay.until_end, earlier_devices), later), Near(around, w, scale)
+    later = None if is_causal else far(2 * w, "since", later_devices)
+    ends, near = (far(0, "until", earlier_devices), later), Near(around, w, scale)
     rows, _ = sweep(maps, pad(query, *sides), around, ends, plan, near=near)
     return _cut(rows, w, t)
 

@@ -213,18 +213,13 @@ def performer_attention(
         google=stabilizer == "google",
     )
     _checks.check_estimate(estimate, tokens)
-    pairs = _masks.pairs(
-        tokens.query,
-        tokens.key,
-        lead,
-        float32_or_wider(*tokens),
-        mask=mask,
-        key_value_seq_lengths=key_value_seq_lengths,
-        key_log_weights=key_log_weights,
-        alibi_slopes=alibi_slopes,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        is_causal=is_causal,
+    of, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
+    exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
+    pairs = Pairs(
+        _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype),
+        _masks.log_decay(alibi_slopes, log_decay, *of, dtype),
+        _masks.segments(segment_ids, *of),
+        is_causal,
     )
     exact = Exact(exact_window, exact_first)
     _checks.check_exact(exact, tokens, estimate, pairs)
@@ -328,7 +323,7 @@ def _sums(
     pairs: Pairs,
     state: State | WindowState | None,
     plan: Plan,
-) -> tuple[Array, State | WindowState]:
+) -> tuple[Array, State | WindowState | None]:
     """The output, and the state after all keys, that of earlier ones included."""
     keys, ids, order = x.keys, None, None
     (b, t, n, h), (_, s, k, v) = x.query.shape, keys.value.shape
@@ -370,12 +365,12 @@ def _of_other_devices(
 ) -> tuple[State, State]:
     """The states of the keys that come before this device's, or of all, and of those after."""
     name, fading = cast(str, plan.axis_name), _decay.total(keys)
-    own = states.summarise(key_map, _decay.until_end(keys), nothing, plan.block)
+    own = states.summarise(key_map, _decay.as_seen(keys, "until"), nothing, plan.block)
     if is_causal:
         return earlier_devices(own, name, fading), nothing
     if fading is None:
         return over_devices(own, name), nothing
-    as_seen_before = states.summarise(key_map, _decay.until_start(keys), nothing, plan.block)
+    as_seen_before = states.summarise(key_map, _decay.as_seen(keys, "since"), nothing, plan.block)
     return earlier_devices(own, name, fading), later_devices(as_seen_before, name, fading)
 
 
