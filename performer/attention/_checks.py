@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 
 from performer import _masks, features
 from performer._masks import Pairs
-from performer.attention._tiles import Settings
 from performer.attention.state import State, WindowState
 from performer.calibration import Calibration
 from performer.features import FeatureMap
@@ -68,6 +67,18 @@ class Exact:
     """The first so many keys are exact for all queries."""
 
 
+class Kernel(NamedTuple):
+    """What is static in the kernels for TPU."""
+
+    scale: float
+    is_causal: bool
+    heads: int
+    """Key heads of a block."""
+    block: int
+    """Tokens of a block."""
+    interpret: bool = False
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Plan:
@@ -80,7 +91,7 @@ class Plan:
     """Tokens of a causal chunk."""
     block: Size = 0
     """Tokens whose features exist at a time."""
-    kernel: Settings | None = None
+    kernel: Kernel | None = None
     """Of the kernels for TPU; None is without them."""
 
 

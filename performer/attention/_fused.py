@@ -1,9 +1,8 @@
 """The kernels for TPU as an implementation of `performer_attention`: what they take, and where.
 
-A program compiled for a TPU has the kernels of `_pallas` and `_pallas_causal`, forward and
-backward; compiled for something else, what `performer_attention` does without them. Which of the
-two is not known while a function is traced, so it is `jax.lax.platform_dependent`, inside one
-`jax.custom_vjp`.
+A program compiled for a TPU has the kernels of `_pallas`, forward and backward; compiled for
+something else, what `performer_attention` does without them. Which of the two is not known while a
+function is traced, so it is `jax.lax.platform_dependent`, inside one `jax.custom_vjp`.
 """
 
 import dataclasses
@@ -20,16 +19,16 @@ from jaxtyping import Array, Float
 from performer import features
 from performer._masks import Pairs
 from performer.attention import _sizes
-from performer.attention._checks import Estimate, Exact, Plan, Tokens
+from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._sizes import LANES, ROWS
-from performer.attention._tiles import Operands, Settings
 
 INTERPRET = False
 """Kernels are interpreted, for tests: slow, and without a TPU."""
 
 MEMORY = 15 * 2**20
 """Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
+LARGE = "a head_dim, width of value and num_features so large together"
 WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
 """What it takes for each token and query head: so many times (h + v) elements, and so many bytes
 for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
@@ -52,15 +51,15 @@ def with_kernels(
 ) -> Plan:
     """The plan with the kernels if they take the call, else as it is, with a warning."""
     streams = state is not None or plan.return_state or plan.axis_name is not None
-    reason = _refused(tokens, estimate, exact, pairs, streams)
-    sizes = None if reason else heads_and_block(tokens, estimate, pairs.is_causal)
+    reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
+    if reason is None:
+        sizes = heads_and_block(tokens, estimate, pairs.is_causal)
     if sizes is None:
-        reason = reason or f"{_widths(tokens, estimate)}, so large"
-        warn(f"does not take {reason}: attention is computed without the kernel")
+        warn(f"does not take {reason or LARGE}: attention is computed without the kernel")
         return plan
     if _sizes.platform() != "tpu" and not INTERPRET:
         warn(f"is for programs compiled for a TPU: those for {_sizes.platform()} have no kernel")
-    settings = Settings(estimate.scale, pairs.is_causal, *sizes, INTERPRET)
+    settings = Kernel(estimate.scale, pairs.is_causal, *sizes, INTERPRET)
     return dataclasses.replace(plan, kernel=settings)
 
 
@@ -82,14 +81,11 @@ def _refused(
         "alibi_slopes or log_decay": pairs.log_decay is not None,
         "initial_state, return_state or axis_name": streams,
         f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),
-        f"{_widths(tokens, estimate)}, not multiples of 16": any(x % 16 for x in widths),
+        f"(head_dim, width of value, num_features) = {widths}, not multiples of 16": any(
+            x % 16 for x in widths
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _widths(tokens: Tokens, estimate: Estimate) -> str:
-    widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
-    return f"(head_dim, width of value, num_features) = {widths}"
 
 
 @cache
@@ -124,7 +120,7 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
 
 
 def attention(
-    x: Arguments, ordinary: Callable[[Arguments], Array], settings: Settings
+    x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 ) -> Float[Array, "b t n v"]:
     """Attention by the kernels on a TPU, by `ordinary` elsewhere.
 
@@ -145,7 +141,7 @@ def attention(
     return run(x)
 
 
-def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Settings) -> Array:
+def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
     """Attention on one device."""
     by_platform = partial(_by_platform, interpret=settings.interpret)
     x = _varying(x)
@@ -201,15 +197,10 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
     return jax.lax.platform_dependent(*args, tpu=kernel, default=otherwise)
 
 
-def _kernels(settings: Settings):
-    """The module of the kernels."""
-    from performer.attention import _pallas, _pallas_causal
-
-    return _pallas_causal if settings.is_causal else _pallas
-
-
 def _operands(x: Arguments, scale: float):
     """As the kernels have them: tokens last, one of everything for each key head."""
+    from performer.attention._pallas import Operands  # a slow import, for those who use it
+
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # As in the sums without kernels: the root of the scale goes into W, rounded once.
@@ -224,16 +215,19 @@ def _operands(x: Arguments, scale: float):
     return Operands(query, key, value, of_query, of_key, of_features, log_weights)
 
 
-def _forward(x: Arguments, settings: Settings, residuals: bool):
-    operands = _operands(x, settings.scale)
-    output, *rest = _kernels(settings).forward(operands, settings, residuals)
+def _forward(x: Arguments, settings: Kernel, residuals: bool):
+    from performer.attention import _pallas
+
+    output, *rest = _pallas.forward(_operands(x, settings.scale), settings, residuals)
     return output.transpose(0, 3, 1, 2), rest
 
 
-def _backward(x: Arguments, rest, gradient: Array, settings: Settings, wanted: Wanted) -> Arguments:
+def _backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted: Wanted) -> Arguments:
+    from performer.attention import _pallas
+
     operands, pull = jax.vjp(partial(_operands, scale=settings.scale), x)
     gradient = gradient.transpose(0, 2, 3, 1)
-    grads = _kernels(settings).backward(operands, settings, wanted, *rest, gradient=gradient)
+    grads = _pallas.backward(operands, settings, wanted, *rest, gradient=gradient)
     grads = (
         None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
         for y, dy in zip(operands, grads, strict=True)
