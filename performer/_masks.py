@@ -51,8 +51,8 @@ def key_mask(
             )
         if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
             raise ValueError(
-                f"mask has the value {bad}: pass 1 (or True) where a key exists and 0 where it does"
-                " not; a mask that is added to the logits, as key_log_weights"
+                f"mask has the value {bad}: if it is added to the logits pass that as"
+                " key_log_weights, else 1 (or True) where a key exists and 0 where it does not"
             )
         keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
     if lengths is not None:

@@ -40,10 +40,14 @@ class Tokens(NamedTuple):
 class Estimate:
     """The estimate of e^{scale q.k}, by the keywords of `performer_attention`."""
 
-    frequencies: Float[Array, "*n m h"]
-    query_frequencies: Float[Array, "*n m h"] | None = None
-    weights: Float[Array, "*w m"] | None = None
-    shift: Float[Array, "*c h"] | None = None
+    frequencies: Float[Array, "..."]
+    """(m, h), or one draw for each key head or each query head."""
+    query_frequencies: Float[Array, "..."] | None = None
+    """In the same shape."""
+    weights: Float[Array, "..."] | None = None
+    """(m,), or one row for each draw."""
+    shift: Float[Array, "..."] | None = None
+    """(h,) or (k, h)."""
     calibration: Calibration | None = None
     feature_map: FeatureMap = field(default=features.positive, metadata=STATIC)
     scale: float = field(default=1.0, metadata=STATIC)

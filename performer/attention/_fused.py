@@ -9,6 +9,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,7 @@ def attention(
     split, whole = jax.P(axes), jax.P()
     run = jax.shard_map(
         lambda x: _here(x, ordinary, settings),
-        in_specs=(Arguments(split, split, whole, whole, whole),),
+        in_specs=(Arguments(*cast(Any, (split, split, whole, whole, whole))),),
         out_specs=split,
         check_vma=not settings.interpret,
     )

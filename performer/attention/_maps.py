@@ -6,7 +6,7 @@ keys know of none of them.
 
 import math
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
     if pairs.is_causal:  # as many keys as queries: later ones are in the future of all
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
-    return Arguments(query, keys, *of_heads)
+    return Arguments(query, keys, *cast(Any, of_heads))
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):

@@ -30,7 +30,7 @@ half as much compilation again.
 
 import math
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,7 @@ def sweep(
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
     def forth(carry, xs):
-        return _block(maps, near and near.scale, g, plan.robust, carry, *xs)
+        return _block(maps, near.scale if near else 1.0, g, plan.robust, carry, *xs)
 
     last, rows = jax.lax.scan(forth, start, (xs, later))
 
@@ -312,7 +312,7 @@ def _passed(own: Own, carry: Carry, after: bool):
 
 def _block(
     maps,
-    scale: float | None,
+    scale: float,
     groups: int,
     robust: bool,
     carry: Carry,
@@ -371,7 +371,7 @@ def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, 
     if is_causal:
         allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)
     if x.ids is not None:
-        same = x.ids[..., :, None] == x.near_ids[..., None, :]
+        same = x.ids[..., :, None] == cast(Array, x.near_ids)[..., None, :]
         allowed = same if allowed is None else same & allowed
     return None if allowed is None else _for_groups(allowed, groups, -2)
 
@@ -404,13 +404,12 @@ def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> R
         exponents.append(exponent)
     maximum = reduce(jnp.maximum, (jnp.max(x, axis=-1) for x in exponents))
     maximum = jax.lax.stop_gradient(maximum)
-    denominator = numerator = 0.0
-    for (state, *_), exponent in zip(parts, exponents, strict=True):
+    sums = []
+    for ((_, s, z), *_), exponent in zip(parts, exponents, strict=True):
         features = exponentials((exponent, split[1]), maximum[..., None]).astype(dtype)
-        s, z = state.normaliser, state.numerator
-        denominator += dot("...tm,...m->...t", features, s, s.dtype)
-        numerator += dot("...tm,...mv->...tv", features, z, dtype)
-    return Rows(maximum, denominator, numerator)
+        denominator = dot("...tm,...m->...t", features, s, s.dtype)
+        sums.append((denominator, dot("...tm,...mv->...tv", features, z, dtype)))
+    return Rows(maximum, *jax.tree.map(lambda *x: reduce(jnp.add, x), *sums))
 
 
 def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...tv") -> Rows:

@@ -335,6 +335,7 @@ def _sums(
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
     if exact.window:
+        assert not isinstance(state, State)
         output, state = _window.attention(
             maps, query, keys, ids, state, nothing, estimate.scale, exact, pairs.is_causal, plan
         )
