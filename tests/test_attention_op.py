@@ -405,7 +405,10 @@ def test_properties(shape, data):
         (dict(weights=jnp.full(M, jnp.nan)), "weights must not be negative, got nan"),
         (dict(weights=jnp.ones(M + 1)), "weights have shape"),
         (dict(shift=jnp.ones(H + 1)), "shift has shape"),
-        (dict(shift=jnp.ones(H), feature_map="relu"), "shift changes attention with feature_map"),
+        (
+            dict(shift=jnp.ones(H), feature_map="relu"),
+            "a shift or a calibration needs a feature_map",
+        ),
         (dict(stabilizer="google", feature_map="relu"), "is for feature_map=features.positive"),
         (dict(stabilizer="google", return_state=True), "use stabilizer='exact' for streaming"),
         (dict(segment_ids=np.zeros((2, 7), int), return_state=True), "do not go together"),

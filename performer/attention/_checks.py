@@ -46,9 +46,8 @@ class Estimate:
     """In the same shape."""
     weights: Float[Array, "..."] | None = None
     """(m,), or one row for each draw."""
-    shift: Float[Array, "..."] | None = None
-    """(h,) or (k, h)."""
     calibration: Calibration | None = None
+    """A shift alone is one, too."""
     feature_map: FeatureMap = field(default=features.positive, metadata=STATIC)
     scale: float = field(default=1.0, metadata=STATIC)
     google: bool = field(default=False, metadata=STATIC)
@@ -138,7 +137,7 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
         raise ValueError(f"scale must be positive, got {estimate.scale}")
     (_, _, n, h), k = tokens.query.shape, tokens.key.shape[2]
     frequencies, feature_map = estimate.frequencies, estimate.feature_map
-    shift, calibration = estimate.shift, estimate.calibration or Calibration()
+    calibration = estimate.calibration or Calibration()
     check_dtype("frequencies", frequencies)
     if frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,)):
         heads = sorted({k, n})
@@ -158,14 +157,12 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
             "query_frequencies go with a calibration of shift and scale: its root and mean are a"
             " law that frequencies are drawn from, and these are learned"
         )
-    named = {"shift": shift}
-    named |= {f"calibration.{name}": leaf for name, leaf in calibration._asdict().items()}
-    for name, leaf in named.items():
-        want = (h, h) if name.endswith(("scale", "root")) else (h,)
+    for name, leaf in calibration._asdict().items():
+        want = (h,) if name in ("shift", "mean") else (h, h)
         if leaf is not None and leaf.shape not in (want, (k, *want)):
             raise ValueError(
-                f"{name} has shape {leaf.shape}; expected {want}, or {(k, *want)} with one for each"
-                f" of the {k} key heads"
+                f"calibration.{name} has shape {leaf.shape}; expected {want}, or {(k, *want)} with"
+                f" one for each of the {k} key heads"
             )
     if weights is not None:
         m = frequencies.shape[-2]
@@ -176,24 +173,18 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
             )
         if (bad := _masks.first(weights, lambda x: ~(x >= 0))) is not None:
             raise ValueError(f"weights must not be negative, got {bad}")
-    if shift is not None and not feature_map.estimates_softmax:
-        raise ValueError(
-            f"shift changes attention with feature_map={feature_map}; only that of maps that"
-            f" estimate softmax, as {features.positive}, does not depend on it"
-        )
     if estimate.google and not feature_map.exponential:
         raise ValueError(
             f"stabilizer='google' is for feature_map={features.positive}, not {feature_map}"
         )
     if estimate.calibration is None:
         return
-    if shift is not None:
-        raise ValueError("a calibration brings its own shift: pass shift or calibration")
     got = f"got {feature_map} and {'google' if estimate.google else 'exact'!r}"
-    if estimate.google or not feature_map.estimates_softmax:
+    more = any(leaf is not None for leaf in calibration[1:])
+    if (estimate.google and more) or not feature_map.estimates_softmax:
         raise ValueError(
-            f"a calibration needs a feature_map that estimates softmax, as {features.positive}, and"
-            f" stabilizer='exact', {got}"
+            "a shift or a calibration needs a feature_map that estimates softmax, as"
+            f" {features.positive}, and the latter stabilizer='exact', {got}"
         )
     if calibration.changes_law and not feature_map.exponential:
         raise ValueError(
@@ -288,9 +279,10 @@ def check_state(
         pairs: checked.
     """
     (*lead, _, n, _), k = tokens.query.shape, tokens.key.shape[-2]
-    far, sizes, decays = state, (0, 0), pairs.log_decay is not None
+    far = state.far if isinstance(state, WindowState) else state
+    sizes, decays = (0, 0), pairs.log_decay is not None
     if isinstance(state, WindowState):
-        far, sizes = state.far, (state.near.key.shape[-3] // 2, state.first.key.shape[-3])
+        sizes = state.near.key.shape[-3] // 2, state.first.key.shape[-3]
         if (state.near.log_decay is not None) != decays:
             raise ValueError(
                 "initial_state and this call must both have alibi_slopes or log_decay, or neither:"

@@ -66,9 +66,6 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
 def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     frequencies, calibration = estimate.frequencies, estimate.calibration
     wide = float32_or_wider(key)
-    if estimate.shift is not None:
-        shifted = key.astype(wide) - jnp.broadcast_to(estimate.shift.astype(wide), key.shape)
-        key = shifted.astype(key.dtype)
     of_key = frequencies.astype(wide)
     given = estimate.query_frequencies
     own = of_key if given is None else given.astype(wide)

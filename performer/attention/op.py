@@ -202,18 +202,22 @@ def performer_attention(
         raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
     lead, given = query.shape[:-3], Tokens(query, key, value)
     tokens = _checks.with_one_batch_axis(given)
+    of, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if shift is not None:  # after the factor sqrt(scale), as calibrations are
+        if calibration is not None:
+            raise ValueError("a calibration brings its own shift: pass shift or calibration")
+        calibration = Calibration(shift=shift.astype(dtype) * max(scale, 0.0) ** 0.5)
     estimate = Estimate(
         frequencies,
         query_frequencies,
         weights,
-        shift,
         calibration,
         features.get(feature_map),
-        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
+        scale=scale,
         google=stabilizer == "google",
     )
     _checks.check_estimate(estimate, tokens)
-    of, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
     exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
     pairs = Pairs(
         _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype),
