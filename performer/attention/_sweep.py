@@ -50,6 +50,7 @@ from performer.attention.state import (
     extended,
     finite,
     flat,
+    heads_first,
     normalised,
     of_keys,
     operand_dtype,
@@ -156,26 +157,21 @@ def sweep(
     count, length = blocks(t, max(plan.block, s), s)
     c, more = length // s, count * length - t
 
-    def chunks(x, beside=0):  # (b, count c s, ...) -> (b, count, c, s, ...), with others beside
-        parts = [x[:, i * s : i * s + count * length] for i in range(1 + beside)]
-        parts = [y.reshape(b, count, c, s, *y.shape[2:]) for y in parts]
-        return jnp.concatenate(parts, axis=3)
+    def chunks(x, beside=0):  # (b, t, k, ...) -> (count, k, b, c, s, ...), with others beside
+        parts = (x[:, i * s : i * s + count * length] for i in range(1 + beside))
+        parts = [heads_first(y, count, length) for y in parts]
+        return jnp.concatenate([y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in parts], axis=4)
 
-    def heads_first(x, beside=0):  # -> (count, k, b, c, s, ...)
-        x = chunks(x, beside)
-        return x.transpose(1, 4, 0, 2, 3, *range(5, x.ndim))
-
-    queries = chunks(pad(query, 0, more)).transpose(1, 4, 0, 2, 5, 3, 6)
+    queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)
     queries = queries.reshape(*queries.shape[:4], g * s, h)
-    of_keys = jax.tree.map(heads_first, extended(keys, 0, more))
-    around, segments, of_near = None, None, None
+    of_keys = jax.tree.map(chunks, extended(keys, 0, more))
+    around = segments = of_near = None
     if ids is not None:
-        segments = of_near = jnp.moveaxis(chunks(pad(ids, 0, more)), 1, 0)
+        segments = of_near = chunks(ids[..., None])[:, 0]
     if near:
-        around = extended(near.keys, s, more + s)
-        around = jax.tree.map(partial(heads_first, beside=sides), around)
+        around = jax.tree.map(partial(chunks, beside=sides), extended(near.keys, s, more + s))
         if ids is not None:
-            of_near = jnp.moveaxis(chunks(pad(ids, s, more + s), sides), 1, 0)
+            of_near = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
     xs = Block(queries, of_keys, segments, around, of_near)
     start, later = _edge(ends[0], xs, 0), None
     if ends[1] is not None:
