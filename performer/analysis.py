@@ -362,7 +362,7 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
         )
     calibration = Calibration() if calibration is None else calibration
     tokens = _checks.with_one_batch_axis(_checks.Tokens(query, key, value))
-    estimate = _checks.Estimate(frequencies, calibration=calibration, scale=scale)
+    estimate = _checks.Estimate(jnp.zeros((num_features, h)), calibration=calibration, scale=scale)
     _checks.check_estimate(estimate, tokens)
     _checks.check_exact(_checks.Exact(*window), tokens, estimate, Pairs())
     exists = key_mask(mask, None, lead, tokens.key)
