@@ -78,7 +78,7 @@ class PerformerAttention(nnx.Module):
             `exact_window`, `exact_first` and `alibi_slopes`.
 
     Raises:
-        ValueError: for an unknown coupling, or sizes that it does not admit.
+        ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
         TypeError: for an option that `performer_attention` does not have.
 
     Example:
@@ -108,7 +108,8 @@ class PerformerAttention(nnx.Module):
     ):
         if redraw_every < 0:
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
-        inspect.signature(performer_attention).bind_partial(**options)
+        inspect.signature(performer_attention).bind_partial(**options)  # no misspelt one
+        features.get(options.get("feature_map", "positive"))
         self.options = tuple((name, _hashable(x)) for name, x in options.items())
         self.coupling, self.redraw_every = coupling, redraw_every
         self.frequencies = Frequencies(
