@@ -1,5 +1,7 @@
-"""Which keys exist and how much they count, and packed segments, as the sums of attention want."""
+"""What weighs the pairs of attention by their place: masks, log-weights, decay, packed segments."""
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,20 @@ from performer.typing import Size
 
 Lead = tuple[Size, ...]
 """Sizes of the batch axes."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Weights of the pairs of a query and a key that depend on where the two stand."""
+
+    log_weights: Float[Array, "b s #k"] | None = None
+    """Of keys: mask, lengths and log-weights in one; -inf where no key is, None for 0."""
+    log_decay: Float[Array, "b t n"] | None = None
+    """Of tokens, for key heads, or for query heads where they have their own."""
+    segments: tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None = None
+    """Of queries and of keys; no second for self attention."""
+    is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def key_mask(
@@ -33,11 +49,10 @@ def key_mask(
                 " is_causal=True, for packed sequences segment_ids; for any other mask that differs"
                 " between queries or heads use exact attention (jax.nn.dot_product_attention)"
             )
-        if smallest(mask) < 0:
+        if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
             raise ValueError(
-                f"mask has the negative value {smallest(mask)}, as a mask that is added to the"
-                " logits has: pass that as key_log_weights, or 1 (or True) where a key exists and 0"
-                " where it does not"
+                f"mask has the value {bad}: if it is added to the logits pass that as"
+                " key_log_weights, else 1 (or True) where a key exists and 0 where it does not"
             )
         keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
     if lengths is not None:
@@ -56,7 +71,7 @@ def key_mask(
 def log_weights(
     given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b s #k"] | None:
-    """Log-weights of keys, -inf where they do not exist; None for 0 everywhere."""
+    """`key_log_weights` of keys that exist, as in `Pairs`."""
     b, s, k, _ = key.shape
     if given is None:
         return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
@@ -69,17 +84,19 @@ def log_weights(
             f" keys) = {(*lead, s)} or, with all the axes, to (batch, keys, key heads) ="
             f" {(*lead, s, k)}"
         )
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
+    bad = first(given, lambda x: ~(x < np.inf), dtype)
+    if not jnp.issubdtype(weights.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"key_log_weights has dtype {weights.dtype}; expected floats, the logarithms of weights"
-            " (which keys exist is what mask says)"
-        )
-    if not _below_infinity(given, dtype):
-        raise ValueError(
-            "key_log_weights has entries that are nan or inf; expected numbers, or -inf where there"
-            " is no key"
+            f"key_log_weights has dtype {weights.dtype} and the entry {bad}; expected floats, the"
+            " logarithms of weights, below inf; -inf where there is no key"
         )
     return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
+def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
+    weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
+    return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
 
 
 def log_decay(
@@ -90,25 +107,23 @@ def log_decay(
     key: Array,
     dtype: jnp.dtype,
 ) -> Float[Array, "b t n"] | None:
-    """Log-decays of tokens, for key heads, or for query heads where they have their own."""
+    """The slopes or the log-decays given, as in `Pairs`."""
     (b, t, n, _), k = query.shape, key.shape[2]
-    if alibi_slopes is None and given is None:
-        return None
     if alibi_slopes is not None and given is not None:
         raise ValueError("alibi_slopes and log_decay are two ways to say one thing: pass one")
-    if given is None:
+    if alibi_slopes is not None:
         slopes = jnp.asarray(alibi_slopes)
-        if slopes.shape not in ((n,), (k,)) or not jnp.issubdtype(slopes.dtype, jnp.floating):
+        floats = jnp.issubdtype(slopes.dtype, jnp.floating)
+        bad = first(alibi_slopes, lambda x: ~((x >= 0) & (x < np.inf)), dtype)
+        if slopes.shape not in ((n,), (k,)) or not floats or bad is not None:
             raise ValueError(
-                f"alibi_slopes has shape {slopes.shape} and dtype {slopes.dtype}; expected floats,"
-                f" one for each of the {n} heads"
-            )
-        if smallest(alibi_slopes) < 0 or not _below_infinity(alibi_slopes, dtype):
-            raise ValueError(
-                "alibi_slopes has entries that are negative, nan or inf: slopes are how much a key"
+                f"alibi_slopes has shape {slopes.shape}, dtype {slopes.dtype} and the entry {bad};"
+                f" expected finite floats from 0, one for each of the {n} heads: how much a key"
                 " loses with each token, as 2^-1 ... 2^-8"
             )
         return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
+    if given is None:
+        return None
     decay = jnp.asarray(given)
     heads = n if decay.ndim == len(lead) + 2 and decay.shape[-1] == n else k
     want = (*lead, t, heads)
@@ -117,18 +132,13 @@ def log_decay(
             f"log_decay has shape {decay.shape}; expected (batch, tokens, heads) = {want}, any of"
             " which may be 1"
         )
-    if not jnp.issubdtype(decay.dtype, jnp.floating) or not _largest(given) <= 0:  # nor nan
+    bad = first(given, lambda x: ~(x <= 0))
+    if not jnp.issubdtype(decay.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"log_decay has dtype {decay.dtype} and, at most, {_largest(given)}; expected floats"
-            " that are not positive, as jax.nn.log_sigmoid gives them"
+            f"log_decay has dtype {decay.dtype} and the entry {bad}; expected floats that are not"
+            " positive, as jax.nn.log_sigmoid gives them"
         )
     return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
-
-
-@partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
-def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
-    weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
-    return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
 
 
 def segments(
@@ -137,7 +147,7 @@ def segments(
     query: Array,
     key: Array,
 ) -> tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None:
-    """(query ids, key ids); no key ids for self attention."""
+    """`segment_ids` as in `Pairs`."""
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
@@ -152,23 +162,18 @@ def segments(
     return query_ids, None if pair[0] is pair[1] else key_ids
 
 
-def smallest(x: Any) -> float:
-    """The smallest number, or 0 for values that are not known while a function is traced."""
-    return 0.0 if isinstance(x, Tracer) else float(np.min(np.asarray(x, np.float32), initial=0.0))
-
-
-def _largest(x: Any) -> float:
-    """The largest number, nan if one is; -inf for values that are not known likewise."""
-    none = -np.inf
-    return none if isinstance(x, Tracer) else float(np.max(np.asarray(x, np.float32), initial=none))
+def first(
+    x: Any, bad: Callable[[np.ndarray], np.ndarray], dtype: Any = np.float32
+) -> np.floating | None:
+    """The first entry that is bad; None, too, for values that are not known while traced."""
+    if isinstance(x, Tracer):
+        return None
+    values = np.asarray(x).astype(dtype)
+    found = values[bad(values)]
+    return found[0] if found.size else None
 
 
 def _broadcasts(shape: Lead, want: Lead) -> bool:
     return len(shape) <= len(want) and all(
         have in (1, size) for have, size in zip(shape[::-1], want[::-1], strict=False)
     )
-
-
-def _below_infinity(x: Any, dtype: jnp.dtype) -> bool:
-    """Whether all are numbers or -inf; true of values that are not known while traced."""
-    return isinstance(x, Tracer) or bool(np.all(np.asarray(x).astype(dtype) < np.inf))

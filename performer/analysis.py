@@ -31,8 +31,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import _moments, couplings, features
-from performer._masks import key_mask
+from performer import _moments, couplings
+from performer._masks import Pairs, key_mask
 from performer.attention import _checks
 from performer.calibration import Calibration
 from performer.typing import Coupling
@@ -361,12 +361,13 @@ def _prepare(query, key, value, coupling, num_features, calibration, scale, mask
             f" each feature, {(num_features, h)}"
         )
     calibration = Calibration() if calibration is None else calibration
-    inputs = _checks.Inputs(query, key, value, frequencies, calibration=calibration)
-    near = dict(zip(("exact_window", "exact_first"), window, strict=True))
-    inputs = _checks.check(inputs, _checks.Options(features.positive, scale, **near))
-    exists = key_mask(mask, None, lead, inputs.key)
-    exists = np.ones(inputs.key.shape[:2], bool) if exists is None else np.asarray(exists)
+    tokens = _checks.with_one_batch_axis(_checks.Tokens(query, key, value))
+    estimate = _checks.Estimate(jnp.zeros((num_features, h)), calibration=calibration, scale=scale)
+    _checks.check_estimate(estimate, tokens)
+    _checks.check_exact(_checks.Exact(*window), tokens, estimate, Pairs())
+    exists = key_mask(mask, None, lead, tokens.key)
+    exists = np.ones(tokens.key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))
     if empty:
         raise ValueError(f"{empty} batch entries have no key that exists: leave them out")
-    return inputs[:3], exists, calibration, scale
+    return tokens, exists, calibration, scale

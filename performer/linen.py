@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
-from performer.features import FeatureMap
 from performer.nnx._hooks import Notes, Record, call_of, examples, together, understood
 from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import (
@@ -37,7 +36,6 @@ def performer_attention_fn(
     value: Float[Array, "*b s n v"],
     *,
     frequencies: Float[Array, "*n m h"],
-    calibration: Calibration | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
@@ -51,23 +49,20 @@ def performer_attention_fn(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     is_causal: bool = False,
-    feature_map: str | FeatureMap = "positive",
-    exact_window: int = 0,
-    exact_first: int = 0,
-    alibi_slopes: ArrayLike | None = None,
+    **options: Any,
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
     linen passes only keywords that are named in a function's signature, so all of its keywords are
-    named here; what cannot be honoured is an error. The frequencies are given by
-    `functools.partial`, from a variable of your module: in the checkpoint, and not trained.
+    named here; what cannot be honoured is an error. The frequencies and the options are given by
+    `functools.partial`, the former from a variable of your module: in the checkpoint, and not
+    trained.
 
     Args:
         query: (..., t, n, h).
         key: (..., s, n, h).
         value: (..., s, n, v).
         frequencies: (m, h), or (n, m, h) with one draw for each head.
-        calibration: of `performer.calibration`, likewise by `functools.partial`.
         bias: must be None.
         mask: over keys only, broadcasting to (..., 1, 1, s), bool or float. linen's dense causal
             masks cannot be told from others: pass is_causal=True (by `partial`) instead.
@@ -83,10 +78,9 @@ def performer_attention_fn(
         qk_attn_weights_einsum: must be None, there is no such product.
         attn_weights_value_einsum: must be None, likewise.
         is_causal: query i sees the keys up to i.
-        feature_map: as in `performer.performer_attention`.
-        exact_window: likewise, for self attention, with a cache for decoding or without.
-        exact_first: likewise.
-        alibi_slopes: likewise, relative positions; for self attention, with a cache or without.
+        options: keywords of `performer.performer_attention`, as `calibration` and `feature_map`;
+            `exact_window`, `exact_first` and `alibi_slopes` are for self attention, with a cache
+            for decoding or without.
 
     Returns:
         (..., t, n, v).
@@ -118,18 +112,14 @@ def performer_attention_fn(
         key,
         value,
         frequencies,
-        calibration=calibration,
         mask=mask,
         bias=bias,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         dtype=dtype,
         is_causal=is_causal,
-        feature_map=feature_map,
         weights=module is not None,
-        exact_window=exact_window,
-        exact_first=exact_first,
-        alibi_slopes=alibi_slopes,
+        **options,
     )
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from performer import couplings
+from performer import couplings, features
 from performer.features import FeatureMap
 
 H, V, M = 8, 5, 12
-MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu+1")
+MAPS = tuple(features.MAPS)
 
 
 def _own(projections, half):

@@ -130,6 +130,6 @@ def tiny(monkeypatch):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Attention in chunks of 4 tokens and blocks of 3 chunks: short sequences have many."""
-    from performer.attention import op
+    from performer.attention import _sizes
 
-    monkeypatch.setattr(op, "_block_sizes", lambda *_: (4, 12))
+    monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (4, 12))

@@ -479,7 +479,7 @@ def wide(key, m, d):
         (dict(value=jnp.ones((2, 5, K, V))), r"value has \(2, 5, 2, 3\)"),
         (dict(query=jnp.ones((2, 0, N, H))), r"query has shape \(2, 0, 4, 4\).* no axis empty"),
         (dict(mask=jnp.ones((T, S))), "honours masks over keys only"),
-        (dict(mask=-jnp.ones(S)), "mask has the negative value -1"),
+        (dict(mask=-jnp.ones(S)), "mask has the value -1"),
         (dict(mask=jnp.arange(2)[:, None, None, None]), "1 batch entries have no key that exists"),
         (dict(calibration=Calibration(root=jnp.eye(3))), r"calibration.root has shape \(3, 3\)"),
     ],

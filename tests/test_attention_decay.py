@@ -265,10 +265,10 @@ def test_other_features_and_a_second_look():
 REFUSED = {
     "pass one": dict(alibi_slopes=SLOPES, log_decay=np.zeros((2, 5, 2), np.float32)),
     r"alibi_slopes has shape \(3,\)": dict(alibi_slopes=SLOPES[:3]),
-    "negative, nan or inf": dict(alibi_slopes=-SLOPES),
+    "the entry -0.5; expected finite floats": dict(alibi_slopes=-SLOPES),
     r"log_decay has shape \(2, 4, 2\)": dict(log_decay=np.zeros((2, 4, 2), np.float32)),
-    "at most, 1.0; expected floats": dict(log_decay=np.ones((2, 5, 2), np.float32)),
-    "at most, nan; expected floats": dict(log_decay=np.full((2, 5, 2), np.nan, np.float32)),
+    "the entry 1.0; expected floats": dict(log_decay=np.ones((2, 5, 2), np.float32)),
+    "the entry nan; expected floats": dict(log_decay=np.full((2, 5, 2), np.nan, np.float32)),
     "stabilizer='exact', got 'google'": dict(alibi_slopes=SLOPES, stabilizer="google"),
     "state in causal attention alone": dict(alibi_slopes=SLOPES, return_state=True),
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from performer import performer_attention
-from performer.attention import _sweep, op
+from performer.attention import _sweep
 from tests import oracles
 from tests.attention_inputs import MAPS, V, causal, close, far_apart, inputs, orthogonal
 
@@ -327,10 +327,6 @@ def leaky_mask(split, log_weights):
     return split
 
 
-def chunk_maximum(mu, allowed, rows):
-    return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
-
-
 def broken_combine(left, right):
     """States added without bringing them to the same maximum."""
     return type(left)(
@@ -343,7 +339,6 @@ def broken_combine(left, right):
 @pytest.mark.parametrize(
     ("module", "name", "fault", "case"),
     [
-        (_sweep, "_largest", chunk_maximum, test_early_queries_keep_their_precision),
         (
             _sweep,
             "weighted",
@@ -353,15 +348,13 @@ def broken_combine(left, right):
         (_sweep, "combine", broken_combine, partial(test_causal_of_any_length, 40, None)),
         (
             _sweep,
-            "_prefix",
-            lambda initial, own, *others: sweep_prefix_inclusive(initial, own, *others),
+            "_passed",
+            lambda own, *others: passed_inclusive(own, *others),
             partial(test_the_future_changes_nothing_bit_for_bit, "positive", None),
         ),
     ],
 )
 def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small_chunks):
-    if case is test_early_queries_keep_their_precision:
-        monkeypatch.setattr(op, "_block_sizes", lambda *_: (64, 64))
     jax.clear_caches()
     monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError):
@@ -370,16 +363,16 @@ def test_planted_faults_are_caught(module, name, fault, case, monkeypatch, small
     jax.clear_caches()
 
 
-_prefix = _sweep._prefix
+_passed = _sweep._passed
 
 
-def sweep_prefix_inclusive(initial, own, *others):
+def passed_inclusive(own, carry, after):
     """The state of a chunk's own keys before the chunk: the future leaks."""
-    past, last = _prefix(initial, own, *others)
-    axis = initial.maximum.ndim - 1
+    (past, segments), last = _passed(own, carry, after)
+    axis = past.maximum.ndim - 2
 
     def shifted(x, y):
         rest = jax.lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)
         return jnp.concatenate([rest, jnp.expand_dims(y, axis)], axis=axis)
 
-    return jax.tree.map(shifted, past, last), last
+    return (jax.tree.map(shifted, past, last.far), segments), last

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 
 import performer
 from performer import performer_attention
-from performer.attention import State, attention_weights, op
+from performer.attention import State, _sizes, attention_weights
 from performer.calibration import Calibration
 from tests import oracles
 from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
@@ -365,7 +365,7 @@ def test_properties(shape, data):
     allowed = allowed & causal(t) if is_causal else allowed
     allowed = allowed if ids is None else allowed & (ids[:, :, None] == ids[:, None])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_block_sizes", lambda *_: sizes)
+        patch.setattr(_sizes, "chunk_and_block", lambda *_: sizes)
         got = performer_attention(
             *args, mask=mask[:, None, None], segment_ids=ids, is_causal=is_causal
         )
@@ -398,23 +398,26 @@ def test_properties(shape, data):
             r"expected one that broadcasts to \(batch, keys\)",
         ),
         (dict(key_log_weights=np.zeros((2, 7, 4))), r"\(batch, keys, key heads\) = \(2, 7, 2\)"),
-        (dict(key_log_weights=np.ones(7, bool)), "dtype bool; expected floats"),
-        (dict(key_log_weights=np.full(7, np.nan)), "entries that are nan or inf"),
-        (dict(key_log_weights=np.full((2, 7), np.inf)), "entries that are nan or inf"),
+        (dict(key_log_weights=np.ones(7, bool)), "dtype bool and the entry None; expected floats"),
+        (dict(key_log_weights=np.full(7, np.nan)), "the entry (nan|inf); expected floats"),
+        (dict(key_log_weights=np.full((2, 7), np.inf)), "the entry (nan|inf); expected floats"),
         (dict(weights=-jnp.ones(M)), "weights must not be negative, got -1.0"),
         (dict(weights=jnp.full(M, jnp.nan)), "weights must not be negative, got nan"),
         (dict(weights=jnp.ones(M + 1)), "weights have shape"),
         (dict(shift=jnp.ones(H + 1)), "shift has shape"),
-        (dict(shift=jnp.ones(H), feature_map="relu"), "shift changes attention with feature_map"),
+        (
+            dict(shift=jnp.ones(H), feature_map="relu"),
+            "a shift or a calibration needs a feature_map",
+        ),
         (dict(stabilizer="google", feature_map="relu"), "is for feature_map=features.positive"),
         (dict(stabilizer="google", return_state=True), "use stabilizer='exact' for streaming"),
         (dict(segment_ids=np.zeros((2, 7), int), return_state=True), "do not go together"),
         (dict(query=jnp.ones((2, 3, 4, H)), is_causal=True, return_state=True), "3 queries and 7"),
         (dict(query=jnp.ones((2, 7, 3, H))), "heads of query a multiple of those of key"),
-        (dict(key=jnp.ones((1, 7, 2, H))), "their batch axes must be the same"),
+        (dict(key=jnp.ones((1, 7, 2, H))), "batch and head_dim must be the same"),
         (dict(frequencies=jnp.ones((3, M, H))), r"one draw for each of the 2 key or 4 heads"),
         (dict(axis_name="i", key_value_seq_lengths=3), "split a mask as the keys"),
-        (dict(axis_name="i", stabilizer="google"), "no state to exchange"),
+        (dict(axis_name="i", stabilizer="google"), "it has no state to keep"),
         (dict(query=jnp.ones((2, 7, 4, H), int)), "query has dtype int32; attention takes float32"),
     ],
 )

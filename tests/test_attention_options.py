@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from performer import performer_attention
-from performer.attention import State, op
+from performer.attention import State, _sizes
 from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from tests import oracles
@@ -396,7 +396,7 @@ def off(case, size, rng):
     blocks = {"blocked": size.block, "robust": size.block}.get(case["implementation"])
     with pytest.MonkeyPatch.context() as patch:
         if blocks:
-            patch.setattr(op, "_block_sizes", lambda *_: blocks)
+            patch.setattr(_sizes, "chunk_and_block", lambda *_: blocks)
         got = (jax.jit(attend) if case["jit"] else attend)(traced)
     output, state = got if case["return_state"] else (got, None)
     assert output.dtype == given["value"].dtype

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from experiments.speed import kernels as benchmark_kernels
 from experiments.speed.attention import Scale
 from performer import calibration, performer_attention
-from performer.attention import _fused, op
+from performer.attention import _fused, _sizes
 from tests import oracles
 from tests.attention_inputs import causal, close, far_apart
 from tests.small import PATIENCE
@@ -29,7 +29,7 @@ PALLAS = "pallas"
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(op, "INTERPRET", True)
+    monkeypatch.setattr(_fused, "INTERPRET", True)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_later_keys_change_no_bit():
 
 def test_lost_rows_are_those_without_the_kernel(monkeypatch):
     """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
-    monkeypatch.setattr(op, "_block_sizes", lambda *_: (128, 256))
+    monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (128, 256))
     query, key, value, frequencies = (
         jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 0 if x.ndim == 4 else 4), (0, -x.shape[-1] % 16)])
         for x in far_apart(40.0, t=150)
@@ -237,7 +237,7 @@ def test_what_it_does_not_take(named, options):
 
 def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
     """On a CPU, with gradients; and that is said."""
-    monkeypatch.setattr(op, "INTERPRET", False)
+    monkeypatch.setattr(_fused, "INTERPRET", False)
     _fused.warn.cache_clear()
     args = inputs(20, 20)
     loss = lambda *x, **options: jnp.sum(performer_attention(*x, **options) ** 2)  # noqa: E731
@@ -252,7 +252,7 @@ def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     """Without one: a program with one kernel each way and no exponential of XLA's."""
-    monkeypatch.setattr(op, "INTERPRET", False)
+    monkeypatch.setattr(_fused, "INTERPRET", False)
     shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
     args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
 

@@ -10,9 +10,8 @@ from attention_inputs import close, inputs
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from performer import calibration, features, performer_attention
-from performer.attention import _sizes, op
-from performer.attention._checks import Inputs, Options
+from performer import calibration, performer_attention
+from performer.attention import _sizes
 
 
 @pytest.fixture(autouse=True)
@@ -146,13 +145,13 @@ def test_packed_sequences():
 
 def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
     """Of a program that is compiled for devices that are not there."""
-    platforms, chosen = [], op._block_sizes
+    platforms, chosen = [], _sizes.chunk_and_block
 
     def sizes(platform, *arguments):
         platforms.append(platform)
         return chosen(platform, *arguments)
 
-    monkeypatch.setattr(op, "_block_sizes", sizes)
+    monkeypatch.setattr(_sizes, "chunk_and_block", sizes)
     device = AbstractDevice(device_kind="TPU v5 lite", num_cores=None, platform="tpu")
     with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
         jax.eval_shape(performer_attention, *inputs())
@@ -164,16 +163,14 @@ def test_rows_are_those_of_a_device(monkeypatch):
     """A batch over eight devices has the blocks of an eighth; on a TPU none while features fit."""
 
     monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 4096})
+    m = inputs()[3].shape[-2]
 
     def sizes(devices, platform, b, kind=AxisType.Auto):
         device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
         mesh = AbstractMesh((devices,), ("data",), (kind,), abstract_device=device)
-        given = Inputs(*inputs(b=b, t=16, k=4), *[None] * 8)
-        options = Options(features.positive, 1.0, False, False, None, False)
         with use_abstract_mesh(mesh):
-            return op._block_sizes(op._platform(), None, given, options)
+            return _sizes.chunk_and_block(_sizes.platform(), b * 4, m, sweeping=False)
 
-    m = inputs()[3].shape[-2]
     assert sizes(1, "cpu", 8)[1] == 4096 // 32
     assert sizes(8, "cpu", 64) == sizes(1, "cpu", 8) != sizes(1, "cpu", 64)
     assert sizes(8, "cpu", 8, AxisType.Manual) == sizes(1, "cpu", 8)

@@ -168,8 +168,10 @@ def test_places_of_fewer_queries_than_keys_are_those_of_a_cache_alone():
     module = layer(options=WINDOW, decode=False)
     with pytest.raises(ValueError, match="exact_window=2 needs one key for each query, got 1 and"):
         module(X[:, :1], X)  # cross attention: no mask says where the query stands
-    with pytest.raises(ValueError, match="exact_window must not be negative, got -1"):
-        layer(options=dict(exact_window=-1))
+    with pytest.raises(ValueError, match="exact_window=-1 and exact_first=0 must not be negative"):
+        layer(options=dict(exact_window=-1), decode=False)(X)
+    with pytest.raises(TypeError, match="exact_windows"):
+        layer(options=dict(exact_windows=2))
     with pytest.raises(ValueError, match="alibi_slopes and log_decay need one key for each query"):
         layer(options=SLOPES, decode=False)(X[:, :1], X)
 
@@ -329,9 +331,21 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
     with pytest.raises(ValueError, match="one for each of the 2 key heads"):
         attention_fn(query, key, key)
     with pytest.raises(ValueError, match="needs feature_map=features.positive, got features.hyper"):
-        calibrated(feature_map="hyperbolic")
+        calibrated(feature_map="hyperbolic")(X)
     with pytest.raises(ValueError, match="unknown calibration 'ful'"):
         calibrated(method="ful")
+
+
+@pytest.mark.parametrize("feature_map", ["hyperbolic", "trigonometric"])
+def test_shift_and_scale_serve_other_maps_of_softmax(feature_map):
+    module = calibrated(method="shift+scale", feature_map=feature_map)
+    module(X)
+    fitted, frequencies = module.attention_fn.calibration, module.attention_fn.frequencies[...]
+    heads = module.query(X), module.key(X), module.value(X)
+    options = dict(calibration=fitted, feature_map=feature_map)
+    want = module.out(performer_attention(*heads, frequencies, **options))
+    np.testing.assert_allclose(module(X), want, atol=1e-5)
+    assert np.abs(fitted.shift).max() > 0
 
 
 def test_a_common_length_has_a_traceless_tilt():

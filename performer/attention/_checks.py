@@ -1,152 +1,152 @@
-"""The arguments of `performer_attention`, and what it refuses."""
+"""The values that a call of `performer_attention` is made of, and what it refuses.
+
+    Estimate   what estimates e^{q.k}
+    Exact      which pairs have e^{q.k} itself
+    Pairs      what weighs pairs by their place (in `performer._masks`)
+
+are made once and passed on whole: a new option is a field of one of them. `Plan` is how the sums
+are computed, which changes nothing but rounding.
+"""
 
 import math
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import _masks, features
+from performer._masks import Pairs
 from performer.attention.state import State, WindowState
 from performer.calibration import Calibration
 from performer.features import FeatureMap
-from performer.typing import Size, float32_or_wider
+from performer.typing import Size
+
+STATIC: Any = {"static": True}
+"""Metadata of a field that is a part of the structure, no array."""
 
 
-class Inputs(NamedTuple):
-    """The arrays of a call, by their names in `performer_attention`."""
+class Tokens(NamedTuple):
+    """Queries, keys and values."""
 
     query: Float[Array, "*b t n h"]
     key: Float[Array, "*b s k h"]
     value: Float[Array, "*b s k v"]
-    frequencies: Float[Array, "*n m h"]
-    mask: ArrayLike | None = None
-    key_value_seq_lengths: ArrayLike | None = None
-    key_log_weights: Any = None
-    segment_ids: Any = None
-    shift: Float[Array, "*c h"] | None = None
-    weights: Float[Array, "*w m"] | None = None
-    calibration: Calibration | None = None
-    initial_state: State | WindowState | None = None
-    alibi_slopes: ArrayLike | None = None
-    log_decay: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of e^{scale q.k}, by the keywords of `performer_attention`."""
+
+    frequencies: Float[Array, "..."]
+    """(m, h), or one draw for each key head or each query head."""
     query_frequencies: Float[Array, "..."] | None = None
+    """In the same shape."""
+    weights: Float[Array, "..."] | None = None
+    """(m,), or one row for each draw."""
+    calibration: Calibration | None = None
+    """A shift alone is one, too."""
+    feature_map: FeatureMap = field(default=features.positive, metadata=STATIC)
+    scale: float = field(default=1.0, metadata=STATIC)
+    google: bool = field(default=False, metadata=STATIC)
+    """The stabiliser of Choromanski et al. 2021 in the place of the exact one."""
+
+    @property
+    def num_features(self) -> Size:
+        """How many features a token has."""
+        return self.frequencies.shape[-2] * self.feature_map.features_per_frequency
 
 
-class Options(NamedTuple):
-    """What is static in a call."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Exact:
+    """The pairs that have e^{scale q.k} itself."""
 
-    feature_map: FeatureMap
+    window: int = field(default=0, metadata=STATIC)
+    """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
+    first: int = field(default=0, metadata=STATIC)
+    """The first so many keys are exact for all queries."""
+
+
+class Kernel(NamedTuple):
+    """What is static in the kernels for TPU."""
+
     scale: float
-    google: bool = False
-    is_causal: bool = False
+    is_causal: bool
+    heads: int
+    """Key heads of a block."""
+    block: int
+    """Tokens of a block."""
+    interpret: bool = False
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Plan:
+    """How a call is computed."""
+
     axis_name: str | None = None
     return_state: bool = False
+    robust: bool = False
     chunk: Size = 0
     """Tokens of a causal chunk."""
     block: Size = 0
     """Tokens whose features exist at a time."""
-    robust: bool = False
-    exact_window: int = 0
-    """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
-    exact_first: int = 0
-    """The first so many keys are exact for all."""
-    kernel: tuple[int, int] | None = None
-    """Key heads and tokens of a step of the kernels for TPU; None is without them."""
-    interpret: bool = False
-    """The kernels run anywhere, slowly."""
-
-    def num_features(self, frequencies: Array) -> Size:
-        """How many features these frequencies make."""
-        return frequencies.shape[-2] * self.feature_map.features_per_frequency
+    kernel: Kernel | None = None
+    """Of the kernels for TPU; None is without them."""
 
 
-def check(inputs: Inputs, options: Options) -> Inputs:
-    """The inputs as the sums want them, after a look at what fits together.
-
-    Returns:
-        The inputs with one batch axis, mask and lengths as `key_log_weights` (b, s, 1 or k),
-        segments as a pair of which the second is None for self attention, and slopes as
-        `log_decay` (b, t, k or n); where that has n rows, so have the frequencies.
+def with_one_batch_axis(tokens: Tokens) -> Tokens:
+    """Queries, keys and values whose shapes and dtypes fit, as (b, t, n, h).
 
     Raises:
-        ValueError: for shapes and dtypes that do not fit, and options that exclude each other.
+        ValueError: where they do not fit.
     """
-    _check_dtypes(inputs)
-    lead, tokens = inputs.query.shape[:-3], inputs[:3]
-    if any(x.shape[:-3] != lead for x in tokens):
-        query, key, value = (x.shape for x in tokens)
+    for name, x in tokens._asdict().items():
+        check_dtype(name, x)
+    shapes, axes = [x.shape for x in tokens], tokens.query.ndim - 3
+    (*lead, _, n, h), (*of_keys, s, k, width), of_values = shapes
+    if not (lead == of_keys and h == width and of_values[:-1] == (*lead, s, k)) or not k or n % k:
         raise ValueError(
-            f"query has shape {query}, key {key} and value {value}: their batch axes must be the"
-            " same"
+            f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
+            " head_dim must be the same, lengths and heads those of key for value, and the heads of"
+            " query a multiple of those of key"
         )
-    if not options.scale > 0:
-        raise ValueError(f"scale must be positive, got {options.scale}")
-
-    def one_axis(x):
-        return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[len(lead) :])
-
-    query, key, value = map(one_axis, tokens)
-    flat = inputs._replace(query=query, key=key, value=value)
-    for look in (_check_shapes, _check_weights, _check_combinations, _check_window, _check_split):
-        look(flat, options)
-    dtype = float32_or_wider(query, key, value)
-    log_decay = _masks.log_decay(inputs.alibi_slopes, inputs.log_decay, lead, query, key, dtype)
-    if log_decay is not None:
-        _check_decay(flat, options)
-        inputs, flat = (_for_heads_of_decay(x, log_decay.shape[-1]) for x in (inputs, flat))
-    _check_state(inputs, options)
-    exists = _masks.key_mask(inputs.mask, inputs.key_value_seq_lengths, lead, key)
-    return flat._replace(
-        alibi_slopes=None,
-        log_decay=log_decay,
-        initial_state=jax.tree.map(one_axis, inputs.initial_state),
-        mask=None,
-        key_value_seq_lengths=None,
-        key_log_weights=_masks.log_weights(inputs.key_log_weights, exists, lead, key, dtype),
-        segment_ids=_masks.segments(inputs.segment_ids, lead, query, key),
-    )
+    return Tokens(*(one_axis(x, axes) for x in tokens))
 
 
-def _check_dtypes(inputs: Inputs) -> None:
-    for name, x in zip(Inputs._fields, inputs[:4], strict=False):
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; attention takes float32, bfloat16, float16 and"
-                " float64: cast it"
-            )
+def one_axis(x: Array, axes: int) -> Array:
+    """The first `axes` axes as one."""
+    return x if axes == 1 else x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:])
 
 
-def _check_shapes(inputs: Inputs, options: Options) -> None:
-    query, key, value, frequencies = inputs[:4]
-    (b, _, n, h), k = query.shape, key.shape[2]
-    if key.shape[0] != b or key.shape[3] != h or k == 0 or n % k:
+def check_dtype(name: str, x: Array) -> None:
+    """Raises ValueError for a dtype that attention does not compute in."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
         raise ValueError(
-            f"query has shape {query.shape} but key has {key.shape}: batch and head_dim must be the"
-            " same, and the heads of query a multiple of those of key"
+            f"{name} has dtype {x.dtype}; attention takes float32, bfloat16, float16 and"
+            " float64: cast it"
         )
-    if value.shape[:3] != key.shape[:3]:
+
+
+def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
+    """Raises ValueError for shapes that do not fit, and for what changes more than the estimate."""
+    if not estimate.scale > 0:
+        raise ValueError(f"scale must be positive, got {estimate.scale}")
+    (_, _, n, h), k = tokens.query.shape, tokens.key.shape[2]
+    frequencies, feature_map = estimate.frequencies, estimate.feature_map
+    calibration = estimate.calibration or Calibration()
+    check_dtype("frequencies", frequencies)
+    if frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,)):
+        heads = sorted({k, n})
         raise ValueError(
-            f"key has shape {key.shape} but value has {value.shape}: batch, length and heads must"
-            " be the same"
-        )
-    if frequencies.shape[-1] != h:
-        raise ValueError(
-            f"frequencies have head_dim {frequencies.shape[-1]} but query and key have head_dim {h}"
-        )
-    heads = sorted({k, n})
-    if frequencies.ndim not in (2, 3) or (
-        frequencies.ndim == 3 and frequencies.shape[0] not in heads
-    ):
-        raise ValueError(
-            f"frequencies have shape {frequencies.shape}; expected (m, {h}), or"
-            f" {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
+            f"frequencies have shape {frequencies.shape}; expected (m, {h}) for the head_dim {h},"
+            f" or {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
         )
-    own, calibration = inputs.query_frequencies, inputs.calibration or Calibration()
+    own, weights = estimate.query_frequencies, estimate.weights
     if own is not None and own.shape != frequencies.shape:
         raise ValueError(
             f"query_frequencies have shape {own.shape} but frequencies have {frequencies.shape}:"
@@ -157,188 +157,153 @@ def _check_shapes(inputs: Inputs, options: Options) -> None:
             "query_frequencies go with a calibration of shift and scale: its root and mean are a"
             " law that frequencies are drawn from, and these are learned"
         )
-    if inputs.shift is not None and inputs.shift.shape not in ((h,), (k, h)):
-        raise ValueError(f"shift has shape {inputs.shift.shape}; expected ({h},) or ({k}, {h})")
-    for name, leaf in (inputs.calibration or Calibration())._asdict().items():
+    for name, leaf in calibration._asdict().items():
         want = (h,) if name in ("shift", "mean") else (h, h)
         if leaf is not None and leaf.shape not in (want, (k, *want)):
             raise ValueError(
                 f"calibration.{name} has shape {leaf.shape}; expected {want}, or {(k, *want)} with"
                 f" one for each of the {k} key heads"
             )
-
-
-def _check_weights(inputs: Inputs, options: Options) -> None:
-    weights, frequencies = inputs.weights, inputs.frequencies
-    if weights is None:
-        return
-    m = frequencies.shape[-2]
-    if weights.shape not in ((m,), frequencies.shape[:-1]):
-        raise ValueError(
-            f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
-            f" the frequencies, which have shape {frequencies.shape}"
-        )
-    if not _masks.smallest(weights) >= 0:
-        raise ValueError(f"weights must not be negative, got {_masks.smallest(weights)}")
-
-
-def _check_combinations(inputs: Inputs, options: Options) -> None:
-    feature_map, shift, calibration = options.feature_map, inputs.shift, inputs.calibration
-    if shift is not None and not feature_map.estimates_softmax:
-        raise ValueError(
-            f"shift changes attention with feature_map={feature_map}; only that of maps that"
-            f" estimate softmax, as {features.positive}, does not depend on it"
-        )
-    if options.google and not feature_map.exponential:
+    if weights is not None:
+        m = frequencies.shape[-2]
+        if weights.shape not in ((m,), frequencies.shape[:-1]):
+            raise ValueError(
+                f"weights have shape {weights.shape}; expected ({m},), or one row for each head of"
+                f" the frequencies, which have shape {frequencies.shape}"
+            )
+        if (bad := _masks.first(weights, lambda x: ~(x >= 0))) is not None:
+            raise ValueError(f"weights must not be negative, got {bad}")
+    if estimate.google and not feature_map.exponential:
         raise ValueError(
             f"stabilizer='google' is for feature_map={features.positive}, not {feature_map}"
         )
-    if calibration is not None and shift is not None:
-        raise ValueError("a calibration brings its own shift: pass shift or calibration")
-    got = f"got {feature_map} and {'google' if options.google else 'exact'!r}"
-    if calibration is not None and (options.google or not feature_map.estimates_softmax):
+    if estimate.calibration is None:
+        return
+    got = f"got {feature_map} and {'google' if estimate.google else 'exact'!r}"
+    more = any(leaf is not None for leaf in calibration[1:])
+    if (estimate.google and more) or not feature_map.estimates_softmax:
         raise ValueError(
-            f"a calibration needs a feature_map that estimates softmax, as {features.positive}, and"
-            f" stabilizer='exact', {got}"
+            "a shift or a calibration needs a feature_map that estimates softmax, as"
+            f" {features.positive}, and the latter stabilizer='exact', {got}"
         )
-    if calibration is not None and calibration.changes_law and not feature_map.exponential:
+    if calibration.changes_law and not feature_map.exponential:
         raise ValueError(
             f"a calibration with a tilt or a proposal needs feature_map={features.positive}, {got};"
             " one of shift and scale alone serves every map that estimates softmax (the pairs of"
             f" {features.hyperbolic} are the frequencies of an '-antithetic' coupling)"
         )
-    streaming = inputs.initial_state is not None or options.return_state
-    if options.google and streaming:
-        raise ValueError(
-            "stabilizer='google' needs the maximum over all keys at once, so it has no state; use"
-            " stabilizer='exact' for streaming"
-        )
-    if inputs.segment_ids is not None and streaming:
-        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
-    t, s = inputs.query.shape[1], inputs.key.shape[1]
-    if options.is_causal and t != s and streaming:
-        raise ValueError(
-            f"a causal state needs one key for each query, got {t} queries and {s} keys"
-        )
-    if options.is_causal and t != s and inputs.segment_ids is not None:
-        raise ValueError(
-            f"causal segments need one key for each query, got {t} queries and {s} keys"
-        )
 
 
-def _check_window(inputs: Inputs, options: Options) -> None:
-    """Exact near keys."""
-    w, f = options.exact_window, options.exact_first
-    t, s = inputs.query.shape[1], inputs.key.shape[1]
+def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) -> None:
+    """Raises ValueError for an exact window with what it does not go with."""
+    w, f, (t, s) = exact.window, exact.first, (x.shape[1] for x in tokens[:2])
     if w < 0 or f < 0:
         raise ValueError(f"exact_window={w} and exact_first={f} must not be negative")
     if f and not w:
         raise ValueError(f"exact_first={f} goes with an exact_window; give that one, too")
     if not w:
         return
-    if not options.feature_map.estimates_softmax or options.google:
+    if not estimate.feature_map.estimates_softmax or estimate.google:
         raise ValueError(
             f"exact_window={w} needs an estimate of softmax beside it: a feature_map such as"
-            f" {features.positive} and stabilizer='exact', got {options.feature_map} and"
-            f" {'google' if options.google else 'exact'!r}"
+            f" {features.positive} and stabilizer='exact', got {estimate.feature_map} and"
+            f" {'google' if estimate.google else 'exact'!r}"
         )
     if t != s:
         raise ValueError(f"exact_window={w} needs one key for each query, got {t} and {s}")
-    ids = inputs.segment_ids
-    if isinstance(ids, tuple) and ids[0] is not ids[1]:
+    if pairs.segments is not None and pairs.segments[1] is not None:
         raise ValueError(f"exact_window={w} needs the same segment_ids for queries and keys")
-    if not options.is_causal and (options.return_state or inputs.initial_state is not None):
-        raise ValueError(
-            f"exact_window={w} has a state in causal attention alone: pass is_causal=True"
-        )
-    if options.axis_name is not None and t % w:
-        raise ValueError(
-            f"exact_window={w} does not divide the {t} tokens of a device: choose one that does"
-        )
 
 
-def _check_decay(inputs: Inputs, options: Options) -> None:
-    """Slopes or log-decays."""
-    t, s, ids = inputs.query.shape[1], inputs.key.shape[1], inputs.segment_ids
-    if t != s or (isinstance(ids, tuple) and ids[0] is not ids[1]):
+def check_together(
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
+) -> None:
+    """Raises ValueError for states, decay and split sequences with what they do not go with.
+
+    Args:
+        tokens: with one batch axis.
+        estimate: checked.
+        exact: checked.
+        pairs: checked.
+        streams: the call has a state before it or after it.
+        plan: how the call is computed.
+    """
+    (t, s), is_causal, segments = (x.shape[1] for x in tokens[:2]), pairs.is_causal, pairs.segments
+    if pairs.log_decay is not None and (t != s or (segments and segments[1] is not None)):
         raise ValueError(
             f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
             " (or segments of their own); for other keys there is key_log_weights"
         )
-    if options.google:
+    if pairs.log_decay is not None and estimate.google:
         raise ValueError("alibi_slopes and log_decay need stabilizer='exact', got 'google'")
-    if not options.is_causal and (options.return_state or inputs.initial_state is not None):
+    if is_causal and t != s and (streams or segments is not None):
         raise ValueError(
-            "with alibi_slopes or log_decay there is a state in causal attention alone: pass"
-            " is_causal=True"
+            f"causal segments and a causal state need one key for each query, got {t} queries and"
+            f" {s} keys"
         )
-
-
-def _for_heads_of_decay(inputs: Inputs, heads: Size) -> Inputs:
-    """With frequencies of each query head, if each has a decay of its own."""
-    frequencies, weights, k = inputs.frequencies, inputs.weights, inputs.key.shape[-2]
-    if heads == k or frequencies.shape[:-2] == (heads,):
-        return inputs
-    own = inputs.query_frequencies
-    if frequencies.ndim == 2:
-        shape = heads, *frequencies.shape
-        return inputs._replace(
-            frequencies=jnp.broadcast_to(frequencies, shape),
-            query_frequencies=None if own is None else jnp.broadcast_to(own, shape),
-            weights=None if weights is None else jnp.broadcast_to(weights, (heads, len(weights))),
+    if streams and segments is not None:
+        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
+    if streams and not is_causal and (exact.window or pairs.log_decay is not None):
+        raise ValueError(
+            f"exact_window={exact.window}, alibi_slopes and log_decay have a state in causal"
+            " attention alone: pass is_causal=True"
         )
-    repeat = partial(jnp.repeat, repeats=heads // k, axis=0)
-    if weights is not None and weights.ndim == 2:
-        weights = repeat(weights)
-    own = None if own is None else repeat(own)
-    return inputs._replace(frequencies=repeat(frequencies), query_frequencies=own, weights=weights)
-
-
-def _check_split(inputs: Inputs, options: Options) -> None:
-    """A sequence that is split over devices."""
-    if options.axis_name is None:
+    if estimate.google and (streams or plan.axis_name is not None):
+        raise ValueError(
+            "stabilizer='google' needs the maximum over all keys at once: it has no state to keep,"
+            " or to exchange over an axis_name; use stabilizer='exact' for streaming"
+        )
+    if plan.axis_name is None:
         return
-    if inputs.key_value_seq_lengths is not None:
-        raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
-    if inputs.segment_ids is not None:
+    if exact.window and t % exact.window:
+        raise ValueError(
+            f"exact_window={exact.window} does not divide the {t} tokens of a device: choose one"
+            " that does"
+        )
+    if segments is not None:
         raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")
-    if options.google:
-        raise ValueError("stabilizer='google' has no state to exchange, so it has no axis_name")
-    if options.is_causal and (inputs.initial_state is not None or options.return_state):
+    if is_causal and streams:
         raise ValueError("a causal state is that of one device; leave it out with axis_name")
 
 
-def _check_state(inputs: Inputs, options: Options) -> None:
-    (query, key, value, frequencies), state = inputs[:4], inputs.initial_state
-    if state is None:
-        return
-    heads = query.shape[-2] if frequencies.shape[:-2] == query.shape[-2:-1] else key.shape[-2]
-    m = options.num_features(frequencies)
-    want = (*query.shape[:-3], heads, m, value.shape[-1])
-    decays = inputs.alibi_slopes is not None or inputs.log_decay is not None
-    state = _check_window_state(state, options, decays)
-    if state.numerator.shape != want or state.maximum.shape != want[:-1]:
+def check_state(
+    state: State | WindowState, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs
+) -> None:
+    """Raises ValueError for a state of calls with other frequencies, heads or exact keys.
+
+    Args:
+        state: as the call has it.
+        tokens: likewise, with its batch axes.
+        estimate: checked.
+        exact: checked.
+        pairs: checked.
+    """
+    (*lead, _, n, _), k = tokens.query.shape, tokens.key.shape[-2]
+    far = state.far if isinstance(state, WindowState) else state
+    sizes, decays = (0, 0), pairs.log_decay is not None
+    if isinstance(state, WindowState):
+        sizes = state.near.key.shape[-3] // 2, state.first.key.shape[-3]
+        if (state.near.log_decay is not None) != decays:
+            raise ValueError(
+                "initial_state and this call must both have alibi_slopes or log_decay, or neither:"
+                " the state holds what the near keys fade"
+            )
+    if sizes != (exact.window, exact.first):
         raise ValueError(
-            f"initial_state holds arrays of shape {state.maximum.shape} and"
-            f" {state.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
+            "initial_state comes from a call with exact_window, exact_first ="
+            f" {sizes}, this one has {(exact.window, exact.first)}: they must be the same"
+        )
+    heads = heads_of_keys(n, k, estimate, pairs)
+    want = (*lead, heads, estimate.num_features, tokens.value.shape[-1])
+    if far.numerator.shape != want or far.maximum.shape != want[:-1]:
+        raise ValueError(
+            f"initial_state holds arrays of shape {far.maximum.shape} and"
+            f" {far.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
             " calls with the same frequencies, batch and heads"
         )
 
 
-def _check_window_state(state: State | WindowState, options: Options, decays: bool) -> State:
-    """The sums of the state, which must be that of calls with the same window."""
-    sizes = (0, 0)
-    if isinstance(state, WindowState):
-        sizes = (state.near.key.shape[-3] // 2, state.first.key.shape[-3])
-    if isinstance(state, WindowState) and (state.near.log_decay is not None) != decays:
-        raise ValueError(
-            "initial_state and this call must both have alibi_slopes or log_decay, or neither: the"
-            " state holds what the near keys fade"
-        )
-    if sizes != (options.exact_window, options.exact_first):
-        raise ValueError(
-            "initial_state comes from a call with exact_window, exact_first ="
-            f" {sizes}, this one has {(options.exact_window, options.exact_first)}: they must be"
-            " the same"
-        )
-    return state.far if isinstance(state, WindowState) else state
+def heads_of_keys(n: Size, k: Size, estimate: Estimate, pairs: Pairs) -> Size:
+    """Heads that have sums of their own: n where frequencies or decay are those of query heads."""
+    own = estimate.frequencies.shape[:-2] == (n,)
+    return n if own or (pairs.log_decay is not None and pairs.log_decay.shape[-1] == n) else k

@@ -66,36 +66,20 @@ def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
     )
 
 
-def until_end(keys: Keys) -> Keys:
-    """Keys that count as they do after the last of them."""
-    return _weighed(keys, "until")
-
-
-def until_start(keys: Keys) -> Keys:
-    """Keys that count as they do before the first of them, for queries there."""
-    return _weighed(keys, "since")
-
-
-def total(keys: Keys) -> Float[Array, "k b"] | None:
-    """What earlier keys fade over all of these."""
-    return None if keys.log_decay is None else jnp.sum(keys.log_decay, axis=1).T
-
-
-def _weighed(keys: Keys, which: str) -> Keys:
+def as_seen(keys: Keys, side: str) -> Keys:
+    """Keys that count as for queries before the first of them, "since", or after all, "until"."""
     if keys.log_decay is None:
         return keys
-    weights = jnp.swapaxes(getattr(sums(jnp.swapaxes(keys.log_decay, 1, 2)), which), 1, 2)
+    of_tokens = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]
+    weights = jnp.swapaxes(of_tokens, 1, 2)
     if keys.log_weights is not None:
         weights = weights + keys.log_weights
     return keys._replace(log_weights=weights)
 
 
-def reversed_in_time(keys: Keys) -> Keys:
-    """From the last key to the first; nothing fades before the last."""
-    keys = jax.tree.map(lambda x: jnp.flip(x, axis=1), keys)
-    if keys.log_decay is None:
-        return keys
-    return keys._replace(log_decay=jnp.roll(keys.log_decay, 1, axis=1).at[:, 0].set(0.0))
+def total(keys: Keys) -> Float[Array, "k b"] | None:
+    """What earlier keys fade over all of these."""
+    return None if keys.log_decay is None else jnp.sum(keys.log_decay, axis=1).T
 
 
 def since_begin(

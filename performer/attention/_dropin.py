@@ -1,6 +1,6 @@
-"""What the drop-ins for Flax, nnx and linen, have in common."""
+"""The part that the drop-ins for Flax, nnx and linen, have in common."""
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -8,8 +8,6 @@ from jaxtyping import Array, Bool, Float
 
 from performer._masks import key_mask
 from performer.attention.op import attention_weights, performer_attention
-from performer.calibration import Calibration
-from performer.features import FeatureMap
 
 
 def attention_fn(
@@ -18,28 +16,22 @@ def attention_fn(
     value: Float[Array, "*b s k v"],
     frequencies: Float[Array, "*n m h"],
     *,
-    calibration: Calibration | None,
     mask: ArrayLike | None,
-    bias: ArrayLike | None,
+    is_causal: bool,
     dropout_rate: float,
     deterministic: bool,
     dtype: Any,
-    is_causal: bool,
-    feature_map: str | FeatureMap,
     weights: bool,
-    implementation: Literal["pallas"] | None = None,
-    exact_window: int = 0,
-    exact_first: int = 0,
-    alibi_slopes: ArrayLike | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
-    """The output, and the attention weights if they are wanted.
+    """The output, and the attention weights if they are wanted; `options` are those of the op.
 
     One query with a mask over several keys is that of decoding with a cache: it stands beside the
     last key that exists, and its window and distances are those of its place there.
 
     Raises:
-        ValueError: for a bias, attention dropout, a mask that depends on the query or the head, or
-            causal attention of fewer queries than keys.
+        ValueError: for attention dropout, causal attention of fewer queries than keys, and what
+            `performer_attention` refuses.
     """
     if dropout_rate > 0 and not deterministic:
         raise ValueError(
@@ -53,27 +45,16 @@ def attention_fn(
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    options: dict[str, Any] = dict(
-        calibration=calibration,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        feature_map=feature_map,
-        exact_window=exact_window,
-        exact_first=exact_first,
-        alibi_slopes=alibi_slopes,
-    )
-    places = exact_window or alibi_slopes is not None
-    place = None
+    places, place = options.get("exact_window") or options.get("alibi_slopes") is not None, None
     if places and mask is not None and query.shape[-3] == 1 < key.shape[-3]:
-        place = _last(mask, key)
-        query, options["is_causal"] = jnp.where(place, query, 0), True
-    output = performer_attention(
-        query, key, value, frequencies, implementation=implementation, **options
-    )
+        place, is_causal = _last(mask, key), True
+        query = jnp.where(place, query, 0)
+    options |= dict(mask=mask, is_causal=is_causal)
+    output = performer_attention(query, key, value, frequencies, **options)
     output = _row(cast(Array, output), place, -3)
     if not weights:
         return output, None
+    options["implementation"] = None  # unit values are as wide as the keys are many
     return output, _row(attention_weights(query, key, frequencies, **options), place, -2)
 
 

@@ -1,44 +1,39 @@
 """The kernels for TPU as an implementation of `performer_attention`: what they take, and where.
 
-A program compiled for a TPU has the kernels of `_pallas` and `_pallas_causal`, forward and
-backward; compiled for something else, what `performer_attention` does without them. Which of the
-two is not known while a function is traced, so it is `jax.lax.platform_dependent`, inside one
-`jax.custom_vjp`.
+A program compiled for a TPU has the kernels of `_pallas`, forward and backward; compiled for
+something else, what `performer_attention` does without them. Which of the two is not known while a
+function is traced, so it is `jax.lax.platform_dependent`, inside one `jax.custom_vjp`.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention._checks import Inputs, Options
+from performer._masks import Pairs
+from performer.attention import _sizes
+from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
+from performer.attention._maps import Arguments
 from performer.attention._sizes import LANES, ROWS
-from performer.attention._tiles import Operands
-from performer.attention.state import Keys
+
+INTERPRET = False
+"""Kernels are interpreted, for tests: slow, and without a TPU."""
 
 MEMORY = 15 * 2**20
 """Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
+LARGE = "a head_dim, width of value and num_features so large together"
 WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
 """What it takes for each token and query head: so many times (h + v) elements, and so many bytes
 for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
 than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
-
-
-class Arguments(NamedTuple):
-    """What a call computes with, after shift and calibration; heads of keys as of frequencies."""
-
-    query: Float[Array, "b t n h"]
-    keys: Keys
-    of_query: Float[Array, "*k m h"]
-    of_key: Float[Array, "*k m h"]
-    of_features: Float[Array, "*k m"] | None
 
 
 @jax.tree_util.register_static
@@ -52,32 +47,46 @@ class Wanted:
     log_weights: bool
 
 
-def refused(inputs: Inputs, options: Options) -> str | None:
-    """What of a call the kernels do not take; None if they take it."""
-    query, key, value, frequencies = inputs[:4]
-    sizes = (*query.shape, *key.shape, *value.shape, *frequencies.shape)
-    widths = query.shape[-1], value.shape[-1], frequencies.shape[-2]
-    if any(map(is_symbolic_dim, sizes)):
-        return "symbolic shapes"
-    if 0 in sizes:
-        return "empty arrays"
-    if options.feature_map != features.positive or options.google:
-        return f"feature_map={options.feature_map} or stabilizer='google'"
-    if inputs.segment_ids is not None:
-        return "segment_ids"
-    if options.exact_window:
-        return "exact_window"
-    if inputs.log_decay is not None:
-        return "alibi_slopes or log_decay"
-    if inputs.initial_state is not None or options.return_state or options.axis_name is not None:
-        return "initial_state, return_state or axis_name"
-    if {x.dtype.name for x in (query, key, value)} not in ({"float32"}, {"bfloat16"}):
-        return f"query, key and value of dtype {query.dtype}, {key.dtype} and {value.dtype}"
-    if any(width % 16 for width in widths):
-        return f"(head_dim, width of value, num_features) = {widths}, not multiples of 16"
-    if heads_and_block(inputs, options) is None:
-        return f"(head_dim, width of value, num_features) = {widths}, so large"
-    return None
+def with_kernels(
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, state: object, plan: Plan
+) -> Plan:
+    """The plan with the kernels if they take the call, else as it is, with a warning."""
+    streams = state is not None or plan.return_state or plan.axis_name is not None
+    reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
+    if reason is None:
+        sizes = heads_and_block(tokens, estimate, pairs.is_causal)
+    if sizes is None:
+        warn(f"does not take {reason or LARGE}: attention is computed without the kernel")
+        return plan
+    if _sizes.platform() != "tpu" and not INTERPRET:
+        warn(f"is for programs compiled for a TPU: those for {_sizes.platform()} have no kernel")
+    settings = Kernel(estimate.scale, pairs.is_causal, *sizes, INTERPRET)
+    return dataclasses.replace(plan, kernel=settings)
+
+
+def _refused(
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
+) -> str | None:
+    """What of a call the kernels do not take, whatever the sizes; None if they take it."""
+    sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
+    widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
+    dtypes = [x.dtype.name for x in tokens]
+    reasons = {
+        "symbolic shapes": any(map(is_symbolic_dim, sizes)),
+        "empty arrays": 0 in sizes,
+        f"feature_map={estimate.feature_map} or stabilizer='google'": (
+            estimate.feature_map != features.positive or estimate.google
+        ),
+        "segment_ids": pairs.segments is not None,
+        "exact_window": exact.window > 0,
+        "alibi_slopes or log_decay": pairs.log_decay is not None,
+        "initial_state, return_state or axis_name": streams,
+        f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),
+        f"(head_dim, width of value, num_features) = {widths}, not multiples of 16": any(
+            x % 16 for x in widths
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @cache
@@ -86,9 +95,9 @@ def warn(what: str) -> None:
     warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
 
 
-def heads_and_block(inputs: Inputs, options: Options) -> tuple[int, int] | None:
+def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tuple[int, int] | None:
     """Key heads and tokens of a step of the kernels; None if not even one head fits."""
-    query, key, value, frequencies = inputs[:4]
+    (query, key, value), frequencies = tokens, estimate.frequencies
     (t, n, h), s, (v, m) = query.shape[-3:], key.shape[-3], (value.shape[-1], frequencies.shape[-2])
     k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
     size, longest = value.dtype.itemsize, -(-max(t, s) // LANES) * LANES
@@ -101,7 +110,7 @@ def heads_and_block(inputs: Inputs, options: Options) -> tuple[int, int] | None:
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
     choices = [("blocks", block) for block in several]
-    if options.is_causal:
+    if is_causal:
         choices = [("causal", LANES)]
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
@@ -112,22 +121,42 @@ def heads_and_block(inputs: Inputs, options: Options) -> tuple[int, int] | None:
 
 
 def attention(
-    x: Arguments, ordinary: Callable[[Arguments], Array], options: Options
+    x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 ) -> Float[Array, "b t n v"]:
-    """Attention by the kernels on a TPU, by `ordinary` elsewhere."""
-    by_platform = partial(_by_platform, interpret=options.interpret)
+    """Attention by the kernels on a TPU, by `ordinary` elsewhere.
+
+    No compiler splits a kernel: over the mesh in context each device has its part of the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
+    if not axes or _sizes.devices() == 1 or x.query.shape[0] % _sizes.devices():
+        return _here(x, ordinary, settings)
+    split, whole = jax.P(axes), jax.P()
+    run = jax.shard_map(
+        lambda x: _here(x, ordinary, settings),
+        in_specs=(Arguments(*cast(Any, (split, split, whole, whole, whole))),),
+        out_specs=split,
+        check_vma=not settings.interpret,
+    )
+    return run(x)
+
+
+def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
+    """Attention on one device."""
+    by_platform = partial(_by_platform, interpret=settings.interpret)
     x = _varying(x)
 
     @jax.custom_vjp
     def run(x):
-        return by_platform(lambda x: _forward(x, options, residuals=False)[0], ordinary, x)
+        return by_platform(lambda x: _forward(x, settings, residuals=False)[0], ordinary, x)
 
     def forward(primals):
         x, perturbed = (
             jax.tree.map(lambda p, name=name: getattr(p, name), primals)
             for name in ("value", "perturbed")
         )
-        kernel = partial(_forward, options=options, residuals=True)
+        kernel = partial(_forward, settings=settings, residuals=True)
 
         def otherwise(x):
             _, rest = jax.eval_shape(kernel, x)
@@ -140,7 +169,7 @@ def attention(
 
     def backward(saved, gradient):
         x, rest, wanted = saved
-        kernel = partial(_backward, options=options, wanted=wanted)
+        kernel = partial(_backward, settings=settings, wanted=wanted)
 
         def otherwise(x, rest, gradient):
             return jax.vjp(ordinary, x)[1](gradient)[0]
@@ -169,17 +198,10 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
     return jax.lax.platform_dependent(*args, tpu=kernel, default=otherwise)
 
 
-def _kernels(options: Options):
-    """The module of the kernels, and their settings."""
-    from performer.attention import _pallas, _pallas_causal
-
-    assert options.kernel is not None
-    settings = _pallas.Settings(options.scale, *options.kernel, options.interpret)
-    return _pallas_causal if options.is_causal else _pallas, settings
-
-
 def _operands(x: Arguments, scale: float):
     """As the kernels have them: tokens last, one of everything for each key head."""
+    from performer.attention._pallas import Operands  # a slow import, for those who use it
+
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # As in the sums without kernels: the root of the scale goes into W, rounded once.
@@ -194,17 +216,19 @@ def _operands(x: Arguments, scale: float):
     return Operands(query, key, value, of_query, of_key, of_features, log_weights)
 
 
-def _forward(x: Arguments, options: Options, residuals: bool):
-    kernels, settings = _kernels(options)
-    output, *rest = kernels.forward(_operands(x, options.scale), settings, residuals)
+def _forward(x: Arguments, settings: Kernel, residuals: bool):
+    from performer.attention import _pallas
+
+    output, *rest = _pallas.forward(_operands(x, settings.scale), settings, residuals)
     return output.transpose(0, 3, 1, 2), rest
 
 
-def _backward(x: Arguments, rest, gradient: Array, options: Options, wanted: Wanted) -> Arguments:
-    kernels, settings = _kernels(options)
-    operands, pull = jax.vjp(partial(_operands, scale=options.scale), x)
+def _backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted: Wanted) -> Arguments:
+    from performer.attention import _pallas
+
+    operands, pull = jax.vjp(partial(_operands, scale=settings.scale), x)
     gradient = gradient.transpose(0, 2, 3, 1)
-    grads = kernels.backward(operands, settings, wanted, *rest, gradient=gradient)
+    grads = _pallas.backward(operands, settings, wanted, *rest, gradient=gradient)
     grads = (
         None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
         for y, dy in zip(operands, grads, strict=True)

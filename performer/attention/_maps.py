@@ -1,4 +1,4 @@
-"""Queries, keys and frequencies as they come, to features of queries and of keys, as functions.
+"""Tokens and the values of a call, to features of queries and of keys, as functions.
 
 Shift, calibration, scale and weights of the features have their place here, so that the sums over
 keys know of none of them.
@@ -6,15 +6,18 @@ keys know of none of them.
 
 import math
 from functools import reduce
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from performer import features
+from performer._masks import Pairs
 from performer.attention import state as states
-from performer.attention._checks import Inputs, Options
-from performer.attention.state import Keys
+from performer.attention._checks import Estimate, Exact, Tokens, heads_of_keys
+from performer.attention._sizes import max_dim
+from performer.attention.state import Features, Keys, extended
 from performer.calibration import (
     fold,
     for_heads,
@@ -25,23 +28,55 @@ from performer.calibration import (
 from performer.typing import float32_or_wider
 
 
-def transformed(query, key, inputs: Inputs, options: Options):
-    """After shift and calibration: the tokens, the frequencies of both, and their log-weights."""
-    frequencies, calibration, wide = inputs.frequencies, inputs.calibration, float32_or_wider(key)
-    if inputs.shift is not None:
-        shifted = key.astype(wide) - jnp.broadcast_to(inputs.shift.astype(wide), key.shape)
-        key = shifted.astype(key.dtype)
+class Arguments(NamedTuple):
+    """What a call computes with, after shift and calibration; all heads that have own sums."""
+
+    query: Float[Array, "b t n h"]
+    keys: Keys
+    of_query: Float[Array, "*k m h"]
+    of_key: Float[Array, "*k m h"]
+    of_features: Float[Array, "*k m"] | None
+
+
+def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> Arguments:
+    """Tokens, and the frequencies of both with their log-weights, after shift and calibration."""
+    query, key, value = tokens
+    if (wide := float32_or_wider(*tokens)) == jnp.float64:
+        query, key, value = (x.astype(wide) for x in tokens)
+    if pairs.log_weights is not None:
+        # Whatever stands where no key is, NaN too, and no gradient of it.
+        absent = jnp.isneginf(pairs.log_weights)[..., None]
+        key, value = (jnp.where(absent, 0, x) for x in (key, value))
+    query, key, *of_heads = _transformed(query, key, estimate, exact)
+    keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
+    t, n, k = *query.shape[1:3], key.shape[2]
+    heads = heads_of_keys(n, k, estimate, pairs)
+    if heads != k:  # (b, s, k, .) -> (b, s, n, .)
+        keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
+        of_heads = [
+            x if x is None or x.ndim == rank else jnp.repeat(x, heads // x.shape[0], axis=0)
+            for x, rank in zip(of_heads, (2, 2, 1), strict=True)
+        ]
+    if pairs.is_causal:  # as many keys as queries: later ones are in the future of all
+        keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
+        keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
+    return Arguments(query, keys, *cast(Any, of_heads))
+
+
+def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
+    frequencies, calibration = estimate.frequencies, estimate.calibration
+    wide = float32_or_wider(key)
     of_key = frequencies.astype(wide)
-    given = inputs.query_frequencies
+    given = estimate.query_frequencies
     own = of_key if given is None else given.astype(wide)
-    of_features = None if inputs.weights is None else _logarithm(inputs.weights.astype(wide))
-    if options.exact_window:  # the kernel itself, no multiple of it
-        m, weight = of_key.shape[-2], options.feature_map.weight
+    of_features = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
+    if exact.window:  # the kernel itself, no multiple of it
+        m, weight = of_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         of_features = even if of_features is None else of_features + math.log(weight)
     if calibration is None:
         return query, key, own, of_key, of_features
-    root = options.scale**0.5
+    root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
@@ -49,22 +84,24 @@ def transformed(query, key, inputs: Inputs, options: Options):
     of_query, of_key, tilt = fold(calibration, of_key)
     if given is not None:
         of_query = fold(calibration, own)[0]
-    if options.exact_window and calibration.scale is not None:
+    if exact.window and calibration.scale is not None:
         # e^{q.k} itself needs the queries, and so does their half norm.
         query = transform_queries(calibration, query)
         of_query = of_key if given is None else own
-    if options.exact_window and calibration.root is not None and tilt is not None:
+    if exact.window and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
     both = [x for x in (of_features, tilt) if x is not None]
     of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return query, (moved / root).astype(key.dtype), of_query, of_key, of_features
 
 
-def feature_maps(query, keys: Keys, of_query, of_key, of_features, options: Options):
+def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
+    feature_map, keys = estimate.feature_map, x.keys
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
-    of_query, of_key = ((x * options.scale**0.5).astype(query.dtype) for x in (of_query, of_key))
-    feature_map = options.feature_map
+    of_query, of_key = (
+        (w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.of_query, x.of_key)
+    )
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
@@ -72,35 +109,35 @@ def feature_maps(query, keys: Keys, of_query, of_key, of_features, options: Opti
 
     def half_norm(x):
         squares = x.astype(float32_or_wider(x)) ** 2
-        return options.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
+        return estimate.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
 
     def query_map(x):
         projections = project(x, of_query)
-        if options.google:
+        if estimate.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
-        if feature_map.estimates_softmax and not options.exact_window:  # |q|^2 / 2 cancels
+        if feature_map.estimates_softmax and not exact.window:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
         return feature_map.split(projections, half)
 
     offset = None
-    if options.google:
-        projections = project(keys.key.transpose(2, 0, 1, 3), of_key)
+    if estimate.google:
+        projections = project(keys.key.transpose(2, 0, 1, 3), of_key)  # (k, b, s, m)
         if keys.log_weights is not None:
             absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
             projections = jnp.where(absent, -jnp.inf, projections)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
 
-    def key_map(x):
-        projections = project(x, of_key)
+    def key_map(y):
+        projections = project(y, of_key)
         if offset is None:
-            out = feature_map.split(projections, half_norm(x))
+            out = feature_map.split(projections, half_norm(y))
         else:
-            maximum = offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
-            out = _google(projections, half_norm(x), maximum)
-        if of_features is None:
+            maximum = offset.reshape(*offset.shape, *[1] * (y.ndim - 2))
+            out = _google(projections, half_norm(y), maximum)
+        if x.of_features is None:
             return out
-        return _importance(out, of_features, feature_map.features_per_frequency)
+        return _importance(out, x.of_features, feature_map.features_per_frequency)
 
     return query_map, key_map
 

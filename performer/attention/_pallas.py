@@ -1,7 +1,45 @@
-"""Bidirectional attention in kernels for TPU (Pallas): features never leave the core's memory.
+"""Attention in kernels for TPU (Pallas): features never leave the core's memory.
 
-The sums are those of `_tiles`. Where the tokens fit into one block, keys and queries are one
-kernel, and the backward pass folds its keys again; else each is a kernel that goes over blocks.
+Positive features, tokens in the lanes: queries (n, h, t), keys (n, h, s), values (n, v, s),
+features (n, m, t), for the heads and tokens of a block. With the exponents
+
+    l = W_k k - scale |k|^2 / 2 + log-weights of the keys + log-weights of the features
+    x = y + c,   y = W_q q
+
+    keys      c_j = max_k l_j(k),   f = e^{l - c},   [z s] = f [v; 1]^T
+    queries   r = max_j x_j,   [o; d] = [z s]^T e^{x - r},   output = o / d,   L = r + log d
+
+The backward pass computes features again, those of queries normalised: p = e^{x - L}, for which
+z^T p is the output and s^T p = 1. With g the gradient of the output, and d for "gradient of",
+
+    queries   u = z^T g,  a = p.u / p.s,  dx = p (u - s a),  dq = W_q^T dx,  [dz ds] = p [g; -a]^T
+    keys      dl = f (dz v + ds),   dk = W_k^T dl - scale k sum_j dl_j,   dv = dz^T f
+
+c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
+of the frequencies are dx q^T and dl k^T.
+
+Bidirectional: where the tokens fit into one block, keys and queries are one kernel, and the
+backward pass folds its keys again; else each is a kernel that goes over blocks.
+
+Causal: one kernel, chunk by chunk. Of the keys before its chunk a query sees the state (c, s, z),
+which stays in the core's memory from chunk to chunk; those of its chunk it sees in pairs,
+stabilised as in `_sweep`: with mu_s the largest exponent of a key and nu_t that of a query,
+
+    A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
+    w_st = (K_st + TINY) e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
+
+L and F are such that all weights p.s + sum_s w of a query sum to 1. The backward pass has them, one
+number a token each, and the state before each chunk, and goes over the chunks in reverse, with
+[dz ds] of the state after the chunk. There, with r = v^T g,
+
+    a = p.u + sum_s w_s r_s,   dy = dx + B * A D,   D = e^{M - F} (r - a)
+    dl = A * B D^T + f (dz v + ds),   dv = dz^T f + g w^T
+
+and [dz ds] of the state before is e^{c - c'} times that after, plus p [g; -a]^T.
+
+Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
+make the normaliser and its gradient, are three operands each, that add up to 24 bits, and z and dz
+are two in z^T g and dz v, from which s a and -ds take the largest part away.
 """
 
 import dataclasses
@@ -12,25 +50,249 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from performer.attention import _tiles as tiles
+from performer.attention._checks import Kernel
 from performer.attention._sizes import LANES, ROWS
-from performer.attention._tiles import Operands
+from performer.attention._sweep import LAST, LOST, TINY
 from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
+CHUNK = LANES
+"""Tokens."""
 
 
-class Settings(NamedTuple):
-    """What is static in a call."""
+class Operands(NamedTuple):
+    """What attention is of, or a gradient for each, or blocks or references: None for none.
 
-    scale: float
-    heads: int
-    """Key heads of a block."""
-    block: int
-    """Tokens of a block."""
-    interpret: bool = False
+    Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
+    (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
+    """
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    of_query: Any = None
+    of_key: Any = None
+    of_features: Any = None
+    log_weights: Any = None
+
+
+def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
+    """Products of heads (n, ., .), summed over these axes in float32."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((over[0],), (over[1],)), ((0,), (0,))),
+        precision=None if left.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
+    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, of one, in float32."""
+    rows = [x]
+    if dtype == jnp.bfloat16:
+        high = x.astype(dtype).astype(x.dtype)
+        middle = (x - high).astype(dtype).astype(x.dtype)
+        rows = [high, middle, x - high - middle]
+    return jnp.concatenate(rows + [jnp.zeros_like(x)] * (ROWS - len(rows)), axis).astype(dtype)
+
+
+def fine(left: Array, right: Array) -> Array:
+    """The product of float32 with an operand: in bfloat16 the left side is two operands.
+
+    They lie side by side in the sum, where 64 of its 128 places would be empty.
+    """
+    if right.dtype != jnp.bfloat16:
+        return dot(left, right)
+    high = left.astype(right.dtype)
+    low = (left - high.astype(left.dtype)).astype(right.dtype)
+    return dot(jnp.concatenate([high, low], axis=2), jnp.concatenate([right, right], axis=1))
+
+
+def shared(x: Array, n: int) -> Array:
+    """One for each of n query heads, of which consecutive ones share a key head."""
+    if len(x) == n:
+        return x
+    each = jnp.broadcast_to(x[:, None], (len(x), n // len(x), *x.shape[1:]))
+    return each.reshape(n, *x.shape[1:])
+
+
+def gathered(x: Array, k: int) -> Array:
+    """The sums over the query heads of each key head."""
+    return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
+
+
+def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
+    """l."""
+    squares = jnp.square(x.key.astype(jnp.float32))
+    of_tokens = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
+    if x.log_weights is not None:
+        of_tokens += x.log_weights
+    exponents = dot(x.of_key, x.key) + of_tokens
+    return exponents if x.of_features is None else exponents + x.of_features
+
+
+def fold(
+    exponents: Array, value: Array, c: Array | None = None, z: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """f, c and [z s], after those of earlier keys."""
+    largest = jnp.max(exponents, axis=2, keepdims=True)
+    largest = largest if c is None else jnp.maximum(c, largest)
+    f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
+    own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
+    if c is not None and z is not None:
+        own += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
+    return f, largest, own
+
+
+def columns(x: Array, count: int) -> Array:
+    """So many columns, if there are `LANES` equal ones: one must be copied to all lanes first."""
+    if x.shape[2] == 1:
+        return x
+    return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
+
+
+def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k w s"]:
+    """[v; 1], and rows of zeros."""
+    one = jnp.ones((len(value), 1, value.shape[2]), jnp.float32)
+    return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
+
+
+def numerators(z: Float[Array, "k m w"], dtype: jnp.dtype) -> Float[Array, "k w m"]:
+    """[z s]^T as an operand, s in parts."""
+    width = z.shape[2] - ROWS
+    s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype)
+    return jnp.concatenate([z[:, :, :width].astype(dtype).swapaxes(1, 2), s], axis=1)
+
+
+def in_chunk(x: Operands, y: Array, exponents: Array):
+    """A, B, K and M; M (k, s, t), the others for each of the n query heads."""
+    n, dtype = len(x.query), x.query.dtype
+    mu = jnp.max(exponents, axis=1, keepdims=True)
+    A = shared(jnp.exp(exponents - finite(mu)), n)
+    B = jnp.exp(y - jnp.max(y, axis=1, keepdims=True))
+    K = dot(A.astype(dtype), B.astype(dtype), (1, 1))
+    s, t = (jax.lax.broadcasted_iota(jnp.int32, (1, CHUNK, CHUNK), axis) for axis in (1, 2))
+    return A, B, K, jnp.where(s <= t, mu.swapaxes(1, 2), -jnp.inf)
+
+
+def of_queries(x: Operands) -> Float[Array, "n m t"]:
+    """y."""
+    return dot(shared(x.of_query, len(x.query)), x.query)
+
+
+def attend(
+    x: Operands, y: Array, c: Array, zs: Array, near: tuple[Array, Array] | None = None
+) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
+    """The output and L, which is inf for a query without any key.
+
+    `near` has weights of pairs (n, s, t), relative to e^maximum, and the maximum (n, 1, t).
+    """
+    n, dtype, width = len(x.query), x.query.dtype, zs.shape[1] - ROWS
+    exponents = y + shared(c, n)
+    largest = jnp.max(exponents, axis=1, keepdims=True)
+    largest = finite(largest if near is None else jnp.maximum(largest, near[1]))
+    rows = dot(shared(zs, n), jnp.exp(exponents - largest).astype(dtype))
+    if near is not None:
+        weights = near[0] * jnp.exp(near[1] - largest)
+        rows += dot(shared(with_ones(x.value), n), weights.astype(dtype))
+    d = jnp.sum(rows[:, width:], axis=1, keepdims=True)
+    output = rows[:, :width] * (1 / jnp.where(d == 0, 1.0, d))
+    return output, jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
+
+
+def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: Array, near=None):
+    """dx, [dz ds] and a; `near` has w and r of pairs (n, s, t)."""
+    (n, k), width = (len(x.query), len(c)), gradient.shape[1]
+    p = jnp.exp(y + shared(c, n) - L)
+    s = shared(z[:, :, width : width + 1], n)
+    u = fine(shared(z[:, :, :width], n), gradient)
+    total, a = (jnp.sum(p * by, axis=1, keepdims=True) for by in (s, u))
+    if near is not None:
+        w, r = near
+        total += jnp.sum(w, axis=1, keepdims=True)
+        a += jnp.sum(w * r, axis=1, keepdims=True)
+    a = a / jnp.where(total == 0, 1.0, total)
+    rows = jnp.concatenate([gradient, parts(-a, 1, gradient.dtype)], axis=1)
+    dz = gathered(dot(p.astype(gradient.dtype), rows, (2, 2)), k)
+    ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
+    dz = jnp.concatenate([dz[:, :, :width], ds, jnp.zeros_like(dz[:, :, width + 1 :])], axis=2)
+    return p * (u - s * a), dz, a
+
+
+def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
+    """dk, dv and dl, to which `within` is added."""
+    dtype, width = x.key.dtype, x.value.shape[1]
+    dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
+    dl = within + f * (fine(dz, x.value) + ds)
+    dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
+    dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
+    return dk, dot(dz.astype(dtype).swapaxes(1, 2), f.astype(dtype)), dl
+
+
+def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
+    """The i-th block of keys; past their number zeros, that do not count."""
+    inside = within(x.key.shape[2], length, i)
+    if inside is None:
+        return x
+    weights = x.log_weights
+    if weights is None:
+        weights = jnp.zeros(inside.shape, jnp.float32)
+    key, value = (jnp.where(inside, y, 0) for y in (x.key, x.value))
+    weights = jnp.where(inside, weights, -jnp.inf)
+    return x._replace(key=key, value=value, log_weights=weights)
+
+
+def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
+    """The i-th block of queries, their L and g; past their number p is 0."""
+    inside = within(x.query.shape[2], length, i)
+    if inside is None:
+        return x, logsum, gradient
+    query, gradient = (jnp.where(inside, y, 0) for y in (x.query, gradient))
+    logsum = jax.tree.map(lambda y: jnp.where(inside, y, jnp.inf), logsum)
+    return x._replace(query=query), logsum, gradient
+
+
+def within(block: int, length: int, i: Array | int) -> Array | None:
+    """Which tokens of the i-th block there are, (1, 1, block); None for all of every block."""
+    if length % block == 0:
+        return None
+    return i * block + jax.lax.broadcasted_iota(jnp.int32, (1, 1, block), 2) < length
+
+
+def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
+    """The output, L and F."""
+    n, y = len(x.query), of_queries(x)
+    _, _, K, M = in_chunk(x, y, exponents)
+    nu, largest = jnp.max(y, axis=1, keepdims=True), jnp.max(M, axis=1, keepdims=True)
+    weights = (K + TINY) * shared(jnp.exp(M - finite(largest)), n)
+    largest = shared(largest, n)
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    lost = (total < LOST) & (largest > -jnp.inf)
+    total = jnp.where(total == 0, 1.0, total)
+    maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
+    output, L = attend(x, y, c, zs, (weights / total, maximum))
+    # Without any key the maximum is -inf, and L is inf.
+    return output, L, finite(largest) - finite(maximum) + jnp.log(total) + L
+
+
+def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
+    """dk, dv, dy, dl and [dz ds] of the state before; `after` and dz are of the one after."""
+    (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, of_queries(x)
+    A, B, K, M = in_chunk(x, y, exponents)
+    near = jnp.exp(shared(M, n) - F)
+    w, r = (K + TINY) * near, dot(shared(x.value, n), gradient, (1, 1))
+    dx, of_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
+    D = (near * (r - a)).astype(dtype)
+    dy = dx + B * dot(A.astype(dtype), D)
+    within = gathered(A * dot(B.astype(dtype), D, (2, 2)), k)
+    f = jnp.exp(exponents - finite(after))
+    dk, dv, dl = from_keys(x, f, dz, scale, within)
+    dv += gathered(dot(gradient, w.astype(dtype), (2, 2)), k)
+    dz = dz * jnp.exp(c - finite(after)) + of_before
+    return dk, dv, dy, dl, dz
 
 
 def read(refs):
@@ -39,61 +301,62 @@ def read(refs):
 
 
 def _forward(x, output, logsum, *, scale, lengths):
-    x = tiles.real_keys(read(x), lengths[1])
-    _, c, z = tiles.fold(tiles.exponents_of_keys(x, scale), x.value)
-    out, logsum[...] = tiles.attend(x, c, tiles.numerators(z, x.query.dtype))
+    x = real_keys(read(x), lengths[1])
+    _, c, z = fold(exponents_of_keys(x, scale), x.value)
+    out, logsum[...] = attend(x, of_queries(x), c, numerators(z, x.query.dtype))
     output[...] = out.astype(output.dtype)
 
 
 def _keys(x, c, z, zs, wide, *, scale, lengths):
     i = pl.program_id(2)
     start(wide, z, i == 0)
-    x = tiles.real_keys(read(x), lengths[1], i)
-    wide[...], z[...] = tiles.fold(tiles.exponents_of_keys(x, scale), x.value, wide[...], z[...])[
-        1:
-    ]
+    x = real_keys(read(x), lengths[1], i)
+    wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])[1:]
     c[...] = wide[:, :, :1]
 
     @pl.when(i == pl.num_programs(2) - 1)  # in the kernel: outside XLA may skip a rounding
     def _():
-        zs[...] = tiles.numerators(z[...], zs.dtype)
+        zs[...] = numerators(z[...], zs.dtype)
 
 
 def _queries(x, c, zs, output, logsum, *, scale, lengths):
-    out, logsum[...] = tiles.attend(read(x), c[...], zs[...])
+    x = read(x)
+    out, logsum[...] = attend(x, of_queries(x), c[...], zs[...])
     output[...] = out.astype(output.dtype)
 
 
 def _backward(x, logsum, gradient, grads, *, scale, lengths):
-    x = tiles.real_keys(read(x), lengths[1])
-    f, c, z = tiles.fold(tiles.exponents_of_keys(x, scale), x.value)
-    x, logsum, gradient = tiles.real_queries(x, logsum[...], gradient[...], lengths[0])
-    dq, dz, dx = tiles.from_queries(x, c, z, logsum, gradient)
-    write_queries(x, dq, dx, grads)
-    write_keys(x, *tiles.from_keys(x, f, dz, scale), grads)
+    x = real_keys(read(x), lengths[1])
+    f, c, z = fold(exponents_of_keys(x, scale), x.value)
+    x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
+    dx, dz, _ = from_queries(x, of_queries(x), c, z, logsum, gradient)
+    write_queries(x, dx, grads)
+    write_keys(x, *from_keys(x, f, dz, scale), grads)
 
 
 def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
-    x, logsum, gradient = tiles.real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    dq, of_block, dx = tiles.from_queries(x, c[...], z[...], logsum, gradient)
+    x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
+    dx, of_block, _ = from_queries(x, of_queries(x), c[...], z[...], logsum, gradient)
     add(dz, of_block, i == 0)
-    write_queries(x, dq, dx, grads)
+    write_queries(x, dx, grads)
 
 
 def _keys_backward(x, c, dz, grads, *, scale, lengths):
-    x = tiles.real_keys(read(x), lengths[1], pl.program_id(2))
-    f = jnp.exp(tiles.exponents_of_keys(x, scale) - finite(c[...]))
-    write_keys(x, *tiles.from_keys(x, f, dz[...], scale), grads)
+    x = real_keys(read(x), lengths[1], pl.program_id(2))
+    f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
+    write_keys(x, *from_keys(x, f, dz[...], scale), grads)
 
 
-def write_queries(x: Operands, dq: Array, dx: Array, grads: Operands) -> None:
+def write_queries(x: Operands, dx: Array, grads: Operands) -> None:
     """Gradients of the queries and, if they are wanted, of their frequencies."""
+    dx = dx.astype(x.query.dtype)
+    dq = dot(shared(x.of_query, len(x.query)).swapaxes(1, 2), dx)
     grads.query[...] = dq.astype(grads.query.dtype)
     if grads.of_query is not None:
         add(
             grads.of_query,
-            tiles.gathered(tiles.dot(dx, x.query, (2, 2)), len(x.of_query)),
+            gathered(dot(dx, x.query, (2, 2)), len(x.of_query)),
             _first(),
         )
 
@@ -104,7 +367,7 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
     if grads.of_key is not None:
-        add(grads.of_key, tiles.dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
+        add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
     if grads.of_features is not None:
         add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
 
@@ -139,7 +402,7 @@ class Piece:
     array: Any
     kind: str
 
-    def spec(self, settings: Settings, k: int, last: int | None) -> pl.BlockSpec:
+    def spec(self, settings: Kernel, k: int, last: int | None) -> pl.BlockSpec:
         """The block of a step (group of heads, batch entry, tokens) of the grid.
 
         Of the steps of tokens, `last` is the first if it is not None.
@@ -169,7 +432,7 @@ def operands(x: Operands) -> Operands:
     return Operands(*(pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
 
 
-def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: bool = False):
+def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bool = False):
     """The arrays of the pieces `outs`, by a kernel that sees one block of each piece at a time.
 
     The kernel gets references to the blocks of `ins`, `outs` and, to keep from step to step of the
@@ -205,7 +468,7 @@ def call(kernel, settings: Settings, lengths, ins, outs, scratch=(), backwards: 
     )(*ins[0])
 
 
-def forward(x: Operands, settings: Settings, residuals: bool = True):
+def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool = True):
     """The output (b, n, v, t), and for the backward pass L and (c, [z s]): small, so always."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
@@ -222,7 +485,9 @@ def forward(x: Operands, settings: Settings, residuals: bool = True):
     return *run(_queries, ins=ins, outs=output), (c, z)
 
 
-def backward(x: Operands, settings: Settings, wanted, logsum, state, gradient: Array) -> Operands:
+def backward_of_blocks(
+    x: Operands, settings: Kernel, wanted, logsum, state, gradient: Array
+) -> Operands:
     """The gradients of the operands, None for those that are not wanted."""
     t, s = x.query.shape[3], x.key.shape[3]
     run = partial(call, settings=settings, lengths=(t, s))
@@ -253,3 +518,73 @@ def _of_keys(x: Operands) -> Operands:
 
 def _of_queries(x: Operands) -> Operands:
     return Operands(query=x.query, of_query=x.of_query)
+
+
+def _causal(x, output, logs, states, c, z, *, scale, lengths):
+    i = pl.program_id(2)
+    start(c, z, i == 0)
+    x = real_keys(read(x), lengths[1], i)
+    exponents = exponents_of_keys(x, scale)
+    before = c[...], z[...]
+    if states is not None:
+        states[0][...], states[1][...] = before[0][:, :, :1], before[1]
+    out, *both = attend_in_chunk(x, exponents, before[0], numerators(before[1], x.query.dtype))
+    output[...] = out.astype(output.dtype)
+    if logs is not None:
+        logs[0][...], logs[1][...] = both
+    _, c[...], z[...] = fold(exponents, x.value, *before)
+
+
+def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
+    i = pl.num_programs(2) - 1 - pl.program_id(2)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        dz[...] = jnp.zeros_like(dz)
+
+    x = real_keys(read(x), lengths[1], i)
+    exponents = exponents_of_keys(x, scale)
+    c, z = read(states)
+    after = jnp.maximum(c, jnp.max(exponents, axis=2, keepdims=True))
+    x, (L, F), gradient = real_queries(x, read(logs), gradient[...], lengths[0], i)
+    dk, dv, dy, dl, dz[...] = backward_of_chunk(
+        x, exponents, c, z, after, dz[...], L, F, gradient, scale
+    )
+    write_queries(x, dy, grads)
+    write_keys(x, dk, dv, dl, grads)
+
+
+def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool = True):
+    """The output (b, n, v, t), and for the backward pass L and F and the states before chunks."""
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+    chunks, state = -(-t // CHUNK), ((m, 1), (m, width + ROWS))
+    logs = states = None
+    if residuals:
+        logs = (Out((b, n, 1, t), jnp.float32),) * 2
+        states = tuple(Out((b, chunks, k, *shape), jnp.float32) for shape in state)
+    outs = pieces(Out((b, n, width, t), x.value.dtype), "tokens"), pieces(logs, "tokens")
+    outs = *outs, pieces(states, "states")
+    scratch = (m, CHUNK), (m, width + ROWS)
+    return call(_causal, settings, (t, t), (operands(x),), outs, scratch)
+
+
+def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, gradient) -> Operands:
+    """The gradients of the operands, None for those that are not wanted."""
+    t, width = x.query.shape[3], x.value.shape[2]
+    ins = operands(x), pieces(states, "states"), pieces(logs, "tokens")
+    ins = *ins, pieces(gradient, "tokens")
+    outs = (operands(gradients(x, wanted)),)
+    scratch = ((x.of_key.shape[1], width + ROWS),)
+    return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
+
+
+def forward(x: Operands, settings: Kernel, residuals: bool = True):
+    """The output (b, n, v, t), and what the backward pass needs."""
+    run = forward_of_chunks if settings.is_causal else forward_of_blocks
+    return run(x, settings, residuals)
+
+
+def backward(x: Operands, settings: Kernel, wanted, logs, states, gradient: Array) -> Operands:
+    """The gradients of the operands, None for those that are not wanted."""
+    run = backward_of_chunks if settings.is_causal else backward_of_blocks
+    return run(x, settings, wanted, logs, states, gradient)

@@ -5,8 +5,12 @@ while a function is traced. The formulas therefore have the largest and the smal
 JAX writes them, and an exported program chooses, once it is called, what a direct call would.
 """
 
+import math
+
+import jax
 from jax.core import max_dim, min_dim
 from jax.export import is_symbolic_dim
+from jax.sharding import AxisType
 
 from performer.typing import Size
 
@@ -28,12 +32,28 @@ ROWS = 16
 """Rows that its kernels have below the values, for ones or the parts of a number: a whole tile."""
 
 
+def platform() -> str:
+    """Platform of the mesh in context, as of programs compiled elsewhere; else the default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def devices() -> int:
+    """Devices of the mesh in context, over whose axes batch and heads are taken to be split.
+
+    Inside `jax.shard_map` they are split already, as they are on the axes that it has taken.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
+
+
 def chunk_and_block(
     platform: str, batch_and_heads: Size, num_features: Size, sweeping: bool
 ) -> tuple[Size, Size]:
     """Tokens of a causal chunk, and those whose features exist at a time, on a platform.
 
-    `batch_and_heads` are those of one device. They change the result by no more than rounding.
+    They change the result by no more than rounding.
     """
     most = BLOCK_ROWS.get(platform, BLOCK_BYTES // 4 // max_dim(num_features, 1))
     rows = most // (2 if sweeping else 1)
@@ -41,7 +61,7 @@ def chunk_and_block(
     # The backward pass keeps one state, m (v + 2) numbers, for every block: no more than the values
     # themselves if a block has at least m tokens.
     least = max_dim(chunk, num_features)
-    return chunk, max_dim(least, rows // max_dim(batch_and_heads, 1))
+    return chunk, max_dim(least, rows // max_dim(batch_and_heads // devices(), 1))
 
 
 def blocks(length: Size, block: Size, multiple: Size = 1) -> tuple[Size, Size]:

@@ -1,10 +1,17 @@
-"""Attention over windows of a sequence: causal, and within packed segments, chunk by chunk.
+"""Attention over a sequence in chunks: causal, in packed segments, with decay, beside exact keys.
 
-Within a chunk the kernel matrix is formed; what lies before the chunk is seen through the state of
-all earlier keys, by the monoid `state.combine`. The two meet as blocks of an online softmax, each
-with a stabiliser that is causal and exact for early queries too:
+What lies outside a chunk is seen through the states of the keys before it and, if attention is not
+causal, of those after it, by the monoid `state.combine`. Near keys are seen in pairs: those of the
+chunk itself by their features, or, with exact keys, those of its neighbours, too, by e^{q.k}; then
+states are of the keys from two chunks away. All meet as blocks of an online softmax.
 
-    before the chunk   the maxima c_j of the state, feature by feature
+Blocks of chunks are worked on one after another, all chunks of one side by side. States of the keys
+before a block are carried along; those of the keys after it are made before, in a pass over the
+keys alone. Sums come from either end, never as differences.
+
+Features within a chunk have a stabiliser that is causal and exact for early queries too:
+
+    outside the chunk  the maxima c_j of the state, feature by feature
     within it          one scalar per key, mu_s = max_j l_j(k_s), one per query, nu_t; the kernel is
                        e^{nu_t + mu_s} sum_j e^{l_j(q_t) - nu_t} e^{l_j(k_s) - mu_s}, and its row
                        is stabilised by nu_t + max_{s <= t} mu_s
@@ -13,24 +20,25 @@ with a stabiliser that is causal and exact for early queries too:
 a row are exact while the largest is above e^-55, that is while some key shares a feature with the
 query that is not weaker than that beside the strongest of each: for opposite q and k with m = 128,
 up to |q| = |k| = 10 after scaling, for orthogonal ones 35. Past that the row is lost: a query that
-sees no key before its chunk weighs those within it by e^{mu_s}; it still sums to 1.
+sees no key outside its chunk weighs those within it by e^{mu_s}; it still sums to 1.
 
-`robust` forms the lost rows that matter beside what lies before their chunk again, each pair in
+`robust` forms the lost rows that matter beside what lies outside their chunk again, each pair in
 logarithms, feature by feature, as bidirectional attention does: all rows are then exact for any
 norm, and the others do not change. It costs time where a row is lost, a little where none is, and
 half as much compilation again.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import partial, reduce
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import _decay
+from performer.attention._checks import Plan
 from performer.attention._sizes import blocks, min_dim
 from performer.attention.state import (
     Features,
@@ -42,6 +50,7 @@ from performer.attention.state import (
     extended,
     finite,
     flat,
+    heads_first,
     normalised,
     of_keys,
     operand_dtype,
@@ -49,7 +58,7 @@ from performer.attention.state import (
     weighted,
 )
 from performer.features import Split
-from performer.typing import Size
+from performer.typing import float32_or_wider
 
 TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
@@ -63,19 +72,6 @@ LAST = -1e38
 BESIDE = 17.0
 """e^-BESIDE is below what float32 resolves beside 1."""
 
-Window = Literal["causal", "all", "none"]
-Pairs = tuple[Bool[Array, "*p t s"] | None, Float[Array, "*d t s"] | None]
-"""Which keys of its chunk a query sees, None for all, and their log-weights for it, None for 0."""
-
-
-class Tokens(NamedTuple):
-    """A sequence, with g query heads for each key head."""
-
-    query: Float[Array, "b t k g h"]
-    keys: Keys
-    segments: Int[Array, "b t"] | None
-    """A query sees only keys of its own segment, which is a run of equal numbers."""
-
 
 class Rows(NamedTuple):
     """A block of an online softmax: the output is numerator / denominator."""
@@ -85,72 +81,121 @@ class Rows(NamedTuple):
     numerator: Float[Array, "*t v"]
 
 
+class Near(NamedTuple):
+    """Keys that are exact for the queries of their chunk and of its neighbours."""
+
+    keys: Keys
+    """(b, t, k, .), with a log-weight for each."""
+    window: int
+    """Tokens of a chunk."""
+    scale: float
+
+
+class Block(NamedTuple):
+    """A block of c chunks of s tokens; before it, in a scan, the axis of the blocks."""
+
+    query: Array
+    """(k, b, c, g s, h), the g query heads of a key head as rows of a chunk."""
+    keys: Keys
+    """(k, b, c, s, .): what of a chunk goes into states."""
+    ids: Array | None
+    """(b, c, s): segments."""
+    near: Keys | None
+    """(k, b, c, 2 s or 3 s, .): exact keys of the chunk before, its own, and the one after."""
+    near_ids: Array | None
+    """(b, c, 2 s or 3 s)."""
+
+
+class Own(NamedTuple):
+    """The keys of each chunk, the axis of the chunks first, as seen from one side of it."""
+
+    state: State
+    segment: Array | None
+    """(c, b): the segment that goes on past that side, whose keys these are."""
+    fading: Array | None
+    """(c, k, b): what a state fades over the chunk."""
+
+
+class Carry(NamedTuple):
+    """What comes into a chunk from one side."""
+
+    far: State
+    segment: Array | None
+    """(b,): whose keys these are."""
+    beside: Own | None
+    """The chunk beside it, where that is not yet in the state."""
+
+
 def sweep(
-    query_map: Features,
-    key_map: Features,
-    tokens: Tokens,
-    initial: State,
+    maps: tuple[Features, Features],
+    query: Float[Array, "b t k g h"],
+    keys: Keys,
+    ends: tuple[State, State | None],
+    plan: Plan,
     *,
-    window: Window = "causal",
-    finish: Callable[[Rows], Any],
-    chunk: Size,
-    block: Size,
-    robust: bool = False,
-) -> tuple[Any, State]:
-    """One pass over the sequence: every query with all keys before its chunk, and in it a window.
+    ids: Int[Array, "b t"] | None = None,
+    near: Near | None = None,
+) -> tuple[Rows, State]:
+    """One pass over a sequence.
 
     Args:
-        query_map: features of queries.
-        key_map: features of keys.
-        tokens: the sequence.
-        initial: the state of the keys before the sequence.
-        window: the keys of a query's own chunk that it sees: up to itself, all, or none.
-        finish: what is wanted of the rows, `ratio` for the output.
-        chunk: tokens in a chunk.
-        block: tokens that are worked on at once, all their chunks side by side; features and states
-            of one block exist at a time, in the backward pass too, where they are computed again.
-        robust: a second look at the rows that are lost.
+        maps: features of queries and of keys; beside exact keys, of the kernel itself.
+        query: with g query heads for each key head.
+        keys: what queries see through states, and in pairs if `near` is None.
+        ends: states (k, b, m) of the keys before the sequence and after it; None for the latter if
+            attention is causal.
+        plan: sizes of chunks and blocks; features and states of one block exist at a time, in the
+            backward pass too, where they are computed again.
+        ids: segments, runs of equal numbers; a query sees the keys of its own.
+        near: exact keys.
 
     Returns:
-        finish(rows), arrays (b, t, k, g, ...), and the state after the last key.
+        Rows (b, t, k, g), and the state after all `keys`.
     """
-    query, keys, segments = tokens
-    b, t, k, groups, _ = query.shape
-    chunk = min_dim(chunk, t)
-    count, length = blocks(t, max(block, chunk), chunk)
-    keys = extended(keys, 0, count * length - t)
+    (b, t, k, g, h), sides = query.shape, 1 if ends[1] is None else 2
+    s = near.window if near else min_dim(plan.chunk, t)
+    count, length = blocks(t, max(plan.block, s), s)
+    c, more = length // s, count * length - t
 
-    def chunks(x):  # (b, t, ...) -> (b, count, c, s, ...)
-        x = pad(x, 0, count * length - x.shape[1])
-        return x.reshape(b, count, length // chunk, chunk, *x.shape[2:])
+    def chunks(x, beside=0):  # (b, t, k, ...) -> (count, k, b, c, s, ...), with others beside
+        parts = (x[:, i * s : i * s + count * length] for i in range(1 + beside))
+        parts = [heads_first(y, count, length) for y in parts]
+        return jnp.concatenate([y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in parts], axis=4)
 
-    def keys_of_chunks(x):  # heads first, (count, k, b, c, s, ...)
-        x = chunks(x)
-        return x.transpose(1, 4, 0, 2, 3, *range(5, x.ndim))
-
-    # The g query heads of a key head are rows of one chunk.
-    query = chunks(query).transpose(1, 4, 0, 2, 5, 3, 6)
-    query = query.reshape(*query.shape[:4], groups * chunk, query.shape[-1])
-    segments = None if segments is None else jnp.moveaxis(chunks(segments), 1, 0)
-    first = None if segments is None else segments[0, :, 0, 0]
-    carry = (jax.tree.map(flat, initial), first)
+    queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)
+    queries = queries.reshape(*queries.shape[:4], g * s, h)
+    of_keys = jax.tree.map(chunks, extended(keys, 0, more))
+    around = segments = of_near = None
+    if ids is not None:
+        segments = of_near = chunks(ids[..., None])[:, 0]
+    if near:
+        around = jax.tree.map(partial(chunks, beside=sides), extended(near.keys, s, more + s))
+        if ids is not None:
+            of_near = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
+    xs = Block(queries, of_keys, segments, around, of_near)
+    start, later = _edge(ends[0], xs, 0), None
+    if ends[1] is not None:
+        later = _after_blocks(maps[1], xs, _edge(ends[1], xs, -1))
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
-    def body(carry, xs):
-        carry, rows = _block(query_map, key_map, window, groups, robust, carry, xs)
-        return carry, finish(rows)
+    def forth(carry, xs):
+        return _block(maps, near.scale if near else 1.0, g, plan.robust, carry, *xs)
 
-    xs = (query, jax.tree.map(keys_of_chunks, tuple(keys)), segments)
-    (state, _), out = jax.lax.scan(body, carry, xs)
+    last, rows = jax.lax.scan(forth, start, (xs, later))
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
-        tail = x.shape[carry[0].maximum.ndim + 2 :]
-        x = x.reshape(count, k, b, length // chunk, groups, chunk, *tail)
-        x = x.transpose(2, 0, 3, 5, 1, 4, *range(6, x.ndim))
-        return x.reshape(b, count * length, *x.shape[4:])[:, :t]
+        tail = x.shape[last.far.maximum.ndim + 2 :]
+        x = x.reshape(count, k, b, c, g, s, *tail).transpose(
+            2, 0, 3, 5, 1, 4, *range(6, 6 + len(tail))
+        )
+        return x.reshape(b, count * length, k, g, *tail)[:, :t]
 
-    state = State(*(x.reshape(y.shape) for x, y in zip(state, initial, strict=True)))
-    return jax.tree.map(joined, out), state
+    after = last.far
+    if last.beside is not None:
+        beside = jax.tree.map(lambda x: x[0], last.beside)
+        after = combine(_decay.faded(after, beside.fading), beside.state)
+    after = State(*(x.reshape(y.shape) for x, y in zip(after, ends[0], strict=True)))
+    return jax.tree.map(joined, rows), after
 
 
 def ratio(rows: Rows) -> Float[Array, "*t v"]:
@@ -180,90 +225,204 @@ def _(size, batched, lost):
     return anywhere(lost), False
 
 
-def _block(query_map, key_map, window: Window, groups: int, robust: bool, carry, xs):
-    """The chunks of one block, side by side."""
-    query, (key, *carried), segments = xs  # (k, b, c, g s, h), (k, b, c, s, ...), (b, c, s)
-    state, previous = carry
-    query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
-    value, log_weights, log_decay = jax.tree.map(flat, carried)
-    key_split = weighted(key_split, log_weights)
-    kept, before, continues, fading, pairs = key_split, None, None, None, None
+# What passes from chunk to chunk
+
+
+def _edge(end: State, xs: Block, side: int) -> Carry:
+    """What comes in from one end of the sequence; beside it there is no chunk."""
+    end, beside = jax.tree.map(flat, end), None
+    segment = None if xs.ids is None else xs.ids[side, :, side, side]
+    if xs.near is not None:
+        fading = jax.tree.map(lambda x: jnp.zeros_like(flat(x[0])[..., 0, 0]), xs.keys.log_decay)
+        nothing = State(end.maximum - jnp.inf, *map(jnp.zeros_like, end[1:]))
+        beside = jax.tree.map(lambda x: x[None], Own(nothing, segment, fading))
+    return Carry(end, segment, beside)
+
+
+def _after_blocks(key_map: Features, xs: Block, end: Carry) -> Carry:
+    """What comes into each block from the keys after it."""
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def back(carry, x):
+        keys, ids = x
+        carry = _passed(_own(*_flat_features(key_map, keys), ids, True), carry, True)[1]
+        return carry, carry
+
+    rest = jax.tree.map(lambda x: x[1:], (xs.keys, xs.ids))
+    _, carries = jax.lax.scan(back, end, rest, reverse=True)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), carries, end)
+
+
+def _flat_features(key_map: Features, keys: Keys) -> tuple[Split, Array, Array | None]:
+    """Features (k, b, c, s, m), values and log-decays of the keys of a block."""
+    split, value, log_weights, log_decay = jax.tree.map(flat, (key_map(keys.key), *keys[1:]))
+    return weighted(split, log_weights), value, log_decay
+
+
+def _own(
+    split: Split, value: Array, log_decay: Array | None, ids: Array | None, after: bool
+) -> Own:
+    """The keys of each chunk as queries before it see them, or after it."""
+    fading = segment = None
     if log_decay is not None:
-        fading = _decay.sums(log_decay)
-        kept = weighted(key_split, fading.until)
-        if window != "none":
-            pairs = jnp.concatenate([_decay.between(log_decay)] * groups, axis=-2)
-    allowed = _allowed(window, segments, groups, key.shape[-2])
-    if segments is not None:
-        last = segments[..., -1]  # (b, c)
-        earlier = jnp.concatenate([previous[:, None], last[:, :-1]], axis=1)
-        before, continues, previous = segments == earlier[..., None], last == earlier, last[:, -1]
-        before = jnp.tile(before, groups)
-        kept = weighted(kept, jnp.where(segments == last[..., None], 0.0, -jnp.inf))
-    past, state = _prefix(state, of_keys(kept, value), continues, fading and fading.total)
-    dtype = operand_dtype(value)
+        since, until, fading = _decay.sums(log_decay)
+        split = weighted(split, since if after else until)
+    if ids is not None:
+        segment = ids[..., 0 if after else -1]  # (b, c)
+        split = weighted(split, jnp.where(ids == segment[..., None], 0.0, -jnp.inf))
+        segment = segment.T
+    state = of_keys(split, value)  # (k, b, c, m)
+    axis = state.maximum.ndim - 2
+    state, fading = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (state, fading))
+    return Own(state, segment, fading)
 
-    exponent, factor = query_split
-    exponent = exponent + past.maximum[..., None, :]
-    if fading is not None:
-        exponent += jnp.concatenate([fading.since] * groups, axis=-1)[..., None]
-    if before is not None:
-        exponent = jnp.where(before[..., None], exponent, -jnp.inf)
-    maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
-    if window != "none":
-        least = UNSURE if robust else LOST
-        weights, largest, below = _within(query_split, key_split, (allowed, pairs), least, dtype)
-        lost = below > maximum - BESIDE
-        maximum = jnp.maximum(maximum, largest)
-    features = exponentials((exponent, factor), maximum[..., None]).astype(dtype)
-    denominator = dot("...tm,...m->...t", features, past.normaliser, past.normaliser.dtype)
-    numerator = dot("...tm,...mv->...tv", features, past.numerator, dtype)
-    if window != "none":
-        weights = (weights * jnp.exp(largest - finite(maximum))[..., None]).astype(dtype)
-        denominator += jnp.sum(weights, axis=-1, dtype=denominator.dtype)
-        numerator += dot("...ts,...sv->...tv", weights, value, dtype)
-    rows = Rows(maximum, denominator, numerator)
-    if window != "none" and robust and query_split[0].shape[-1] > 1:
-        again = partial(
-            _in_logarithms,
-            query_map,
-            key_map,
-            (allowed, pairs),
-            lost,
-            (query, key, value, log_weights),
-        )
+
+def _passed(own: Own, carry: Carry, after: bool):
+    """What comes into each chunk of a block, (states (k, b, c, m), segments (b, c)); and beyond."""
+    far, segment, beside = carry
+    if beside is not None:  # states are a chunk late
+        parts = (own, beside) if after else (beside, own)
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        own = jax.tree.map(lambda x: x[1:] if after else x[:-1], joined)
+        beside = jax.tree.map(lambda x: x[:1] if after else x[-1:], joined)
+
+    def step(carry, own: Own):
+        state, segment = carry
+        faded = _decay.faded(state, own.fading)
+        if segment is not None:  # a state ends with its segment
+            goes_on = (segment == own.segment)[..., None]
+            faded = faded._replace(maximum=jnp.where(goes_on, faded.maximum, -jnp.inf))
+        return (combine(faded, own.state), own.segment), carry
+
+    c, axis = own.state.maximum.shape[0], own.state.maximum.ndim - 2
+    # A chunk of a window is little work for a turn of a loop.
+    unroll = 1 if beside is None or is_symbolic_dim(c) else 8
+    last, seen = jax.lax.scan(step, (far, segment), own, reverse=after, unroll=unroll)
+    states, segments = seen
+    states = jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), states)
+    return (states, None if segments is None else segments.T), Carry(*last, beside)
+
+
+# What the queries of a block see
+
+
+def _block(
+    maps,
+    scale: float,
+    groups: int,
+    robust: bool,
+    carry: Carry,
+    x: Block,
+    later: Carry | None,
+) -> tuple[Carry, Rows]:
+    """The chunks of one block, side by side; the scale is that of exact keys."""
+    features = _flat_features(maps[1], x.keys)
+    key_split, value, log_decay = features
+    s, dtype = x.keys.key.shape[-2], operand_dtype(value)
+    own = _own(*features, x.ids, False)
+    seen, carry = _passed(own, carry, False)
+    start, near_decay = 0, log_decay
+    if x.near is not None:
+        start, near_decay = s, jax.tree.map(flat, x.near.log_decay)
+    between = since = until = None
+    if near_decay is not None:
+        between = _for_groups(_decay.between(near_decay)[..., start : start + s, :], groups, -2)
+        since = _for_groups(_decay.sums(near_decay[..., : start + s]).since[..., start:], groups)
+        until = _for_groups(_decay.sums(near_decay[..., start:]).until[..., :s], groups)
+    parts = [(*seen, since)]
+    if later is not None and x.ids is None and log_decay is None:
+        parts = [(combine(seen[0], _passed(own, later, True)[0][0]), None, None)]
+    elif later is not None:
+        parts.append((*_passed(_own(*features, x.ids, True), later, True)[0], until))
+    allowed = _allowed(x, start, groups, is_causal=later is None)
+    split = jax.tree.map(flat, maps[0](x.query))
+    of_query = None if x.ids is None else _for_groups(x.ids, groups)
+    rows = far = far_rows(split, parts, of_query, dtype)
+    if x.near is not None:
+        key, near_value, log_weights = jax.tree.map(flat, x.near[:3])
+        logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
+        logits = _weighed(logits + log_weights[..., None, :], allowed, between)
+        return carry, merge(far, softmax_rows(logits, near_value))
+    least = UNSURE if robust else LOST
+    weights, maximum, below = _within(split, key_split, allowed, between, least, dtype)
+    weights = weights.astype(dtype)
+    denominator = jnp.sum(weights, axis=-1, dtype=far.denominator.dtype)
+    numerator = dot("...ts,...sv->...tv", weights, value, dtype)
+    rows = merge(far, Rows(maximum, denominator, numerator))
+    if robust and split[0].shape[-1] > 1:
+        lost = below > far.maximum - BESIDE
+        again = partial(_in_logarithms, maps, x.query, x.keys, allowed, between, lost)
         rows = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, rows)
-    return (state, previous), rows
+    return carry, rows
 
 
-def _allowed(window: Window, segments: Array | None, groups: int, length: Size) -> Array | None:
-    """Which keys of its chunk a query sees, (g s, s) or (b, c, g s, s); None for all."""
-    allowed = jnp.tril(jnp.ones((length, length), bool)) if window == "causal" else None
-    if segments is not None:
-        same = segments[..., :, None] == segments[..., None, :]
-        allowed = same if allowed is None else same & jnp.broadcast_to(allowed, same.shape)
-    return None if allowed is None else jnp.concatenate([allowed] * groups, axis=-2)
+def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
+    """The same for each of the query heads of a key head, which are rows of one chunk."""
+    return jnp.concatenate([x] * groups, axis)
 
 
-def _prefix(initial: State, own: State, continues: Bool[Array, "b c"] | None, total):
-    """The states before each chunk and after the last; a state ends with its segment, and fades."""
+def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, "*c t s"] | None:
+    """Which near keys a query sees; None for all."""
+    s, allowed = x.keys.key.shape[-2], None
+    if is_causal:
+        allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)
+    if x.ids is not None:
+        same = x.ids[..., :, None] == cast(Array, x.near_ids)[..., None, :]
+        allowed = same if allowed is None else same & allowed
+    return None if allowed is None else _for_groups(allowed, groups, -2)
 
-    def step(state, x):
-        chunk, continues, total = x
-        seen = _decay.faded(state, total)
-        if continues is not None:
-            seen = seen._replace(maximum=jnp.where(continues[..., None], seen.maximum, -jnp.inf))
-        return combine(seen, chunk), state
 
-    axis = initial.maximum.ndim - 1
-    own, total = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (own, total))
-    continues = None if continues is None else continues.T
-    last, past = jax.lax.scan(step, initial, (own, continues, total))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), past), last
+def _weighed(logits: Array, allowed: Array | None, of_pairs: Array | None) -> Array:
+    """Logits of pairs with their log-weights, -inf where a query does not see the key."""
+    if of_pairs is not None:
+        logits = logits + of_pairs
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> Rows:
+    """Queries (..., t, m) with states.
+
+    Args:
+        split: features of queries.
+        parts: states (..., m), whose segments (b, c) they are or None, and what they have faded
+            for each query, or None.
+        segments: of the queries, (b, c, t).
+        dtype: of the operands of products.
+    """
+    exponents = []
+    for state, segment, fading in parts:
+        exponent = split[0] + state.maximum[..., None, :]
+        if fading is not None:
+            exponent = exponent + fading[..., None]
+        if segment is not None:
+            same = segments == segment[..., None]
+            exponent = jnp.where(same[..., None], exponent, -jnp.inf)
+        exponents.append(exponent)
+    maximum = reduce(jnp.maximum, (jnp.max(x, axis=-1) for x in exponents))
+    maximum = jax.lax.stop_gradient(maximum)
+    sums = []
+    for ((_, s, z), *_), exponent in zip(parts, exponents, strict=True):
+        features = exponentials((exponent, split[1]), maximum[..., None]).astype(dtype)
+        denominator = dot("...tm,...m->...t", features, s, s.dtype)
+        sums.append((denominator, dot("...tm,...mv->...tv", features, z, dtype)))
+    return Rows(maximum, *jax.tree.map(lambda *x: reduce(jnp.add, x), *sums))
+
+
+def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...tv") -> Rows:
+    """Rows of exact logits."""
+    dtype, maximum = operand_dtype(value), jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    weights = jnp.exp(logits - finite(maximum)[..., None]).astype(dtype)
+    denominator = jnp.sum(weights, axis=-1, dtype=float32_or_wider(weights))
+    return Rows(maximum, denominator, dot(equation, weights, value, dtype))
 
 
 def _within(
-    query_split: Split, key_split: Split, pairs: Pairs, least: float, dtype: jnp.dtype
+    query_split: Split,
+    key_split: Split,
+    allowed: Array | None,
+    of_pairs: Array | None,
+    least: float,
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"], Float[Array, "*c t"]]:
     """The kernel of the queries (k, b, c, g s, m) and the keys (k, b, c, s, m) of their chunk.
 
@@ -278,7 +437,9 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    largest, bound = _bound(mu, pairs, kernel.shape[-2])
+    scores = _weighed(mu[..., None, :], allowed, of_pairs)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))  # that a row may see
+    bound = jnp.exp(scores - finite(largest)[..., None])
     if query_split[0].shape[-1] == 1:  # features share the exponent: nothing is lost between them
         return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
     # Positive features: the rows sum to 1.
@@ -291,35 +452,12 @@ def _within(
     return weights / total[..., None], maximum, below
 
 
-def _bound(mu: Float[Array, "*c s"], pairs: Pairs, rows: Size) -> tuple[Array, Array]:
-    """The largest mu that a row may see, and e^mu below it; both with the pairs' log-weights."""
-    allowed, log_weights = pairs
-    if log_weights is None:
-        largest = _largest(mu, allowed, rows)
-        bound = jnp.exp(mu[..., None, :] - finite(largest)[..., None])
-        return largest, bound if allowed is None else jnp.where(allowed, bound, 0.0)
-    scores = mu[..., None, :] + log_weights
-    if allowed is not None:
-        scores = jnp.where(allowed, scores, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
-    return largest, jnp.exp(scores - finite(largest)[..., None])
-
-
-def _largest(mu: Float[Array, "*c s"], allowed: Array | None, rows: Size) -> Float[Array, "*c t"]:
-    """max of mu over the keys that each row may see."""
-    if allowed is None:
-        return jnp.broadcast_to(jnp.max(mu, axis=-1, keepdims=True), (*mu.shape[:-1], rows))
-    if allowed.ndim == 2:  # causal: the same for all heads and chunks
-        running = jax.lax.cummax(mu, axis=mu.ndim - 1)
-        return jnp.concatenate([running] * (rows // mu.shape[-1]), axis=-1)
-    return jnp.max(jnp.where(allowed, mu[..., None, :], -jnp.inf), axis=-1)
-
-
-def _in_logarithms(query_map, key_map, pairs: Pairs, lost: Array, xs, rows: Rows) -> Rows:
+def _in_logarithms(
+    maps, query: Array, keys: Keys, allowed, of_pairs, lost: Array, rows: Rows
+) -> Rows:
     """The rows of a block, those that are lost with the keys of their chunk, pair by pair."""
-    allowed, of_pairs = pairs
-    query, key, value, log_weights = xs
-    query_split, key_split = jax.tree.map(flat, (query_map(query), key_map(key)))
+    query_split = jax.tree.map(flat, maps[0](query))
+    key_split, value, _ = _flat_features(maps[1], keys)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def of_key(split):  # (k, b, c, m)
@@ -331,17 +469,9 @@ def _in_logarithms(query_map, key_map, pairs: Pairs, lost: Array, xs, rows: Rows
         total = jnp.sum(exponentials((exponent, factor), maximum[..., None]), axis=-1)
         return maximum + jnp.log(jnp.where(total == 0, 1.0, total))
 
-    keys = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), weighted(key_split, log_weights))
-    kernel = jnp.moveaxis(jax.lax.map(of_key, keys), 0, -1)
-    if of_pairs is not None:
-        kernel = kernel + of_pairs
-    if allowed is not None:
-        kernel = jnp.where(allowed, kernel, -jnp.inf)
-    maximum = jax.lax.stop_gradient(jnp.max(kernel, axis=-1))
-    dtype = operand_dtype(value)
-    weights = jnp.exp(kernel - finite(maximum)[..., None]).astype(dtype)
-    denominator = jnp.sum(weights, axis=-1, dtype=rows.denominator.dtype)
-    again = Rows(maximum, denominator, dot("...ts,...sv->...tv", weights, value, dtype))
+    by_key = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), key_split)
+    kernel = jnp.moveaxis(jax.lax.map(of_key, by_key), 0, -1)
+    again = softmax_rows(_weighed(kernel, allowed, of_pairs), value)
     both = merge(rows, again)  # where the first look left LAST, which counts for nothing
     return Rows(
         jnp.where(lost, both.maximum, rows.maximum),

@@ -1,33 +1,35 @@
-"""`performer_attention`: shapes and layout around the sums of `state` and `sweep`."""
+"""`performer_attention`: the public call, and the sums that it is computed by.
 
-import math
+A call makes three values (`_checks`), which `_maps` turns into features of queries and of keys; the
+sums over them are those of `state`, chunk by chunk those of `_sweep`, beside exact keys those of
+`_window`.
+"""
+
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
-from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import features
-from performer.attention import _decay, _fused, _maps, _window
+from performer import _masks, features
+from performer._masks import Pairs
+from performer.attention import _checks, _decay, _fused, _maps, _sizes, _window
 from performer.attention import state as states
-from performer.attention._checks import Inputs, Options, check
-from performer.attention._fused import Arguments
-from performer.attention._sizes import chunk_and_block, max_dim, min_dim
-from performer.attention._sweep import Rows, Tokens, merge, ratio, sweep
+from performer.attention._checks import Estimate, Exact, Plan, Tokens
+from performer.attention._maps import Arguments
+from performer.attention._sweep import ratio, sweep
 from performer.attention.parallel import earlier_devices, later_devices, over_devices
 from performer.attention.state import Keys, State, WindowState, extended, pad
 from performer.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import Size, float32_or_wider
+from performer.typing import float32_or_wider
 
 IMPLEMENTATIONS = ("direct", "blocked", "robust", "pallas")
-INTERPRET = False
-"""Kernels are interpreted, for tests: slow, and without a TPU."""
 
 
 def performer_attention(
@@ -196,42 +198,45 @@ def performer_attention(
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(unknown("implementation", implementation, IMPLEMENTATIONS))
-    given = Inputs(
-        query,
-        key,
-        value,
+    if axis_name is not None and key_value_seq_lengths is not None:
+        raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
+    lead, given = query.shape[:-3], Tokens(query, key, value)
+    tokens = _checks.with_one_batch_axis(given)
+    of, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if shift is not None:  # after the factor sqrt(scale), as calibrations are
+        if calibration is not None:
+            raise ValueError("a calibration brings its own shift: pass shift or calibration")
+        calibration = Calibration(shift=shift.astype(dtype) * max(scale, 0.0) ** 0.5)
+    estimate = Estimate(
         frequencies,
-        mask,
-        key_value_seq_lengths,
-        key_log_weights,
-        segment_ids,
-        shift,
+        query_frequencies,
         weights,
         calibration,
-        initial_state,
-        alibi_slopes,
-        log_decay,
-        query_frequencies,
-    )
-    options = Options(
         features.get(feature_map),
-        float(query.shape[-1] ** -0.5 if scale is None else scale),
-        stabilizer == "google",
-        is_causal,
-        axis_name,
-        return_state,
-        robust=implementation == "robust",
-        exact_window=exact_window,
-        exact_first=exact_first,
+        scale=scale,
+        google=stabilizer == "google",
     )
-    inputs = check(given, options)
+    _checks.check_estimate(estimate, tokens)
+    exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
+    pairs = Pairs(
+        _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype),
+        _masks.log_decay(alibi_slopes, log_decay, *of, dtype),
+        _masks.segments(segment_ids, *of),
+        is_causal,
+    )
+    exact = Exact(exact_window, exact_first)
+    _checks.check_exact(exact, tokens, estimate, pairs)
+    plan = Plan(axis_name, return_state, robust=implementation == "robust")
+    streams = return_state or initial_state is not None
+    _checks.check_together(tokens, estimate, exact, pairs, streams, plan)
+    if initial_state is not None:
+        _checks.check_state(initial_state, given, estimate, exact, pairs)
+    state = jax.tree.map(lambda x: _checks.one_axis(x, len(lead)), initial_state)
+    call = tokens, estimate, exact, pairs, state
     if implementation == "pallas":
-        options = _with_kernels(inputs, options)
-    if options.kernel is not None and (axes := _axes(inputs)):
-        output, state = _on_each_device(axes, inputs, options), None
-    else:
-        output, state = _where_it_runs(implementation, inputs, options)
-    lead = query.shape[:-3]
+        plan = _fused.with_kernels(*call, plan)
+    output, state = _where_it_runs(call, plan, implementation == "direct")
     if len(lead) != 1:
         output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
     return cast(Any, (output, state) if return_state else output)
@@ -264,111 +269,48 @@ def attention_weights(
     return jnp.moveaxis(output, -2, -3)
 
 
-def _with_kernels(inputs: Inputs, options: Options) -> Options:
-    """The options for the kernels if they take the call, else as they are, with a warning."""
-    reason, platform = _fused.refused(inputs, options), _platform()
-    if reason is not None:
-        _fused.warn(f"does not take {reason}: attention is computed without the kernel")
-    elif platform != "tpu" and not INTERPRET:
-        _fused.warn(f"is for programs compiled for a TPU: those for {platform} have no kernel")
-    kernel = None if reason else _fused.heads_and_block(inputs, options)
-    return options._replace(kernel=kernel, interpret=INTERPRET)
-
-
-def _where_it_runs(implementation: str | None, inputs: Inputs, options: Options):
+def _where_it_runs(call, plan: Plan, direct: bool):
     """Attention in the sizes of this machine; of symbolic shapes, in those of the one it is run on.
 
     What has symbolic shapes is exported, and maybe for several platforms.
     """
+    (query, key, _), estimate, _, pairs, _ = call
+    sweeping = pairs.is_causal or pairs.segments is not None
+    batch_and_heads = key.shape[0] * key.shape[2]
 
     def on(platform):
-        chunk, block = _block_sizes(platform, implementation, inputs, options)
-        return partial(_attention, options=options._replace(chunk=chunk, block=block))
+        sizes = (2 * (query.shape[1] + key.shape[1]),) * 2
+        if not direct:
+            sizes = _sizes.chunk_and_block(
+                platform, batch_and_heads, estimate.num_features, sweeping
+            )
+        chunk, block = sizes
+        return partial(_attention, plan=replace(plan, chunk=chunk, block=block))
 
-    if any(map(is_symbolic_dim, (*inputs.query.shape, *inputs.key.shape))):
-        return jax.lax.platform_dependent(inputs, cpu=on("cpu"), default=on("other"))
-    return on(_platform())(inputs)
-
-
-def _platform() -> str:
-    """Of the mesh in context, as of programs compiled for other devices; else of this machine."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
-def _devices() -> int:
-    """Those of the mesh in context: over its axes batch and heads are taken to be split.
-
-    Inside `jax.shard_map` they are split already, as they are on the axes that it has taken.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
+    if any(map(is_symbolic_dim, (*query.shape, *key.shape))):
+        return jax.lax.platform_dependent(*call, cpu=on("cpu"), default=on("other"))
+    return on(_sizes.platform())(*call)
 
 
-def _axes(inputs: Inputs) -> tuple[str, ...]:
-    """Of the mesh in context, those that split a batch for kernels; none where they cannot."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
-    return axes if _devices() > 1 and inputs.query.shape[0] % _devices() == 0 else ()
+@jax.jit
+def _attention(
+    tokens: Tokens,
+    estimate: Estimate,
+    exact: Exact,
+    pairs: Pairs,
+    state: State | WindowState | None,
+    plan: Plan,
+) -> tuple[Array, State | WindowState | None]:
+    arguments, wide = _maps.arguments(tokens, estimate, exact, pairs), float32_or_wider(*tokens)
+    if plan.kernel is not None:
 
+        def ordinary(x: Arguments) -> Array:  # kernels know neither states nor segments
+            return _sums(x, estimate, exact, pairs, None, plan)[0].astype(tokens.value.dtype)
 
-def _on_each_device(axes: tuple[str, ...], inputs: Inputs, options: Options) -> Array:
-    """Attention by kernels, which no compiler splits: each device has its part of the batch."""
-
-    def spec(x: Array) -> PartitionSpec:
-        return PartitionSpec(axes if x.ndim > 0 and x.shape[0] == len(inputs.query) else None)
-
-    specs = jax.tree.map(lambda _: PartitionSpec(), inputs)
-    of_batch = {
-        name: jax.tree.map(spec, getattr(inputs, name))
-        for name in ("query", "key", "value", "mask", "key_log_weights")
-    }
-    run = jax.shard_map(
-        lambda x: _where_it_runs("pallas", x, options)[0],
-        in_specs=(specs._replace(**of_batch),),
-        out_specs=PartitionSpec(axes),
-        check_vma=not options.interpret,
-    )
-    return run(inputs)
-
-
-def _block_sizes(
-    platform: str, implementation: str | None, inputs: Inputs, options: Options
-) -> tuple[Size, Size]:
-    """Tokens of a chunk and of a block, on each device."""
-    t, (b, s, k, _) = inputs.query.shape[1], inputs.key.shape
-    if implementation == "direct":
-        return 2 * (t + s), 2 * (t + s)
-    sweeping = options.is_causal or inputs.segment_ids is not None
-    rows = max_dim(b * k // _devices(), 1)
-    return chunk_and_block(platform, rows, options.num_features(inputs.frequencies), sweeping)
-
-
-@partial(jax.jit, static_argnames="options")
-def _attention(inputs: Inputs, options: Options) -> tuple[Array, State | WindowState | None]:
-    query, key, value, frequencies = inputs[:4]
-    t, n, dtype, wide = *query.shape[1:3], value.dtype, float32_or_wider(query, key, value)
-    if wide == jnp.float64:
-        query, key, value = (x.astype(wide) for x in (query, key, value))
-    if inputs.key_log_weights is not None:
-        # Whatever stands where no key is, NaN too, and no gradient of it.
-        absent = jnp.isneginf(inputs.key_log_weights)[..., None]
-        key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    query, key, of_query, of_key, of_features = _maps.transformed(query, key, inputs, options)
-    keys = Keys(key, value, inputs.key_log_weights, inputs.log_decay)
-    if frequencies.ndim == 3 and frequencies.shape[0] == n:
-        keys = jax.tree.map(lambda x: jnp.repeat(x, n // x.shape[2], axis=2), keys)
-    if options.is_causal:
-        keys = _cut_keys(keys, max(t, 1))
-    arguments = Arguments(query, keys, of_query, of_key, of_features)
-    if options.kernel is not None:
-        return _fused.attention(arguments, partial(_alone, options=options), options), None
-    state = _heads_first(inputs.initial_state, wide)
-    output, state = _sums(arguments, inputs.segment_ids, state, options)
-    state = _heads_first(state, wide) if options.return_state else None
-    return output.astype(dtype), state
+        return _fused.attention(arguments, ordinary, plan.kernel), None
+    output, state = _sums(arguments, estimate, exact, pairs, _heads_first(state, wide), plan)
+    state = _heads_first(state, wide) if plan.return_state else None
+    return output.astype(tokens.value.dtype), state
 
 
 def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):
@@ -378,95 +320,63 @@ def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(dtype), state)
 
 
-def _alone(arguments: Arguments, options: Options) -> Array:
-    """Without earlier keys and segments, in the dtype of the values."""
-    return _sums(arguments, None, None, options)[0].astype(arguments.keys.value.dtype)
-
-
-def _sums(arguments: Arguments, segments, state: State | WindowState | None, options: Options):
+def _sums(
+    x: Arguments,
+    estimate: Estimate,
+    exact: Exact,
+    pairs: Pairs,
+    state: State | WindowState | None,
+    plan: Plan,
+) -> tuple[Array, State | WindowState | None]:
     """The output, and the state after all keys, that of earlier ones included."""
-    query, keys, of_query, of_key, of_features = arguments
-    (b, t, n, h), (_, s, k, v) = query.shape, keys.value.shape
+    keys, ids, order = x.keys, None, None
+    (b, t, n, h), (_, s, k, v) = x.query.shape, keys.value.shape
     if s == 0:
-        keys, segments = extended(keys, 0, 1), None
-    query = query.reshape(b, t, k, n // k, h)
-    maps = _maps.feature_maps(query, keys, of_query, of_key, of_features, options)
-    m = options.num_features(of_key)
-    nothing = states.empty(keys.key, m, v, query, *keys, of_query, of_key)
-    if options.exact_window:
-        output, state = _with_window(maps, query, keys, segments, state, nothing, options)
-        return output.reshape(b, t, n, v), state
-    assert not isinstance(state, WindowState)
-    state = nothing if state is None else state
-    later = nothing
-    if options.axis_name is not None:
-        beyond, later = _of_other_devices(maps[1], keys, nothing, options)
-        state = states.combine(state, beyond)
-    if t and (segments is not None or (keys.log_decay is not None and not options.is_causal)):
-        output = _both_ways(maps, query, keys, segments, (state, later), options)
-    elif options.is_causal and t not in (0, 1):
-        output, state = _sweep(maps, options)(Tokens(query, keys, None), state, finish=ratio)
+        keys = extended(keys, 0, 1)
+    query = x.query.reshape(b, t, k, n // k, h)
+    maps = _maps.feature_maps(x._replace(keys=keys), estimate, exact)
+    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.of_query, x.of_key)
+    if pairs.segments is not None and s and t:
+        order, query, keys, ids = _sorted(query, keys, pairs.segments)
+    if exact.window:
+        assert not isinstance(state, State)
+        output, state = _window.attention(
+            maps, query, keys, ids, state, nothing, estimate.scale, exact, pairs.is_causal, plan
+        )
     else:
-        state = _decay.faded(state, _decay.total(keys))  # one token, or none
-        if options.axis_name is None or options.is_causal:
-            state = states.summarise(maps[1], keys, state, options.block)
-        operands = states.operand_dtype(keys.value)
-        output = states.attend(maps[0], query, state, operands, options.block)
+        assert not isinstance(state, WindowState)
+        state, later = nothing if state is None else state, nothing
+        if plan.axis_name is not None:
+            beyond, later = _of_other_devices(maps[1], keys, nothing, pairs.is_causal, plan)
+            state = states.combine(state, beyond)
+        both_ways = ids is not None or (keys.log_decay is not None and not pairs.is_causal)
+        if t and (both_ways or (pairs.is_causal and t != 1)):
+            ends = state, None if pairs.is_causal else later
+            rows, state = sweep(maps, query, keys, ends, plan, ids=ids)
+            output = ratio(rows)
+        else:
+            state = _decay.faded(state, _decay.total(keys))  # one token, or none
+            if plan.axis_name is None or pairs.is_causal:
+                state = states.summarise(maps[1], keys, state, plan.block)
+            operands = states.operand_dtype(keys.value)
+            output = states.attend(maps[0], query, state, operands, plan.block)
+    if order is not None:
+        output = _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     return output.reshape(b, t, n, v), state
 
 
-def _of_other_devices(key_map, keys: Keys, nothing: State, options: Options) -> tuple[State, State]:
+def _of_other_devices(
+    key_map, keys: Keys, nothing: State, is_causal: bool, plan: Plan
+) -> tuple[State, State]:
     """The states of the keys that come before this device's, or of all, and of those after."""
-    name, fading = options.axis_name, _decay.total(keys)
-    assert name is not None
-    own = states.summarise(key_map, _decay.until_end(keys), nothing, options.block)
-    if options.is_causal:
+    name, fading = cast(str, plan.axis_name), _decay.total(keys)
+    own = states.summarise(key_map, _decay.as_seen(keys, "until"), nothing, plan.block)
+    if is_causal:
         return earlier_devices(own, name, fading), nothing
     if fading is None:
         return over_devices(own, name), nothing
-    as_seen_before = states.summarise(key_map, _decay.until_start(keys), nothing, options.block)
+    as_seen_before = states.summarise(key_map, _decay.as_seen(keys, "since"), nothing, plan.block)
     return earlier_devices(own, name, fading), later_devices(as_seen_before, name, fading)
-
-
-def _with_window(maps, query, keys: Keys, segments, state, nothing: State, options: Options):
-    if state is not None or options.return_state or query.shape[1] == 0:
-        return _window.stream(maps, query, keys, state, nothing, options)
-    if segments is None:
-        return _window.attention(maps, query, keys, None, nothing, options), None
-    order = jnp.argsort(segments[0], axis=1, stable=True)  # stable: causal order stays
-    query, keys, ids = jax.tree.map(partial(_take, order=order), (query, keys, segments[0]))
-    output = _window.attention(maps, query, keys, ids, nothing, options)
-    return _take(output, jnp.argsort(order, axis=1)), None
-
-
-def _cut_keys(keys: Keys, t: Size) -> Keys:
-    """As many keys as queries: later ones are in the future of all."""
-    keys = extended(keys, 0, max_dim(t - keys.key.shape[1], 0))
-    return jax.tree.map(lambda x: x[:, :t], keys)
-
-
-def _both_ways(maps, query, keys: Keys, segments, ends: tuple[State, State], options: Options):
-    """Sweeps forth and, unless attention is causal, back: over sorted segments, or with decay."""
-    t = query.shape[1]
-    order, ids = None, None
-    if segments is not None:
-        order, query, keys, ids = _sorted(query, keys, segments)
-    # Whole chunks, for both sweeps to have the same ones.
-    padding = -query.shape[1] % min_dim(options.chunk, query.shape[1])
-    query, ids = jax.tree.map(lambda x: pad(x, 0, padding), (query, ids))
-    tokens = Tokens(query, extended(keys, 0, padding), ids)
-    passing = _sweep(maps, options)
-    if options.is_causal:
-        output, _ = passing(tokens, ends[0], finish=ratio)
-    else:
-        query, ids = jax.tree.map(lambda x: jnp.flip(x, axis=1), (query, ids))
-        back = Tokens(query, _decay.reversed_in_time(tokens.keys), ids)
-        rows, _ = passing(tokens, ends[0], window="all", finish=lambda rows: rows)
-        later, _ = passing(back, ends[1], window="none", finish=lambda rows: rows)
-        output = ratio(merge(rows, Rows(*(jnp.flip(x, axis=1) for x in later))))
-    if order is None:
-        return output[:, :t]
-    return _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
 
 
 def _sorted(query, keys: Keys, segments):
@@ -484,12 +394,6 @@ def _sorted(query, keys: Keys, segments):
     else:
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
     return order, *jax.tree.map(partial(_take, order=order), (query, keys, ids))
-
-
-def _sweep(maps, options: Options):
-    query_map, key_map = maps
-    sizes = dict(chunk=options.chunk, block=options.block)
-    return partial(sweep, query_map, key_map, robust=options.robust, **sizes)
 
 
 def _take(x: Array, order: Array) -> Array:

@@ -1,6 +1,7 @@
 """The drop-in attention for today's Flax (nnx)."""
 
-from typing import Any, Literal, NamedTuple
+import inspect
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import calibration as calibrations
 from performer import couplings, features
+from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.calibration import Calibration
 from performer.features import FeatureMap
@@ -61,7 +63,6 @@ class PerformerAttention(nnx.Module):
         num_heads: with a number, each head has frequencies of its own, drawn independently: that of
             the layer, or its `num_kv_heads` (which is what grouped heads should be given). With
             None, one draw is shared by all heads.
-        feature_map: as in `performer.performer_attention`.
         redraw_every: steps between new draws by `redraw`; 0 for never.
         calibration: "none", "shift", "shift+scale", "full", ..., see `performer.calibration`; for
             each head where `num_heads` is given (then it must be the number of key heads).
@@ -69,20 +70,16 @@ class PerformerAttention(nnx.Module):
             a model that learns fast: 0.9 trained better than 0.99.
         num_queries: so many queries of each sequence are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
-        implementation: "pallas" for the kernels for TPU, as in `performer.performer_attention`.
-        exact_window: w > 0 makes near keys exact, as in `performer.performer_attention`: for self
-            attention.
-        exact_first: so are the first keys.
-        alibi_slopes: relative positions in linear time, one number for each head, as in
-            `performer.performer_attention`: for self attention, with Flax's cache too. They are
-            constants of the layer.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
             sharded batches they are means over all devices without it.
         rngs: random streams; `frequencies` is used, or the default one.
+        options: keywords of `performer.performer_attention`, constants of the layer: `feature_map`,
+            `implementation="pallas"`, and, for self attention, with Flax's cache too,
+            `exact_window`, `exact_first` and `alibi_slopes`.
 
     Raises:
-        ValueError: for an unknown coupling or feature map, sizes that it does not admit, or numbers
-            below 0.
+        ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
+        TypeError: for an option that `performer_attention` does not have.
 
     Example:
         >>> rngs = nnx.Rngs(params=0, frequencies=1)
@@ -100,29 +97,21 @@ class PerformerAttention(nnx.Module):
         *,
         coupling: str | Coupling = "pm-antithetic",
         num_heads: int | None = None,
-        feature_map: str | FeatureMap = "positive",
         redraw_every: int = 0,
         calibration: str = "none",
         momentum: float = 0.9,
         num_queries: int = 64,
         use_running_average: bool = False,
-        implementation: Literal["pallas"] | None = None,
-        exact_window: int = 0,
-        exact_first: int = 0,
-        alibi_slopes: ArrayLike | None = None,
         axis_name: str | None = None,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
-        self.window = Window(exact_window, exact_first)
-        self.alibi_slopes = (
-            None if alibi_slopes is None else tuple(np.asarray(alibi_slopes, float).tolist())
-        )
-        for name, count in {"redraw_every": redraw_every, **self.window._asdict()}.items():
-            if count < 0:
-                raise ValueError(f"{name} must not be negative, got {count}")
-        self.feature_map = features.get(feature_map)
+        if redraw_every < 0:
+            raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
+        inspect.signature(performer_attention).bind_partial(**options)  # no misspelt one
+        features.get(options.get("feature_map", "positive"))
+        self.options = tuple((name, _hashable(x)) for name, x in options.items())
         self.coupling, self.redraw_every = coupling, redraw_every
-        self.implementation: Literal["pallas"] | None = implementation
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
@@ -131,13 +120,18 @@ class PerformerAttention(nnx.Module):
         self.use_running_average, self.axis_name = use_running_average, axis_name
         self.statistics = nnx.Dict()
         if calibrations.parts(self.method):
-            if not self.feature_map.exponential:
-                raise ValueError(
-                    f"calibration {calibration!r} needs feature_map={features.positive}, got"
-                    f" {self.feature_map}"
-                )
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        """The feature map of the options."""
+        return features.get(dict(self.options).get("feature_map", "positive"))
+
+    @property
+    def window(self) -> Window:
+        """The exact keys of the options."""
+        return Window(**{name: x for name, x in self.options if name in Window._fields})
 
     @property
     def calibration(self) -> Calibration | None:
@@ -213,17 +207,20 @@ class PerformerAttention(nnx.Module):
             deterministic=deterministic,
             dtype=dtype,
             is_causal=is_causal,
-            feature_map=self.feature_map,
             weights=module is not None,
-            implementation=self.implementation,
-            **self.window._asdict(),
-            alibi_slopes=None if self.alibi_slopes is None else np.asarray(self.alibi_slopes),
+            **{name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options},
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return output
+
+
+def _hashable(x: Any) -> Any:
+    """An option as a part of the structure of a module: arrays as tuples."""
+    x = x.tolist() if isinstance(x, np.ndarray | jax.Array) else x
+    return tuple(map(_hashable, x)) if isinstance(x, list | tuple) else x
 
 
 def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""]) -> None:
