@@ -429,7 +429,7 @@ TOKENS = {"query": -3, "key": -3, "value": -3, "mask": -1, "log_decay": -2}
 
 
 def run(how, size, arguments, static):
-    """`performer_attention` of the whole sequence, of pieces with their state, or on two devices."""
+    """Attention of the whole sequence, of pieces with their state, or on two devices."""
 
     def attend(arguments, **more):
         arguments = dict(arguments)

@@ -23,7 +23,6 @@ import performer
 import performer.nnx
 from performer import graphs
 
-
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
@@ -124,7 +123,6 @@ SKLEARN = {
     "Ridge": Ridge,
     "GridSearchCV": GridSearchCV,
 }
-
 
 
 @contextmanager

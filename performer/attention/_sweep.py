@@ -71,6 +71,8 @@ LAST = -1e38
 
 BESIDE = 17.0
 """e^-BESIDE is below what float32 resolves beside 1."""
+KEPT = 4
+"""States of chunks of w tokens are kept from one pass to the next up to m = KEPT w features."""
 
 
 class Rows(NamedTuple):
@@ -173,15 +175,18 @@ def sweep(
         if ids is not None:
             of_near = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
     xs = Block(queries, of_keys, segments, around, of_near)
-    start, later = _edge(ends[0], xs, 0), None
+    start, later, own = _edge(ends[0], xs, 0), None, None
     if ends[1] is not None:
-        later = _after_blocks(maps[1], xs, _edge(ends[1], xs, -1))
+        # Without segments and decay a chunk has one state for the queries on both sides.
+        alike = near is not None and ids is None and keys.log_decay is None
+        keep = alike and ends[0].maximum.shape[-1] <= KEPT * s
+        later, own = _after_blocks(maps[1], xs, _edge(ends[1], xs, -1), keep)
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
     def forth(carry, xs):
         return _block(maps, near.scale if near else 1.0, g, plan.robust, carry, *xs)
 
-    last, rows = jax.lax.scan(forth, start, (xs, later))
+    last, rows = jax.lax.scan(forth, start, (xs, later, own))
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
         tail = x.shape[last.far.maximum.ndim + 2 :]
@@ -239,18 +244,17 @@ def _edge(end: State, xs: Block, side: int) -> Carry:
     return Carry(end, segment, beside)
 
 
-def _after_blocks(key_map: Features, xs: Block, end: Carry) -> Carry:
-    """What comes into each block from the keys after it."""
+def _after_blocks(key_map: Features, xs: Block, end: Carry, keep: bool) -> tuple[Carry, Own | None]:
+    """What comes into each block from the keys after it; the states of its chunks to `keep`."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(carry, x):
         keys, ids = x
-        carry = _passed(_own(*_flat_features(key_map, keys), ids, True), carry, True)[1]
-        return carry, carry
+        own = _own(*_flat_features(key_map, keys), ids, True)
+        return _passed(own, carry, True)[1], (carry, own if keep else None)
 
-    rest = jax.tree.map(lambda x: x[1:], (xs.keys, xs.ids))
-    _, carries = jax.lax.scan(back, end, rest, reverse=True)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), carries, end)
+    _, kept = jax.lax.scan(back, end, (xs.keys, xs.ids), reverse=True)
+    return kept
 
 
 def _flat_features(key_map: Features, keys: Keys) -> tuple[Split, Array, Array | None]:
@@ -314,12 +318,13 @@ def _block(
     carry: Carry,
     x: Block,
     later: Carry | None,
+    own: Own | None,
 ) -> tuple[Carry, Rows]:
     """The chunks of one block, side by side; the scale is that of exact keys."""
     features = _flat_features(maps[1], x.keys)
     key_split, value, log_decay = features
     s, dtype = x.keys.key.shape[-2], operand_dtype(value)
-    own = _own(*features, x.ids, False)
+    own = _own(*features, x.ids, False) if own is None else own
     seen, carry = _passed(own, carry, False)
     start, near_decay = 0, log_decay
     if x.near is not None:
