@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 
 from performer import _descent, attention, couplings, directions, features, kernels
 from performer.norms import FromScores, Quantile, chi, independent_scores
-from performer.typing import Coupling, Frequencies, Key
+from performer.typing import Coupling, Frequencies, Key, Value
 
 Theta = Float[Array, " pairs"]
 Loss = Callable[[Frequencies], Float[Array, ""]]
@@ -92,8 +92,8 @@ def monotone(m: int) -> Float[Array, "m m"]:
     return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, repr=False)
+class Scores(Value):
     """m normal scores with the correlation of theta: g = L n for independent normal n.
 
     Hashable where theta is a tuple, as of a coupling that a module keeps; an array may be traced,
@@ -112,9 +112,6 @@ class Scores:
         if m != len(factor):
             raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
         return jnp.matmul(factor, independent_scores(key, m), precision="highest")
-
-    def __repr__(self) -> str:
-        return f"copula.Scores({self.theta!r})"
 
 
 def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:

@@ -5,7 +5,7 @@ norm coupling has the signature `norms(key, m, d) -> (m,)`, in float32; its leng
 marginal law and differ only in how they depend on one another. The dependence is a joint law of
 normal scores g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The
 Gaussian kernel has the chi_d quantile; another isotropic kernel is another quantile, and nothing
-else changes: `couplings.with_quantile("pnc", norms.matern(1.5))`.
+else: `couplings.with_quantile("pnc", norms.matern(1.5))`.
 
 The norm couplings here are values: frozen, equal where their parts are, with a repr that makes them
 again. A plain function of that signature will do, too.
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.typing import Key, Lengths, expression
+from performer.typing import Key, Lengths, Value
 
 Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
 """quantile(score, d): the length l with F(l) = Phi(score), of the shape of `score`."""
@@ -31,13 +31,15 @@ Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
 Scores = Callable[[Key, int], Float[Array, " m"]]
 """scores(key, m): m normal scores, each N(0, 1)."""
 
+LogQuantile = Callable[[np.ndarray, int], np.ndarray]
+
 _STEP = 1 / 16  # an exact binary fraction: score - node is exact in float32
 _LIMIT = 8.0  # the table covers normal scores in [-8, 8]; float32 draws stay within 5.5
 _DEGREE = 4
 
 
-@dataclass(frozen=True)
-class Tabulated:
+@dataclass(frozen=True, repr=False)
+class Tabulated(Value):
     """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
 
     On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
@@ -49,7 +51,7 @@ class Tabulated:
             u = Phi(score) is Phi(-score), so 1 - u need never be computed.
     """
 
-    log_quantile: Callable[[np.ndarray, int], np.ndarray]
+    log_quantile: LogQuantile
 
     def __call__(self, score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
         """The lengths at these normal scores."""
@@ -63,18 +65,9 @@ class Tabulated:
             log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
         return at_nodes[cell] * jnp.exp(log_ratio)
 
-    def __repr__(self) -> str:
-        if self == chi:
-            return "norms.chi"
-        if isinstance(self.log_quantile, _LogMatern):
-            return f"norms.matern({self.log_quantile.nu!r})"
-        return f"norms.Tabulated({expression(self.log_quantile)})"
-
 
 @lru_cache(maxsize=256)
-def _table(
-    log_quantile: Callable[[np.ndarray, int], np.ndarray], d: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _table(log_quantile: LogQuantile, d: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantiles at the nodes, and the coefficients of log(quantile / quantile at the node)."""
     nodes = np.arange(-_LIMIT, _LIMIT + _STEP, _STEP)
     offsets = _STEP / 2 * np.cos(np.pi * np.arange(_DEGREE + 1) / _DEGREE)  # contains the midpoint
@@ -92,8 +85,8 @@ def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
     return np.log(2 * np.where(score < 0, *inverses)) / 2
 
 
-@dataclass(frozen=True)
-class _LogMatern:
+@dataclass(frozen=True, repr=False)
+class _LogMatern(Value):
     """l^2 / d ~ F(d, 2 nu): b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu), 1 - b ~ Beta(nu, d/2)."""
 
     nu: float
@@ -113,8 +106,8 @@ chi = Tabulated(_log_chi)
 """The chi_d quantile: frequencies N(0, I_d), the Gaussian and the softmax kernel."""
 
 
-def matern(nu: float) -> Quantile:
-    """The radial law of the Matern kernel of smoothness nu and lengthscale 1 (VRC App. G).
+def matern(nu: float) -> Tabulated:
+    """Return the radial law of the Matern kernel of smoothness nu, lengthscale 1 (VRC App. G).
 
     The frequencies are then multivariate t with 2 nu degrees of freedom. VRC Eq. 84 prints the
     density of frequencies in cycles; the features here take radians, 2 pi times as much. The mean
@@ -129,7 +122,7 @@ def matern(nu: float) -> Quantile:
 
 
 def root_mean_square(score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
-    """sqrt(d) whatever the score is: the lengths of `fixed`."""
+    """sqrt(d) for every score: the lengths of `fixed`."""
     return jnp.full_like(score, d**0.5)
 
 
@@ -144,36 +137,21 @@ def pairwise_scores(key: Key, m: int) -> Float[Array, " m"]:
     return jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m]
 
 
-@dataclass(frozen=True)
-class FromScores:
-    """The lengths quantile(g, d) of normal scores g with the joint law `scores`.
-
-    Attributes:
-        scores: (key, m) -> (m,).
-        quantile: the law of each length.
-        common: one score and one length, shared by the m rows.
-    """
+@dataclass(frozen=True, repr=False)
+class FromScores(Value):
+    """The lengths quantile(g, d) of normal scores g with the joint law `scores`."""
 
     scores: Scores
+    """(key, m) -> (m,)."""
     quantile: Quantile = chi
+    """The law of each length."""
     common: bool = False
+    """One score and one length, shared by the m rows."""
 
-    def __call__(self, key: Key, m: int, d: int, quantile: Quantile | None = None) -> Lengths:
-        """The lengths (m,) of frequencies in R^d; of another law than `self.quantile` if given."""
-        quantile = self.quantile if quantile is None else quantile
-        lengths = quantile(self.scores(key, 1 if self.common else m), d)
+    def __call__(self, key: Key, m: int, d: int) -> Lengths:
+        """The lengths (m,) of frequencies in R^d."""
+        lengths = self.quantile(self.scores(key, 1 if self.common else m), d)
         return jnp.broadcast_to(lengths, (m,))
-
-    def __repr__(self) -> str:
-        law = expression(self.quantile)
-        names = {independent: "independent", pairwise: "pairwise", monotone: "monotone"}
-        if self == fixed:
-            return "norms.fixed"
-        if (usual := replace(self, quantile=chi)) in names:
-            name = f"norms.{names[usual]}"
-            return name if self == usual else f"norms.with_quantile({name}, {law})"
-        common = ", common=True" if self.common else ""
-        return f"norms.FromScores({expression(self.scores)}, {law}{common})"
 
 
 independent = FromScores(independent_scores)
@@ -196,7 +174,7 @@ m; in attention the loss of radial noise often outweighs it.
 
 
 def with_quantile(norms: FromScores, quantile: Quantile) -> FromScores:
-    """The same dependence between lengths of another law.
+    """Return the same dependence between lengths of another law.
 
     Raises:
         ValueError: for `fixed`, whose lengths have no law.

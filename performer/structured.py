@@ -40,7 +40,7 @@ class StructuredFrequencies:
         p = self.lengths.shape[-1]
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, p - self.d)])
 
-        def block(signs: Float[Array, "k p"], lengths: Float[Array, " p"]) -> Float[Array, "*b p"]:
+        def block(signs: Array, lengths: Array) -> Float[Array, "*b p"]:
             turned = hadamard.multiply(signs, x)
             turned = directions.multiply_simplex(turned) if self.simplex else turned
             return jnp.broadcast_to(lengths.astype(turned.dtype), turned.shape) * turned
@@ -57,7 +57,7 @@ class StructuredFrequencies:
 def draw(
     key: Key, m: int, d: int, *, simplex: bool = False, draw_norms: Norms = norms.independent
 ) -> StructuredFrequencies:
-    """Draws structured frequencies: fast SimRF with `simplex`, else SORF.
+    """Draw structured frequencies: fast SimRF with `simplex`, else SORF.
 
     With the same key the matrix is that of the coupling "fast-simrf" or "sorf".
 

@@ -161,7 +161,7 @@ rows(
         "couplings.with_quantile": lambda x: couplings.with_quantile("pnc", norms.matern(1.5))(
             key(), M, D
         ),
-        "norms.matern": lambda x: norms.independent(key(), M, D, norms.matern(1.5)),
+        "norms.matern": lambda x: norms.matern(1.5)(x(M), D),
         "directions.haar": lambda x: directions.haar(key(), 3, D),
         "structured.draw": lambda x: structured.draw(key(), M, 3, simplex=True),
         "structured.StructuredFrequencies.matrix": lambda x: structured.draw(key(), M, 3).matrix(),
@@ -177,14 +177,12 @@ rows(
         "quadrature.StructuredRule.weights": lambda x: quadrature.structured(key(), 2, 3).weights,
         "quadrature.StructuredRule.constant": lambda x: quadrature.structured(key(), 2, 3).constant,
         "quadrature.StructuredRule.dense": lambda x: quadrature.structured(key(), 2, 3).dense(),
-        "quadrature.random_features": lambda x: quadrature.random_features("iid")(key(), M, D),
+        "quadrature.plain": lambda x: quadrature.plain(couplings.get("iid"))(
+            key(), 1, 3, reflect=True
+        ),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
-        "quadrature.method": lambda x: [
-            quadrature.method(key(), name, 1, 3, reflect=True) for name in quadrature.METHODS
-        ],
         "kernels.Kernel.coupled": lambda x: kernels.softmax.coupled("orf")(key(), M, D),
         "kernels.frequencies": lambda x: kernels.frequencies(key(), kernels.matern(1.5), M, D),
-        "quadrature.vertices": lambda x: quadrature.vertices(3),
         "copula.pairwise": lambda x: copula.pairwise(3),
         "copula.monotone": lambda x: copula.monotone(3),
         "copula.norms": lambda x: copula.norms(x(3))(key(), 3, 3),
@@ -626,7 +624,16 @@ rows(
         "gp.observed": lambda x: gp.observed(law(x, 0), 0.5),
         "gp.kl": lambda x: gp.kl(law(x, 0), law(x, 1)),
         "gp.negative_log_density": lambda x: gp.negative_log_density(law(x, 0), x(5)),
-        "gp.Scales.logarithms": lambda x: START.logarithms(x(1).dtype, ("noise_scale",)),
+        "gp.fit_scales": lambda x: gp.fit_scales(
+            key(),
+            lambda scales, key, data: scales.noise_scale**2,
+            [x(5)],
+            (),
+            START,
+            fixed=(),
+            num_steps=2,
+            optimizer=SGD,
+        ),
         "gp.fit": lambda x: gp.fit(points(x), x(5), START, num_steps=2, optimizer=SGD),
         "copula.cholesky": lambda x: copula.cholesky(x(3)),
         "copula.kernel_rmse": lambda x: copula.kernel_rmse(x(5, D))(frequencies()),
@@ -811,6 +818,7 @@ rows(
         "graphs.graph.require_nonnegative": lambda x: graphs.graph.require_nonnegative(
             graph(), "this"
         ),
+        "graphs.walks.transition": lambda x: graphs.walks.transition(graph(), "weighted").data,
         "graphs.walks.sample": lambda x: graphs.walks.sample(
             key(), graph(), np.full((5, 2), 3), p_halt=0.5, steps="weighted"
         ),
@@ -885,16 +893,9 @@ rows(
             graphs.kernels.Diffusion(), 0.5, 3
         ),
         "graphs.matching.spectral_responses": lambda x: responses(),
-        "graphs.matching.node_responses": lambda x: graphs.matching.node_responses(
-            graph(), graphs.kernels.Diffusion(), 0.5, 3, 1
-        ),
         "graphs.matching.linear_costs": lambda x: graphs.matching.linear_costs(responses()),
-        "graphs.matching.pair_costs": lambda x: graphs.matching.pair_costs(
-            responses(), responses()
-        ),
         "graphs.matching.assign": lambda x: graphs.matching.assign(np.eye(3)),
         "graphs.matching.spectral_edges": lambda x: edges(),
-        "graphs.matching.node_edges": lambda x: graphs.matching.node_edges(responses()),
         "graphs.matching.reduced": lambda x: graphs.matching.reduced(
             np.random.default_rng(0), edges(), size=2
         ),

@@ -80,27 +80,10 @@ def spectral_responses(
     return series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
 
 
-def node_responses(
-    graph: Graph, kernel: Modulation, p_halt: float, order: int, node: int
-) -> Float[np.ndarray, "n a"]:
-    """psi_q(node), over the nodes of the graph (VRC Eq. 54)."""
-    eigenvalues, vectors = scipy.linalg.eigh(graph.normalised().to_scipy().toarray())
-    spectral = series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
-    return spectral * vectors[node] @ vectors.T
-
-
 def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"]:
     """The cost of matching q and r in VRC Eq. 56, averaged over all pairs of nodes."""
     sums = responses[:, None] + responses[None]
     return np.sum(sums**4, axis=-1)
-
-
-def pair_costs(
-    first: Float[np.ndarray, "n a"], second: Float[np.ndarray, "n a"]
-) -> Float[np.ndarray, "n n"]:
-    """The same for one pair of nodes, of their `node_responses`."""
-    sums, others = (x[:, None] + x[None] for x in (first, second))
-    return np.sum(sums * others, axis=-1) ** 2
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
@@ -111,12 +94,6 @@ def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
 def spectral_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n a"]:
     """u_{q, r} of the average over all pairs of nodes."""
     return (responses[:, None] + responses[None]) ** 2
-
-
-def node_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n b"]:
-    """u_{q, r} of one node (VRC Eq. 60), of its `node_responses`; b = a^2."""
-    sums = responses[:, None] + responses[None]
-    return (sums[..., :, None] * sums[..., None, :]).reshape(*sums.shape[:2], -1)
 
 
 def reduced(

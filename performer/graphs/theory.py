@@ -18,6 +18,7 @@ This is qGRF Thm 3.2 with numbers: whether antithetic walks gain, and how much, 
 function of A, which its eigenvalues give; all of it takes O(N^3).
 """
 
+import bisect
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -27,10 +28,10 @@ import scipy.linalg
 from jaxtyping import Float
 
 from performer import choices
-from performer.graphs import couplings, kernels
+from performer.graphs import couplings, kernels, walks
 from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
-from performer.graphs.walks import Steps, require_steps
+from performer.graphs.walks import Steps
 
 LARGEST = 3000
 """Nodes; matrices of more take minutes and gigabytes."""
@@ -181,7 +182,7 @@ def pagerank_variance(
             `couplings.lengths` refuses.
     """
     choices.positive_integer("num_walks", num_walks)
-    transition = _transition(_require_small(graph), steps)
+    transition = walks.transition(_require_small(graph), steps).toarray()
     n = graph.num_nodes
     if not np.allclose(transition.sum(axis=1), 1):
         raise ValueError("a node without edges teleports: leave such nodes out")
@@ -258,24 +259,14 @@ def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
     joined = np.diff(np.asarray(_require_small(graph).indptr)) > 0
     normalised = graph.normalised()
     adjacency, chances = (
-        x[joined][:, joined]
-        for x in (normalised.to_scipy().toarray(), _transition(normalised, steps))
+        x.toarray()[joined][:, joined]
+        for x in (normalised.to_scipy(), walks.transition(normalised, steps))
     )
     f = np.asarray(kernel(TERMS), np.float64)
     f = f[: np.flatnonzero(np.abs(f) > SMALL * np.abs(f).max())[-1] + 1]
-    values, vectors = scipy.linalg.eigh(adjacency.astype(np.float64))
-    spectrum = _Spectrum(adjacency.astype(np.float64), chances, values, vectors, f, 0.0)
+    spectrum = _Spectrum(adjacency, chances, *scipy.linalg.eigh(adjacency), f, 0.0)
     alone = np.sum(~joined) * f.sum() ** 4
     return spectrum._replace(exact=float(np.sum(spectrum.of(1.0) ** 2) + alone))
-
-
-def _transition(graph: Graph, steps: Steps) -> Matrix:
-    require_steps(steps, graph)
-    weights = graph.to_scipy().toarray().astype(np.float64)
-    if steps == "uniform":
-        weights = (weights != 0).astype(np.float64)
-    strengths = weights.sum(axis=1, keepdims=True)
-    return weights / np.where(strengths > 0, strengths, 1)
 
 
 def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
@@ -317,11 +308,9 @@ def _fewest(error, tolerance: float, size: int) -> int | None:
         high *= 2
         if high * size > MOST_WALKS:
             return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if error(middle * size) <= tolerance else (middle, high)
-    return high * size
+    between = range(high // 2 + 1, high)
+    fewer = bisect.bisect_left(between, True, key=lambda k: error(k * size) <= tolerance)
+    return (high // 2 + 1 + fewer) * size if high > 1 else size
 
 
 def _both(transition: Matrix, after: Matrix, p_halt: float, q: float) -> Matrix:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
@@ -36,7 +37,7 @@ STRETCH = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Walks:
-    """What all walks left behind: one flat list (T,), in no particular order."""
+    """The visits of all walks: flat lists (T,), in no particular order."""
 
     start: Any
     """The node that the walk left from, int32."""
@@ -83,22 +84,16 @@ def sample(
     couplings.require_probability(p_halt)
     require_lengths(lengths, graph)
     require_steps(steps, graph)
-    devices = mesh.size if mesh else 1
-    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * lengths.shape[1])
-    walkers, their_lengths, rounds = _lanes(np.asarray(lengths), p_halt, devices)
-    start, node, step, load, last = _walk_all(
-        jax.random.bits(key, (2,), jnp.uint32),
-        graph,
-        _thresholds(graph) if steps == "weighted" else None,
-        walkers,
-        their_lengths,
-        lengths.shape[1],
-        rounds,
-        float(p_halt),
-        mesh,
+    devices, num_walks = mesh.size if mesh else 1, lengths.shape[1]
+    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * num_walks)
+    walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt, devices)
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    thresholds = _thresholds(graph) if steps == "weighted" else None
+    visits = _walk_all(
+        seed, graph, thresholds, walkers, dealt, num_walks, rounds, float(p_halt), mesh
     )
-    longest = -(-int(their_lengths.max()) // 64) * 64
-    return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
+    longest = -(-int(dealt.max()) // 64) * 64
+    return Walks(*visits, graph.num_nodes, num_walks, longest)
 
 
 def require_lengths(lengths: Int[Array | np.ndarray, "..."], graph: Graph) -> None:
@@ -116,6 +111,21 @@ def require_steps(steps: str, graph: Graph) -> None:
         raise ValueError(f"steps must be 'uniform' or 'weighted', got {steps!r}")
     if steps == "weighted":
         require_nonnegative(graph, "a step in proportion to the weights")
+
+
+def transition(graph: Graph, steps: Steps) -> scipy.sparse.csr_array:
+    """Return T, the probabilities of a step (N, N), float64; a node without edges has a row of 0.
+
+    Raises:
+        ValueError: as `require_steps`.
+    """
+    require_steps(steps, graph)
+    matrix = graph.to_scipy()
+    if steps == "uniform":
+        matrix.data = np.ones_like(matrix.data)
+    strengths = np.repeat(matrix.sum(axis=1), np.diff(matrix.indptr))
+    matrix.data /= np.where(strengths > 0, strengths, 1)
+    return matrix
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -149,12 +159,8 @@ def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_ha
     walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
     if mesh is not None:
         whole, lanes = PartitionSpec(), PartitionSpec(None, mesh.axis_names)
-        walk = jax.shard_map(
-            walk,
-            mesh=mesh,
-            in_specs=(whole, whole, whole, lanes, lanes),
-            out_specs=PartitionSpec(mesh.axis_names),
-        )
+        specs, visits = (whole, whole, whole, lanes, lanes), PartitionSpec(mesh.axis_names)
+        walk = jax.shard_map(walk, mesh=mesh, in_specs=specs, out_specs=visits)
     return walk(seed, graph, thresholds, walkers, lengths)
 
 
