@@ -206,8 +206,7 @@ def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
         raise ValueError(
             f"{name} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"
         )
-    if not isinstance(nodes, Tracer):
-        absent = [node for node in np.asarray(nodes).tolist() if not 0 <= node < num_nodes]
-        if absent:
-            raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
+    known = np.zeros(0, int) if isinstance(nodes, Tracer) else np.asarray(nodes)
+    for absent in known[(known < 0) | (known >= num_nodes)]:
+        raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent}")
     return nodes

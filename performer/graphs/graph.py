@@ -46,25 +46,22 @@ class Graph(NamedTuple):
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
         """
         choices.require_numbered("nodes", choices.positive_integer("num_nodes", num_nodes))
-        pairs = np.asarray(edges).reshape(-1, 2) if np.size(edges) == 0 else np.asarray(edges)
+        pairs = np.asarray(edges) if np.size(edges) else np.zeros((0, 2), int)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}")
-        if pairs.size and not np.issubdtype(pairs.dtype, np.integer):
+        if not np.issubdtype(pairs.dtype, np.integer):
             raise ValueError(f"edges must be integer node ids, got {pairs.dtype}")
-        outside = np.flatnonzero(((pairs < 0) | (pairs >= num_nodes)).any(axis=1))
-        if outside.size:
+        for i in np.flatnonzero(((pairs < 0) | (pairs >= num_nodes)).any(axis=1)):
             raise ValueError(
-                f"edge {outside[0]}, {tuple(pairs[outside[0]].tolist())}, names a node outside"
-                f" 0..{num_nodes - 1}: num_nodes={num_nodes} is too small or the ids do not start"
-                " at 0"
+                f"edge {i}, {tuple(pairs[i].tolist())}, names a node outside 0..{num_nodes - 1}:"
+                f" num_nodes={num_nodes} is too small or the ids do not start at 0"
             )
         values = np.ones(len(pairs)) if weights is None else _real(weights)
         if values.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} edges need as many weights, got shape {values.shape}")
-        i, j = pairs.T.astype(np.int64)
-        loops = i == j
-        rows, columns = np.concatenate([i, j[~loops]]), np.concatenate([j, i[~loops]])
-        entries = np.concatenate([values, values[~loops]])
+        back = pairs[:, 0] != pairs[:, 1]  # a loop counts once
+        rows, columns = np.concatenate([pairs, pairs[back, ::-1]]).T.astype(np.int64)
+        entries = np.concatenate([values, values[back]])
         return cls.from_scipy(
             scipy.sparse.coo_array((entries, (rows, columns)), shape=(num_nodes, num_nodes))
         )
@@ -88,10 +85,9 @@ class Graph(NamedTuple):
         if not np.isfinite(matrix.data).all():
             raise ValueError("an edge has a weight that is not finite")
         limits, sizes = jnp.finfo(jnp.result_type(float)), np.abs(matrix.data)
-        outside = matrix.data[(sizes < limits.tiny) | (sizes > limits.max)]
-        if outside.size:
+        for weight in matrix.data[(sizes < limits.tiny) | (sizes > limits.max)]:
             raise ValueError(
-                f"a weight of {outside[0]:.6g} is no number of {limits.dtype}, whose sizes go from"
+                f"a weight of {weight:.6g} is no number of {limits.dtype}, whose sizes go from"
                 f" {limits.tiny:.3g} to {limits.max:.3g}: scale the weights"
             )
         turned = matrix.T.tocsr()
@@ -185,11 +181,7 @@ def require_nonnegative(graph: Graph, purpose: str) -> None:
 
 
 def _real(values: Any) -> Any:
-    """Weights as they are, an array or a SciPy matrix.
-
-    Raises:
-        ValueError: when they are not real numbers.
-    """
+    """Weights as they are, an array or a SciPy matrix, if they are real numbers."""
     values = values if scipy.sparse.issparse(values) else np.asarray(values)
     if values.dtype.kind not in "biuf":
         raise ValueError(f"weights must be real numbers, got {values.dtype}")

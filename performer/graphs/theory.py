@@ -19,8 +19,7 @@ function of A, which its eigenvalues give; all of it takes O(N^3).
 """
 
 import bisect
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +33,13 @@ from performer.graphs.kernels import Modulation
 from performer.graphs.walks import Steps
 
 LARGEST = 3000
-"""Nodes; matrices of more take minutes and gigabytes."""
+"""Most nodes; larger matrices take minutes and gigabytes."""
 SMALL = 1e-12
-"""What is left of a series that counts as summed, relative."""
+"""Relative size of a term at which a series counts as summed."""
 TERMS = 512
 """The most terms of a modulation."""
 PROBABILITIES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
-"""Of halting, that `recommend` looks at."""
+"""Probabilities of halting among which `recommend` chooses."""
 MOST_WALKS = 2**20
 """From a node."""
 
@@ -56,7 +55,7 @@ class Group(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """What `graph_random_features` is called with, and what comes of it."""
+    """Arguments of `graph_random_features`, and the error and the work that they take."""
 
     p_halt: float
     num_walks: int
@@ -92,7 +91,7 @@ def expected_error(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> float:
-    """sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles, as the module says; infinite if it is.
+    """Return sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles; it may be infinite.
 
     The kernel is of the normalised adjacency matrix. Of one ensemble this is the error without the
     diagonal, or a little more.
@@ -112,15 +111,13 @@ def expected_error(
         >>> theory.expected_error(graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
     """
     choices.positive_integer("num_walks", num_walks)
-    spectrum = _spectrum(graph, kernel, steps)
-    own = _of_one_walk(spectrum, p_halt)
-    return _error(spectrum, own, num_walks, p_halt, coupling)
+    return _errors(_spectrum(graph, kernel, steps), p_halt)(num_walks, coupling)
 
 
 def recommend(
     graph: Graph, kernel: Modulation, tolerance: float, *, steps: Steps = "uniform"
 ) -> Recommendation:
-    """The p_halt, number of walks and coupling that reach an expected error in fewest visits.
+    """Return p_halt, number of walks and coupling that reach an expected error in fewest visits.
 
     Of couplings that take as many, that with the lowest error.
 
@@ -145,13 +142,13 @@ def recommend(
     spectrum = _spectrum(graph, kernel, steps)
     found = []
     for p_halt in PROBABILITIES:
-        own = _of_one_walk(spectrum, p_halt)
+        error = _errors(spectrum, p_halt)
         for coupling in COUPLINGS:
-            error = partial(_error, spectrum, own, p_halt=p_halt, coupling=coupling)
-            m = _fewest(error, tolerance, _group(coupling, p_halt).size)
+            size = _group(coupling, p_halt).size
+            m = _fewest(lambda m, e=error, c=coupling: e(m, c), tolerance, size)
             if m is not None:
-                visits, alone = graph.num_nodes * m / p_halt, error(m, coupling="independent")
-                found.append(Recommendation(p_halt, m, coupling, error(m), visits, alone))
+                visits, alone = graph.num_nodes * m / p_halt, error(m, "independent")
+                found.append(Recommendation(p_halt, m, coupling, error(m, coupling), visits, alone))
     if not found:
         raise ValueError(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
@@ -168,7 +165,7 @@ def pagerank_variance(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> Float[np.ndarray, " n"]:
-    """The variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
+    """Return the variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
 
     With T the steps and G = p sum_l (1 - p)^l T^l, one walk from j halts at i with probability
     G_ji, and both of a pair with
@@ -286,19 +283,23 @@ def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
     return own + own.T
 
 
-def _error(
-    spectrum: _Spectrum, own: Matrix, num_walks: int, p_halt: float, coupling: str | Group
-) -> float:
-    if not np.isfinite(own).all():
-        return np.inf
-    pairs = sum(
-        count * spectrum.of(q / (1 - p_halt) ** 2)
-        for count, q in _pairs(coupling, p_halt, num_walks)
-    )
-    vectors = spectrum.vectors
-    moments = own / num_walks + (vectors * (pairs / num_walks**2)) @ vectors.T
+def _errors(spectrum: _Spectrum, p_halt: float) -> Callable[[int, str | Group], float]:
+    """The expected error of (num_walks, coupling)."""
+    own = _of_one_walk(spectrum, p_halt)
     drawn = np.sum(spectrum.of(1.0) ** 2)
-    return float(np.sqrt(max(np.sum(moments**2) - drawn, 0.0) / spectrum.exact))
+
+    def error(num_walks: int, coupling: str | Group) -> float:
+        if not np.isfinite(own).all():
+            return np.inf
+        pairs = sum(
+            count * spectrum.of(q / (1 - p_halt) ** 2)
+            for count, q in _pairs(coupling, p_halt, num_walks)
+        )
+        pairs = (spectrum.vectors * (pairs / num_walks**2)) @ spectrum.vectors.T
+        excess = np.sum((own / num_walks + pairs) ** 2) - drawn
+        return float(np.sqrt(max(excess, 0.0) / spectrum.exact))
+
+    return error
 
 
 def _fewest(error, tolerance: float, size: int) -> int | None:
@@ -309,8 +310,8 @@ def _fewest(error, tolerance: float, size: int) -> int | None:
         if high * size > MOST_WALKS:
             return None
     between = range(high // 2 + 1, high)
-    fewer = bisect.bisect_left(between, True, key=lambda k: error(k * size) <= tolerance)
-    return (high // 2 + 1 + fewer) * size if high > 1 else size
+    place = bisect.bisect_left(between, True, key=lambda k: error(k * size) <= tolerance)
+    return (high // 2 + 1 + place) * size
 
 
 def _both(transition: Matrix, after: Matrix, p_halt: float, q: float) -> Matrix:
