@@ -31,16 +31,12 @@ from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Valu
 
 
 class Properties(NamedTuple):
-    """Properties of a coupling in R^d; None where they are not known."""
+    """Properties of a coupling; None where they are not known."""
 
     gaussian: bool | None = None
     """Every row is exactly N(0, I_d)."""
     common_lengths: bool | None = None
     """Lengths are fixed, or one for a whole block: then see `calibration`."""
-    block_length: int | None = None
-    """Rows further apart are independent (of one sign, if antithetic)."""
-    even: bool | None = None
-    """The number of rows must be even."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,14 +58,14 @@ class Blocks(Value):
         """The frequencies (m, d)."""
         return _draw_blocks(self, key, *_sizes(m, d))
 
-    def properties(self, d: int) -> Properties:
+    @property
+    def properties(self) -> Properties:
         """Gaussian if the directions are uniform and the lengths chi_d."""
+        quantile = getattr(self.norms, "quantile", None)
+        gaussian = None if quantile is None else quantile == norms.chi
         if self.directions in directions.HADAMARD:
             gaussian = False
-        else:
-            quantile = getattr(self.norms, "quantile", None)
-            gaussian = None if quantile is None else quantile == norms.chi
-        return Properties(gaussian, getattr(self.norms, "common", None), d, even=False)
+        return Properties(gaussian, getattr(self.norms, "common", None))
 
 
 @jit_static(0, 2, 3)
@@ -105,9 +101,10 @@ class Padded(Value):
         m, d = _sizes(m, d)
         return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
 
-    def properties(self, d: int) -> Properties:
+    @property
+    def properties(self) -> Properties:
         """Properties of the coupling before the cut."""
-        return properties(self.coupling, hadamard.next_power_of_two(d))
+        return properties(self.coupling)
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,9 +121,10 @@ class Antithetic(Value):
         half = self.coupling(key, m // 2, d)
         return jnp.concatenate([half, -half])
 
-    def properties(self, d: int) -> Properties:
-        """Properties of the coupling, but for the even number."""
-        return properties(self.coupling, d)._replace(even=True)
+    @property
+    def properties(self) -> Properties:
+        """Properties of the coupling of one half."""
+        return properties(self.coupling)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,9 +143,7 @@ class Halton(Value):
         """The frequencies (m, d)."""
         return _shifted_normal(key, jnp.asarray(_halton_points(*_sizes(m, d), self.scramble)))
 
-    def properties(self, d: int) -> Properties:
-        """Gaussian; no two rows are independent."""
-        return Properties(gaussian=True, common_lengths=False, even=False)
+    properties = Properties(gaussian=True, common_lengths=False)
 
 
 halton = Halton()
@@ -259,15 +255,14 @@ def names() -> tuple[str, ...]:
     return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
 
 
-def properties(coupling: str | Coupling, d: int) -> Properties:
-    """Return the properties in R^d that the coupling declares by a method `properties(d)`.
+def properties(coupling: str | Coupling) -> Properties:
+    """Return the properties that the coupling declares as its attribute `properties`.
 
     Example:
-        >>> performer.couplings.properties("pm-antithetic", 64)
-        Properties(gaussian=True, common_lengths=True, block_length=64, even=True)
+        >>> performer.couplings.properties("pm-antithetic")
+        Properties(gaussian=True, common_lengths=True)
     """
-    coupling = get(coupling)
-    return coupling.properties(d) if hasattr(coupling, "properties") else Properties()
+    return getattr(get(coupling), "properties", Properties())
 
 
 def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Coupling:

@@ -69,7 +69,7 @@ CHECKS = {
     "graphs.kernels.require_radius",
     "graphs.walks.require_lengths",
     "graphs.walks.require_steps",
-    *(f"couplings.{kind}.properties" for kind in ("Blocks", "Padded", "Antithetic", "Halton")),
+    *(f"couplings.{kind}.properties" for kind in ("Blocks", "Padded", "Antithetic")),
 }
 """They look at arguments, or write, and compute nothing."""
 
@@ -535,7 +535,7 @@ rows(
         "features.FeatureMap.estimates_softmax": lambda x: features.relu.estimates_softmax,
         "calibration.parts": lambda x: len(calibration.parts("full")),
         "calibration.parts[coupling]": lambda x: len(calibration.parts("full", "pm")),
-        "couplings.properties": lambda x: couplings.properties("pm", 3).block_length,
+        "couplings.properties": lambda x: couplings.properties("pm").gaussian,
         "couplings.names": lambda x: len(couplings.names()),
     },
 )
