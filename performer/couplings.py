@@ -318,12 +318,7 @@ def draw(
     if num_heads is None:
         return coupling(key, num_features, head_dim)
     keys = jax.random.split(key, positive_integer("num_heads", num_heads))
-    return _for_each(coupling, keys, num_features, head_dim)
-
-
-@jit_static(0, 2, 3)
-def _for_each(coupling: Coupling, keys: Array, m: int, d: int) -> Float[Array, "n m d"]:
-    return jax.vmap(lambda key: coupling(key, m, d))(keys)
+    return jax.vmap(lambda key: coupling(key, num_features, head_dim))(keys)
 
 
 def redraw(

@@ -60,13 +60,12 @@ def condition(
     num_nodes = kernel.shape[0]
     observed, y = _observations(num_nodes, observed, y)
     nodes = _checked_nodes("nodes", num_nodes, nodes)
-    scales = [
-        positive_number(name, value)
-        for name, value in (("noise_scale", noise_scale), ("output_scale", output_scale))
-    ]
+    positive_number("noise_scale", noise_scale)
+    positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
     program = jax.jit(_condition) if arrays else _condition  # a kernel of one's own
-    return _converged(*program(kernel, observed, nodes, y, *scales, tolerance), tolerance)
+    law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
+    return _converged(law, residual, tolerance)
 
 
 @jax.default_matmul_precision("highest")

@@ -261,7 +261,8 @@ def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
     )
     f = np.asarray(kernel(TERMS), np.float64)
     f = f[: np.flatnonzero(np.abs(f) > SMALL * np.abs(f).max())[-1] + 1]
-    spectrum = _Spectrum(adjacency, chances, *scipy.linalg.eigh(adjacency), f, 0.0)
+    values, vectors = scipy.linalg.eigh(adjacency)
+    spectrum = _Spectrum(adjacency, chances, values, vectors, f, 0.0)
     alone = np.sum(~joined) * f.sum() ** 4
     return spectrum._replace(exact=float(np.sum(spectrum.of(1.0) ** 2) + alone))
 

@@ -89,11 +89,11 @@ def sample(
     walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt, devices)
     seed = jax.random.bits(key, (2,), jnp.uint32)
     thresholds = _thresholds(graph) if steps == "weighted" else None
-    visits = _walk_all(
+    start, node, step, load, last = _walk_all(
         seed, graph, thresholds, walkers, dealt, num_walks, rounds, float(p_halt), mesh
     )
     longest = -(-int(dealt.max()) // 64) * 64
-    return Walks(*visits, graph.num_nodes, num_walks, longest)
+    return Walks(start, node, step, load, last, graph.num_nodes, num_walks, longest)
 
 
 def require_lengths(lengths: Int[Array | np.ndarray, "..."], graph: Graph) -> None:
@@ -123,9 +123,16 @@ def transition(graph: Graph, steps: Steps) -> scipy.sparse.csr_array:
     matrix = graph.to_scipy()
     if steps == "uniform":
         matrix.data = np.ones_like(matrix.data)
-    strengths = np.repeat(matrix.sum(axis=1), np.diff(matrix.indptr))
-    matrix.data /= np.where(strengths > 0, strengths, 1)
+    row, strengths = _strengths(matrix)
+    matrix.data /= np.where(strengths > 0, strengths, 1)[row]
     return matrix
+
+
+def _strengths(matrix: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
+    """The row of every entry, and the sums of the rows."""
+    degrees = np.diff(matrix.indptr)
+    row = np.repeat(np.arange(len(degrees)), degrees)
+    return row, np.bincount(row, matrix.data, len(degrees))
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -241,15 +248,10 @@ def _thresholds(graph: Graph) -> tuple[Array, Array]:
     The cumulative sum runs over all rows in fixed point, with 62 bits: it wraps, and differences
     within a row are exact. The last of a row is never looked at, and 2^32 need not be written.
     """
-    indptr, weights = np.asarray(graph.indptr), np.asarray(graph.weights, np.float64)
-    degrees = np.diff(indptr)
-    row = np.repeat(np.arange(graph.num_nodes), degrees)
-    strengths = np.bincount(row, weights, graph.num_nodes)
-    chances = weights / np.where(strengths > 0, strengths, 1)[row]
-    sums = np.cumsum((chances * 2.0**62).astype(np.uint64))
-    before = np.concatenate([np.zeros(1, np.uint64), sums])[indptr[:-1]]
-    within = (sums - np.repeat(before, degrees)) >> np.uint64(30)
-    return (
-        jnp.asarray(np.minimum(within, 2**32 - 1).astype(np.uint32)),
-        jnp.asarray(strengths, graph.weights.dtype),
-    )
+    chances = transition(graph, "weighted")
+    row, _ = _strengths(chances)
+    sums = np.cumsum((chances.data * 2.0**62).astype(np.uint64))
+    before = np.concatenate([np.zeros(1, np.uint64), sums])[chances.indptr[:-1]]
+    within = np.minimum((sums - before[row]) >> np.uint64(30), 2**32 - 1)
+    strengths = _strengths(graph.to_scipy())[1]
+    return jnp.asarray(within.astype(np.uint32)), jnp.asarray(strengths, graph.weights.dtype)
