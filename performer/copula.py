@@ -31,7 +31,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from performer import _descent, attention, couplings, directions, features, kernels
-from performer.norms import FromScores, Quantile, chi, independent_scores
+from performer.norms import FromScores, independent_scores
 from performer.typing import Coupling, Frequencies, Key, Value
 
 Theta = Float[Array, " pairs"]
@@ -60,7 +60,7 @@ def cholesky(theta: Theta) -> Float[Array, "m m"]:
 
 
 def parameters(correlation: Float[Array, "m m"]) -> Theta:
-    """The theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
+    """Return the theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
 
     Args:
         correlation: (m, m), positive definite, with ones on the diagonal.
@@ -114,13 +114,12 @@ class Scores(Value):
         return jnp.matmul(factor, independent_scores(key, m), precision="highest")
 
 
-def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
-    """The law of m lengths with the copula of theta, for `couplings.Blocks`.
+def norms(theta: Theta) -> FromScores:
+    """Return the law of m lengths with the copula of theta, for `couplings.Blocks`.
 
     Args:
         theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
             are float32 whatever it is.
-        quantile: the law of each length (`norms.chi`, `norms.matern(nu)`).
 
     Raises:
         ValueError: for a number of parameters that no m has; and, when drawn, for a block of
@@ -128,13 +127,13 @@ def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
     """
     cholesky(theta)
     scores = Scores(theta if isinstance(theta, Tracer) else tuple(theta.tolist()))
-    return FromScores(scores, quantile)
+    return FromScores(scores)
 
 
 def orthogonal(theta: Theta) -> couplings.Blocks:
-    """Orthogonal directions with these lengths: what `orf`, `pnc` and `pm` are special cases of.
+    """Return orthogonal directions with these lengths; `orf`, `pnc` and `pm` are special cases.
 
-    It is as good a coupling as those with names: hashable, for a layer of `performer.nnx`, say.
+    It is accepted wherever a built-in coupling is: hashable, for a layer of `performer.nnx`, say.
     """
     return couplings.Blocks(directions.orthogonal, norms(theta))
 
@@ -145,7 +144,7 @@ def kernel_rmse(
     *,
     lengthscale: float = 1.0,
 ) -> Loss:
-    """VRC Eq. 35: the root mean square error of the Gaussian kernel over all pairs of points.
+    """Return the root mean square error of the Gaussian kernel over all pairs (VRC Eq. 35).
 
     Args:
         x: points (n, d).
@@ -183,7 +182,7 @@ def learn(
     num_steps: int = 500,
     optimizer: optax.GradientTransformation = optax.adam(3e-2),  # noqa: B008 (stateless)
 ) -> tuple[Theta, Float[Array, " steps"]]:
-    """Theta with a low mean loss over draws of the coupling, by stochastic gradient descent.
+    """Learn a theta with a low mean loss over draws of the coupling, by stochastic gradient descent.
 
     Args:
         key: random key.

@@ -274,7 +274,7 @@ def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Couplin
         quantile: the law of each length, as `norms.matern(1.5)`.
 
     Raises:
-        ValueError: for a coupling without lengths of its own.
+        ValueError: for a coupling without lengths of its own, or `fixed` ones, which have no law.
 
     Example:
         >>> matern = couplings.with_quantile("pnc", norms.matern(1.5))
@@ -286,7 +286,9 @@ def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Couplin
         case Padded(inner) | Antithetic(inner):
             return replace(coupling, coupling=with_quantile(inner, quantile))
         case Blocks(_, norms.FromScores()):
-            return replace(coupling, norms=norms.with_quantile(coupling.norms, quantile))
+            if coupling.norms == norms.fixed:
+                raise ValueError("norms.fixed are lengths sqrt(d) without a law: take 'monotone'")
+            return replace(coupling, norms=replace(coupling.norms, quantile=quantile))
     if quantile != norms.chi:
         raise ValueError(
             f"{coupling!r} draws no lengths to be given another law; take couplings.Blocks, as"

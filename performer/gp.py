@@ -228,8 +228,8 @@ def fit(
 
     Raises:
         ValueError: for other shapes, entries that are not finite, no points at all, a start that is
-            not positive, an unknown name in `fixed`, or a fit that left the finite numbers. (Inside
-            `jit` that makes the result NaN.)
+            not positive and finite or (but for the lengthscale) not one number, an unknown name in
+            `fixed`, or a loss that is not finite. (Inside `jit` that makes the result NaN.)
     """
     data = finite_arrays(x=(x, "nd"), y=(y, "n"))
     return fit_scales(
@@ -262,17 +262,8 @@ def fit_scales(
         loss: (scales, key, data, *options) -> scalar.
         data: arrays, the last one the values that are fitted, whose dtype the scales have.
         options: hashable.
-        start: where to start.
-        fixed: names of the scales that stay as they are.
-        num_steps: how many steps of the optimizer.
-        optimizer: of optax.
 
-    Returns:
-        The scales, and the loss before each step.
-
-    Raises:
-        ValueError: for no values, an unknown name in `fixed`, a scale that is not positive and
-            finite or (but for the lengthscale) not one number, or a loss that is not finite.
+    The other arguments, what is returned and what is raised are those of `fit`.
     """
     if not len(data[-1]):
         raise ValueError("there is nothing to fit: y is empty")

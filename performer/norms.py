@@ -15,7 +15,7 @@ Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -171,14 +171,3 @@ estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
 0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
 m; in attention the loss of radial noise often outweighs it.
 """
-
-
-def with_quantile(norms: FromScores, quantile: Quantile) -> FromScores:
-    """Return the same dependence between lengths of another law.
-
-    Raises:
-        ValueError: for `fixed`, whose lengths have no law.
-    """
-    if norms == fixed:
-        raise ValueError("norms.fixed are lengths sqrt(d) without a law: take norms.monotone")
-    return replace(norms, quantile=quantile)

@@ -155,9 +155,6 @@ rows(
         "norms.fixed": lambda x: norms.fixed(key(), M, D),
         "norms.independent_scores": lambda x: norms.independent_scores(key(), M),
         "norms.pairwise_scores": lambda x: norms.pairwise_scores(key(), M),
-        "norms.with_quantile": lambda x: norms.with_quantile(norms.pairwise, norms.matern(1.5))(
-            key(), M, D
-        ),
         "couplings.with_quantile": lambda x: couplings.with_quantile("pnc", norms.matern(1.5))(
             key(), M, D
         ),
@@ -181,7 +178,6 @@ rows(
             key(), 1, 3, reflect=True
         ),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
-        "kernels.Kernel.coupled": lambda x: kernels.softmax.coupled("orf")(key(), M, D),
         "kernels.frequencies": lambda x: kernels.frequencies(key(), kernels.matern(1.5), M, D),
         "copula.pairwise": lambda x: copula.pairwise(3),
         "copula.monotone": lambda x: copula.monotone(3),

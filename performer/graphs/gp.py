@@ -153,7 +153,7 @@ def fit(
         the noise scale have settled. (The likelihood itself would take a determinant.)
 
     Raises:
-        ValueError: for what `performer.gp.fit_scales` refuses, nodes that are not in the graph, or
+        ValueError: for what `performer.gp.fit` refuses, nodes that are not in the graph, or
             values that are not finite or not one for each node seen.
     """
     observed, y = _observations(sampled.num_nodes, observed, y)

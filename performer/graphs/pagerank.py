@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.graphs import couplings, matching, walks
+from performer.graphs import couplings, features, matching, walks
 from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
@@ -40,11 +40,12 @@ def pagerank(
         steps: to all neighbours alike, or in proportion to the weights.
 
     Raises:
-        ValueError: as `couplings.lengths` and `walks.sample`.
+        ValueError: as `features.sample`.
     """
-    lengths_key, walks_key = jax.random.split(key)
-    lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
-    sampled = walks.sample(walks_key, graph, lengths, p_halt=p_halt, steps=steps)
+    sampled = features.sample(
+        key, graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling, steps=steps,
+        adjacency="weights",
+    )  # fmt: skip
     last = sampled.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
     halted = jax.ops.segment_sum(last, sampled.node, graph.num_nodes)
     halted = halted / (graph.num_nodes * num_walks)
@@ -64,8 +65,7 @@ def power_iteration(
     a hub have many terms.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), unknown `steps`, or "weighted" ones with a negative
-            weight.
+        ValueError: for p_halt outside (0, 1), and as `walks.transition`.
     """
     couplings.require_probability(p_halt)
     transition, n = walks.transition(graph, steps), graph.num_nodes

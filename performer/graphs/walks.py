@@ -113,7 +113,7 @@ def require_steps(steps: str, graph: Graph) -> None:
         require_nonnegative(graph, "a step in proportion to the weights")
 
 
-def transition(graph: Graph, steps: Steps) -> scipy.sparse.csr_array:
+def transition(graph: Graph, steps: str) -> scipy.sparse.csr_array:
     """Return T, the probabilities of a step (N, N), float64; a node without edges has a row of 0.
 
     Raises:
