@@ -182,7 +182,7 @@ def learn(
     num_steps: int = 500,
     optimizer: optax.GradientTransformation = optax.adam(3e-2),  # noqa: B008 (stateless)
 ) -> tuple[Theta, Float[Array, " steps"]]:
-    """Learn a theta with a low mean loss over draws of the coupling, by stochastic gradient descent.
+    """Learn a theta with a low mean loss over draws, by stochastic gradient descent.
 
     Args:
         key: random key.

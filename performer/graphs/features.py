@@ -167,8 +167,8 @@ def sample(
 ) -> walks.Walks:
     """Draw the walks of `graph_random_features`, which any kernel may then modulate.
 
-    At a node without edges of the normalised adjacency matrix the sum over all steps is known: one visit there has the step `FOREVER`,
-    and `modulate` weighs it by the sum of f.
+    At a node without edges the sum over all steps of the normalised adjacency matrix is known: one
+    visit there has the step `FOREVER`, and `modulate` weighs it by the sum of f.
 
     Raises:
         ValueError: for an unknown `adjacency`, and as `couplings.lengths` and `walks.sample`.
