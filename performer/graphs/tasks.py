@@ -66,14 +66,9 @@ class Clusters(NamedTuple):
 
 
 def kernel_kmeans(
-    key: Key,
-    kernel: Any,
-    *,
-    num_clusters: int,
-    num_starts: int = 10,
-    num_steps: int = 50,
+    key: Key, kernel: Any, *, num_clusters: int, num_starts: int = 10, num_steps: int = 50
 ) -> Clusters:
-    """Clusters of nodes, by k-means in the space of the kernel (Dhillon et al. 2004).
+    """Cluster nodes by k-means in the space of the kernel (Dhillon et al. 2004).
 
     The distance of node i to the mean of cluster c is K_ii - 2 sum_{j in c} K_ij / |c| + sum_{jl in
     c} K_jl / |c|^2; a product of K with the one-hot labels has all of it.
@@ -110,7 +105,7 @@ def kernel_kmeans(
 
 
 def clustering_error(labels: Labels, other: Labels) -> float:
-    """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
+    """Return the share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
 
     Args:
         labels: the cluster of each node (N,), by any integers.
@@ -118,16 +113,8 @@ def clustering_error(labels: Labels, other: Labels) -> float:
 
     Returns:
         The share, 0 for a single node.
-
-    Raises:
-        ValueError: when the two are not of the same nodes.
     """
-    if np.shape(labels) != np.shape(other) or np.ndim(labels) != 1:
-        raise ValueError(
-            f"two clusterings of the same nodes have labels of one shape (N,), got"
-            f" {np.shape(labels)} and {np.shape(other)}"
-        )
-    a, b = (np.unique(x, return_inverse=True)[1] for x in (np.asarray(labels), np.asarray(other)))
+    a, b = (np.unique(x, return_inverse=True)[1] for x in np.stack([labels, other]))
     n = len(a)
     together = [_pairs(x) for x in (a, b, a * n + b)]
     return (together[0] + together[1] - 2 * together[2]) / max(n * (n - 1) // 2, 1)

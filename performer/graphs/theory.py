@@ -32,8 +32,6 @@ from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
 from performer.graphs.walks import Steps
 
-LARGEST = 3000
-"""Most nodes; larger matrices take minutes and gigabytes."""
 SMALL = 1e-12
 """Relative size of a term at which a series counts as summed."""
 TERMS = 512
@@ -97,7 +95,7 @@ def expected_error(
     diagonal, or a little more.
 
     Args:
-        graph: up to `LARGEST` nodes.
+        graph: of some thousand nodes at most, as its matrices are dense.
         kernel: of `kernels`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: the probability to halt at each step.
@@ -105,7 +103,7 @@ def expected_error(
         steps: "uniform" or "weighted".
 
     Raises:
-        ValueError: for more nodes, an unknown coupling, and what `graph_random_features` refuses.
+        ValueError: for an unknown coupling, and what `graph_random_features` refuses.
 
     Example:
         >>> theory.expected_error(graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
@@ -122,7 +120,7 @@ def recommend(
     Of couplings that take as many, that with the lowest error.
 
     Args:
-        graph: up to `LARGEST` nodes; for a larger one, a part of it that is like the whole.
+        graph: of some thousand nodes at most; for a larger one, a part that is like the whole.
         kernel: of the normalised adjacency matrix.
         tolerance: the error, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|.
         steps: "uniform" or "weighted".
@@ -175,11 +173,10 @@ def pagerank_variance(
     where b = 2 p - 1 + q is the probability that both halt. (qGRF Eq. 36 is its case b = 0.)
 
     Raises:
-        ValueError: for nodes without edges, more than `LARGEST` nodes, and what
-            `couplings.lengths` refuses.
+        ValueError: for nodes without edges, and what `couplings.lengths` refuses.
     """
     choices.positive_integer("num_walks", num_walks)
-    transition = walks.transition(_require_small(graph), steps).toarray()
+    transition = walks.transition(graph, steps).toarray()
     n = graph.num_nodes
     if not np.allclose(transition.sum(axis=1), 1):
         raise ValueError("a node without edges teleports: leave such nodes out")
@@ -242,18 +239,9 @@ class _Spectrum(NamedTuple):
         return np.sum(c ** np.arange(len(self.f)) * powers * (powers + 2 * after), axis=1)
 
 
-def _require_small(graph: Graph) -> Graph:
-    if graph.num_nodes > LARGEST:
-        raise ValueError(
-            f"the closed forms take N x N matrices: {graph.num_nodes} nodes are more than"
-            f" {LARGEST}; take a part of the graph that is like the whole"
-        )
-    return graph
-
-
 def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
     kernels.require_radius(kernel, 1.0)
-    joined = np.diff(np.asarray(_require_small(graph).indptr)) > 0
+    joined = np.diff(np.asarray(graph.indptr)) > 0
     normalised = graph.normalised()
     adjacency, chances = (
         x.toarray()[joined][:, joined]
