@@ -121,7 +121,7 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
 
 @partial(jax.jit, static_argnums=1)
 def _random_angles(key: Key, p: int) -> Float[Array, " joins"]:
-    """Of each join, the angle between the lengths of two halves of a Gaussian point, and signs."""
+    """Angles, one for each join: between the lengths of two halves of a Gaussian point, signed."""
     point_key, signs_key = jax.random.split(key)
     squares = jax.random.normal(point_key, (p,), jnp.float32) ** 2
     halves = [squares.reshape(joins, 2, -1).sum(axis=-1) for joins in _joins(p)]

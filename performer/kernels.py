@@ -123,7 +123,7 @@ softmax = Kernel(_softmax, features.positive)
 
 
 def matern(nu: float) -> Kernel:
-    """The Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
+    """Return the Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
 
     At these nu the Bessel function is elementary: with p = nu - 1/2 and s = sqrt(2 nu) r,
 
@@ -165,7 +165,7 @@ def _matern_correlation(squares: Array, degree: int) -> Array:
 
 @_matern_correlation.defjvp
 def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """By (s^nu K_nu)' = -s^nu K_{nu-1} a kernel of nu - 1 at the same s: no 1 / s, no cancellation.
+    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}: a kernel of nu - 1 at the same s: no 1 / s, no cancellation.
 
     dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)); that of the root of s^2 at 0, for nu = 1/2, is 0.
     """
@@ -179,7 +179,7 @@ def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array,
 
 
 def arc_cosine(order: int) -> Kernel:
-    """The arc-cosine kernel of order 0 or 1.
+    """Return the arc-cosine kernel of order 0 or 1.
 
     2 E phi(w.x) phi(w.y) for w ~ N(0, I), phi the step function (1/2 at 0) or the positive part:
     the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. A
@@ -263,7 +263,7 @@ def random_features(
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "n p"]:
-    """Random features of points: phi(x) . phi(y) is an unbiased estimate of the kernel.
+    """Compute random features: phi(x) . phi(y) is an unbiased estimate of the kernel.
 
     The same key draws the same frequencies: call it again with the key for other points.
 
@@ -308,7 +308,7 @@ def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _angles(u: Array, v: Array) -> Array:
-    """From |u - v| and |u + v|, not from the cosine: exact for small angles; pi / 2 for zeros."""
+    """Angles from |u - v| and |u + v|, not the cosine: exact if small; pi / 2 for zeros."""
     apart, summed = _root(_summed_squares(u, v)), _root(_summed_squares(u, -v))
     angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
     return jnp.where(apart + summed > 0, angle, jnp.pi / 2)

@@ -83,7 +83,7 @@ def spherical_radial(
     reflect: bool = True,
     reject: bool = False,
 ) -> Rule:
-    """The average of `num_rules` spherical-radial rules of degree three.
+    """Draw the average of `num_rules` spherical-radial rules of degree three.
 
     Args:
         key: random key.
@@ -129,7 +129,7 @@ class StructuredRule:
     """Rules with butterfly matrices, whose points are never a matrix: O(n d) numbers. A pytree."""
 
     matrices: butterfly.Butterfly
-    """Of all rules, along a leading axis."""
+    """Matrices of all rules, along a leading axis."""
     lengths: Float[Array, "n v"]
     reflect: bool = dataclasses.field(metadata=dict(static=True))
 

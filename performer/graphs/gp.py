@@ -28,7 +28,7 @@ from performer.graphs import features, kernels, walks
 from performer.typing import Key
 
 TOLERANCE = 1e-5
-"""Of the residual of a system of equations, relative to its right-hand side."""
+"""Residual of a system of equations, relative to its right-hand side."""
 
 
 def condition(

@@ -27,7 +27,7 @@ class Graph(NamedTuple):
     indices: Array
     """The neighbours, row after row, int32."""
     weights: Array
-    """Of the edges to them, floating."""
+    """Weights of the edges to them, floating."""
 
     @classmethod
     def from_edges(cls, edges: Any, num_nodes: int, weights: Any = None) -> "Graph":

@@ -49,7 +49,7 @@ Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1}): a `Kernel`, or any other function."""
 Gram = Float[Array, "n n"]
 TERMS = 1024
-"""So many coefficients of a series tell its radius of convergence."""
+"""Coefficients of a series from which its radius of convergence is estimated."""
 MARGIN = 1e-5
 """Relative; what is nearer to the radius of convergence counts as on it."""
 

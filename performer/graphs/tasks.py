@@ -1,7 +1,7 @@
-"""What kernels between nodes are for: diffusion, clustering, regression of attributes.
+"""Tasks of kernels between nodes: diffusion, clustering, regression of attributes.
 
-A `kernel` here is whatever multiplies vectors with `@`: an estimate of `graph_random_features`, or
-a dense matrix. Besides its shape nothing else is asked of it, and nothing N x N is made.
+A `kernel` here has a shape and multiplies vectors with `@`: an estimate of `graph_random_features`
+or a dense matrix. Nothing N x N is made.
 """
 
 from typing import Any, NamedTuple
@@ -121,6 +121,6 @@ def clustering_error(labels: Labels, other: Labels) -> float:
 
 
 def _pairs(labels: np.ndarray) -> int:
-    """How many pairs have the same label."""
+    """Number of pairs with the same label."""
     sizes = np.unique(labels, return_counts=True)[1]
     return int(np.sum(sizes * (sizes - 1) // 2))

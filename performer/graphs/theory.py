@@ -39,7 +39,7 @@ TERMS = 512
 PROBABILITIES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
 """Probabilities of halting among which `recommend` chooses."""
 MOST_WALKS = 2**20
-"""From a node."""
+"""Most walks from a node."""
 
 Matrix = Float[np.ndarray, "n n"]
 
@@ -225,7 +225,7 @@ class _Spectrum(NamedTuple):
 
     adjacency: Matrix
     chances: Matrix
-    """Of the steps."""
+    """Probabilities of the steps."""
     values: Float[np.ndarray, " n"]
     vectors: Matrix
     f: Float[np.ndarray, " t"]

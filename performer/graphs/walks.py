@@ -44,14 +44,14 @@ class Walks:
     node: Any
     """The node it visits, int32."""
     step: Any
-    """How many steps it has made, int32."""
+    """Number of steps made, int32."""
     load: Any
     """Weights over probability; 0 for the entries that fill up the list."""
     last: Any
-    """Whether it halts there, bool."""
+    """True where it halts, bool."""
     num_nodes: int = field(metadata={"static": True})
     num_walks: int = field(metadata={"static": True})
-    """From each node."""
+    """Number of walks from each node."""
     max_steps: int = field(metadata={"static": True})
     """No step is greater."""
 
@@ -65,7 +65,7 @@ def sample(
     steps: Steps = "uniform",
     mesh: Mesh | None = None,
 ) -> Walks:
-    """Walks of given lengths from every node, and the loads they leave.
+    """Draw walks of given lengths from every node, and the loads that they leave.
 
     A walk at a node without neighbours stays there, with load 0.
 
@@ -136,7 +136,7 @@ def _strengths(matrix: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """What each lane walks: walkers and their lengths (walks of a lane, lanes), and for how long.
+    """Walkers and their lengths, both (walks of a lane, lanes), and the steps of a lane.
 
     Walker k of node i is i * num_walks + k; a length of -1 stands for no walk. Lanes are sorted by
     device, each of which has an equal part of the nodes.
