@@ -161,7 +161,7 @@ def kernel_rmse(
 
 
 def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
-    """Return the mean squared error of the attention weights, of exp(q.k) normalised, of one head."""
+    """Return the mean squared error of the attention weights of one head, exp(q.k) normalised."""
     exact = jax.nn.softmax(jnp.matmul(query, key.T, precision="highest"), axis=-1)
 
     def loss(frequencies: Frequencies) -> Float[Array, ""]:

@@ -391,7 +391,7 @@ def _cholesky_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _factor_derivative(factor: Array, change: Array) -> Array:
-    """Derivative of L with L L^T = M: L times the lower half of L^{-1} dM L^{-T}, its diagonal halved."""
+    """Derivative of L, L L^T = M: L times the lower half of L^{-1} dM L^{-T}, diagonal halved."""
     whitened = solve_triangular(factor, change, lower=True)
     whitened = solve_triangular(factor, whitened.T, lower=True)
     return _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)

@@ -165,7 +165,7 @@ def _matern_correlation(squares: Array, degree: int) -> Array:
 
 @_matern_correlation.defjvp
 def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}: a kernel of nu - 1 at the same s: no 1 / s, no cancellation.
+    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}: a kernel of nu - 1, no 1 / s, no cancellation.
 
     dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)); that of the root of s^2 at 0, for nu = 1/2, is 0.
     """

@@ -149,7 +149,7 @@ def enumerate_all(
 
 
 def _indicators(columns: Int[np.ndarray, "k h"], first: int, order: int) -> np.ndarray:
-    """Indicators of the edges (first, columns[:, 0]), (first + 1, columns[:, 1]), ... among all (k, n^2)."""
+    """Indicators (k, n^2) of the edges (first, columns[:, 0]), (first + 1, columns[:, 1]), ..."""
     rows = first + np.arange(columns.shape[1])
     found = np.zeros((len(columns), order**2))
     np.put_along_axis(found, rows * order + columns, 1, axis=1)
