@@ -94,6 +94,17 @@ class Kernel(Value):
         scale = jnp.asarray(positive_number("output_scale", output_scale), x.dtype)
         return scale**2 * self.exact(x / unit, y / unit)
 
+    def coupled(self, coupling: str | Coupling = "pnc") -> Coupling:
+        """Return the coupling with this radial law; for that of N(0, I) it is returned as it is.
+
+        Raises:
+            ValueError: for an unknown coupling, or one whose lengths cannot have another law
+                (`couplings.with_quantile`).
+        """
+        if self.quantile == norms.chi:
+            return couplings.get(coupling)
+        return couplings.with_quantile(coupling, self.quantile)
+
     def __repr__(self) -> str:
         if self in _ARC_COSINES:
             return f"kernels.arc_cosine({_ARC_COSINES.index(self)})"
@@ -241,16 +252,11 @@ def frequencies(
 ) -> Frequencies:
     """Draw frequencies (num_features, dim) of the radial law of the kernel.
 
-    A kernel with the law of N(0, I) takes the coupling as it is.
-
     Raises:
-        ValueError: for an unknown kernel or coupling, sizes that the coupling does not admit, or
-            one whose lengths cannot have another law (`couplings.with_quantile`).
+        ValueError: for an unknown kernel, sizes that the coupling does not admit, and as
+            `Kernel.coupled`.
     """
-    coupling, quantile = couplings.get(coupling), get(kernel).quantile
-    if quantile != norms.chi:
-        coupling = couplings.with_quantile(coupling, quantile)
-    return coupling(key, num_features, dim)
+    return get(kernel).coupled(coupling)(key, num_features, dim)
 
 
 def random_features(

@@ -100,7 +100,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
         with jax.enable_x64(False):  # one draw, whatever the global setting
             key = jax.random.key(seed)
-            frequencies = np.array(kernels.frequencies(key, kernel, m, d, self._coupling()))
+            frequencies = np.array(kernel.coupled(self._coupling())(key, m, d))
         if frequencies.shape != (m, d):
             raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
         if not np.isfinite(frequencies).all():

@@ -178,6 +178,7 @@ rows(
             key(), 1, 3, reflect=True
         ),
         "quadrature.gauss_hermite": lambda x: quadrature.gauss_hermite(key(), M, D),
+        "kernels.Kernel.coupled": lambda x: kernels.softmax.coupled("orf")(key(), M, D),
         "kernels.frequencies": lambda x: kernels.frequencies(key(), kernels.matern(1.5), M, D),
         "copula.pairwise": lambda x: copula.pairwise(3),
         "copula.monotone": lambda x: copula.monotone(3),
