@@ -279,7 +279,7 @@ def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Couplin
     Example:
         >>> matern = couplings.with_quantile("pnc", norms.matern(1.5))
         >>> matern.norms
-        norms.FromScores(norms.pairwise_scores, norms.Tabulated(norms._LogMatern(1.5)), False)
+        norms.FromScores(norms.pairwise_scores, norms.matern(1.5), False)
     """
     coupling = get(coupling)
     match coupling:

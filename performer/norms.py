@@ -65,6 +65,10 @@ class Tabulated(Value):
             log_ratio = (log_ratio + coefficients[power - 1][cell]) * offset
         return at_nodes[cell] * jnp.exp(log_ratio)
 
+    def __repr__(self) -> str:
+        law = self.log_quantile
+        return f"norms.matern({law.nu!r})" if isinstance(law, _LogMatern) else super().__repr__()
+
 
 @lru_cache(maxsize=256)
 def _table(log_quantile: LogQuantile, d: int) -> tuple[np.ndarray, np.ndarray]:
