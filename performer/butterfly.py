@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from performer.choices import positive_integer
 from performer.hadamard import next_power_of_two, rademacher
 from performer.typing import Key, float32_or_wider
 
@@ -81,7 +82,7 @@ class Butterfly(NamedTuple):
 
 
 def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
-    """Draws B, or with products t > 1 the product (B P)_1 ... (B P)_t, P uniform permutations.
+    """Draw B, or with products t > 1 the product (B P)_1 ... (B P)_t, P uniform permutations.
 
     For d a power of two every column is exactly uniform on the sphere. Otherwise the factors are
     those of the next power of two cut to d x d, which leaves zeros in the columns of B; products
@@ -107,26 +108,20 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
         >>> butterfly = performer.butterfly.random_butterfly(jax.random.key(0), 784)
         >>> projections = butterfly.apply_transpose(x)  # (..., 784) -> (..., 784)
     """
-    if d < 1:
-        raise ValueError(f"a butterfly matrix needs d >= 1, got d = {d}")
-    if products < 1:
-        raise ValueError(f"products must be at least 1, got {products}")
+    p = next_power_of_two(positive_integer("d (the dimension)", d))
+    products = positive_integer("products", products)
     angles_key, signs_key, orders_key = jax.random.split(key, 3)
-    angles = jax.vmap(lambda k: _random_angles(k, next_power_of_two(d)))(
-        jax.random.split(angles_key, products)
-    )
+    angles = jax.vmap(lambda k: _random_angles(k, p))(jax.random.split(angles_key, products))
     signs = rademacher(signs_key, (products, d))
     if products == 1:
         return Butterfly(angles, signs, None)
-    orders = jax.vmap(lambda k: jax.random.permutation(k, jnp.arange(d, dtype=jnp.int32)))(
-        jax.random.split(orders_key, products)
-    )
-    return Butterfly(angles, signs, orders)
+    order = lambda k: jax.random.permutation(k, jnp.arange(d, dtype=jnp.int32))  # noqa: E731
+    return Butterfly(angles, signs, jax.vmap(order)(jax.random.split(orders_key, products)))
 
 
 @partial(jax.jit, static_argnums=1)
 def _random_angles(key: Key, p: int) -> Float[Array, " joins"]:
-    """Of each join, the angle between the lengths of two halves of a Gaussian point, and signs."""
+    """Angles, one for each join: between the lengths of two halves of a Gaussian point, signed."""
     point_key, signs_key = jax.random.split(key)
     squares = jax.random.normal(point_key, (p,), jnp.float32) ** 2
     halves = [squares.reshape(joins, 2, -1).sum(axis=-1) for joins in _joins(p)]

@@ -356,7 +356,7 @@ def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...
             )
     if len(set(names) & set(SAMPLING)) > 1:
         raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
-    if coupling is not None and couplings.properties(coupling, 2).common_lengths is False:
+    if coupling is not None and couplings.properties(coupling).common_lengths is False:
         return names
     return tuple("traceless" if name == "tilt" else name for name in names)
 

@@ -31,8 +31,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from performer import _descent, attention, couplings, directions, features, kernels
-from performer.norms import FromScores, Quantile, chi, independent_scores
-from performer.typing import Coupling, Frequencies, Key
+from performer.norms import FromScores, independent_scores
+from performer.typing import Coupling, Frequencies, Key, Value
 
 Theta = Float[Array, " pairs"]
 Loss = Callable[[Frequencies], Float[Array, ""]]
@@ -60,7 +60,7 @@ def cholesky(theta: Theta) -> Float[Array, "m m"]:
 
 
 def parameters(correlation: Float[Array, "m m"]) -> Theta:
-    """The theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
+    """Return the theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
 
     Args:
         correlation: (m, m), positive definite, with ones on the diagonal.
@@ -92,8 +92,8 @@ def monotone(m: int) -> Float[Array, "m m"]:
     return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, repr=False)
+class Scores(Value):
     """m normal scores with the correlation of theta: g = L n for independent normal n.
 
     Hashable where theta is a tuple, as of a coupling that a module keeps; an array may be traced,
@@ -113,17 +113,13 @@ class Scores:
             raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
         return jnp.matmul(factor, independent_scores(key, m), precision="highest")
 
-    def __repr__(self) -> str:
-        return f"copula.Scores({self.theta!r})"
 
-
-def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
-    """The law of m lengths with the copula of theta, for `couplings.Blocks`.
+def norms(theta: Theta) -> FromScores:
+    """Return the law of m lengths with the copula of theta, for `couplings.Blocks`.
 
     Args:
         theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
             are float32 whatever it is.
-        quantile: the law of each length (`norms.chi`, `norms.matern(nu)`).
 
     Raises:
         ValueError: for a number of parameters that no m has; and, when drawn, for a block of
@@ -131,13 +127,13 @@ def norms(theta: Theta, quantile: Quantile = chi) -> FromScores:
     """
     cholesky(theta)
     scores = Scores(theta if isinstance(theta, Tracer) else tuple(theta.tolist()))
-    return FromScores(scores, quantile)
+    return FromScores(scores)
 
 
 def orthogonal(theta: Theta) -> couplings.Blocks:
-    """Orthogonal directions with these lengths: what `orf`, `pnc` and `pm` are special cases of.
+    """Return orthogonal directions with these lengths; `orf`, `pnc` and `pm` are special cases.
 
-    It is as good a coupling as those with names: hashable, for a layer of `performer.nnx`, say.
+    It is accepted wherever a built-in coupling is: hashable, for a layer of `performer.nnx`, say.
     """
     return couplings.Blocks(directions.orthogonal, norms(theta))
 
@@ -148,7 +144,7 @@ def kernel_rmse(
     *,
     lengthscale: float = 1.0,
 ) -> Loss:
-    """VRC Eq. 35: the root mean square error of the Gaussian kernel over all pairs of points.
+    """Return the root mean square error of the Gaussian kernel over all pairs (VRC Eq. 35).
 
     Args:
         x: points (n, d).
@@ -165,7 +161,7 @@ def kernel_rmse(
 
 
 def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
-    """The mean squared error of the attention weights, of exp(q.k) normalised, of one head."""
+    """Return the mean squared error of the attention weights of one head, exp(q.k) normalised."""
     exact = jax.nn.softmax(jnp.matmul(query, key.T, precision="highest"), axis=-1)
 
     def loss(frequencies: Frequencies) -> Float[Array, ""]:
@@ -186,7 +182,7 @@ def learn(
     num_steps: int = 500,
     optimizer: optax.GradientTransformation = optax.adam(3e-2),  # noqa: B008 (stateless)
 ) -> tuple[Theta, Float[Array, " steps"]]:
-    """Theta with a low mean loss over draws of the coupling, by stochastic gradient descent.
+    """Learn a theta with a low mean loss over draws, by stochastic gradient descent.
 
     Args:
         key: random key.

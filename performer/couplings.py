@@ -8,10 +8,9 @@ unbiased whatever the coupling is; their errors are not the same. (The exception
 `norms.fixed` and `directions.HADAMARD`.)
 
 The couplings here are values: frozen, hashable, equal where their parts are, with a repr that makes
-them again; `get` makes them of words, and `properties` says what one must know of them. A function
-of your own is as good a coupling, at every door that takes one.
-
-Adding one: write a function with that signature, add a row to `COUPLINGS`; the tests pick it up.
+them again; `get` makes them of words, and `properties` reports what attention must know of them. A
+function of your own is accepted wherever a built-in coupling is. To add one, write a function with
+that signature and add a row to `COUPLINGS`; the tests pick it up.
 
 Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω_i are the rows here.
 """
@@ -28,24 +27,20 @@ from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
 from performer.choices import positive_integer, unknown
-from performer.typing import Coupling, Directions, Frequencies, Key, Norms, expression, jit_static
+from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Value, jit_static
 
 
 class Properties(NamedTuple):
-    """What one must know of a coupling in R^d; None for what it does not say."""
+    """Properties of a coupling; None where they are not known."""
 
     gaussian: bool | None = None
-    """Whether every row is exactly N(0, I_d)."""
+    """Every row is exactly N(0, I_d)."""
     common_lengths: bool | None = None
-    """Whether lengths are fixed, or one for a whole block: then see `calibration`."""
-    block_length: int | None = None
-    """Rows further apart are independent (of one sign, if antithetic)."""
-    even: bool | None = None
-    """Whether the number of rows must be even."""
+    """Lengths are fixed, or one for a whole block: then see `calibration`."""
 
 
-@dataclass(frozen=True)
-class Blocks:
+@dataclass(frozen=True, repr=False)
+class Blocks(Value):
     """ceil(m / d) independent blocks of d frequencies, of which the first m are kept.
 
     In a block the lengths are drawn first and handed to the directions. One program draws, outside
@@ -61,23 +56,16 @@ class Blocks:
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """The frequencies (m, d)."""
-        m = positive_integer("m (the number of features)", m)
-        d = positive_integer("d (the dimension)", d)
-        return _draw_blocks(self, key, m, d)
+        return _draw_blocks(self, key, *_sizes(m, d))
 
-    def __repr__(self) -> str:
-        return f"couplings.Blocks({expression(self.directions)}, {expression(self.norms)})"
-
-    def properties(self, d: int) -> Properties:
+    @property
+    def properties(self) -> Properties:
         """Gaussian if the directions are uniform and the lengths chi_d."""
         quantile = getattr(self.norms, "quantile", None)
         gaussian = None if quantile is None else quantile == norms.chi
-        return Properties(
-            gaussian=False if self.directions in directions.HADAMARD else gaussian,
-            common_lengths=getattr(self.norms, "common", None),
-            block_length=d,
-            even=False,
-        )
+        if self.directions in directions.HADAMARD:
+            gaussian = False
+        return Properties(gaussian, getattr(self.norms, "common", None))
 
 
 @jit_static(0, 2, 3)
@@ -94,8 +82,13 @@ def _draw_blocks(coupling: Blocks, key: Key, m: int, d: int) -> Frequencies:
         return jax.vmap(block)(keys).reshape(-1, d)[:m]
 
 
-@dataclass(frozen=True)
-class Padded:
+def _sizes(m, d) -> tuple[int, int]:
+    m = positive_integer("m (the number of features)", m)
+    return m, positive_integer("d (the dimension)", d)
+
+
+@dataclass(frozen=True, repr=False)
+class Padded(Value):
     """The coupling in the next power of two dimensions, cut to the first d coordinates.
 
     This is what padding the inputs with zeros amounts to. A cut Gaussian is Gaussian.
@@ -105,65 +98,52 @@ class Padded:
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """The frequencies (m, d)."""
-        d = positive_integer("d (the dimension)", d)
+        m, d = _sizes(m, d)
         return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
 
-    def __repr__(self) -> str:
-        return f"couplings.Padded({expression(self.coupling)})"
-
-    def properties(self, d: int) -> Properties:
-        """Those of the coupling before the cut."""
-        return properties(self.coupling, hadamard.next_power_of_two(d))
+    @property
+    def properties(self) -> Properties:
+        """Properties of the coupling before the cut."""
+        return properties(self.coupling)
 
 
-@dataclass(frozen=True)
-class Antithetic:
+@dataclass(frozen=True, repr=False)
+class Antithetic(Value):
     """[W, -W] with W drawn from the coupling for m / 2 rows; m must be even."""
 
     coupling: Coupling
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """The frequencies (m, d)."""
-        m = positive_integer("m (the number of features)", m)
+        m, d = _sizes(m, d)
         if m % 2:
             raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
         half = self.coupling(key, m // 2, d)
         return jnp.concatenate([half, -half])
 
-    def __repr__(self) -> str:
-        return f"couplings.Antithetic({expression(self.coupling)})"
-
-    def properties(self, d: int) -> Properties:
-        """Those of the coupling, but for the even number."""
-        return properties(self.coupling, d)._replace(even=True)
+    @property
+    def properties(self) -> Properties:
+        """Properties of the coupling of one half."""
+        return properties(self.coupling)
 
 
-@dataclass(frozen=True)
-class Halton:
+@dataclass(frozen=True, repr=False)
+class Halton(Value):
     """Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
 
     The points are SciPy's, the same in every draw; the shift, one per draw, makes each of them
     exactly uniform, so that every row is N(0, I_d).
-
-    Attributes:
-        scramble: permute the digits (Owen 2017). Without it few points in many dimensions lie near
-            lines; the figures of VRC Table 1 with Fourier features are those.
     """
 
     scramble: bool = True
+    """Permute the digits (Owen 2017). Without it few points in many dimensions lie near lines; the
+    figures of VRC Table 1 with Fourier features are those."""
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """The frequencies (m, d)."""
-        m = positive_integer("m (the number of features)", m)
-        d = positive_integer("d (the dimension)", d)
-        return _shifted_normal(key, jnp.asarray(_halton_points(m, d, self.scramble)))
+        return _shifted_normal(key, jnp.asarray(_halton_points(*_sizes(m, d), self.scramble)))
 
-    def __repr__(self) -> str:
-        return "couplings.halton" if self.scramble else "couplings.Halton(scramble=False)"
-
-    def properties(self, d: int) -> Properties:
-        """No two rows are independent."""
-        return Properties(gaussian=True, common_lengths=False, even=False)
+    properties = Properties(gaussian=True, common_lengths=False)
 
 
 halton = Halton()
@@ -229,7 +209,7 @@ OTHER_NAMES = {
 
 
 def get(coupling: str | Coupling) -> Coupling:
-    """The coupling of that name; a coupling that is one already is given back.
+    """Return the coupling of that name; a coupling is returned as it is.
 
     A name is a row of `COUPLINGS`; or "<directions>*<norms>" for any other pair of a row of
     `DIRECTIONS` and a row of `NORMS`; either with "-antithetic" appended.
@@ -249,18 +229,17 @@ def get(coupling: str | Coupling) -> Coupling:
         return coupling
     if not isinstance(coupling, str):
         raise ValueError(f"coupling must be a name or a function (key, m, d), got {coupling!r}")
-    base = coupling.removesuffix(_ANTITHETIC)
-    return _base(base, coupling) if base == coupling else Antithetic(_base(base, coupling))
+    if coupling.endswith(_ANTITHETIC):
+        return Antithetic(_base(coupling.removesuffix(_ANTITHETIC), coupling))
+    return _base(coupling, coupling)
 
 
 def _base(base: str, name: str) -> Coupling:
     if base in COUPLINGS:
         return COUPLINGS[base]
     if base.count("*") != 1:
-        shown = (
-            f"{', '.join(COUPLINGS)}, or <directions>*<norms>, each also with"
-            f" {_ANTITHETIC!r} appended"
-        )
+        shown = ", ".join(COUPLINGS) + ", or <directions>*<norms>"
+        shown += f", each also with {_ANTITHETIC!r} appended"
         raise ValueError(unknown("coupling", name, names(), shown, OTHER_NAMES))
     first, second = base.split("*")
     if first not in DIRECTIONS:
@@ -272,23 +251,22 @@ def _base(base: str, name: str) -> Coupling:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all couplings: every row of `COUPLINGS`, then its antithetic version."""
+    """Return the names of all couplings: every row of `COUPLINGS`, then its antithetic version."""
     return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
 
 
-def properties(coupling: str | Coupling, d: int) -> Properties:
-    """What the coupling says of itself in R^d, by a method `properties(d)`; else nothing.
+def properties(coupling: str | Coupling) -> Properties:
+    """Return the properties that the coupling declares as its attribute `properties`.
 
     Example:
-        >>> performer.couplings.properties("pm-antithetic", 64)
-        Properties(gaussian=True, common_lengths=True, block_length=64, even=True)
+        >>> performer.couplings.properties("pm-antithetic")
+        Properties(gaussian=True, common_lengths=True)
     """
-    coupling = get(coupling)
-    return coupling.properties(d) if hasattr(coupling, "properties") else Properties()
+    return getattr(get(coupling), "properties", Properties())
 
 
 def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Coupling:
-    """The same coupling of frequencies of another radial law, and so of another kernel.
+    """Return the coupling with another radial law of the frequencies, and so of another kernel.
 
     Args:
         coupling: of blocks with lengths of `norms`, padded or antithetic or not; any, where
@@ -296,19 +274,21 @@ def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Couplin
         quantile: the law of each length, as `norms.matern(1.5)`.
 
     Raises:
-        ValueError: for a coupling without lengths of its own.
+        ValueError: for a coupling without lengths of its own, or `fixed` ones, which have no law.
 
     Example:
         >>> matern = couplings.with_quantile("pnc", norms.matern(1.5))
         >>> matern.norms
-        norms.with_quantile(norms.pairwise, norms.matern(1.5))
+        norms.FromScores(norms.pairwise_scores, norms.matern(1.5), False)
     """
     coupling = get(coupling)
     match coupling:
         case Padded(inner) | Antithetic(inner):
             return replace(coupling, coupling=with_quantile(inner, quantile))
         case Blocks(_, norms.FromScores()):
-            return replace(coupling, norms=norms.with_quantile(coupling.norms, quantile))
+            if coupling.norms == norms.fixed:
+                raise ValueError("norms.fixed are lengths sqrt(d) without a law: take 'monotone'")
+            return replace(coupling, norms=replace(coupling.norms, quantile=quantile))
     if quantile != norms.chi:
         raise ValueError(
             f"{coupling!r} draws no lengths to be given another law; take couplings.Blocks, as"
@@ -324,7 +304,7 @@ def draw(
     head_dim: int,
     num_heads: int | None = None,
 ) -> Float[Array, "*n m h"]:
-    """The frequencies of an attention layer: (m, h), or one independent draw per head, (n, m, h).
+    """Draw the frequencies of an attention layer, (m, h), or (n, m, h), independent for each head.
 
     Args:
         key: random key.
@@ -340,12 +320,7 @@ def draw(
     if num_heads is None:
         return coupling(key, num_features, head_dim)
     keys = jax.random.split(key, positive_integer("num_heads", num_heads))
-    return _for_each(coupling, keys, num_features, head_dim)
-
-
-@jit_static(0, 2, 3)
-def _for_each(coupling: Coupling, keys: Array, m: int, d: int) -> Float[Array, "n m d"]:
-    return jax.vmap(lambda key: coupling(key, m, d))(keys)
+    return jax.vmap(lambda key: coupling(key, num_features, head_dim))(keys)
 
 
 def redraw(
@@ -356,7 +331,7 @@ def redraw(
     *,
     every: int,
 ) -> Float[Array, "*n m h"]:
-    """New frequencies of the same shape where `every` divides the step, the old ones elsewhere.
+    """Draw new frequencies of the same shape where `every` divides the step; else keep the old.
 
     A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
     traced, and nothing is drawn at the steps between. All leading axes are of independent draws:

@@ -1,7 +1,7 @@
 """Gaussian-process regression, exact and with random features.
 
 y = f(x) + noise with f ~ N(0, K) and noise N(0, sigma_n^2 I). The exact posterior (`condition`)
-takes Gram matrices, of whatever kernel, in O(N^3); the one with features (`condition_features`)
+takes Gram matrices of any kernel, in O(N^3); the one with features (`condition_features`)
 takes feature matrices with K = phi phi^T, in O(N m^2). Both give a `Gaussian` of f; `observed` adds
 the noise, which makes it one of y.
 
@@ -42,9 +42,10 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import _descent, kernels
 from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
+from performer.typing import Key
 
 _dot = partial(jnp.matmul, precision="highest")
-_NOISY = "the Gram matrix plus noise"
+_whiten = partial(solve_triangular, lower=True)
 
 
 class Gaussian(NamedTuple):
@@ -64,31 +65,11 @@ class Scales(NamedTuple):
     noise_scale: ArrayLike
     """sigma_n, the standard deviation of the noise, in the units of y."""
 
-    def logarithms(
-        self, dtype: Any, fixed: tuple[str, ...] = ()
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """By name, of the scales that a fit moves and of those that it holds `fixed`.
-
-        Raises:
-            ValueError: for an unknown name in `fixed`, or a scale that is not positive and finite,
-                or not one number; the lengthscale may be several.
-        """
-        for name in fixed:
-            if name not in self._fields:
-                raise ValueError(f"fixed={name!r} is none of {', '.join(self._fields)}")
-        positive_number("output_scale", self.output_scale)
-        positive_number("noise_scale", self.noise_scale)
-        logs = {
-            name: jnp.log(jnp.asarray(positive_values(name, value), dtype))
-            for name, value in self._asdict().items()
-        }
-        return logs, {name: logs.pop(name) for name in fixed}
-
 
 def log_marginal_likelihood(
     gram: Num[ArrayLike, "n n"], y: Num[ArrayLike, " n"], noise_scale: ArrayLike
 ) -> Float[Array, ""]:
-    """log N(y; 0, K + sigma_n^2 I).
+    """Return log N(y; 0, K + sigma_n^2 I).
 
     Args:
         gram: K, the kernel of the training points.
@@ -100,41 +81,22 @@ def log_marginal_likelihood(
             when K + sigma_n^2 I is not positive definite.
     """
     gram, y = finite_arrays(gram=(gram, "nn"), y=(y, "n"))
-    noise_scale = _noise_scale(noise_scale, gram.dtype)
-    result = _log_marginal_likelihood(gram, y, noise_scale)
-    return _sound(result, lambda: _indefinite(_NOISY, _noisy(gram, noise_scale)))
-
-
-@jax.jit
-def _log_marginal_likelihood(gram: Array, y: Array, noise_scale: Array) -> tuple[Array, Array]:
-    factor = _factor(_noisy(gram, noise_scale))
-    whitened = solve_triangular(factor, y, lower=True)
-    total = jnp.sum(whitened**2) + _log_det(factor) + len(y) * jnp.log(2 * jnp.pi)
-    return -total / 2, jnp.isfinite(factor).all()
+    factor = _noisy_factor(gram, noise_scale)
+    return _log_density(jnp.sum(_whiten(factor, y) ** 2), _log_det(factor), y)
 
 
 def log_marginal_likelihood_features(
     phi: Num[ArrayLike, "n p"], y: Num[ArrayLike, " n"], noise_scale: ArrayLike
 ) -> Float[Array, ""]:
-    """log N(y; 0, phi phi^T + sigma_n^2 I) in O(N m^2).
+    """Return log N(y; 0, phi phi^T + sigma_n^2 I) in O(N m^2).
 
     By the determinant of B, and y^T (phi phi^T + sigma_n^2 I)^{-1} y as the least value of
     |y - phi w|^2 / sigma_n^2 + |w|^2. Arguments and errors as for `condition_features`.
     """
     phi, y = finite_arrays(phi=(phi, "np"), y=(y, "n"))
-    noise_scale = _noise_scale(noise_scale, phi.dtype)
-    return _sound(_log_marginal_likelihood_features(phi, y, noise_scale), lambda: _too_large(phi))
-
-
-@jax.jit
-def _log_marginal_likelihood_features(
-    phi: Array, y: Array, noise_scale: Array
-) -> tuple[Array, Array]:
-    factor, weights = _weights(phi, y, noise_scale)
+    factor, weights, noise_scale = _weights(phi, y, noise_scale)
     least = jnp.sum(((y - _dot(phi, weights)) / noise_scale) ** 2) + jnp.sum(weights**2)
-    log_det = _log_det(factor) + len(y) * 2 * jnp.log(noise_scale)
-    total = least + log_det + len(y) * jnp.log(2 * jnp.pi)
-    return -total / 2, jnp.isfinite(factor).all()
+    return _log_density(least, _log_det(factor) + len(y) * 2 * jnp.log(noise_scale), y)
 
 
 def condition(
@@ -144,7 +106,7 @@ def condition(
     y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
 ) -> Gaussian:
-    """The posterior of f at k test points (VRC Eqs 40 and 42).
+    """Return the posterior of f at k test points (VRC Eqs 40 and 42).
 
     Args:
         gram: K, of the training points.
@@ -165,19 +127,9 @@ def condition(
     gram, cross, test_gram, y = finite_arrays(
         gram=(gram, "nn"), cross=(cross, "kn"), test_gram=(test_gram, "kk"), y=(y, "n")
     )
-    noise_scale = _noise_scale(noise_scale, gram.dtype)
-    result = _condition(gram, cross, test_gram, y, noise_scale)
-    return _sound(result, lambda: _indefinite(_NOISY, _noisy(gram, noise_scale)))
-
-
-@jax.jit
-def _condition(
-    gram: Array, cross: Array, test_gram: Array, y: Array, noise_scale: Array
-) -> tuple[Gaussian, Array]:
-    factor = _factor(_noisy(gram, noise_scale))
-    half = solve_triangular(factor, cross.T, lower=True)
-    mean = _dot(cross, cho_solve((factor, True), y))
-    return Gaussian(mean, test_gram - _dot(half.T, half)), jnp.isfinite(factor).all()
+    factor = _noisy_factor(gram, noise_scale)
+    half = _whiten(factor, cross.T)
+    return Gaussian(_dot(cross, cho_solve((factor, True), y)), test_gram - _dot(half.T, half))
 
 
 def condition_features(
@@ -186,7 +138,9 @@ def condition_features(
     y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
 ) -> Gaussian:
-    """The posterior of f = phi w, w ~ N(0, I), at k test points (VRC Eqs 38, 39 and 41; O(N m^2)).
+    """Return the posterior of f = phi w, w ~ N(0, I), at k test points (VRC Eqs 38, 39 and 41).
+
+    In O(N m^2).
 
     Args:
         phi: features of the training points; their kernel is phi phi^T.
@@ -198,27 +152,19 @@ def condition_features(
         ValueError: for other shapes, entries that are not finite, or sigma_n that is not positive.
     """
     phi, test_phi, y = finite_arrays(phi=(phi, "np"), test_phi=(test_phi, "kp"), y=(y, "n"))
-    noise_scale = _noise_scale(noise_scale, phi.dtype)
-    return _sound(_condition_features(phi, test_phi, y, noise_scale), lambda: _too_large(phi))
-
-
-@jax.jit
-def _condition_features(
-    phi: Array, test_phi: Array, y: Array, noise_scale: Array
-) -> tuple[Gaussian, Array]:
-    factor, weights = _weights(phi, y, noise_scale)
-    half = solve_triangular(factor, test_phi.T, lower=True)
-    return Gaussian(_dot(test_phi, weights), _dot(half.T, half)), jnp.isfinite(factor).all()
+    factor, weights, _ = _weights(phi, y, noise_scale)
+    half = _whiten(factor, test_phi.T)
+    return Gaussian(_dot(test_phi, weights), _dot(half.T, half))
 
 
 def observed(law: Gaussian, noise_scale: ArrayLike) -> Gaussian:
-    """The law of y = f + noise, given that of f."""
+    """Return the law of y = f + noise, given that of f."""
     mean, covariance = checked_arrays(mean=(law.mean, "n"), covariance=(law.covariance, "nn"))
-    return Gaussian(mean, _noisy(covariance, _noise_scale(noise_scale, covariance.dtype)))
+    return Gaussian(mean, _noisy(covariance, noise_scale))
 
 
 def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
-    """KL(p || q) = E_p log(p / q) in nats, not below 0 but by rounding.
+    """Return KL(p || q) = E_p log(p / q) in nats, not below 0 but by rounding.
 
     Both must have full rank: features alone have not, so compare laws of `observed` values, whether
     posteriors or priors, N(0, K) and N(0, phi phi^T).
@@ -233,27 +179,15 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
         covariance_of_q=(q.covariance, "nn"),
         mean_of_q=(q.mean, "n"),
     )
-    p, q = Gaussian(p_mean, p_covariance), Gaussian(q_mean, q_covariance)
-    value, definite = _kl(p, q)
-    for name, covariance in (("p", p.covariance), ("q", q.covariance)):
-        _sound(
-            (value, definite[name]), partial(_indefinite, f"the covariance of {name}", covariance)
-        )
-    return value
-
-
-@jax.jit
-def _kl(p: Gaussian, q: Gaussian) -> tuple[Array, dict[str, Array]]:
-    p_factor, q_factor = _factor(p.covariance), _factor(q.covariance)
-    ratio = solve_triangular(q_factor, p_factor, lower=True)
-    shift = solve_triangular(q_factor, q.mean - p.mean, lower=True)
-    log_dets = _log_det(q_factor) - _log_det(p_factor)
-    value = (jnp.sum(ratio**2) + jnp.sum(shift**2) - len(p.mean) + log_dets) / 2
-    return value, {"p": jnp.isfinite(p_factor).all(), "q": jnp.isfinite(q_factor).all()}
+    p_factor = _checked_factor("the covariance of p", p_covariance)
+    q_factor = _checked_factor("the covariance of q", q_covariance)
+    squares = jnp.sum(_whiten(q_factor, p_factor) ** 2)
+    squares += jnp.sum(_whiten(q_factor, q_mean - p_mean) ** 2)
+    return (squares - len(p_mean) + _log_det(q_factor) - _log_det(p_factor)) / 2
 
 
 def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array, ""]:
-    """-log N(y_i; mean_i, covariance_ii), averaged over the points (the papers' predictive NLL).
+    """Return -log N(y_i; mean_i, covariance_ii), averaged over the points (predictive NLL).
 
     Raises:
         ValueError: for other shapes, entries that are not finite, or a variance that is not
@@ -262,13 +196,8 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
     mean, covariance, y = finite_arrays(
         mean=(law.mean, "n"), covariance=(law.covariance, "nn"), y=(y, "n")
     )
-    return _negative_log_density(mean, positive_values("a variance", jnp.diagonal(covariance)), y)
-
-
-@jax.jit
-def _negative_log_density(mean: Array, variance: Array, y: Array) -> Array:
-    squares = (y - mean) ** 2 / variance
-    return jnp.mean(squares + jnp.log(2 * jnp.pi * variance)) / 2
+    variance = jnp.asarray(positive_values("a variance", jnp.diagonal(covariance)))
+    return jnp.mean((y - mean) ** 2 / variance + jnp.log(2 * jnp.pi * variance)) / 2
 
 
 def fit(
@@ -281,7 +210,7 @@ def fit(
     num_steps: int = 1000,
     optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
 ) -> tuple[Scales, Float[Array, " steps"]]:
-    """The scales that maximise the exact marginal likelihood (VRC App. B.1).
+    """Fit the scales that maximise the exact marginal likelihood (VRC App. B.1).
 
     The descent is in their logarithms.
 
@@ -299,60 +228,102 @@ def fit(
 
     Raises:
         ValueError: for other shapes, entries that are not finite, no points at all, a start that is
-            not positive, an unknown name in `fixed`, or a fit that left the finite numbers. (Inside
-            `jit` that makes the result NaN.)
+            not positive and finite or (but for the lengthscale) not one number, an unknown name in
+            `fixed`, or a loss that is not finite. (Inside `jit` that makes the result NaN.)
     """
-    x, y = finite_arrays(x=(x, "nd"), y=(y, "n"))
-    if not len(y):
-        raise ValueError("there are no training points to fit: x has the shape " + str(x.shape))
-    logs, held = start.logarithms(x.dtype, fixed)
-    scales, losses = _fit(
-        x, y, logs, held, kernel=kernels.get(kernel), num_steps=num_steps, optimizer=optimizer
-    )
+    data = finite_arrays(x=(x, "nd"), y=(y, "n"))
+    return fit_scales(
+        jax.random.key(0), _loss, data, (kernels.get(kernel),), start,
+        fixed=fixed, num_steps=num_steps, optimizer=optimizer,
+    )  # fmt: skip
+
+
+def _loss(scales: Scales, key: Key, data: list[Array], kernel: kernels.Kernel) -> Array:
+    x, y = data
+    gram = kernel(x, x, lengthscale=scales.lengthscale, output_scale=scales.output_scale)
+    return -log_marginal_likelihood(gram, y, scales.noise_scale) / len(y)
+
+
+def fit_scales(
+    key: Key,
+    loss: Callable[..., Array],
+    data: list[Any],
+    options: tuple,
+    start: Scales,
+    *,
+    fixed: tuple[str, ...],
+    num_steps: int,
+    optimizer: optax.GradientTransformation,
+) -> tuple[Scales, Float[Array, " steps"]]:
+    """Minimise a loss of the scales by descent in their logarithms, as one compiled program.
+
+    Args:
+        key: of the keys of the steps.
+        loss: (scales, key, data, *options) -> scalar.
+        data: arrays, the last one the values that are fitted, whose dtype the scales have.
+        options: hashable.
+
+    The other arguments, what is returned and what is raised are those of `fit`.
+    """
+    if not len(data[-1]):
+        raise ValueError("there is nothing to fit: y is empty")
+    for name in fixed:
+        if name not in start._fields:
+            raise ValueError(f"fixed={name!r} is none of {', '.join(start._fields)}")
+    positive_number("output_scale", start.output_scale)
+    positive_number("noise_scale", start.noise_scale)
+    logs = {
+        name: jnp.log(jnp.asarray(positive_values(name, value), data[-1].dtype))
+        for name, value in start._asdict().items()
+    }
+    held = {name: logs.pop(name) for name in fixed}
+    scales, losses = _fit(key, loss, data, options, logs, held, num_steps, optimizer)
     _descent.require_finite(losses)
     return scales, losses
 
 
-@partial(jax.jit, static_argnames=("kernel", "num_steps", "optimizer"))
-def _fit(x, y, logs, held, *, kernel, num_steps, optimizer) -> tuple[Scales, Array]:
-    def loss(logs, _):
-        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs | held))
-        gram = kernel(x, x, lengthscale=lengthscale, output_scale=output_scale)
-        return -log_marginal_likelihood(gram, y, noise_scale) / len(y)
+@partial(jax.jit, static_argnums=(1, 3, 6, 7))
+def _fit(key, loss, data, options, logs, held, num_steps, optimizer) -> tuple[Scales, Array]:
+    def scales(logs: dict[str, Array]) -> Scales:
+        return Scales(**jax.tree.map(jnp.exp, logs | held))
 
     logs, losses = _descent.minimize(
-        jax.random.key(0), loss, logs, num_steps=num_steps, optimizer=optimizer
+        key,
+        lambda logs, key: loss(scales(logs), key, data, *options),
+        logs,
+        num_steps=num_steps,
+        optimizer=optimizer,
     )
-    return Scales(**jax.tree.map(jnp.exp, logs | held)), losses
+    return scales(logs), losses
 
 
-def _noise_scale(value: ArrayLike, dtype: Any) -> Array:
-    return jnp.asarray(positive_number("noise_scale", value), dtype)
+def _log_density(square: Array, log_det: Array, y: Array) -> Array:
+    return -(square + log_det + len(y) * jnp.log(2 * jnp.pi)) / 2
 
 
-@jax.jit
-def _noisy(matrix: Array, noise_scale: Array) -> Array:
+def _noisy(matrix: Array, noise_scale: ArrayLike) -> Array:
+    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), matrix.dtype)
     return matrix + noise_scale**2 * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
-def _sound(result: tuple[Any, Array], error: Callable[[], ValueError]) -> Any:
-    """What a program computed, unless it says that its factor is not finite; traced, it passes."""
-    value, finite = result
-    if not isinstance(finite, Tracer) and not bool(finite):
-        raise error()
-    return value
+def _known_to_fail(factor: Array) -> bool:
+    return not isinstance(factor, Tracer) and not bool(jnp.isfinite(factor).all())
 
 
-def _too_large(phi: Array) -> ValueError:
-    return ValueError(f"phi / noise_scale is too large for {phi.dtype}")
+def _weights(phi: Array, y: Array, noise_scale: ArrayLike) -> tuple[Array, Array, Array]:
+    """The factor of B, the w with the least |y - phi w|^2 / sigma_n^2 + |w|^2, and sigma_n."""
+    noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
+    factor, weights = _least_squares(phi / noise_scale, y / noise_scale)
+    if _known_to_fail(factor):
+        raise ValueError(f"phi / noise_scale is too large for {phi.dtype}")
+    return factor, weights, noise_scale
 
 
-def _weights(phi: Array, y: Array, noise_scale: Array) -> tuple[Array, Array]:
-    """The factor of B, and the w with the least |y - phi w|^2 / sigma_n^2 + |w|^2."""
-    phi, y = phi / noise_scale, y / noise_scale
+@jax.jit
+def _least_squares(phi: Array, y: Array) -> tuple[Array, Array]:
     factor = _triangle(phi)
     weights = jnp.zeros(phi.shape[1], phi.dtype)
-    for _ in range(2):  # the second time what rounding left of the first
+    for _ in range(2):  # the second step corrects the rounding errors of the first
         residual = _dot(phi.T, y - _dot(phi, weights)) - weights
         weights = weights + cho_solve((factor, True), residual)
     return factor, weights
@@ -373,15 +344,24 @@ def _triangle_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return factor, _factor_derivative(factor, half + half.T)
 
 
-def _indefinite(name: str, matrix: Array) -> ValueError:
-    """What is wrong with a matrix that has no Cholesky factor."""
-    if not bool(jnp.isfinite(matrix).all()):
-        return ValueError(f"{name} has entries that are not finite")
-    least = float(jnp.linalg.eigvalsh(matrix)[0])
-    return ValueError(
-        f"{name}, {len(matrix)} x {len(matrix)}, is not positive definite in {matrix.dtype}:"
-        f" its least eigenvalue is {least:.3g}; use a larger noise_scale, or float64"
-    )
+def _noisy_factor(gram: Array, noise_scale: ArrayLike) -> Array:
+    return _checked_factor("the Gram matrix plus noise", _noisy(gram, noise_scale))
+
+
+def _checked_factor(name: str, matrix: Array) -> Array:
+    """`_factor`, where one exists; inside `jit`, where nothing can be raised, NaN where none does.
+
+    Raises:
+        ValueError: for a matrix that is not positive definite.
+    """
+    factor = _factor(matrix)
+    if _known_to_fail(factor):
+        raise ValueError(
+            f"{name}, {len(matrix)} x {len(matrix)}, is not positive definite in {matrix.dtype}:"
+            f" its least eigenvalue is {float(jnp.linalg.eigvalsh(matrix)[0]):.3g}; use a larger"
+            " noise_scale, or float64"
+        )
+    return factor
 
 
 @jax.custom_jvp
@@ -411,7 +391,7 @@ def _cholesky_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _factor_derivative(factor: Array, change: Array) -> Array:
-    """Of L with L L^T = M: L times the lower half of L^{-1} dM L^{-T}, its diagonal halved."""
+    """Derivative of L, L L^T = M: L times the lower half of L^{-1} dM L^{-T}, diagonal halved."""
     whitened = solve_triangular(factor, change, lower=True)
     whitened = solve_triangular(factor, whitened.T, lower=True)
     return _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)

@@ -7,9 +7,11 @@ Sources: Yu et al. 2016 (SORF); SimRF App. B.2, Eqs 89 and 90, k = 3, and Algori
 """
 
 import math
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from performer.typing import Key, float32_or_wider
@@ -37,7 +39,8 @@ def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
     factors = [2 ** min(4, exponent - i) for i in range(0, exponent, 4)]
     folded = x.reshape(*x.shape[:-1], *factors).astype(float32_or_wider(x))
     for axis, factor in enumerate(factors, start=x.ndim - 1):
-        matrix = _matrix(factor).astype(folded.dtype)
+        signs = reduce(np.kron, [[[1, 1], [1, -1]]] * (factor.bit_length() - 1), np.ones((1, 1)))
+        matrix = jnp.asarray(signs, folded.dtype) / math.sqrt(factor)
         product = jnp.tensordot(folded, matrix, axes=([axis], [0]), precision="highest")
         folded = jnp.moveaxis(product, -1, axis)
     return folded.reshape(x.shape)
@@ -60,10 +63,3 @@ def multiply(signs: Float[Array, "k p"], x: Float[Array, "*b p"]) -> Float[Array
     for diagonal in signs.astype(x.dtype):
         x = transform(jnp.broadcast_to(diagonal, x.shape) * x)
     return x
-
-
-def _matrix(p: int) -> Float[Array, "p p"]:
-    h = jnp.ones((1, 1), jnp.float32)
-    for _ in range(p.bit_length() - 1):
-        h = jnp.block([[h, h], [h, -h]])
-    return h / math.sqrt(p)

@@ -1,4 +1,4 @@
-"""Kernels of pairs of points: exact values, and what random features of them take.
+"""Kernels of pairs of points: exact values, feature maps and laws of the frequencies.
 
     gaussian(x, y)       s^2 exp(-r^2 / 2)                                        r = |x - y| / l
     matern(nu)(x, y)     s^2 2^{1 - nu} / Gamma(nu) (sqrt(2 nu) r)^nu K_nu(sqrt(2 nu) r)
@@ -7,8 +7,8 @@
     arc_cosine(1)(x, y)  s^2 |x| |y| / (l^2 pi) (sin t + (pi - t) cos t)
 
 with the output scale s and the lengthscale l, one for all dimensions or one for each. Each is a
-`Kernel`, and so is one of your own; a word ("gaussian", "matern-3/2", ...) stands for it at every
-door that takes one. Derivatives of every order that the kernel itself has are right at equal
+`Kernel`, and so is one of your own; a word ("gaussian", "matern-3/2", ...) is accepted wherever a
+`Kernel` is. Derivatives of every order that the kernel itself has are right at equal
 points, too, in forward and in reverse; where it has a kink (Matern 1/2 and arc-cosine 0 at equal
 points) that of the distance is taken to be 0.
 
@@ -18,9 +18,9 @@ first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from math import factorial
+from math import comb, perm
 from typing import Any
 
 import jax
@@ -30,12 +30,12 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import couplings, features, norms
 from performer.choices import checked_arrays, positive_number, positive_values, unknown
-from performer.typing import Coupling, Frequencies, Key, expression
+from performer.typing import Coupling, Frequencies, Key, Value
 
 
 @dataclass(frozen=True, repr=False)
-class Kernel:
-    """A kernel k(x, y) = E phi(x; w) phi(y; w): what it is, and the features that estimate it.
+class Kernel(Value):
+    """A kernel k(x, y) = E phi(x; w) phi(y; w), and the features that estimate it.
 
     A record is equal to another whose functions and numbers are, and hashable: `jax.jit` takes it
     for static. Its repr evaluates.
@@ -86,12 +86,16 @@ class Kernel:
             ValueError: for points or a scale of another shape, or a scale that is not positive and
                 finite (where its value is known: not in jit).
         """
-        x, y = _over_lengthscale(x, y, lengthscale)
+        x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
+        shape, d = np.shape(positive_values("lengthscale", lengthscale)), x.shape[1]
+        if shape not in ((), (d,)):
+            raise ValueError(f"lengthscale must be one number or of the shape ({d},), got {shape}")
+        unit = jnp.reshape(jnp.asarray(lengthscale, x.dtype), (1, -1))
         scale = jnp.asarray(positive_number("output_scale", output_scale), x.dtype)
-        return scale**2 * self.exact(x, y)
+        return scale**2 * self.exact(x / unit, y / unit)
 
     def coupled(self, coupling: str | Coupling = "pnc") -> Coupling:
-        """The coupling, of frequencies of this radial law; with that of N(0, I) it is as it is.
+        """Return the coupling with this radial law; for that of N(0, I) it is returned as it is.
 
         Raises:
             ValueError: for an unknown coupling, or one whose lengths cannot have another law
@@ -102,14 +106,15 @@ class Kernel:
         return couplings.with_quantile(coupling, self.quantile)
 
     def __repr__(self) -> str:
-        named = dict(NAMES)
-        if isinstance(self.exact, _Matern):
-            named[f"matern({self.exact.nu})"] = matern(self.exact.nu)
-        for name, kernel in named.items():
-            if self == kernel:
-                return f"kernels.{name}"
-        values = (f"{field.name}={expression(getattr(self, field.name))}" for field in fields(self))
-        return f"kernels.Kernel({', '.join(values)})"
+        if self in _ARC_COSINES:
+            return f"kernels.arc_cosine({_ARC_COSINES.index(self)})"
+        if isinstance(self.exact, _Matern) and self == matern(self.exact.nu):
+            return f"kernels.matern({self.exact.nu})"
+        return super().__repr__()
+
+
+def _products(x: Array, y: Array) -> Array:
+    return jnp.matmul(x, y.T, precision="highest")
 
 
 def _gaussian(x: Array, y: Array) -> Array:
@@ -117,7 +122,7 @@ def _gaussian(x: Array, y: Array) -> Array:
 
 
 def _softmax(x: Array, y: Array) -> Array:
-    return jnp.exp(jnp.matmul(x, y.T, precision="highest"))
+    return jnp.exp(_products(x, y))
 
 
 gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
@@ -125,11 +130,11 @@ gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
 `partial(features.positive, kernel="gaussian")` is their map.)"""
 
 softmax = Kernel(_softmax, features.positive)
-"""What softmax attention is made of, of positive features."""
+"""The exponential kernel of softmax attention, of positive features."""
 
 
 def matern(nu: float) -> Kernel:
-    """The Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
+    """Return the Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
 
     At these nu the Bessel function is elementary: with p = nu - 1/2 and s = sqrt(2 nu) r,
 
@@ -151,17 +156,12 @@ def matern(nu: float) -> Kernel:
     return Kernel(_Matern(nu), features.trigonometric, norms.matern(nu), 1.0, even=True)
 
 
-@dataclass(frozen=True)
-class _Matern:
+@dataclass(frozen=True, repr=False)
+class _Matern(Value):
     nu: float
 
     def __call__(self, x: Array, y: Array) -> Array:
-        degree = int(self.nu)
-        squares = (2 * degree + 1) * _summed_squares(x, y)
-        return _matern_correlation(squares, degree)
-
-    def __repr__(self) -> str:
-        return f"kernels.matern({self.nu}).exact"
+        return _matern_correlation(2 * self.nu * _summed_squares(x, y), int(self.nu))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -170,16 +170,13 @@ def _matern_correlation(squares: Array, degree: int) -> Array:
     s = _root(squares)
     decay, polynomial = jnp.exp(-s), jnp.zeros_like(s)
     for i in range(degree, -1, -1):  # Horner's rule, from s^degree down; that of s^0 is 1
-        ways = factorial(2 * degree - i) * factorial(degree) * 2**i
-        polynomial = polynomial * s + ways / (
-            factorial(2 * degree) * factorial(i) * factorial(degree - i)
-        )
+        polynomial = polynomial * s + comb(degree, i) * 2**i / perm(2 * degree, i)
     return jnp.where(decay > 0, decay * polynomial, 0.0)  # far away the polynomial may be infinite
 
 
 @_matern_correlation.defjvp
 def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """By (s^nu K_nu)' = -s^nu K_{nu-1} a kernel of nu - 1 at the same s: no 1 / s, no cancellation.
+    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}: a kernel of nu - 1, no 1 / s, no cancellation.
 
     dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)); that of the root of s^2 at 0, for nu = 1/2, is 0.
     """
@@ -193,7 +190,7 @@ def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array,
 
 
 def arc_cosine(order: int) -> Kernel:
-    """The arc-cosine kernel of order 0 or 1.
+    """Return the arc-cosine kernel of order 0 or 1.
 
     2 E phi(w.x) phi(w.y) for w ~ N(0, I), phi the step function (1/2 at 0) or the positive part:
     the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. A
@@ -208,26 +205,18 @@ def arc_cosine(order: int) -> Kernel:
 
 
 def _arc_cosine_0(x: Array, y: Array) -> Array:
-    (_, u), (_, v) = map(_length_and_direction, (x, y))
-    return 1 - _angles(u, v) / jnp.pi
+    return 1 - _angles(_directions(x), _directions(y)) / jnp.pi
 
 
 def _arc_cosine_1(x: Array, y: Array) -> Array:
-    (x_length, u), (y_length, v) = map(_length_and_direction, (x, y))
-    products = jnp.matmul(x, y.T, precision="highest")
-    return _first_order(x_length[:, None] * y_length[None], products, _angles(u, v))
+    lengths = _lengths(x)[:, None] * _lengths(y)[None]
+    return _first_order(lengths, _products(x, y), _angles(_directions(x), _directions(y)))
 
 
 _ARC_COSINES = (
     Kernel(_arc_cosine_0, features.arc_cosine(0), at_zero=0.5),
     Kernel(_arc_cosine_1, features.arc_cosine(1), at_zero=0.0),
 )
-NAMES = {
-    "gaussian": gaussian,
-    "softmax": softmax,
-    "arc_cosine(0)": arc_cosine(0),
-    "arc_cosine(1)": arc_cosine(1),
-}
 KERNELS = {
     "gaussian": gaussian,
     "rbf": gaussian,
@@ -238,11 +227,11 @@ KERNELS = {
     "arc-cosine-0": arc_cosine(0),
     "arc-cosine-1": arc_cosine(1),
 }
-"""By the words that stand for them."""
+"""Kernels by the words that stand for them."""
 
 
 def get(kernel: str | Kernel) -> Kernel:
-    """The kernel of a word of `KERNELS`; a `Kernel` as it is.
+    """Return the kernel of a word of `KERNELS`; a `Kernel` is returned as it is.
 
     Raises:
         ValueError: for an unknown word, with the nearest one, and for anything else.
@@ -261,7 +250,7 @@ def get(kernel: str | Kernel) -> Kernel:
 def frequencies(
     key: Key, kernel: str | Kernel, num_features: int, dim: int, coupling: str | Coupling = "pnc"
 ) -> Frequencies:
-    """Frequencies (num_features, dim) of the radial law of the kernel, for its feature map.
+    """Draw frequencies (num_features, dim) of the radial law of the kernel.
 
     Raises:
         ValueError: for an unknown kernel, sizes that the coupling does not admit, and as
@@ -280,7 +269,7 @@ def random_features(
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "n p"]:
-    """Random features of points: phi(x) . phi(y) is an unbiased estimate of the kernel.
+    """Compute random features: phi(x) . phi(y) is an unbiased estimate of the kernel.
 
     The same key draws the same frequencies: call it again with the key for other points.
 
@@ -325,31 +314,25 @@ def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _angles(u: Array, v: Array) -> Array:
-    """From |u - v| and |u + v|, not from the cosine: exact for small angles; pi / 2 for zeros."""
+    """Angles from |u - v| and |u + v|, not the cosine: exact if small; pi / 2 for zeros."""
     apart, summed = _root(_summed_squares(u, v)), _root(_summed_squares(u, -v))
     angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
     return jnp.where(apart + summed > 0, angle, jnp.pi / 2)
 
 
-def _length_and_direction(x: Array) -> tuple[Array, Array]:
-    """|x| and x / |x| along the last axis; 0 and 0 for x = 0."""
-    length = _root(jnp.sum(x**2, axis=-1))
-    return length, x / jnp.where(length > 0, length, 1.0)[..., None]
+def _lengths(x: Array) -> Array:
+    return _root(jnp.sum(x**2, axis=-1))
+
+
+def _directions(x: Array) -> Array:
+    """x / |x| along the last axis; 0 for x = 0."""
+    length = _lengths(x)
+    return x / jnp.where(length > 0, length, 1.0)[..., None]
 
 
 def _root(squares: Array) -> Array:
     """The square root, with the derivative 0 at 0."""
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
-
-
-def _over_lengthscale(x: Any, y: Any, lengthscale: Any) -> tuple[Array, Array]:
-    """Both points, in units of the lengthscale, which is one number or one for each dimension."""
-    x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
-    shape, d = np.shape(positive_values("lengthscale", lengthscale)), x.shape[1]
-    if shape not in ((), (d,)):
-        raise ValueError(f"lengthscale must be one number or have the shape ({d},), got {shape}")
-    unit = jnp.reshape(jnp.asarray(lengthscale, x.dtype), (1, -1))
-    return x / unit, y / unit
 
 
 @jax.jit  # fused: the differences of all pairs are never in memory

@@ -5,7 +5,7 @@ norm coupling has the signature `norms(key, m, d) -> (m,)`, in float32; its leng
 marginal law and differ only in how they depend on one another. The dependence is a joint law of
 normal scores g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The
 Gaussian kernel has the chi_d quantile; another isotropic kernel is another quantile, and nothing
-else changes: `couplings.with_quantile("pnc", norms.matern(1.5))`.
+else: `couplings.with_quantile("pnc", norms.matern(1.5))`.
 
 The norm couplings here are values: frozen, equal where their parts are, with a repr that makes them
 again. A plain function of that signature will do, too.
@@ -15,7 +15,7 @@ Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.typing import Key, Lengths, expression
+from performer.typing import Key, Lengths, Value
 
 Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
 """quantile(score, d): the length l with F(l) = Phi(score), of the shape of `score`."""
@@ -31,13 +31,15 @@ Quantile = Callable[[Float[Array, "..."], int], Float[Array, "..."]]
 Scores = Callable[[Key, int], Float[Array, " m"]]
 """scores(key, m): m normal scores, each N(0, 1)."""
 
+LogQuantile = Callable[[np.ndarray, int], np.ndarray]
+
 _STEP = 1 / 16  # an exact binary fraction: score - node is exact in float32
 _LIMIT = 8.0  # the table covers normal scores in [-8, 8]; float32 draws stay within 5.5
 _DEGREE = 4
 
 
-@dataclass(frozen=True)
-class Tabulated:
+@dataclass(frozen=True, repr=False)
+class Tabulated(Value):
     """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
 
     On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
@@ -49,7 +51,7 @@ class Tabulated:
             u = Phi(score) is Phi(-score), so 1 - u need never be computed.
     """
 
-    log_quantile: Callable[[np.ndarray, int], np.ndarray]
+    log_quantile: LogQuantile
 
     def __call__(self, score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
         """The lengths at these normal scores."""
@@ -64,17 +66,12 @@ class Tabulated:
         return at_nodes[cell] * jnp.exp(log_ratio)
 
     def __repr__(self) -> str:
-        if self == chi:
-            return "norms.chi"
-        if isinstance(self.log_quantile, _LogMatern):
-            return f"norms.matern({self.log_quantile.nu!r})"
-        return f"norms.Tabulated({expression(self.log_quantile)})"
+        law = self.log_quantile
+        return f"norms.matern({law.nu!r})" if isinstance(law, _LogMatern) else super().__repr__()
 
 
 @lru_cache(maxsize=256)
-def _table(
-    log_quantile: Callable[[np.ndarray, int], np.ndarray], d: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _table(log_quantile: LogQuantile, d: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantiles at the nodes, and the coefficients of log(quantile / quantile at the node)."""
     nodes = np.arange(-_LIMIT, _LIMIT + _STEP, _STEP)
     offsets = _STEP / 2 * np.cos(np.pi * np.arange(_DEGREE + 1) / _DEGREE)  # contains the midpoint
@@ -92,8 +89,8 @@ def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
     return np.log(2 * np.where(score < 0, *inverses)) / 2
 
 
-@dataclass(frozen=True)
-class _LogMatern:
+@dataclass(frozen=True, repr=False)
+class _LogMatern(Value):
     """l^2 / d ~ F(d, 2 nu): b = l^2 / (l^2 + 2 nu) ~ Beta(d/2, nu), 1 - b ~ Beta(nu, d/2)."""
 
     nu: float
@@ -113,8 +110,8 @@ chi = Tabulated(_log_chi)
 """The chi_d quantile: frequencies N(0, I_d), the Gaussian and the softmax kernel."""
 
 
-def matern(nu: float) -> Quantile:
-    """The radial law of the Matern kernel of smoothness nu and lengthscale 1 (VRC App. G).
+def matern(nu: float) -> Tabulated:
+    """Return the radial law of the Matern kernel of smoothness nu, lengthscale 1 (VRC App. G).
 
     The frequencies are then multivariate t with 2 nu degrees of freedom. VRC Eq. 84 prints the
     density of frequencies in cycles; the features here take radians, 2 pi times as much. The mean
@@ -129,7 +126,7 @@ def matern(nu: float) -> Quantile:
 
 
 def root_mean_square(score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
-    """sqrt(d) whatever the score is: the lengths of `fixed`."""
+    """sqrt(d) for every score: the lengths of `fixed`."""
     return jnp.full_like(score, d**0.5)
 
 
@@ -144,36 +141,21 @@ def pairwise_scores(key: Key, m: int) -> Float[Array, " m"]:
     return jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m]
 
 
-@dataclass(frozen=True)
-class FromScores:
-    """The lengths quantile(g, d) of normal scores g with the joint law `scores`.
-
-    Attributes:
-        scores: (key, m) -> (m,).
-        quantile: the law of each length.
-        common: one score and one length, shared by the m rows.
-    """
+@dataclass(frozen=True, repr=False)
+class FromScores(Value):
+    """The lengths quantile(g, d) of normal scores g with the joint law `scores`."""
 
     scores: Scores
+    """(key, m) -> (m,)."""
     quantile: Quantile = chi
+    """The law of each length."""
     common: bool = False
+    """One score and one length, shared by the m rows."""
 
-    def __call__(self, key: Key, m: int, d: int, quantile: Quantile | None = None) -> Lengths:
-        """The lengths (m,) of frequencies in R^d; of another law than `self.quantile` if given."""
-        quantile = self.quantile if quantile is None else quantile
-        lengths = quantile(self.scores(key, 1 if self.common else m), d)
+    def __call__(self, key: Key, m: int, d: int) -> Lengths:
+        """The lengths (m,) of frequencies in R^d."""
+        lengths = self.quantile(self.scores(key, 1 if self.common else m), d)
         return jnp.broadcast_to(lengths, (m,))
-
-    def __repr__(self) -> str:
-        law = expression(self.quantile)
-        names = {independent: "independent", pairwise: "pairwise", monotone: "monotone"}
-        if self == fixed:
-            return "norms.fixed"
-        if (usual := replace(self, quantile=chi)) in names:
-            name = f"norms.{names[usual]}"
-            return name if self == usual else f"norms.with_quantile({name}, {law})"
-        common = ", common=True" if self.common else ""
-        return f"norms.FromScores({expression(self.scores)}, {law}{common})"
 
 
 independent = FromScores(independent_scores)
@@ -193,14 +175,3 @@ estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
 0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
 m; in attention the loss of radial noise often outweighs it.
 """
-
-
-def with_quantile(norms: FromScores, quantile: Quantile) -> FromScores:
-    """The same dependence between lengths of another law.
-
-    Raises:
-        ValueError: for `fixed`, whose lengths have no law.
-    """
-    if norms == fixed:
-        raise ValueError("norms.fixed are lengths sqrt(d) without a law: take norms.monotone")
-    return replace(norms, quantile=quantile)

@@ -40,7 +40,7 @@ reflected, since cosh >= 1 and the weights add up to one; without reflected poin
 negative. `experiments.kernels.quadrature` finds no lower error with the constant.)
 
 Source: Munkhoeva et al. 2018 (Quad), Sec. 2 to 4, after Genz and Monahan 1998. Its D is the number
-of features, n our num_rules, V the matrix of `vertices`.
+of features, n our num_rules, V the matrix of `multiply_vertices`.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ from scipy.special import roots_hermitenorm
 from performer import butterfly, couplings, directions, kernels, norms
 from performer.choices import positive_integer, unknown
 from performer.kernels import Kernel
-from performer.typing import Coupling, Key
+from performer.typing import Key
 
 Matrices = Literal["haar", "butterfly"]
 _GRID = 8  # nodes in each dimension of the Gauss-Hermite grid: exact to degree 15
@@ -83,7 +83,7 @@ def spherical_radial(
     reflect: bool = True,
     reject: bool = False,
 ) -> Rule:
-    """The average of `num_rules` spherical-radial rules of degree three.
+    """Draw the average of `num_rules` spherical-radial rules of degree three.
 
     Args:
         key: random key.
@@ -111,7 +111,7 @@ def spherical_radial(
     if orthogonal == "butterfly":
         return structured(key, num_rules, d, reflect=reflect, reject=reject).dense()
 
-    def one(rule_key: Key) -> tuple[Float[Array, "v d"], Float[Array, " v"]]:
+    def one(rule_key: Key) -> tuple[Array, Array]:  # (v, d), (v,)
         matrix_key, lengths_key = jax.random.split(rule_key)
         lengths = _lengths(lengths_key, d, reject)
         turned = multiply_vertices(directions.haar(matrix_key, d, d).T).T
@@ -129,22 +129,22 @@ class StructuredRule:
     """Rules with butterfly matrices, whose points are never a matrix: O(n d) numbers. A pytree."""
 
     matrices: butterfly.Butterfly
-    """Of all rules, along a leading axis."""
+    """Matrices of all rules, along a leading axis."""
     lengths: Float[Array, "n v"]
     reflect: bool = dataclasses.field(metadata=dict(static=True))
 
     @property
     def weights(self) -> Float[Array, " p"]:
-        """Of the points."""
+        """Weights of the points."""
         return _weights(self.lengths, self.reflect)
 
     @property
     def constant(self) -> Float[Array, ""]:
-        """Of f(0)."""
+        """Weight of f(0)."""
         return 1 - self.weights.sum()
 
     def dense(self) -> Rule:
-        """The same with its points as a matrix."""
+        """Return the same rule with its points as a matrix."""
         eye = jnp.eye(self.lengths.shape[-1] - 1, dtype=jnp.float32)
         return Rule(self.apply(eye).T, self.weights, self.constant)
 
@@ -158,7 +158,7 @@ class StructuredRule:
             ValueError: when x is not d wide.
         """
 
-        def one(matrix: butterfly.Butterfly, lengths: Float[Array, " v"]) -> Float[Array, "*b v"]:
+        def one(matrix: butterfly.Butterfly, lengths: Array) -> Float[Array, "*b v"]:
             rows = multiply_vertices(matrix.apply_transpose(x))
             return jnp.broadcast_to(lengths.astype(rows.dtype), rows.shape) * rows
 
@@ -174,23 +174,14 @@ def structured(
     """`spherical_radial` with butterfly matrices as an operator, the same for the same key."""
     num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
 
-    def one(rule_key: Key) -> tuple[butterfly.Butterfly, Float[Array, " v"]]:
+    def one(rule_key: Key) -> tuple[butterfly.Butterfly, Array]:
         matrix_key, lengths_key = jax.random.split(rule_key)
         return butterfly.random_butterfly(matrix_key, d), _lengths(lengths_key, d, reject)
 
     return StructuredRule(*jax.vmap(one)(jax.random.split(key, num_rules)), reflect)
 
 
-def random_features(coupling: str | Coupling) -> Callable[[Key, int, int], Rule]:
-    """rule(key, m, d): the frequencies of a coupling with weights 1 / m, a rule of degree one."""
-
-    def rule(key: Key, m: int, d: int) -> Rule:
-        return _plain(couplings.get(coupling)(key, m, d))
-
-    return rule
-
-
-def gauss_hermite(key: Key, m: int, d: int) -> Rule:
+def gauss_hermite(key: Key, m: int, d: int) -> Float[Array, "m d"]:
     """m points of the dense Gauss-Hermite grid, drawn by its weights (Dao et al. 2017): method GQ.
 
     The coordinates are independent draws of the eight nodes of one dimension: exact in expectation
@@ -198,54 +189,38 @@ def gauss_hermite(key: Key, m: int, d: int) -> Rule:
     """
     nodes, weights = roots_hermitenorm(_GRID)
     nodes, chances = (jnp.asarray(x, jnp.float32) for x in (nodes, weights / weights.sum()))
-    return _plain(jax.random.choice(key, nodes, (m, d), p=chances))
+    return jax.random.choice(key, nodes, (m, d), p=chances)
 
 
-def _plain(points: Array) -> Rule:
-    """The mean over these points."""
-    m, dtype = len(points), points.dtype
-    return Rule(points, jnp.full(m, 1 / m, dtype), jnp.zeros((), dtype))
+def plain(points: Callable[[Key, int, int], Float[Array, "m d"]]) -> Callable[..., Rule]:
+    """Return rule(key, num_rules, d, reflect=), the mean over as many points as rules have.
 
+    Args:
+        points: (key, m, d) -> (m, d), as a coupling; m is the number of points of `num_rules`
+            spherical-radial rules, none of them reflected.
+    """
 
-def _as_many(rule: Callable[[Key, int, int], Rule]) -> Callable[..., Rule]:
-    """Takes the number of points from spherical-radial rules."""
+    def rule(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
+        m = (1 + reflect) * num_rules * (d + 1)
+        drawn = points(key, m, d)
+        return Rule(drawn, jnp.full(m, 1 / m, drawn.dtype), jnp.zeros((), drawn.dtype))
 
-    def matched(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
-        return rule(key, (1 + reflect) * num_rules * (d + 1), d)
-
-    return matched
+    return rule
 
 
 METHODS: dict[str, Callable[..., Rule]] = {
-    "G": _as_many(random_features(couplings.get("iid"))),
-    "Gort": _as_many(random_features(couplings.get("orf"))),
-    "ROM": _as_many(random_features(couplings.get("hadamard*fixed"))),
-    "QMC": _as_many(random_features(couplings.get("halton"))),
-    "GQ": _as_many(gauss_hermite),
+    "G": plain(couplings.get("iid")),
+    "Gort": plain(couplings.get("orf")),
+    "ROM": plain(couplings.get("hadamard*fixed")),
+    "QMC": plain(couplings.get("halton")),
+    "GQ": plain(gauss_hermite),
     "H": spherical_radial,
     "B": partial(spherical_radial, orthogonal="butterfly"),
 }
-"""Quad Sec. 5.1: (key, num_rules, d, reflect=) -> Rule."""
-
-
-def method(key: Key, name: str, num_rules: int, d: int, *, reflect: bool) -> Rule:
-    """A rule of Quad Sec. 5.1 with as many points as `num_rules` spherical-radial ones have.
-
-    Args:
-        key: random key.
-        name: in `METHODS`: "H" or "B" for spherical-radial rules with Haar or butterfly matrices,
-            "G" independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length
-            sqrt(d): biased), "QMC" Halton, "GQ" Gauss-Hermite.
-        num_rules: n; the rule has n (d + 1) points, twice as many if reflected.
-        d: dimension.
-        reflect: as for `spherical_radial`; the others have no reflected points, but as many.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    if name not in METHODS:
-        raise ValueError(unknown("method", name, METHODS))
-    return METHODS[name](key, num_rules, d, reflect=reflect)
+"""Methods of Quad Sec. 5.1, (key, num_rules, d, reflect=) -> Rule, all of n (d + 1) points, twice
+as many if reflected: "H" and "B" spherical-radial rules with Haar and butterfly matrices, "G"
+independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length sqrt(d): biased),
+"QMC" Halton, "GQ" Gauss-Hermite."""
 
 
 def feature_maps(
@@ -256,14 +231,14 @@ def feature_maps(
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
 ) -> tuple[Float[Array, "*b p"], Float[Array, "*b p"]]:
-    """Two feature maps whose products estimate the kernel: left(x) . right(y).
+    """Return two feature maps whose products estimate the kernel: left(x) . right(y).
 
     They differ in the sign of their first column, the constant: sqrt(|constant| f(0)) on the left,
     with the sign of the constant on the right. For a linear model with an intercept either will do.
 
     Args:
         x: points (..., d).
-        rule: of `spherical_radial` or `method`, not reflected only if the kernel's f is even.
+        rule: of `spherical_radial` or `METHODS`, not reflected only if the kernel's f is even.
         kernel: a word of `kernels.KERNELS` or a `Kernel`, of frequencies N(0, I) and with f(0).
         lengthscale: as in `features`.
         output_scale: as in `features`.
@@ -282,10 +257,8 @@ def feature_maps(
     constant = rule.constant.astype(phi.dtype)
     first = jnp.sqrt(jnp.abs(constant) * kernel.at_zero)
     first = jnp.broadcast_to(first * jnp.asarray(output_scale, phi.dtype), (*phi.shape[:-1], 1))
-    left, right = (
-        jnp.concatenate([sign * first, phi], axis=-1) for sign in (1.0, jnp.sign(constant))
-    )
-    return left, right
+    left = jnp.concatenate([first, phi], axis=-1)
+    return left, jnp.concatenate([jnp.sign(constant) * first, phi], axis=-1)
 
 
 def gram(
@@ -297,21 +270,17 @@ def gram(
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "n k"]:
-    """The estimate of the kernel of all pairs, constant included. Arguments as above."""
+    """Estimate the kernel of all pairs, constant included; arguments as for `feature_maps`."""
     scales = dict(lengthscale=lengthscale, output_scale=output_scale)
     left, _ = feature_maps(x, rule, kernel, **scales)
     _, right = feature_maps(y, rule, kernel, **scales)
     return jnp.matmul(left, right.T, precision="highest")
 
 
-def vertices(d: int) -> Float[Array, "v d"]:
-    """The d + 1 vertices of a regular simplex on the unit sphere: v_i . v_j = -1 / d; float32."""
-    return multiply_vertices(jnp.eye(positive_integer("d", d), dtype=jnp.float32)).T
-
-
 def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """vertices(d) @ x along the last axis in O(d), by cumulated sums.
+    """V x along the last axis in O(d), by cumulated sums: (..., d) -> (..., d + 1).
 
+    The rows of V are the vertices of a regular simplex on the unit sphere, v_i . v_j = -1 / d;
     v_j has -a_i at i < j and b_j at j, a_i^2 = (d+1) / (d (d-i+2) (d-i+1)) and b_j = (d-j+1) a_j.
     """
     d = x.shape[-1]
@@ -326,17 +295,14 @@ def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
 def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
     """d + 1 lengths chi_{d+2}; with `reject` those of the first draw with a constant >= 0."""
 
-    def draw(draw_key: Key) -> Float[Array, " v"]:
-        return norms.independent(draw_key, d + 1, d + 2)
-
     if not reject:
-        return draw(key)
+        return norms.independent(key, d + 1, d + 2)
 
-    def again(carry: tuple[Key, Float[Array, " v"]]) -> tuple[Key, Float[Array, " v"]]:
+    def again(carry: tuple[Key, Array]) -> tuple[Key, Array]:
         next_key, draw_key = jax.random.split(carry[0])
-        return next_key, draw(draw_key)
+        return next_key, norms.independent(draw_key, d + 1, d + 2)
 
-    def negative(carry: tuple[Key, Float[Array, " v"]]) -> Array:
+    def negative(carry: tuple[Key, Array]) -> Array:
         return _weights(carry[1][None], reflect=False).sum() > 1
 
     return jax.lax.while_loop(negative, again, again((key, jnp.zeros(d + 1, jnp.float32))))[1]

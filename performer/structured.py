@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from performer import directions, hadamard, norms
-from performer.typing import Frequencies, Key, Norms
+from performer.typing import Frequencies, Key
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class StructuredFrequencies:
         p = self.lengths.shape[-1]
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, p - self.d)])
 
-        def block(signs: Float[Array, "k p"], lengths: Float[Array, " p"]) -> Float[Array, "*b p"]:
+        def block(signs: Array, lengths: Array) -> Float[Array, "*b p"]:
             turned = hadamard.multiply(signs, x)
             turned = directions.multiply_simplex(turned) if self.simplex else turned
             return jnp.broadcast_to(lengths.astype(turned.dtype), turned.shape) * turned
@@ -53,11 +53,9 @@ class StructuredFrequencies:
         return self.apply(jnp.eye(self.d, dtype=jnp.float32)).T
 
 
-@partial(jax.jit, static_argnames=("m", "d", "simplex", "draw_norms"))
-def draw(
-    key: Key, m: int, d: int, *, simplex: bool = False, draw_norms: Norms = norms.independent
-) -> StructuredFrequencies:
-    """Draws structured frequencies: fast SimRF with `simplex`, else SORF.
+@partial(jax.jit, static_argnames=("m", "d", "simplex"))
+def draw(key: Key, m: int, d: int, *, simplex: bool = False) -> StructuredFrequencies:
+    """Draw structured frequencies: fast SimRF with `simplex`, else SORF.
 
     With the same key the matrix is that of the coupling "fast-simrf" or "sorf".
 
@@ -67,9 +65,9 @@ def draw(
     """
     p = hadamard.next_power_of_two(d)
 
-    def block(block_key: Key) -> tuple[Float[Array, "k p"], Float[Array, " p"]]:
+    def block(block_key: Key) -> tuple[Array, Array]:  # (k, p), (p,)
         norms_key, directions_key = jax.random.split(block_key)
-        return hadamard.random_signs(directions_key, p), draw_norms(norms_key, p, p)
+        return hadamard.random_signs(directions_key, p), norms.independent(norms_key, p, p)
 
     signs, lengths = jax.vmap(block)(jax.random.split(key, -(-m // p)))
     return StructuredFrequencies(signs, lengths, m, d, simplex)

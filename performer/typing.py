@@ -14,6 +14,8 @@ and a key draws the same numbers, with jax_enable_x64 and without it. What is co
 given is computed in `float32_or_wider` of these points, and everything else is cast to that.
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
@@ -57,6 +59,20 @@ def expression(value: object) -> str:
         return repr(value)
     module = (value.__module__ or "__main__").removeprefix("performer.")
     return f"{module}.{value.__qualname__}"
+
+
+class Value:
+    """Base of frozen dataclasses whose repr makes them again, by their name or by their parts."""
+
+    def __repr__(self) -> str:
+        """The name of an equal value in the module of the class, or a call with the fields."""
+        kind = type(self)
+        module = kind.__module__.removeprefix("performer.")
+        for name, value in vars(sys.modules[kind.__module__]).items():
+            if type(value) is kind and hashable(value) and value == self:
+                return f"{module}.{name}"
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]  # pyright: ignore
+        return f"{module}.{kind.__qualname__}({', '.join(map(expression, values))})"
 
 
 def hashable(value: object) -> bool:

@@ -321,13 +321,13 @@ def test_no_matrix_is_formed(method):
 
 @pytest.mark.parametrize("d", [0, -3])
 def test_size_must_be_positive(d):
-    with pytest.raises(ValueError, match=f"needs d >= 1, got d = {d}"):
+    with pytest.raises(ValueError, match=f"must be a positive integer, got {d}"):
         random_butterfly(jax.random.key(0), d)
 
 
 @pytest.mark.parametrize("products", [0, -1])
 def test_products_must_be_positive(products):
-    with pytest.raises(ValueError, match=f"products must be at least 1, got {products}"):
+    with pytest.raises(ValueError, match=f"products must be a positive integer, got {products}"):
         random_butterfly(jax.random.key(0), 4, products=products)
 
 

@@ -12,7 +12,7 @@ from performer import copula, couplings, directions, norms, testing
 NAMES = couplings.names()
 # Of [W, -W] the tests of shapes, of rows and of the mean say nothing else than of W. That it is
 # [W, -W] is tested exactly below.
-GAUSSIAN = [name for name in couplings.COUPLINGS if couplings.properties(name, 5).gaussian]
+GAUSSIAN = [name for name in couplings.COUPLINGS if couplings.properties(name).gaussian]
 ANTITHETIC = [n for n in NAMES if n.endswith("-antithetic")]
 DRAWS = 4000
 
@@ -160,24 +160,24 @@ def test_no_two_are_equal():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("iid", (True, False, 6, False)),
-        ("pm-antithetic", (True, True, 6, True)),
-        ("simplex*fixed", (False, True, 6, False)),
-        ("sorf", (False, False, 8, False)),
-        ("halton-antithetic", (True, False, None, True)),
+        ("iid", (True, False)),
+        ("pm-antithetic", (True, True)),
+        ("simplex*fixed", (False, True)),
+        ("sorf", (False, False)),
+        ("halton-antithetic", (True, False)),
     ],
 )
 def test_properties(name, expected):
-    assert couplings.properties(name, 6) == expected
+    assert couplings.properties(name) == expected
 
 
 def test_properties_of_what_is_no_row_of_the_table():
     """They follow from the parts; what says nothing is unknown."""
     mine = couplings.Blocks(directions.orthogonal, lambda key, m, d: jnp.ones(m))
-    assert couplings.properties(mine, 6) == (None, None, 6, False)
+    assert couplings.properties(mine) == (None, None)
     matern = couplings.with_quantile("pm", norms.matern(2.5))
-    assert couplings.properties(matern, 6)[:2] == (False, True)
-    assert couplings.properties(lambda key, m, d: jnp.ones((m, d)), 6) == (None,) * 4
+    assert couplings.properties(matern) == (False, True)
+    assert couplings.properties(lambda key, m, d: jnp.ones((m, d))) == (None, None)
 
 
 def test_couplings_are_taken_as_they_are():

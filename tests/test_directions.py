@@ -103,12 +103,6 @@ def test_hadamard_moments(d, ratio):
     assert abs(fourth.mean() - ratio) < 5 * fourth.std() / np.sqrt(draws)
 
 
-def test_lengths_must_fit_the_block():
-    for lengths in (jnp.ones((2, 2)), jnp.ones(5)):
-        with pytest.raises(ValueError, match=r"lengths have shape \(.*at most d = 4 rows"):
-            directions._rows.__wrapped__(lengths, 4)
-
-
 def test_draws_of_twelve_layers_in_one_jit_end():
     """With directions drawn by batched QR calls this hangs on two CPU cores."""
     program = (

@@ -133,11 +133,7 @@ def test_rounding_is_no_asymmetry():
         (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),
         (lambda: Graph.from_edges([(0, 1)], 2, [1j]), "must be real numbers, got complex128"),
         (lambda: Graph.from_edges([(0, 1)], 2, ["1"]), "must be real numbers, got <U1"),
-        (
-            lambda: Graph.from_edges([(0, 1)], 2, [1e39]),
-            "a weight of 1e.39 is no number of float32",
-        ),
-        (lambda: Graph.from_edges([(0, 1)], 2, [-1e-39]), "a weight of -1e-39 is no number"),
+        (lambda: Graph.from_edges([(0, 1)], 2, [1e39]), "not finite in float32"),
         (lambda: Graph.from_edges([(0, 1)] * 2, 2, [1e308] * 2), "not finite"),
         (lambda: Graph.from_edges([(0, 1)] * 2, 2, [np.inf, -np.inf]), "not finite"),
         (lambda: Graph.from_scipy(np.ones(3)), r"square, this one is \(3,\)"),

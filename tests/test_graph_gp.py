@@ -199,7 +199,7 @@ def test_observations_that_are_refused(observed, y, nodes, message):
 
 def test_scales_and_values_that_a_fit_refuses():
     sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
-    with pytest.raises(ValueError, match="no node observed to fit: y is empty"):
+    with pytest.raises(ValueError, match="nothing to fit: y is empty"):
         gp.fit(jax.random.key(3), sampled, OBSERVED[:0], Y[:0], gp.Scales(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="lengthscale must be one number, got .* shape .2,"):
         gp.fit(jax.random.key(3), sampled, OBSERVED, Y, gp.Scales(np.ones(2), 1.0, 1.0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from performer.graphs import Graph, couplings, pagerank, walks
+from performer.graphs import Graph, couplings, features, pagerank
 from tests.graph_examples import NUM_NODES, copies, example, z_scores
 
 ALARM = 1e-6
@@ -120,8 +120,7 @@ def test_more_walks_halt_at_a_node_than_float32_counts(monkeypatch):
     """5 2^22 of them, where sums of ones in float32 stop at 2^24, four fifths."""
     count = 5 * 2**22
     visits = SimpleNamespace(node=jnp.zeros(count, jnp.int32), last=jnp.ones(count, bool))
-    monkeypatch.setattr(walks, "sample", lambda *_, **__: visits)
-    monkeypatch.setattr(couplings, "lengths", lambda *_: None)
+    monkeypatch.setattr(features, "sample", lambda *_, **__: visits)
     loop = Graph.from_edges([(0, 0)], 1)
     found = pagerank.pagerank(jax.random.key(0), loop, num_walks=count, p_halt=0.5)
     assert found.tolist() == [1.0]

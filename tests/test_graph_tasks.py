@@ -107,5 +107,5 @@ def test_labels_are_any_integers():
 
 
 def test_clusterings_of_different_nodes_are_refused():
-    with pytest.raises(ValueError, match=r"one shape \(N,\), got \(3,\) and \(4,\)"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         tasks.clustering_error.__wrapped__(np.zeros(3, int), np.zeros(4, int))

@@ -105,7 +105,7 @@ def test_bad_data_sets(tmp_path):
 def test_first_rules(name, reflect):
     """Of H each part is exact for quadratics; other methods keep their first points."""
     d, whole = 3, (1 + reflect) * 4
-    rule = jax.jit(lambda key: rules.method(key, name, 2, d, reflect=reflect))(jax.random.key(0))
+    rule = jax.jit(lambda key: rules.METHODS[name](key, 2, d, reflect=reflect))(jax.random.key(0))
     for n in (1, 2):
         part = quadrature.first(rule, name, n, reflect)
         used = np.flatnonzero(part.weights)
@@ -146,7 +146,7 @@ def test_frobenius_errors(kernel, x):
     reflect = kernel != "gaussian"
     got = quadrature.frobenius_errors(jnp.asarray(x), keys, "H", (kernel,))[kernel]
     want = np.zeros((2, 2))
-    draw = jax.jit(lambda key: rules.method(key, "H", 2, 3, reflect=reflect))
+    draw = jax.jit(lambda key: rules.METHODS["H"](key, 2, 3, reflect=reflect))
     for run, key in enumerate(keys):
         rule = draw(key)
         for n in (1, 2):

@@ -99,7 +99,7 @@ COUPLINGS: dict[str, Coupling] = {
 
 
 def get(coupling: str | Coupling) -> Coupling:
-    """The coupling of that name; a function as it is.
+    """Return the coupling of that name; a function is returned as it is.
 
     Raises:
         ValueError: for an unknown name, with the list of names and the nearest.

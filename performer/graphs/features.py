@@ -29,7 +29,7 @@ from performer.graphs.graph import Graph
 from performer.typing import Key
 
 FOREVER = -1
-"""The step of a node without edges: all of them, where sum_t f_t is known and nothing to draw."""
+"""Step of a node without edges: all of them, where sum_t f_t is known and nothing is drawn."""
 ENDLESS = 1024
 """Terms of that sum."""
 
@@ -63,10 +63,9 @@ class Features:
     def to_scipy(self) -> scipy.sparse.csr_array:
         """Phi as a SciPy matrix; entries of one place are summed."""
         value, start, node = (np.asarray(x) for x in (self.value, self.start, self.node))
-        kept = value != 0
-        return scipy.sparse.csr_array(
-            (value[kept], (start[kept], node[kept])), shape=(self.num_nodes,) * 2
-        )
+        matrix = scipy.sparse.csr_array((value, (start, node)), shape=(self.num_nodes,) * 2)
+        matrix.eliminate_zeros()
+        return matrix
 
     def _sum(self, source: Array, target: Array, vectors: ArrayLike) -> Array:
         vectors = jnp.asarray(vectors)
@@ -91,17 +90,14 @@ class Estimate:
         """K v, for v (N,) or (N, k), without K."""
         if self.right is None:
             return self.left @ self.left.transposed(vectors)
-        both = self.left @ self.right.transposed(vectors)
-        return (both + self.right @ self.left.transposed(vectors)) / 2
+        product = self.left @ self.right.transposed(vectors)
+        return (product + self.right @ self.left.transposed(vectors)) / 2
 
     def gram(self) -> Float[Array, "n n"]:
         """K, dense."""
-        phi = self.left.to_dense()
-        with jax.default_matmul_precision("highest"):
-            if self.right is None:
-                return phi @ phi.T
-            product = phi @ self.right.to_dense().T
-        return (product + product.T) / 2
+        phi, psi = self.left.to_dense(), (self.right or self.left).to_dense()
+        product = jnp.matmul(phi, psi.T, precision="highest")
+        return product if self.right is None else (product + product.T) / 2
 
 
 def graph_random_features(
@@ -117,7 +113,7 @@ def graph_random_features(
     unbiased_diagonal: bool = False,
     mesh: Mesh | None = None,
 ) -> Estimate:
-    """An estimate of a kernel between all nodes, by random walks.
+    """Estimate a kernel between all nodes by random walks.
 
     Draw it outside `jit`, for the lengths of the walks decide the shapes; what it returns is a
     pytree, and its products compile.
@@ -169,10 +165,13 @@ def sample(
     adjacency: Literal["normalised", "weights"] = "normalised",
     mesh: Mesh | None = None,
 ) -> walks.Walks:
-    """The walks of `graph_random_features`, which any kernel may then modulate.
+    """Draw the walks of `graph_random_features`, which any kernel may then modulate.
 
-    At a node without edges the sum over all steps is known: one visit there has the step `FOREVER`,
-    and `modulate` weighs it by the sum of f.
+    At a node without edges the sum over all steps of the normalised adjacency matrix is known: one
+    visit there has the step `FOREVER`, and `modulate` weighs it by the sum of f.
+
+    Raises:
+        ValueError: for an unknown `adjacency`, and as `couplings.lengths` and `walks.sample`.
     """
     if adjacency not in ("normalised", "weights"):
         raise ValueError(f"adjacency must be 'normalised' or 'weights', got {adjacency!r}")
@@ -183,16 +182,13 @@ def sample(
     alone = np.diff(np.asarray(graph.indptr)) == 0
     if adjacency == "weights" or not alone.any():
         return sampled
-    alone = jnp.asarray(alone)[sampled.start]
-    return replace(
-        sampled,
-        step=jnp.where(alone, FOREVER, sampled.step),
-        load=jnp.where(alone & (sampled.step > 0), 0, sampled.load),
-    )
+    alone, step = jnp.asarray(alone)[sampled.start], sampled.step
+    load = jnp.where(alone & (step > 0), 0, sampled.load)
+    return replace(sampled, step=jnp.where(alone, FOREVER, step), load=load)
 
 
 def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
-    """The features that walks give for a kernel (VRC Eqs 49 and 50); differentiable in f."""
+    """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f."""
     value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
 

@@ -12,7 +12,6 @@ has its trace from random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I ov
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +22,13 @@ from jax.core import Tracer
 from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
-from performer import _descent
 from performer.choices import finite_arrays, positive_number
-from performer.gp import Gaussian, Scales
+from performer.gp import Gaussian, Scales, fit_scales
 from performer.graphs import features, kernels, walks
 from performer.typing import Key
 
 TOLERANCE = 1e-5
-"""Of the residual of a system of equations, relative to its right-hand side."""
+"""Residual of a system of equations, relative to its right-hand side."""
 
 
 def condition(
@@ -43,7 +41,7 @@ def condition(
     output_scale: ArrayLike = 1.0,
     tolerance: float = TOLERANCE,
 ) -> Gaussian:
-    """The posterior of f at k nodes, given values at others; a system of equations for each node.
+    """Return the posterior of f at k nodes, by a system of equations for each of them.
 
     Args:
         kernel: K, anything of shape (N, N) that multiplies vectors with `@`.
@@ -59,18 +57,13 @@ def condition(
             are not finite or not one for each node seen, or when the gradients do not converge;
             inside `jit` the results are NaN then.
     """
-    observed, y = _observations(kernel.shape[0], observed, y)
-    nodes = _checked_nodes("nodes", kernel.shape[0], nodes)
-    numbers = (
-        y,
-        positive_number("noise_scale", noise_scale),
-        positive_number("output_scale", output_scale),
-    )
-    one_hot = jax.ShapeDtypeStruct((kernel.shape[0], len(nodes)), y.dtype)
-    dtype = jax.eval_shape(lambda v: kernel @ v, one_hot).dtype  # the wider of kernel and values
-    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in numbers)
+    num_nodes = kernel.shape[0]
+    observed, y = _observations(num_nodes, observed, y)
+    nodes = _checked_nodes("nodes", num_nodes, nodes)
+    positive_number("noise_scale", noise_scale)
+    positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
-    program = _compiled_condition if arrays else _condition  # a kernel of one's own
+    program = jax.jit(_condition) if arrays else _condition  # a kernel of one's own
     law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
     return _converged(law, residual, tolerance)
 
@@ -81,23 +74,21 @@ def _condition(
 ) -> tuple[Gaussian, Array]:
     """The law, and the residual of the equations."""
     one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
-    one_hot = one_hot.at[nodes, jnp.arange(len(nodes))].set(1)
-    columns = output_scale**2 * (kernel @ one_hot)  # (N, k)
+    columns = kernel @ one_hot.at[nodes, jnp.arange(len(nodes))].set(1)  # (N, k)
+    dtype = columns.dtype  # the wider of kernel and values
+    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
+    columns = output_scale**2 * columns
     cross = columns[observed]
     system = _system(kernel, observed, output_scale, noise_scale)
-    right = jnp.concatenate([y[:, None], cross], axis=1)
-    solution, residual = _solve(system, right, tolerance)
+    solution, residual = _solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
     covariance = columns[nodes] - cross.T @ solution[:, 1:]
     return Gaussian(cross.T @ solution[:, 0], covariance), residual
-
-
-_compiled_condition = jax.jit(_condition)
 
 
 def solve(
     system: Callable[[Array], Array], right: Float[Array, "n k"], tolerance: float = TOLERANCE
 ) -> Float[Array, "n k"]:
-    """The k solutions of C x = right, by conjugate gradients on all columns at once.
+    """Return the k solutions of C x = right, by conjugate gradients on all columns at once.
 
     Raises:
         ValueError: when a residual stays above ten times the tolerance; inside `jit`, NaN.
@@ -114,7 +105,7 @@ def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
 
 
 def _converged(result: Any, residual: Array, tolerance: float) -> Any:
-    """What came of a solution, if its residual is small."""
+    """The result, if its residual is small."""
     if isinstance(residual, Tracer):
         return jax.tree.map(lambda x: jnp.where(residual <= 10 * tolerance, x, jnp.nan), result)
     if not float(residual) <= 10 * tolerance:
@@ -139,7 +130,7 @@ def fit(
     tolerance: float = 1e-3,
     optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
 ) -> tuple[Scales, Float[Array, " steps"]]:
-    """The scales that maximise the marginal likelihood under the estimated kernel (VRC App. F.2).
+    """Fit the scales that maximise the likelihood under the estimated kernel (VRC App. F.2).
 
     The descent is in their logarithms. The walks are drawn once (`features.sample`), and only their
     modulation moves.
@@ -162,41 +153,29 @@ def fit(
         the noise scale have settled. (The likelihood itself would take a determinant.)
 
     Raises:
-        ValueError: for a start that is not positive, an unknown name in `fixed`, nodes that are not
-            in the graph, values that are not finite or not one for each node seen, no values at
-            all, or a fit that left the finite numbers.
+        ValueError: for what `performer.gp.fit` refuses, nodes that are not in the graph, or
+            values that are not finite or not one for each node seen.
     """
     observed, y = _observations(sampled.num_nodes, observed, y)
-    if not len(y):
-        raise ValueError("there is no node observed to fit: y is empty")
     y = y.astype(jnp.promote_types(y.dtype, sampled.load.dtype))
     positive_number("lengthscale", start.lengthscale)
-    logs, held = start.logarithms(y.dtype, fixed)
-    scales, misfits = _fit(
-        key, sampled, observed, y, logs, held, kernel=kernel, num_steps=num_steps,
-        num_probes=num_probes, tolerance=tolerance, optimizer=optimizer,
+    scales, losses = fit_scales(
+        key, _loss, [sampled, observed, y], (kernel, num_probes, tolerance), start,
+        fixed=fixed, num_steps=num_steps, optimizer=optimizer,
     )  # fmt: skip
-    _descent.require_finite(misfits)
-    return scales, misfits
+    return scales, 1 - 2 * losses
 
 
-@partial(jax.jit, static_argnames=("kernel", "num_steps", "num_probes", "tolerance", "optimizer"))
-def _fit(
-    key, sampled, observed, y, logs, held, *, kernel, num_steps, num_probes, tolerance, optimizer
-) -> tuple[Scales, Array]:
-    def loss(logs, key):
-        lengthscale, output_scale, noise_scale = Scales(**jax.tree.map(jnp.exp, logs | held))
-        estimate = features.Estimate(features.modulate(sampled, kernel(lengthscale)))
-        system = _system(estimate, observed, output_scale, noise_scale)
-        signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
-        frozen = jax.lax.stop_gradient
-        right = jnp.concatenate([y[:, None], signs], axis=1)
-        solved = solve(lambda v: frozen(system(v)), right, tolerance)
-        products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
-        return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
-
-    logs, losses = _descent.minimize(key, loss, logs, num_steps=num_steps, optimizer=optimizer)
-    return Scales(**jax.tree.map(jnp.exp, logs | held)), 1 - 2 * losses
+def _loss(scales: Scales, key: Key, data: list[Any], kernel, num_probes, tolerance) -> Array:
+    """(mean_z (C^{-1} z)^T C z - alpha^T C alpha) / 2 n, with the derivative of -log p(y) / n."""
+    sampled, observed, y = data
+    estimate = features.Estimate(features.modulate(sampled, kernel(scales.lengthscale)))
+    system = _system(estimate, observed, scales.output_scale, scales.noise_scale)
+    signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
+    right = jnp.concatenate([y[:, None], signs], axis=1)
+    solved = solve(lambda v: jax.lax.stop_gradient(system(v)), right, tolerance)
+    products = jnp.sum(solved * system(jnp.concatenate([solved[:, :1], signs], axis=1)), axis=0)
+    return (-products[0] + jnp.mean(products[1:])) / (2 * len(y))
 
 
 def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
@@ -226,8 +205,7 @@ def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
         raise ValueError(
             f"{name} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"
         )
-    if not isinstance(nodes, Tracer):
-        absent = [node for node in np.asarray(nodes).tolist() if not 0 <= node < num_nodes]
-        if absent:
-            raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent[0]}")
+    known = np.zeros(0, int) if isinstance(nodes, Tracer) else np.asarray(nodes)
+    for absent in known[(known < 0) | (known >= num_nodes)]:
+        raise ValueError(f"{name} must be nodes from 0 to {num_nodes - 1}, got {absent}")
     return nodes

@@ -43,21 +43,22 @@ from jaxtyping import Array, ArrayLike, Float
 
 from performer.choices import positive_values
 from performer.graphs.graph import Graph
+from performer.typing import Value
 
 Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1}): a `Kernel`, or any other function."""
 Gram = Float[Array, "n n"]
 TERMS = 1024
-"""So many coefficients of a series tell its radius of convergence."""
+"""Coefficients of a series from which its radius of convergence is estimated."""
 MARGIN = 1e-5
 """Relative; what is nearer to the radius of convergence counts as on it."""
 
 
-class Kernel(ABC):
+class Kernel(Value, ABC):
     """A function of the normalised Laplacian, by its eigenvalues and by the series of its root.
 
-    One of your own is a frozen dataclass with `_series` and `_eigenvalue`. Parameters are positive
-    and finite; traced ones, as in a fit, cannot be looked at.
+    One of your own is a frozen dataclass with `__call__` and `_eigenvalue`. Parameters are positive
+    and finite; traced ones, as in a fit, are not checked.
 
     Raises:
         ValueError: for a parameter that is not positive, when it is made.
@@ -67,26 +68,17 @@ class Kernel(ABC):
         for name, value in vars(self).items():
             positive_values(name, value)
 
+    @abstractmethod
     def __call__(self, length: int) -> Float[Array, " length"]:
         """The modulation (f_0, ..., f_{length-1})."""
-        return self._series(length)
 
     def dense(self, graph: Graph) -> Gram:
-        """K, (N, N), in JAX's default dtype, by the eigenvalues in float64.
+        """Return K, (N, N), in JAX's default dtype, by the eigenvalues in float64.
 
         Raises:
             ValueError: for a negative weight.
         """
         return _matrix_function(graph.normalised(), lambda a: self._eigenvalue(1 - a))
-
-    def __repr__(self) -> str:
-        parameters = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        module = type(self).__module__.removeprefix("performer.")
-        return f"{module}.{type(self).__qualname__}({parameters})"
-
-    @abstractmethod
-    def _series(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
 
     @abstractmethod
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
@@ -100,10 +92,10 @@ class RegularisedLaplacian(Kernel):
     d: float = 2
     sigma: ArrayLike = 1.0
 
-    def _series(self, length: int) -> Array:
-        d, sigma = self.d, self.sigma
-        rho = sigma**2 / (1 + sigma**2)
-        return _binomial(-d / 2, -rho, (1 + sigma**2) ** (-d / 2), length)
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
+        scale = 1 + self.sigma**2
+        return _binomial(-self.d / 2, -(self.sigma**2 / scale), scale ** (-self.d / 2), length)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (1 + self.sigma**2 * laplacian) ** -self.d
@@ -118,7 +110,8 @@ class Diffusion(Kernel):
 
     sigma: ArrayLike = 1.0
 
-    def _series(self, length: int) -> Array:
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
         k = jnp.arange(length, dtype=float)  # by logarithms, as f_0 is 0 in float32 from sigma = 20
         scale = 2 * k * jnp.log(jnp.divide(self.sigma, 2))
         return jnp.exp(scale - self.sigma**2 / 4 - gammaln(k + 1))
@@ -147,11 +140,12 @@ class RandomWalk(Kernel):
         if not isinstance(alpha, Tracer) and not 2 <= np.min(np.asarray(alpha)) < np.inf:
             raise ValueError(f"alpha must be at least 2, or the kernel is indefinite, got {alpha}")
 
-    def _series(self, length: int) -> Array:
-        p, alpha = self.p, self.alpha
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
+        alpha = self.alpha
         if isinstance(alpha, Tracer):
             alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
-        return _binomial(p / 2, 1 / (alpha - 1), (alpha - 1) ** (p / 2), length)
+        return _binomial(self.p / 2, 1 / (alpha - 1), (alpha - 1) ** (self.p / 2), length)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return (self.alpha - laplacian) ** self.p
@@ -161,7 +155,8 @@ class RandomWalk(Kernel):
 class InverseCosine(Kernel):
     """cos(pi L / 4) = (cos(pi A / 4) + sin(pi A / 4)) / sqrt(2)."""
 
-    def _series(self, length: int) -> Array:
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
         k = np.arange(length)
         signs = np.where(k % 4 < 2, 1.0, -1.0)
         powers = np.cumprod(np.concatenate([[1.0], np.pi / 4 / np.arange(1, length)]))
@@ -178,7 +173,8 @@ class Matern(Kernel):
     nu: float = 1.5
     kappa: ArrayLike = 1.0
 
-    def _series(self, length: int) -> Array:
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
         nu, kappa = self.nu, self.kappa
         factor = (kappa**2 / (2 * nu)) ** (nu / 2)
         return jnp.multiply(factor, RegularisedLaplacian(nu, kappa / (2 * nu) ** 0.5)(length))
@@ -193,7 +189,8 @@ class Resolvent(Kernel):
 
     d: float = 2
 
-    def _series(self, length: int) -> Array:
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
         return _binomial(-self.d / 2, -1.0, 1.0, length)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
@@ -228,7 +225,8 @@ class FromSeries(Kernel):
         if not float(first) > 0:
             raise ValueError(f"the series must begin with c_0 > 0, got {first}")
 
-    def _series(self, length: int) -> Array:
+    def __call__(self, length: int) -> Array:
+        """f_0, ..., f_{length-1}."""
         return _root(np.asarray(self.series(length), np.float64))
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
@@ -237,34 +235,27 @@ class FromSeries(Kernel):
 
 
 def spectral_radius(graph: Graph) -> float:
-    """The largest absolute eigenvalue of the weights, to a relative 1e-6.
+    """Return the largest absolute eigenvalue of the weights, to a relative 1e-6.
 
     Raises:
         ValueError: when the Lanczos iteration does not find it, as on a path of very many nodes.
     """
     matrix = graph.to_scipy()
-    if graph.num_nodes <= 100:
-        return float(np.abs(scipy.linalg.eigvalsh(matrix.toarray())).max())
     if not matrix.data.any():
         return 0.0
+    if graph.num_nodes <= 100:
+        return float(np.abs(scipy.linalg.eigvalsh(matrix.toarray())).max())
     # ones, or any other simple start, may be in the null space or orthogonal to what is looked for
     start = np.random.default_rng(0).standard_normal(graph.num_nodes)
+    options: Any = dict(v0=start, tol=1e-6, maxiter=1000, return_eigenvectors=False)
     try:
-        eigenvalues = scipy.sparse.linalg.eigsh(
-            matrix,
-            1,
-            v0=start,
-            tol=1e-6,  # pyright: ignore[reportArgumentType] (SciPy's default is the integer 0)
-            maxiter=1000,
-            return_eigenvectors=False,
-        )
+        return float(abs(scipy.sparse.linalg.eigsh(matrix, 1, **options)[0]))
     except scipy.sparse.linalg.ArpackNoConvergence:
         bound = float(abs(matrix).sum(axis=1).max())
         raise ValueError(
             f"the spectral radius of the weights was not found, only that it is at most {bound:.6g}"
             " (the largest sum of a row)"
         ) from None
-    return float(abs(eigenvalues[0]))
 
 
 def require_convergence(graph: Graph, kernel: Modulation) -> None:
@@ -317,7 +308,7 @@ def _convergence(kernel: Modulation) -> tuple[float, float]:
 
 
 def _binomial(power: float, ratio: ArrayLike, first: ArrayLike, length: int) -> Array:
-    """first * (1 + ratio a)^power, expanded in a."""
+    """The coefficients of first * (1 + ratio a)^power, expanded in a."""
     k = jnp.arange(1, length)
     ratios = (power - k + 1) / k * ratio
     return jnp.cumprod(jnp.concatenate([jnp.asarray(first, ratios.dtype)[None], ratios]))

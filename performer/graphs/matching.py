@@ -1,4 +1,4 @@
-"""Learns the permutation of the sigma-coupling: optimal transport as an assignment problem.
+"""Learning of the permutation of the sigma-coupling: optimal transport as an assignment problem.
 
 Two walks from node i, and two from j, have lengths in matched quantiles q and sigma(q). With
 psi_q(i) the features that a walk from i has in the mean over its directions and over lengths in the
@@ -34,11 +34,11 @@ Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 10
 """All permutations of so many are tried, in less than a second."""
 TERMS = 512
-"""Of the power series: lengths beyond it, (1 - p_halt)^512 of them, are left out."""
+"""Terms of the power series; lengths beyond, (1 - p_halt)^512 of them, are left out."""
 
 
 def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -> Permutation:
-    """The permutation of VRC Eq. 56, averaged over all pairs of nodes, by the Hungarian algorithm.
+    """Return the permutation of VRC Eq. 56, averaged over all pairs of nodes (Hungarian algorithm).
 
     It may then be used on any graph: VRC learns it on an Erdos-Renyi graph of 100 nodes.
 
@@ -58,7 +58,7 @@ def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -
 
 
 def series(kernel: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
-    """The coefficients of g_q: f_t (1 - p_halt)^{-t} P(length >= t | length in quantile q).
+    """Return the coefficients of g_q: f_t (1 - p_halt)^{-t} P(length >= t | length in quantile q).
 
     Quantile q holds the lengths F^{-1}(u) for u in (q / n, (q + 1) / n], F(t - 1) = 1 - (1 -
     p_halt)^t (VRC Eq. 54).
@@ -80,43 +80,20 @@ def spectral_responses(
     return series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
 
 
-def node_responses(
-    graph: Graph, kernel: Modulation, p_halt: float, order: int, node: int
-) -> Float[np.ndarray, "n a"]:
-    """psi_q(node), over the nodes of the graph (VRC Eq. 54)."""
-    eigenvalues, vectors = scipy.linalg.eigh(graph.normalised().to_scipy().toarray())
-    spectral = series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
-    return spectral * vectors[node] @ vectors.T
-
-
 def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"]:
-    """The cost of matching q and r in VRC Eq. 56, averaged over all pairs of nodes."""
+    """Return the cost of matching q and r in VRC Eq. 56, averaged over all pairs of nodes."""
     sums = responses[:, None] + responses[None]
     return np.sum(sums**4, axis=-1)
 
 
-def pair_costs(
-    first: Float[np.ndarray, "n a"], second: Float[np.ndarray, "n a"]
-) -> Float[np.ndarray, "n n"]:
-    """The same for one pair of nodes, of their `node_responses`."""
-    sums, others = (x[:, None] + x[None] for x in (first, second))
-    return np.sum(sums * others, axis=-1) ** 2
-
-
 def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
-    """The permutation of the least total cost."""
+    """Return the permutation of the least total cost."""
     return linear_sum_assignment(costs)[1]
 
 
 def spectral_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n a"]:
     """u_{q, r} of the average over all pairs of nodes."""
     return (responses[:, None] + responses[None]) ** 2
-
-
-def node_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n b"]:
-    """u_{q, r} of one node (VRC Eq. 60), of its `node_responses`; b = a^2."""
-    sums = responses[:, None] + responses[None]
-    return (sums[..., :, None] * sums[..., None, :]).reshape(*sums.shape[:2], -1)
 
 
 def reduced(
@@ -141,7 +118,7 @@ def objective(
 def enumerate_all(
     first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> Permutation:
-    """The permutation that minimises `objective`, by trying all.
+    """Return the permutation that minimises `objective`, by trying all.
 
     The first half of the quantiles goes to one set of columns and the second to the others; with
     C_{(q, s), (r, t)} = first_{q, s} . second_{r, t}, and a and b the indicators of the edges of
@@ -172,7 +149,7 @@ def enumerate_all(
 
 
 def _indicators(columns: Int[np.ndarray, "k h"], first: int, order: int) -> np.ndarray:
-    """Of the edges (first, columns[:, 0]), (first + 1, columns[:, 1]), ... among all (k, n^2)."""
+    """Indicators (k, n^2) of the edges (first, columns[:, 0]), (first + 1, columns[:, 1]), ..."""
     rows = first + np.arange(columns.shape[1])
     found = np.zeros((len(columns), order**2))
     np.put_along_axis(found, rows * order + columns, 1, axis=1)
@@ -182,7 +159,7 @@ def _indicators(columns: Int[np.ndarray, "k h"], first: int, order: int) -> np.n
 def project(
     rng: np.random.Generator, edges: Float[np.ndarray, "n n b"], num_projections: int = 1000
 ) -> Permutation:
-    """The permutation that minimises |f|^2, the case i = j, by random projections (VRC Lemma C.2).
+    """Return the permutation that minimises |f|^2, case i = j, by random projections (Lemma C.2).
 
     u . g for a Gaussian vector g is a linear cost; its best matching is likely to be that of the
     shortest f. The best of those found under `objective` is returned. The entries of f that every

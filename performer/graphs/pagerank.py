@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.graphs import couplings, matching, walks
+from performer.graphs import couplings, features, matching, walks
 from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
@@ -29,7 +29,7 @@ def pagerank(
     coupling: str | Coupling = "antithetic",
     steps: walks.Steps = "uniform",
 ) -> Float[Array, " n"]:
-    """An unbiased estimate of the PageRank of every node, from num_walks walks of each (Eq. 30).
+    """Estimate the PageRank of every node without bias, from num_walks walks of each (Eq. 30).
 
     Args:
         key: of the draw.
@@ -40,45 +40,45 @@ def pagerank(
         steps: to all neighbours alike, or in proportion to the weights.
 
     Raises:
-        ValueError: as `couplings.lengths` and `walks.sample`.
+        ValueError: as `features.sample`.
     """
-    lengths_key, walks_key = jax.random.split(key)
-    lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
-    sampled = walks.sample(walks_key, graph, lengths, p_halt=p_halt, steps=steps)
+    sampled = features.sample(
+        key, graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling, steps=steps,
+        adjacency="weights",
+    )  # fmt: skip
     last = sampled.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
     halted = jax.ops.segment_sum(last, sampled.node, graph.num_nodes)
-    return _with_teleports(graph, halted / (graph.num_nodes * num_walks), p_halt)
+    halted = halted / (graph.num_nodes * num_walks)
+    # Nodes alone have kept their walks: these teleport.
+    alone = graph.degrees == 0
+    factor = graph.num_nodes / (graph.num_nodes - (1 - p_halt) * alone.sum())
+    return factor * jnp.where(alone, p_halt * halted, halted)
 
 
 def power_iteration(
     graph: Graph, *, p_halt: float, steps: walks.Steps = "uniform", tolerance: float = 1e-7
 ) -> Float[Array, " n"]:
-    """PageRank by x <- p_halt / N + (1 - p_halt) T^T x, from x = 1 / N.
+    """Compute PageRank by x <- p_halt / N + (1 - p_halt) T^T x, from x = 1 / N.
 
     Each step takes the sum of absolute errors, at most 2 to begin with, down by 1 - p_halt: as many
     are made as bring it to the tolerance. In float64, by SciPy, as the sums over the neighbours of
     a hub have many terms.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), unknown `steps`, or "weighted" ones with a negative
-            weight.
+        ValueError: for p_halt outside (0, 1), and as `walks.transition`.
     """
     couplings.require_probability(p_halt)
-    walks.require_steps(steps, graph)
-    matrix, n = graph.to_scipy(), graph.num_nodes
-    if steps == "uniform":
-        matrix.data = np.ones_like(matrix.data)
-    strengths = matrix.sum(axis=1)
-    alone = strengths == 0
+    transition, n = walks.transition(graph, steps), graph.num_nodes
+    alone = transition.sum(axis=1) == 0
     x = np.full(n, 1 / n)
     for _ in range(int(np.ceil(np.log(tolerance / 2) / np.log1p(-p_halt)))):
         shared = p_halt + (1 - p_halt) * x[alone].sum()
-        x = shared / n + (1 - p_halt) * (matrix @ (x / np.where(alone, 1, strengths)))
+        x = shared / n + (1 - p_halt) * (transition.T @ x)
     return jnp.asarray(x, graph.weights.dtype)
 
 
 def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutation:
-    """The permutation of VRC Eq. 82, summed over the nodes i at which walks may halt.
+    """Learn the permutation of VRC Eq. 82, summed over the nodes i at which walks may halt.
 
     With R_q the matrix of the probabilities that a walk from j with its length in quantile q halts
     at i, the cost of matching q and r is sum_{ij} R_q[j, i] R_r[j, i]. R_q is exact here, from the
@@ -89,9 +89,8 @@ def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutati
         ValueError: for p_halt outside (0, 1) or an order below 1.
     """
     chances = _length_chances(p_halt, order)
-    neighbours = (graph.to_scipy().toarray() != 0).astype(float)
-    alone = np.diag((neighbours.sum(axis=1) == 0).astype(float))
-    transition = (neighbours + alone) / (neighbours + alone).sum(axis=1, keepdims=True)
+    transition = walks.transition(graph, "uniform").toarray()
+    transition += np.diag(transition.sum(axis=1) == 0)  # a node alone keeps its walks
     power, halting = np.eye(graph.num_nodes), np.zeros((order, *transition.shape))
     for chance in chances.T:
         halting += chance[:, None, None] * power
@@ -109,10 +108,3 @@ def _length_chances(p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
     survival = reached * (1 - p_halt) ** np.arange(reached.shape[1])
     kept = int(np.sum(survival[-1] > 1e-9))
     return -np.diff(survival, axis=1, append=0)[:, :kept]
-
-
-def _with_teleports(graph: Graph, halted: Array, p_halt: float) -> Array:
-    """What halts where, given what does when a node alone keeps its walks."""
-    alone = graph.degrees == 0
-    factor = graph.num_nodes / (graph.num_nodes - (1 - p_halt) * alone.sum())
-    return factor * jnp.where(alone, p_halt * halted, halted)

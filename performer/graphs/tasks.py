@@ -1,7 +1,7 @@
-"""What kernels between nodes are for: diffusion, clustering, regression of attributes.
+"""Tasks of kernels between nodes: diffusion, clustering, regression of attributes.
 
-A `kernel` here is whatever multiplies vectors with `@`: an estimate of `graph_random_features`, or
-a dense matrix. Besides its shape nothing else is asked of it, and nothing N x N is made.
+A `kernel` here has a shape and multiplies vectors with `@`: an estimate of `graph_random_features`
+or a dense matrix. Nothing N x N is made.
 """
 
 from typing import Any, NamedTuple
@@ -66,14 +66,9 @@ class Clusters(NamedTuple):
 
 
 def kernel_kmeans(
-    key: Key,
-    kernel: Any,
-    *,
-    num_clusters: int,
-    num_starts: int = 10,
-    num_steps: int = 50,
+    key: Key, kernel: Any, *, num_clusters: int, num_starts: int = 10, num_steps: int = 50
 ) -> Clusters:
-    """Clusters of nodes, by k-means in the space of the kernel (Dhillon et al. 2004).
+    """Cluster nodes by k-means in the space of the kernel (Dhillon et al. 2004).
 
     The distance of node i to the mean of cluster c is K_ii - 2 sum_{j in c} K_ij / |c| + sum_{jl in
     c} K_jl / |c|^2; a product of K with the one-hot labels has all of it.
@@ -110,7 +105,7 @@ def kernel_kmeans(
 
 
 def clustering_error(labels: Labels, other: Labels) -> float:
-    """The share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
+    """Return the share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
 
     Args:
         labels: the cluster of each node (N,), by any integers.
@@ -118,22 +113,14 @@ def clustering_error(labels: Labels, other: Labels) -> float:
 
     Returns:
         The share, 0 for a single node.
-
-    Raises:
-        ValueError: when the two are not of the same nodes.
     """
-    if np.shape(labels) != np.shape(other) or np.ndim(labels) != 1:
-        raise ValueError(
-            f"two clusterings of the same nodes have labels of one shape (N,), got"
-            f" {np.shape(labels)} and {np.shape(other)}"
-        )
-    a, b = (np.unique(x, return_inverse=True)[1] for x in (np.asarray(labels), np.asarray(other)))
+    a, b = (np.unique(x, return_inverse=True)[1] for x in np.stack([labels, other]))
     n = len(a)
     together = [_pairs(x) for x in (a, b, a * n + b)]
     return (together[0] + together[1] - 2 * together[2]) / max(n * (n - 1) // 2, 1)
 
 
 def _pairs(labels: np.ndarray) -> int:
-    """How many pairs have the same label."""
+    """Number of pairs with the same label."""
     sizes = np.unique(labels, return_counts=True)[1]
     return int(np.sum(sizes * (sizes - 1) // 2))

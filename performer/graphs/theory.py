@@ -18,8 +18,8 @@ This is qGRF Thm 3.2 with numbers: whether antithetic walks gain, and how much, 
 function of A, which its eigenvalues give; all of it takes O(N^3).
 """
 
-from collections.abc import Iterator
-from functools import partial
+import bisect
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,21 +27,19 @@ import scipy.linalg
 from jaxtyping import Float
 
 from performer import choices
-from performer.graphs import couplings, kernels
+from performer.graphs import couplings, kernels, walks
 from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
-from performer.graphs.walks import Steps, require_steps
+from performer.graphs.walks import Steps
 
-LARGEST = 3000
-"""Nodes; matrices of more take minutes and gigabytes."""
 SMALL = 1e-12
-"""What is left of a series that counts as summed, relative."""
+"""Relative size of a term at which a series counts as summed."""
 TERMS = 512
 """The most terms of a modulation."""
 PROBABILITIES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
-"""Of halting, that `recommend` looks at."""
+"""Probabilities of halting among which `recommend` chooses."""
 MOST_WALKS = 2**20
-"""From a node."""
+"""Most walks from a node."""
 
 Matrix = Float[np.ndarray, "n n"]
 
@@ -55,7 +53,7 @@ class Group(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """What `graph_random_features` is called with, and what comes of it."""
+    """Arguments of `graph_random_features`, and the error and the work that they take."""
 
     p_halt: float
     num_walks: int
@@ -91,13 +89,13 @@ def expected_error(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> float:
-    """sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles, as the module says; infinite if it is.
+    """Return sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles; it may be infinite.
 
     The kernel is of the normalised adjacency matrix. Of one ensemble this is the error without the
     diagonal, or a little more.
 
     Args:
-        graph: up to `LARGEST` nodes.
+        graph: of some thousand nodes at most, as its matrices are dense.
         kernel: of `kernels`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: the probability to halt at each step.
@@ -105,26 +103,24 @@ def expected_error(
         steps: "uniform" or "weighted".
 
     Raises:
-        ValueError: for more nodes, an unknown coupling, and what `graph_random_features` refuses.
+        ValueError: for an unknown coupling, and what `graph_random_features` refuses.
 
     Example:
         >>> theory.expected_error(graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
     """
     choices.positive_integer("num_walks", num_walks)
-    spectrum = _spectrum(graph, kernel, steps)
-    own = _of_one_walk(spectrum, p_halt)
-    return _error(spectrum, own, num_walks, p_halt, coupling)
+    return _errors(_spectrum(graph, kernel, steps), p_halt)(num_walks, coupling)
 
 
 def recommend(
     graph: Graph, kernel: Modulation, tolerance: float, *, steps: Steps = "uniform"
 ) -> Recommendation:
-    """The p_halt, number of walks and coupling that reach an expected error in fewest visits.
+    """Return p_halt, number of walks and coupling that reach an expected error in fewest visits.
 
     Of couplings that take as many, that with the lowest error.
 
     Args:
-        graph: up to `LARGEST` nodes; for a larger one, a part of it that is like the whole.
+        graph: of some thousand nodes at most; for a larger one, a part that is like the whole.
         kernel: of the normalised adjacency matrix.
         tolerance: the error, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|.
         steps: "uniform" or "weighted".
@@ -144,13 +140,13 @@ def recommend(
     spectrum = _spectrum(graph, kernel, steps)
     found = []
     for p_halt in PROBABILITIES:
-        own = _of_one_walk(spectrum, p_halt)
+        error = _errors(spectrum, p_halt)
         for coupling in COUPLINGS:
-            error = partial(_error, spectrum, own, p_halt=p_halt, coupling=coupling)
-            m = _fewest(error, tolerance, _group(coupling, p_halt).size)
+            size = _group(coupling, p_halt).size
+            m = _fewest(lambda m, e=error, c=coupling: e(m, c), tolerance, size)
             if m is not None:
-                visits, alone = graph.num_nodes * m / p_halt, error(m, coupling="independent")
-                found.append(Recommendation(p_halt, m, coupling, error(m), visits, alone))
+                visits, alone = graph.num_nodes * m / p_halt, error(m, "independent")
+                found.append(Recommendation(p_halt, m, coupling, error(m, coupling), visits, alone))
     if not found:
         raise ValueError(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
@@ -167,7 +163,7 @@ def pagerank_variance(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> Float[np.ndarray, " n"]:
-    """The variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
+    """Return the variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
 
     With T the steps and G = p sum_l (1 - p)^l T^l, one walk from j halts at i with probability
     G_ji, and both of a pair with
@@ -177,11 +173,10 @@ def pagerank_variance(
     where b = 2 p - 1 + q is the probability that both halt. (qGRF Eq. 36 is its case b = 0.)
 
     Raises:
-        ValueError: for nodes without edges, more than `LARGEST` nodes, and what
-            `couplings.lengths` refuses.
+        ValueError: for nodes without edges, and what `couplings.lengths` refuses.
     """
     choices.positive_integer("num_walks", num_walks)
-    transition = _transition(_require_small(graph), steps)
+    transition = walks.transition(graph, steps).toarray()
     n = graph.num_nodes
     if not np.allclose(transition.sum(axis=1), 1):
         raise ValueError("a node without edges teleports: leave such nodes out")
@@ -230,7 +225,7 @@ class _Spectrum(NamedTuple):
 
     adjacency: Matrix
     chances: Matrix
-    """Of the steps."""
+    """Probabilities of the steps."""
     values: Float[np.ndarray, " n"]
     vectors: Matrix
     f: Float[np.ndarray, " t"]
@@ -244,38 +239,20 @@ class _Spectrum(NamedTuple):
         return np.sum(c ** np.arange(len(self.f)) * powers * (powers + 2 * after), axis=1)
 
 
-def _require_small(graph: Graph) -> Graph:
-    if graph.num_nodes > LARGEST:
-        raise ValueError(
-            f"the closed forms take N x N matrices: {graph.num_nodes} nodes are more than"
-            f" {LARGEST}; take a part of the graph that is like the whole"
-        )
-    return graph
-
-
 def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
     kernels.require_radius(kernel, 1.0)
-    joined = np.diff(np.asarray(_require_small(graph).indptr)) > 0
+    joined = np.diff(np.asarray(graph.indptr)) > 0
     normalised = graph.normalised()
     adjacency, chances = (
-        x[joined][:, joined]
-        for x in (normalised.to_scipy().toarray(), _transition(normalised, steps))
+        x.toarray()[joined][:, joined]
+        for x in (normalised.to_scipy(), walks.transition(normalised, steps))
     )
     f = np.asarray(kernel(TERMS), np.float64)
     f = f[: np.flatnonzero(np.abs(f) > SMALL * np.abs(f).max())[-1] + 1]
-    values, vectors = scipy.linalg.eigh(adjacency.astype(np.float64))
-    spectrum = _Spectrum(adjacency.astype(np.float64), chances, values, vectors, f, 0.0)
+    values, vectors = scipy.linalg.eigh(adjacency)
+    spectrum = _Spectrum(adjacency, chances, values, vectors, f, 0.0)
     alone = np.sum(~joined) * f.sum() ** 4
     return spectrum._replace(exact=float(np.sum(spectrum.of(1.0) ** 2) + alone))
-
-
-def _transition(graph: Graph, steps: Steps) -> Matrix:
-    require_steps(steps, graph)
-    weights = graph.to_scipy().toarray().astype(np.float64)
-    if steps == "uniform":
-        weights = (weights != 0).astype(np.float64)
-    strengths = weights.sum(axis=1, keepdims=True)
-    return weights / np.where(strengths > 0, strengths, 1)
 
 
 def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
@@ -295,19 +272,23 @@ def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
     return own + own.T
 
 
-def _error(
-    spectrum: _Spectrum, own: Matrix, num_walks: int, p_halt: float, coupling: str | Group
-) -> float:
-    if not np.isfinite(own).all():
-        return np.inf
-    pairs = sum(
-        count * spectrum.of(q / (1 - p_halt) ** 2)
-        for count, q in _pairs(coupling, p_halt, num_walks)
-    )
-    vectors = spectrum.vectors
-    moments = own / num_walks + (vectors * (pairs / num_walks**2)) @ vectors.T
+def _errors(spectrum: _Spectrum, p_halt: float) -> Callable[[int, str | Group], float]:
+    """The expected error of (num_walks, coupling)."""
+    own = _of_one_walk(spectrum, p_halt)
     drawn = np.sum(spectrum.of(1.0) ** 2)
-    return float(np.sqrt(max(np.sum(moments**2) - drawn, 0.0) / spectrum.exact))
+
+    def error(num_walks: int, coupling: str | Group) -> float:
+        if not np.isfinite(own).all():
+            return np.inf
+        pairs = sum(
+            count * spectrum.of(q / (1 - p_halt) ** 2)
+            for count, q in _pairs(coupling, p_halt, num_walks)
+        )
+        pairs = (spectrum.vectors * (pairs / num_walks**2)) @ spectrum.vectors.T
+        excess = np.sum((own / num_walks + pairs) ** 2) - drawn
+        return float(np.sqrt(max(excess, 0.0) / spectrum.exact))
+
+    return error
 
 
 def _fewest(error, tolerance: float, size: int) -> int | None:
@@ -317,11 +298,9 @@ def _fewest(error, tolerance: float, size: int) -> int | None:
         high *= 2
         if high * size > MOST_WALKS:
             return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if error(middle * size) <= tolerance else (middle, high)
-    return high * size
+    between = range(high // 2 + 1, high)
+    place = bisect.bisect_left(between, True, key=lambda k: error(k * size) <= tolerance)
+    return (high // 2 + 1 + place) * size
 
 
 def _both(transition: Matrix, after: Matrix, p_halt: float, q: float) -> Matrix:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
@@ -36,21 +37,21 @@ STRETCH = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Walks:
-    """What all walks left behind: one flat list (T,), in no particular order."""
+    """The visits of all walks: flat lists (T,), in no particular order."""
 
     start: Any
     """The node that the walk left from, int32."""
     node: Any
     """The node it visits, int32."""
     step: Any
-    """How many steps it has made, int32."""
+    """Number of steps made, int32."""
     load: Any
     """Weights over probability; 0 for the entries that fill up the list."""
     last: Any
-    """Whether it halts there, bool."""
+    """True where it halts, bool."""
     num_nodes: int = field(metadata={"static": True})
     num_walks: int = field(metadata={"static": True})
-    """From each node."""
+    """Number of walks from each node."""
     max_steps: int = field(metadata={"static": True})
     """No step is greater."""
 
@@ -64,7 +65,7 @@ def sample(
     steps: Steps = "uniform",
     mesh: Mesh | None = None,
 ) -> Walks:
-    """Walks of given lengths from every node, and the loads they leave.
+    """Draw walks of given lengths from every node, and the loads that they leave.
 
     A walk at a node without neighbours stays there, with load 0.
 
@@ -83,22 +84,16 @@ def sample(
     couplings.require_probability(p_halt)
     require_lengths(lengths, graph)
     require_steps(steps, graph)
-    devices = mesh.size if mesh else 1
-    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * lengths.shape[1])
-    walkers, their_lengths, rounds = _lanes(np.asarray(lengths), p_halt, devices)
+    devices, num_walks = mesh.size if mesh else 1, lengths.shape[1]
+    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * num_walks)
+    walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt, devices)
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    thresholds = _thresholds(graph) if steps == "weighted" else None
     start, node, step, load, last = _walk_all(
-        jax.random.bits(key, (2,), jnp.uint32),
-        graph,
-        _thresholds(graph) if steps == "weighted" else None,
-        walkers,
-        their_lengths,
-        lengths.shape[1],
-        rounds,
-        float(p_halt),
-        mesh,
+        seed, graph, thresholds, walkers, dealt, num_walks, rounds, float(p_halt), mesh
     )
-    longest = -(-int(their_lengths.max()) // 64) * 64
-    return Walks(start, node, step, load, last, graph.num_nodes, lengths.shape[1], longest)
+    longest = -(-int(dealt.max()) // 64) * 64
+    return Walks(start, node, step, load, last, graph.num_nodes, num_walks, longest)
 
 
 def require_lengths(lengths: Int[Array | np.ndarray, "..."], graph: Graph) -> None:
@@ -118,8 +113,30 @@ def require_steps(steps: str, graph: Graph) -> None:
         require_nonnegative(graph, "a step in proportion to the weights")
 
 
+def transition(graph: Graph, steps: str) -> scipy.sparse.csr_array:
+    """Return T, the probabilities of a step (N, N), float64; a node without edges has a row of 0.
+
+    Raises:
+        ValueError: as `require_steps`.
+    """
+    require_steps(steps, graph)
+    matrix = graph.to_scipy()
+    if steps == "uniform":
+        matrix.data = np.ones_like(matrix.data)
+    row, strengths = _strengths(matrix)
+    matrix.data /= np.where(strengths > 0, strengths, 1)[row]
+    return matrix
+
+
+def _strengths(matrix: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
+    """The row of every entry, and the sums of the rows."""
+    degrees = np.diff(matrix.indptr)
+    row = np.repeat(np.arange(len(degrees)), degrees)
+    return row, np.bincount(row, matrix.data, len(degrees))
+
+
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """What each lane walks: walkers and their lengths (walks of a lane, lanes), and for how long.
+    """Walkers and their lengths, both (walks of a lane, lanes), and the steps of a lane.
 
     Walker k of node i is i * num_walks + k; a length of -1 stands for no walk. Lanes are sorted by
     device, each of which has an equal part of the nodes.
@@ -149,12 +166,8 @@ def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_ha
     walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
     if mesh is not None:
         whole, lanes = PartitionSpec(), PartitionSpec(None, mesh.axis_names)
-        walk = jax.shard_map(
-            walk,
-            mesh=mesh,
-            in_specs=(whole, whole, whole, lanes, lanes),
-            out_specs=PartitionSpec(mesh.axis_names),
-        )
+        specs, visits = (whole, whole, whole, lanes, lanes), PartitionSpec(mesh.axis_names)
+        walk = jax.shard_map(walk, mesh=mesh, in_specs=specs, out_specs=visits)
     return walk(seed, graph, thresholds, walkers, lengths)
 
 
@@ -235,15 +248,10 @@ def _thresholds(graph: Graph) -> tuple[Array, Array]:
     The cumulative sum runs over all rows in fixed point, with 62 bits: it wraps, and differences
     within a row are exact. The last of a row is never looked at, and 2^32 need not be written.
     """
-    indptr, weights = np.asarray(graph.indptr), np.asarray(graph.weights, np.float64)
-    degrees = np.diff(indptr)
-    row = np.repeat(np.arange(graph.num_nodes), degrees)
-    strengths = np.bincount(row, weights, graph.num_nodes)
-    chances = weights / np.where(strengths > 0, strengths, 1)[row]
-    sums = np.cumsum((chances * 2.0**62).astype(np.uint64))
-    before = np.concatenate([np.zeros(1, np.uint64), sums])[indptr[:-1]]
-    within = (sums - np.repeat(before, degrees)) >> np.uint64(30)
-    return (
-        jnp.asarray(np.minimum(within, 2**32 - 1).astype(np.uint32)),
-        jnp.asarray(strengths, graph.weights.dtype),
-    )
+    chances = transition(graph, "weighted")
+    row, _ = _strengths(chances)
+    sums = np.cumsum((chances.data * 2.0**62).astype(np.uint64))
+    before = np.concatenate([np.zeros(1, np.uint64), sums])[chances.indptr[:-1]]
+    within = np.minimum((sums - before[row]) >> np.uint64(30), 2**32 - 1)
+    strengths = _strengths(graph.to_scipy())[1]
+    return jnp.asarray(within.astype(np.uint32)), jnp.asarray(strengths, graph.weights.dtype)
