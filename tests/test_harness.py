@@ -62,7 +62,7 @@ def test_figures_have_a_panel_and_a_line_for_each_text(tmp_path):
     harness.figure(rows, tmp_path / "new" / "lines", y=("mean", "cost"), log=True, **options)
     names = list(COUPLINGS)
     assert seen == [(f"graph {graph}", names, 6, y) for graph in MEANS for y in ("mean", "cost")]
-    harness.points(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
+    harness.figure(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
     for name in ("new/lines", "points"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
 

@@ -5,6 +5,7 @@ cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degr
 for draws and splits.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,17 +109,16 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
         cases: (values, values of the other) by the name of the case, paired.
     """
     tests = {case: paired(a, b) for case, (a, b) in cases.items()}
-    corrected = holm([test.p_value for test in tests.values()])
-    shown = [p < LEVEL for p in corrected]
-    below = sum(s and test.mean < 0 for s, test in zip(shown, tests.values(), strict=True))
+    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
+    shown = [np.sign(tests[case].mean) for case, p in corrected.items() if p < LEVEL]
     said = (
-        f"{name} below {other} in {below} and above in {sum(shown) - below} of {len(tests)} cases"
-        f" (paired t-tests, Holm, {LEVEL:.0%})"
+        f"{name} below {other} in {shown.count(-1)} and above in {shown.count(1)}"
+        f" of {len(tests)} cases (paired t-tests, Holm, {LEVEL:.0%})"
     )
     ends = [
-        100 * np.array([test.low, test.high]) / abs(np.mean(cases[case][1]))
-        for s, (case, test) in zip(shown, tests.items(), strict=True)
-        if not s and not np.isnan(test.low)
+        100 * np.array([tests[case].low, tests[case].high]) / abs(np.mean(cases[case][1]))
+        for case, p in corrected.items()
+        if p >= LEVEL  # not NaN
     ]
     if ends:
         low, high = np.min(ends), np.max(ends)
@@ -143,15 +143,5 @@ def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: 
     """
     if not (effect > 0 and deviation > 0):
         raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
-    low, high = 1, 2
-    while power(effect, deviation, high, level) < chance:
-        low, high = high, 2 * high
-        if high > 10**6:
-            return high
-    while high - low > 1:  # power grows with the count
-        middle = (low + high) // 2
-        if power(effect, deviation, middle, level) < chance:
-            low = middle
-        else:
-            high = middle
-    return high
+    counts = range(2, 10**6)  # power grows with the count
+    return 2 + bisect_left(counts, chance, key=lambda n: power(effect, deviation, n, level))

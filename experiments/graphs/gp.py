@@ -30,35 +30,188 @@ Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import networkx
 import numpy as np
+import optax
+import scipy.linalg
+import scipy.optimize
 import scipy.sparse
 
 from experiments.common import harness, launch, statistics
 from experiments.graphs import data
-from experiments.graphs.regression import (
-    P_HALT,
-    Scales,
-    Task,
-    exact_kernel,
-    fitted,
-    law,
-    likeliest,
-    load,
-    nearest,
-    rmse,
-)
-from performer import gp
-from performer.graphs import couplings, features, kernels, matching
+from performer import gp, graphs
+from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
 from vit import report
 
 MESHES = ("teapot", "unit_sphere", "idler_riser", "fandisk")
+P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
+START = gp.Scales(2.0, 1.0, 0.3)
+BOUNDS = [(-4.0, 4.0)] * 3
+"""Of the logarithms of scales."""
 ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
+
+
+class Scales(NamedTuple):
+    """Those of `gp.Scales`, as numbers."""
+
+    lengthscale: float
+    output_scale: float
+    noise_scale: float
+
+
+class Task(NamedTuple):
+    """Values at some nodes of a graph, to predict from those at others."""
+
+    graph: Graph
+    train: np.ndarray
+    """Nodes."""
+    y: np.ndarray
+    """Values there."""
+    test: np.ndarray
+    test_y: np.ndarray
+    unit: float
+    """Of the values."""
+    walks: tuple[int, ...]
+    """Numbers of walks to compare."""
+
+
+def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = False) -> Task:
+    """The task of that name: "torus", "traffic", or that of a mesh.
+
+    Args:
+        name: of the task.
+        data_dir: folder with meshes/ and traffic_san_jose/.
+        number: of the split.
+        weighted: roads weigh the mean length over their own; all weigh 1 otherwise.
+
+    Raises:
+        ValueError: when the file is not there, or none can be without data_dir.
+    """
+    if name == "torus":
+        graph, values = torus()
+    elif data_dir is None:
+        raise ValueError(f"{name!r} needs --data_dir; without it there is 'torus'")
+    elif name == "traffic":
+        roads = data.traffic(data_dir / "traffic_san_jose" / "pems_san_jose.npz", weighted=weighted)
+        return split(*roads, count=75, number=number, walks=(4, 8, 16), standardised=True)
+    else:
+        graph, normals = data.mesh_faces(data_dir / "meshes" / f"{name}.npz")
+        values = normals[:, 2]
+    return split(graph, np.arange(len(values)), values, count=len(values) // 20, number=number)
+
+
+def torus() -> tuple[Graph, np.ndarray]:
+    """A torus of 20 by 30 faces, and the z-components of their normals."""
+    faces = networkx.grid_2d_graph(20, 30, periodic=True)
+    return Graph.from_networkx(faces), np.sin([2 * np.pi * i / 20 for i, _ in faces])
+
+
+def split(
+    graph: Graph,
+    nodes: np.ndarray,
+    values: np.ndarray,
+    *,
+    count: int,
+    number: int = 0,
+    walks: tuple[int, ...] = (16, 32, 64),
+    standardised: bool = False,
+) -> Task:
+    """So many test nodes at random, by the number of the split, and the rest to learn from."""
+    test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
+    mean, unit = 0.0, 1.0
+    if standardised:
+        mean, unit = float(values[train].mean()), float(values[train].std())
+    y, test_y = ((values[part] - mean) / unit for part in (train, test))
+    return Task(graph, nodes[train], y, nodes[test], test_y, unit, walks)
+
+
+def fitted(task: Task) -> Scales:
+    """The scales that maximise the marginal likelihood under an estimate of the kernel."""
+    options: Any = dict(num_walks=FIT_WALKS, p_halt=P_HALT, coupling="independent")
+    walks = features.sample(jax.random.key(0), task.graph, **options)
+    known = jnp.asarray(task.train), jnp.asarray(task.y, walks.load.dtype)
+    options = dict(num_steps=STEPS, optimizer=optax.adam(LEARNING_RATE))
+    scales, _ = graphs.gp.fit(jax.random.key(1), walks, *known, START, **options)
+    return Scales(*(float(jnp.asarray(scale)) for scale in scales))
+
+
+def likeliest(task: Task) -> Scales:
+    """The scales that maximise the marginal likelihood under the exact kernel, from several starts.
+
+    The search is in the standard deviation of the mean node, not in the output scale.
+    """
+    adjacency, vectors = scipy.linalg.eigh(task.graph.normalised().to_scipy().toarray())
+    rows = vectors[task.train]
+
+    def scales(logarithms: Any) -> tuple[Any, Any, Any, Any]:
+        lengthscale, deviation, noise_scale = jnp.exp(logarithms)
+        spectrum = jnp.exp(-(lengthscale**2) * (1 - adjacency) / 2)
+        return spectrum, lengthscale, deviation / jnp.mean(spectrum) ** 0.5, noise_scale
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logarithms: Any) -> Any:
+        spectrum, _, output_scale, noise_scale = scales(logarithms)
+        gram = output_scale**2 * (rows * spectrum) @ rows.T
+        return -gp.log_marginal_likelihood(gram, task.y, noise_scale)
+
+    search = partial(scipy.optimize.minimize, loss, jac=True, bounds=BOUNDS)
+    with jax.enable_x64(True):
+        found = [search(np.log([lengthscale, 1.0, 0.5])) for lengthscale in (2.0, 6.0, 18.0)]
+        best = min(found, key=lambda end: end.fun)
+        return Scales(*map(float, scales(best.x)[1:]))
+
+
+def exact_kernel(task: Task, scales: Scales) -> np.ndarray:
+    """Without the output scale, in float64."""
+    with jax.enable_x64(True):
+        return np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
+
+
+def law(task: Task, gram: Any, scales: Scales) -> gp.Gaussian:
+    """The law of the test values; `gram` (N, N), dense or of SciPy, has no output scale yet."""
+    rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
+    train, test = rows[task.train], rows[task.test]
+    blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
+    with jax.enable_x64(True):
+        gram, cross, test_gram = (jnp.asarray(block.toarray()) for block in blocks)
+        y = jnp.asarray(task.y, jnp.float64)
+        f = gp.condition(gram, cross, test_gram, y, scales.noise_scale)
+        return gp.observed(f, scales.noise_scale)
+
+
+def rmse(task: Task, predicted: Any) -> float:
+    """Of predictions (k,), or of one for all, in the units of the values."""
+    return task.unit * float(np.sqrt(np.mean((np.asarray(predicted) - task.test_y) ** 2)))
+
+
+def nearest(task: Task, count: int) -> np.ndarray:
+    """The mean value of the `count` known nodes that are nearest, for each test node.
+
+    An edge is as long as its weight is small.
+    """
+    lengths = task.graph.to_scipy()
+    lengths.data = 1 / lengths.data
+    distances = scipy.sparse.csgraph.dijkstra(lengths, indices=task.test)[:, task.train]
+    return task.y[np.argsort(distances, axis=1)[:, :count]].mean(axis=1)
+
+
+def estimated(
+    task: Task, scales: Scales, repeat: int, num_walks: int, coupling: str | Coupling
+) -> scipy.sparse.csr_array:
+    """The features of all nodes."""
+    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    walks = features.sample(jax.random.key(repeat), task.graph, **options)
+    phi = features.modulate(walks, kernels.Diffusion(scales.lengthscale))
+    return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
 
 
 def scores(
@@ -72,69 +225,46 @@ def scores(
     return error, rmse(task, predicted.mean), divergence
 
 
-def estimated(
-    task: Task, scales: Scales, repeat: int, num_walks: int, coupling: str | Coupling
-) -> scipy.sparse.csr_array:
-    """The features of all nodes."""
-    walks = features.sample(
-        jax.random.key(repeat), task.graph, num_walks=num_walks, p_halt=P_HALT, coupling=coupling
-    )
-    phi = features.modulate(walks, kernels.Diffusion(scales.lengthscale))
-    return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
-
-
 def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
     """{(m, coupling): (repeats, 3)}, and the RMSE of the exact kernel."""
     kernel, exact = kernels.Diffusion(scales.lengthscale), exact_kernel(task, scales)
     reference = law(task, exact, scales)
     permutation = matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
-    chosen: dict[str, str | Coupling] = {name: name for name in ("independent", "antithetic")}
+    chosen: dict[str, Any] = {name: name for name in ("independent", "antithetic")}
     chosen["sigma"] = couplings.sigma(permutation)
+
+    def score(*case: Any) -> tuple[float, float, float]:
+        return scores(task, scales, exact, reference, estimated(task, scales, *case))
+
     results = {
-        (m, name): np.array([
-            scores(task, scales, exact, reference, estimated(task, scales, repeat, m, coupling))
-            for repeat in range(repeats)
-        ])
+        (m, name): np.array([score(repeat, m, coupling) for repeat in range(repeats)])
         for m in task.walks
         for name, coupling in chosen.items()
-    }  # fmt: skip
+    }
     return results, rmse(task, reference.mean)
 
 
-def averaged(name: str, splits: Sequence[Task], repeats: int) -> tuple[dict, str]:
-    """What `compared` has, each repeat the mean over the splits, and a line about the scales."""
-    scales = [fitted(task) for task in splits]
-    parts = [compared(task, found, repeats) for task, found in zip(splits, scales, strict=True)]
-    results = {key: np.mean([part[key] for part, _ in parts], axis=0) for key in parts[0][0]}
-    texts = (", ".join(f"{x:.3g}" for x in of) for of in zip(*scales, strict=True))
-    told = "; ".join(f"{key} {x}" for key, x in zip(Scales._fields, texts, strict=True))
-    least = np.mean([error for _, error in parts])
-    without = np.mean([rmse(task, 0.0) for task in splits])
-    said = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
-    return results, f"- {name} (splits: {len(splits)}): {told}; {said}"
-
-
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
-    """A line for each graph, m and coupling; a panel for each quantity and graph."""
+    """A line for each graph, m and coupling, means over splits; a panel for each quantity."""
     rows, said = [], []
     for name, splits in tasks.items():
-        results, line = averaged(name, splits, repeats)
-        for (m, coupling), values in results.items():
+        scales = [fitted(task) for task in splits]
+        parts = [compared(task, found, repeats) for task, found in zip(splits, scales, strict=True)]
+        for m, coupling in parts[0][0]:
+            values = np.mean([part[m, coupling] for part, _ in parts], axis=0)
             case = {"graph": name, "N": splits[0].graph.num_nodes, "m": m, "coupling": coupling}
             rows += harness.rows_of(case, values, quantity=QUANTITIES)
-        said.append(line)
-        print(out.name, line, flush=True)
-    by_quantity = harness.grouped(rows, "{quantity}")
-    harness.figure(
-        [row for group in by_quantity.values() for row in group],
-        out,
-        x="m",
-        panel="{graph}, N = {N}: {quantity}",
-        columns=len(tasks),
-        ylabel="",
-    )
-    for quantity, group in by_quantity.items():
+        texts = (", ".join(f"{x:.3g}" for x in of) for of in zip(*scales, strict=True))
+        told = "; ".join(f"{key} {x}" for key, x in zip(Scales._fields, texts, strict=True))
+        least = np.mean([error for _, error in parts])
+        without = np.mean([rmse(task, 0.0) for task in splits])
+        line = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
+        said.append(f"- {name} (splits: {len(splits)}): {told}; {line}")
+        print(out.name, said[-1], flush=True)
+    for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
+    options: Any = dict(panel="{graph}, N = {N}: {quantity}", columns=len(tasks), ylabel="")
+    harness.figure(harness.regrouped(rows, "{quantity}"), out, x="m", **options)
     return report.table(harness.wide(rows, "{quantity}"), out, "\n".join(said))
 
 
@@ -149,9 +279,10 @@ def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
             scales = [fit(task) for task in splits]
             texts = " ".join(f"{of.lengthscale:.3g}" for of in scales)
             pairs = [process_errors(task, of) for task, of in zip(splits, scales, strict=True)]
-            exact, estimates = np.transpose(pairs)
-            found[f"{kind}, {how}, exact"] = exact, texts
-            found[f"{kind}, {how}, {MOST_WALKS} walks"] = estimates, texts
+            for name, errors in zip(
+                ("exact", f"{MOST_WALKS} walks"), np.transpose(pairs), strict=True
+            ):
+                found[f"{kind}, {how}, {name}"] = errors, texts
         print(out.name, kind, flush=True)
     rows = [
         {
@@ -165,12 +296,11 @@ def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
     return report.table(rows, out)
 
 
-def process_errors(task: Task, scales: Scales) -> tuple[float, float]:
+def process_errors(task: Task, scales: Scales) -> list[float]:
     """RMSE of the exact kernel, and of its estimate by `MOST_WALKS` independent walks."""
     phi = estimated(task, scales, 0, MOST_WALKS, "independent")
     grams = exact_kernel(task, scales), phi @ phi.T
-    exact, estimate = (rmse(task, law(task, gram, scales).mean) for gram in grams)
-    return exact, estimate
+    return [rmse(task, law(task, gram, scales).mean) for gram in grams]
 
 
 def main(
