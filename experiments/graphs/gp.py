@@ -59,14 +59,6 @@ ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
 
 
-class Scales(NamedTuple):
-    """Those of `gp.Scales`, as numbers."""
-
-    lengthscale: float
-    output_scale: float
-    noise_scale: float
-
-
 class Task(NamedTuple):
     """Values at some nodes of a graph, to predict from those at others."""
 
@@ -83,6 +75,16 @@ class Task(NamedTuple):
     """Numbers of walks to compare."""
 
 
+class Process(NamedTuple):
+    """A task with its scales, and what the exact kernel of these makes of it."""
+
+    task: Task
+    scales: gp.Scales
+    exact: np.ndarray
+    """(N, N), without the output scale, in float64."""
+    law: gp.Gaussian
+
+
 def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = False) -> Task:
     """The task of that name: "torus", "traffic", or that of a mesh.
 
@@ -95,8 +97,9 @@ def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = 
     Raises:
         ValueError: when the file is not there, or none can be without data_dir.
     """
-    if name == "torus":
-        graph, values = torus()
+    if name == "torus":  # of 20 by 30 faces
+        faces = networkx.grid_2d_graph(20, 30, periodic=True)
+        graph, values = Graph.from_networkx(faces), np.sin([2 * np.pi * i / 20 for i, _ in faces])
     elif data_dir is None:
         raise ValueError(f"{name!r} needs --data_dir; without it there is 'torus'")
     elif name == "traffic":
@@ -106,12 +109,6 @@ def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = 
         graph, normals = data.mesh_faces(data_dir / "meshes" / f"{name}.npz")
         values = normals[:, 2]
     return split(graph, np.arange(len(values)), values, count=len(values) // 20, number=number)
-
-
-def torus() -> tuple[Graph, np.ndarray]:
-    """A torus of 20 by 30 faces, and the z-components of their normals."""
-    faces = networkx.grid_2d_graph(20, 30, periodic=True)
-    return Graph.from_networkx(faces), np.sin([2 * np.pi * i / 20 for i, _ in faces])
 
 
 def split(
@@ -133,17 +130,17 @@ def split(
     return Task(graph, nodes[train], y, nodes[test], test_y, unit, walks)
 
 
-def fitted(task: Task) -> Scales:
+def fitted(task: Task) -> gp.Scales:
     """The scales that maximise the marginal likelihood under an estimate of the kernel."""
     options: Any = dict(num_walks=FIT_WALKS, p_halt=P_HALT, coupling="independent")
     walks = features.sample(jax.random.key(0), task.graph, **options)
     known = jnp.asarray(task.train), jnp.asarray(task.y, walks.load.dtype)
     options = dict(num_steps=STEPS, optimizer=optax.adam(LEARNING_RATE))
     scales, _ = graphs.gp.fit(jax.random.key(1), walks, *known, START, **options)
-    return Scales(*(float(jnp.asarray(scale)) for scale in scales))
+    return gp.Scales(*(float(jnp.asarray(scale)) for scale in scales))
 
 
-def likeliest(task: Task) -> Scales:
+def likeliest(task: Task) -> gp.Scales:
     """The scales that maximise the marginal likelihood under the exact kernel, from several starts.
 
     The search is in the standard deviation of the mean node, not in the output scale.
@@ -167,16 +164,17 @@ def likeliest(task: Task) -> Scales:
     with jax.enable_x64(True):
         found = [search(np.log([lengthscale, 1.0, 0.5])) for lengthscale in (2.0, 6.0, 18.0)]
         best = min(found, key=lambda end: end.fun)
-        return Scales(*map(float, scales(best.x)[1:]))
+        return gp.Scales(*map(float, scales(best.x)[1:]))
 
 
-def exact_kernel(task: Task, scales: Scales) -> np.ndarray:
-    """Without the output scale, in float64."""
+def process(task: Task, scales: gp.Scales) -> Process:
+    """The task under the exact kernel of these scales."""
     with jax.enable_x64(True):
-        return np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
+        exact = np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
+    return Process(task, scales, exact, law(task, exact, scales))
 
 
-def law(task: Task, gram: Any, scales: Scales) -> gp.Gaussian:
+def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
     """The law of the test values; `gram` (N, N), dense or of SciPy, has no output scale yet."""
     rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
     train, test = rows[task.train], rows[task.test]
@@ -205,62 +203,63 @@ def nearest(task: Task, count: int) -> np.ndarray:
 
 
 def estimated(
-    task: Task, scales: Scales, repeat: int, num_walks: int, coupling: str | Coupling
+    of: Process, repeat: int, num_walks: int, coupling: str | Coupling
 ) -> scipy.sparse.csr_array:
     """The features of all nodes."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
-    walks = features.sample(jax.random.key(repeat), task.graph, **options)
-    phi = features.modulate(walks, kernels.Diffusion(scales.lengthscale))
+    walks = features.sample(jax.random.key(repeat), of.task.graph, **options)
+    phi = features.modulate(walks, kernels.Diffusion(of.scales.lengthscale))
     return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
 
 
-def scores(
-    task: Task, scales: Scales, exact: np.ndarray, reference: gp.Gaussian, phi: Any
-) -> tuple[float, float, float]:
-    """Error, RMSE and KL of the features `phi`; `reference` is the law under `exact`."""
-    predicted = law(task, phi @ phi.T, scales)
+def scores(of: Process, phi: Any) -> tuple[float, float, float]:
+    """Error, RMSE and KL of the features `phi`."""
+    predicted = law(of.task, phi @ phi.T, of.scales)
     with jax.enable_x64(True):
-        divergence = float(gp.kl(reference, predicted))
-    error = float(data.frobenius_errors(phi, exact)[0])
-    return error, rmse(task, predicted.mean), divergence
+        divergence = float(gp.kl(of.law, predicted))
+    error = float(data.frobenius_errors(phi, of.exact)[0])
+    return error, rmse(of.task, predicted.mean), divergence
 
 
-def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
-    """{(m, coupling): (repeats, 3)}, and the RMSE of the exact kernel."""
-    kernel, exact = kernels.Diffusion(scales.lengthscale), exact_kernel(task, scales)
-    reference = law(task, exact, scales)
-    permutation = matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
-    chosen: dict[str, Any] = {name: name for name in ("independent", "antithetic")}
-    chosen["sigma"] = couplings.sigma(permutation)
+def sigma(of: Process) -> Coupling:
+    """The coupling that is learned for the kernel, on an Erdos-Renyi graph."""
+    kernel = kernels.Diffusion(of.scales.lengthscale)
+    return couplings.sigma(matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER))
 
-    def score(*case: Any) -> tuple[float, float, float]:
-        return scores(task, scales, exact, reference, estimated(task, scales, *case))
 
-    results = {
-        (m, name): np.array([score(repeat, m, coupling) for repeat in range(repeats)])
-        for m in task.walks
-        for name, coupling in chosen.items()
-    }
-    return results, rmse(task, reference.mean)
+def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
+    """Rows of each m, coupling and quantity, means over splits; a line about the scales."""
+    processes = [process(task, fitted(task)) for task in splits]
+    permuted = [sigma(of) for of in processes]
+
+    def measure(case: harness.Row) -> np.ndarray:
+        word, m = case["coupling"], case["m"]
+        pairs = zip(processes, permuted if word == "sigma" else [word] * len(splits), strict=True)
+        return np.mean(
+            [[scores(of, estimated(of, i, m, c)) for i in range(repeats)] for of, c in pairs],
+            axis=0,
+        )
+
+    sizes = dict(graph=[name], N=[splits[0].graph.num_nodes], m=splits[0].walks)
+    cases = harness.cases(**sizes, coupling=("independent", "antithetic", "sigma"))
+    rows = harness.sweep(cases, measure, quantity=QUANTITIES)
+    told = "; ".join(
+        f"{field} {', '.join(f'{getattr(of.scales, field):.3g}' for of in processes)}"
+        for field in gp.Scales._fields
+    )
+    least = np.mean([rmse(of.task, of.law.mean) for of in processes])
+    without = np.mean([rmse(task, 0.0) for task in splits])
+    said = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
+    return rows, f"- {name} (splits: {len(splits)}): {told}; {said}"
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
-    """A line for each graph, m and coupling, means over splits; a panel for each quantity."""
+    """A line for each graph, m and coupling; a panel for each quantity and graph."""
     rows, said = [], []
     for name, splits in tasks.items():
-        scales = [fitted(task) for task in splits]
-        parts = [compared(task, found, repeats) for task, found in zip(splits, scales, strict=True)]
-        for m, coupling in parts[0][0]:
-            values = np.mean([part[m, coupling] for part, _ in parts], axis=0)
-            case = {"graph": name, "N": splits[0].graph.num_nodes, "m": m, "coupling": coupling}
-            rows += harness.rows_of(case, values, quantity=QUANTITIES)
-        texts = (", ".join(f"{x:.3g}" for x in of) for of in zip(*scales, strict=True))
-        told = "; ".join(f"{key} {x}" for key, x in zip(Scales._fields, texts, strict=True))
-        least = np.mean([error for _, error in parts])
-        without = np.mean([rmse(task, 0.0) for task in splits])
-        line = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
-        said.append(f"- {name} (splits: {len(splits)}): {told}; {line}")
-        print(out.name, said[-1], flush=True)
+        found, line = measured(name, splits, repeats)
+        rows += found
+        said.append(line)
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
     options: Any = dict(panel="{graph}, N = {N}: {quantity}", columns=len(tasks), ylabel="")
@@ -272,35 +271,28 @@ def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
     """A row for each way to predict, means over splits; `roads` has the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
+    rows = []
+
+    def add(predictor: str, errors: Any, lengthscales: str = "") -> None:
+        row = {"predictor": predictor, "RMSE": statistics.estimate(errors)}
+        row |= {"RMSE less that of the mean": statistics.estimate(np.asarray(errors) - mean)}
+        rows.append(row | {"lengthscales": lengthscales})
+
+    add("mean of all sensors", mean)
     close = [rmse(task, nearest(task, NEIGHBOURS)) for task in weighted]
-    found = {"mean of all sensors": (mean, ""), f"mean of the nearest {NEIGHBOURS}": (close, "")}
+    add(f"mean of the nearest {NEIGHBOURS}", close)
     for kind, splits in roads.items():
         for how, fit in (("fitted", fitted), ("likeliest", likeliest)):
-            scales = [fit(task) for task in splits]
-            texts = " ".join(f"{of.lengthscale:.3g}" for of in scales)
-            pairs = [process_errors(task, of) for task, of in zip(splits, scales, strict=True)]
-            for name, errors in zip(
-                ("exact", f"{MOST_WALKS} walks"), np.transpose(pairs), strict=True
-            ):
-                found[f"{kind}, {how}, {name}"] = errors, texts
+            processes = [process(task, fit(task)) for task in splits]
+            phis = [estimated(of, 0, MOST_WALKS, "independent") for of in processes]
+            pairs = zip(processes, phis, strict=True)
+            texts = " ".join(f"{of.scales.lengthscale:.3g}" for of in processes)
+            exact = [rmse(of.task, of.law.mean) for of in processes]
+            add(f"{kind}, {how}, exact", exact, texts)
+            errors = [rmse(of.task, law(of.task, phi @ phi.T, of.scales).mean) for of, phi in pairs]
+            add(f"{kind}, {how}, {MOST_WALKS} walks", errors, texts)
         print(out.name, kind, flush=True)
-    rows = [
-        {
-            "predictor": name,
-            "RMSE": statistics.estimate(errors),
-            "RMSE less that of the mean": statistics.estimate(errors - mean),
-            "lengthscales": lengthscales,
-        }
-        for name, (errors, lengthscales) in found.items()
-    ]
     return report.table(rows, out)
-
-
-def process_errors(task: Task, scales: Scales) -> list[float]:
-    """RMSE of the exact kernel, and of its estimate by `MOST_WALKS` independent walks."""
-    phi = estimated(task, scales, 0, MOST_WALKS, "independent")
-    grams = exact_kernel(task, scales), phi @ phi.T
-    return [rmse(task, law(task, gram, scales).mean) for gram in grams]
 
 
 def main(

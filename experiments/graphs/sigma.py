@@ -79,13 +79,10 @@ def repeated(
 
 
 def kernel_errors(
-    graphs: dict[str, Graph],
-    exact: dict[str, np.ndarray],
-    repeats: int,
-    coupling: str | Coupling,
-    p_halt: float,
+    graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|K - K_hat|_F / |K|_F of estimates with two walks; `exact` are the kernels."""
+    """|K - K_hat|_F / |K|_F with two walks from each node."""
+    exact = {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
     def phi(key: Key, whole: Graph) -> scipy.sparse.csr_array:
         walks = features.sample(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
@@ -106,14 +103,15 @@ def pagerank_errors(
         ValueError: for a node without edges, whose walks would go on to the other graphs.
     """
     require_edges(graphs)
-    options = dict(num_walks=2, p_halt=p_halt, coupling=coupling)
+    iterate = partial(pagerank.power_iteration, p_halt=p_halt, tolerance=1e-6)
+    exact = {name: np.asarray(iterate(graph)) for name, graph in graphs.items()}
 
     def error(rho: jax.Array, at: slice, name: str) -> np.ndarray:
-        exact = pagerank.power_iteration(graphs[name], p_halt=p_halt, tolerance=1e-6)
-        by_copy = np.asarray(rho[at], np.float64).reshape(-1, len(exact))
-        return np.linalg.norm(by_copy * (len(rho) / len(exact)) - np.asarray(exact), axis=1)
+        n = len(exact[name])
+        by_copy = np.asarray(rho[at], np.float64).reshape(-1, n) * (len(rho) / n)
+        return np.linalg.norm(by_copy - exact[name], axis=1)
 
-    draw = partial(pagerank.pagerank, **options)
+    draw = partial(pagerank.pagerank, num_walks=2, p_halt=p_halt, coupling=coupling)
     return repeated(graphs, repeats, draw, error)
 
 
@@ -122,11 +120,6 @@ def require_edges(graphs: dict[str, Graph]) -> None:
     for name, graph in graphs.items():
         if int(graph.degrees.min()) == 0:
             raise ValueError(f"graph {name!r} has nodes without edges: take its largest component")
-
-
-def exact_kernels(graphs: dict[str, Graph]) -> dict[str, np.ndarray]:
-    """What `kernel_errors` compares with."""
-    return {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
 
 def figure(
@@ -197,14 +190,13 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
     """A row for each graph, order and way to learn; equal permutations have equal errors."""
     rows = []
     for name, graph in graphs.items():
-        parts = {name: graph}, exact_kernels({name: graph}), repeats
-        independent = kernel_errors(*parts, "independent", P_FIGURE_8)[name]
+        errors = partial(kernel_errors, {name: graph}, repeats, p_halt=P_FIGURE_8)
+        independent = errors("independent")[name]
 
         @cache
-        def ratio(*permutation: int, name=name, parts=parts, independent=independent):
-            coupling = couplings.sigma(np.array(permutation))
-            errors = kernel_errors(*parts, coupling, P_FIGURE_8)[name]
-            return statistics.ratio(errors, independent)
+        def ratio(*permutation: int, name=name, errors=errors, independent=independent):
+            values = errors(couplings.sigma(np.array(permutation)))[name]
+            return statistics.ratio(values, independent)
 
         for order in ORDERS:
             permutations = learned(graph, order)
@@ -242,7 +234,7 @@ def main(
     require_edges(chosen)
     learn_on = data.erdos_renyi()
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
-    errors = partial(kernel_errors, chosen, exact_kernels(chosen), repeats)
+    errors = partial(kernel_errors, chosen, repeats)
     table, rows = figure(chosen, errors, sigmas, out / "figure_10")
     print(table)
     largest = max(chosen, key=lambda name: chosen[name].num_nodes)
