@@ -82,13 +82,11 @@ def test_search_finds_the_optimum(monkeypatch):
     monkeypatch.setattr(classification, "MULTIPLES", 2)  # the size that is compiled below anyway
     _, validation = classification.problems(two_classes(), 1000)
     rows = classification.search(validation, (0.01, 1.0, 20.0))
-    assert classification.best_sigma(rows) == 1.0
     low, best, high = (row["iid"] for row in rows)
     largest = np.mean(validation.test_y == 0)
     assert low == pytest.approx(largest)
     assert best > max(low, high) + 0.1
     assert rows[1]["exact"] >= best - 0.05
-    assert classification.best_sigma([{"sigma": 1, "iid": 0.5}, {"sigma": 2, "iid": 0.5}]) == 1
 
 
 def test_accuracies():

@@ -17,6 +17,7 @@ Writes figure_2 and figure_4 (csv, md, png) to --out.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,15 +25,7 @@ import scipy.sparse
 
 from experiments.common import harness, launch
 from experiments.graphs import data
-from performer.graphs import (
-    Graph,
-    couplings,
-    features,
-    graph_random_features,
-    kernels,
-    pagerank,
-    reinforced,
-)
+from performer.graphs import Graph, couplings, features, kernels, pagerank, reinforced
 from performer.typing import Key
 
 WALKS = (2, 4, 8, 16)
@@ -71,8 +64,8 @@ def _phis(
             yield scipy.sparse.csr_array(phi, dtype=np.float64)
         return
     many, n = data.copies(graph, repeats), graph.num_nodes
-    options = dict(num_walks=num_walks, p_halt=P_KERNEL, coupling=coupling)
-    left = graph_random_features(key, many, KERNEL, **options).left
+    options: Any = dict(num_walks=num_walks, p_halt=P_KERNEL, coupling=coupling)
+    left = features.graph_random_features(key, many, KERNEL, **options).left
     phi = scipy.sparse.csr_array(left.to_scipy(), dtype=np.float64)
     yield from (phi[at : at + n, at : at + n] for at in range(0, repeats * n, n))
 
@@ -82,7 +75,7 @@ def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: i
 
     def errors(graph: Graph, m: int) -> np.ndarray:
         exact = np.asarray(pagerank.power_iteration(graph, p_halt=P_PAGERANK), np.float64)
-        options = dict(num_walks=m, p_halt=P_PAGERANK, coupling=coupling)
+        options: Any = dict(num_walks=m, p_halt=P_PAGERANK, coupling=coupling)
         ranks = pagerank.pagerank(key, data.copies(graph, repeats), **options)
         by_copy = repeats * np.asarray(ranks, np.float64).reshape(repeats, -1)
         return np.sum((by_copy - exact) ** 2, axis=1)
@@ -108,7 +101,9 @@ def figure(
         f" {means.shape[1]} cases)."
         for name, ratio in zip(names[1:], ratios[1:], strict=True)
     )
-    options = dict(case="{graph}, m = {m}", tested="walks", ylabel=QUANTITIES[out.name], log=True)
+    options: Any = dict(
+        case="{graph}, m = {m}", tested="walks", ylabel=QUANTITIES[out.name], log=True
+    )
     options |= dict(x="m", line="{walks}", panel="{graph}, N = {N}")
     return harness.show(rows, out, "m = {m}", text=said, **options)
 

@@ -97,7 +97,8 @@ def scale(num_nodes: int) -> dict:
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
     built = time.perf_counter() - begin
-    key, options = jax.random.key(0), dict(num_walks=NUM_WALKS, p_halt=P_HALT)
+    options: Any = dict(num_walks=NUM_WALKS, p_halt=P_HALT)
+    key = jax.random.key(0)
     multiply, v = jax.jit(lambda kernel, v: kernel @ v), jnp.ones(num_nodes)
     kernel = graph_random_features(key, graph, KERNEL, **options)
     calls = {

@@ -127,8 +127,8 @@ def figure(
     errors: Callable[..., Errors],
     permutations: dict[float, np.ndarray],
     out: Path,
-) -> tuple[str, list[harness.Row]]:
-    """A line for each graph and p_halt, a panel for each graph; also the rows."""
+) -> str:
+    """A line for each graph and p_halt, a panel for each graph."""
     rows = []
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
@@ -142,23 +142,21 @@ def figure(
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    options = dict(case=case, panel="{graph}, N = {N}", ylabel="error / error of independent walks")
-    return harness.show(rows, out, "", lines=lines, x="p_halt", y="ratio", **options), rows
+    options: Any = dict(
+        case=case, panel="{graph}, N = {N}", ylabel="error / error of independent walks"
+    )
+    return harness.show(rows, out, "", lines=lines, x="p_halt", y="ratio", **options)
 
 
-def figure_3(rows: list[harness.Row], permutations: dict[float, np.ndarray], out: Path) -> None:
-    """The errors of one graph, and the permutations as matrices."""
-    pictures = {f"sigma, p_halt = {p}": sigma for p, sigma in permutations.items()}
-    drawn = [row | {"panel": row["graph"]} for row in rows]
-    drawn += [rows[0] | {"panel": title, "p_halt": np.nan} for title in pictures]
-
-    def matrix(axis: Any, _: Any) -> None:
-        if (sigma := pictures.get(axis.get_title())) is not None:
-            axis.imshow(np.eye(len(sigma))[sigma], cmap="Greys", origin="lower")
-            axis.set(xlabel="sigma(q)", ylabel="q")
-
-    options: Any = dict(columns=3, finish=matrix, ylabel="relative Frobenius error")
-    harness.figure(drawn, out, x="p_halt", panel="{panel}", **options)
+def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:
+    """The permutations."""
+    rows = [
+        {"p_halt": p, "q": q, "sigma(q)": image}
+        for p, permutation in permutations.items()
+        for q, image in enumerate(permutation)
+    ]
+    options: Any = dict(line="sigma", panel="p_halt = {p_halt}", style=lambda _: {"ls": ""})
+    harness.figure(rows, out, x="q", y="sigma(q)", columns=3, **options)
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
@@ -235,15 +233,13 @@ def main(
     learn_on = data.erdos_renyi()
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, chosen, repeats)
-    table, rows = figure(chosen, errors, sigmas, out / "figure_10")
-    print(table)
-    largest = max(chosen, key=lambda name: chosen[name].num_nodes)
-    figure_3([row for row in rows if row["graph"] == largest], sigmas, out / "figure_3")
+    print(figure(chosen, errors, sigmas, out / "figure_10"))
+    figure_3(sigmas, out / "figure_3")
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
     print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}
     errors = partial(pagerank_errors, chosen, pagerank_repeats)
-    print(figure(chosen, errors, sigmas, out / "figure_9")[0])
+    print(figure(chosen, errors, sigmas, out / "figure_9"))
 
 
 if __name__ == "__main__":

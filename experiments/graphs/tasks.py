@@ -28,6 +28,7 @@ Writes table_1, table_2, table_3 (csv and md) and one figure of them all, tasks.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,6 @@ MESHES = ("cylinder", "teapot", "idler_riser", "fandisk", "unit_sphere")
 PRINTED = Path(__file__).parent / "qgrf_tables.csv"
 """The paper's tables; in brackets the error of the last digit."""
 WORDS = {"independent": "GRFs", "antithetic": "q-GRFs"}
-TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals: 1 - cos"}
-"""Of each table."""
 
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
@@ -125,7 +124,7 @@ def _estimate(
     count: int = 1,
 ) -> Estimate:
     """Of `count` copies of the graph."""
-    options = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 
@@ -135,19 +134,20 @@ def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
-MEASURES: dict[int, Callable[..., np.ndarray]] = {
-    1: diffusion_errors,
-    2: clustering_errors,
-    3: normal_errors,
+TABLES: dict[int, tuple[str, Callable[..., np.ndarray]]] = {
+    1: ("diffusion: squared error", diffusion_errors),
+    2: ("k-means: wrong pairs", clustering_errors),
+    3: ("normals: 1 - cos", normal_errors),
 }
 
 
 def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> list[harness.Row]:
     """Prints a table with the paper's numbers; both couplings have the same keys. The rows."""
 
+    title, errors = TABLES[number]
+
     def measure(case: harness.Row) -> np.ndarray:
-        problem = problems[case["graph"]]
-        return MEASURES[number](jax.random.key(0), case["coupling"], trials, *problem)
+        return errors(jax.random.key(0), case["coupling"], trials, *problems[case["graph"]])
 
     rows = harness.sweep(
         [
@@ -170,7 +170,7 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> li
                 row["paper"] = float(text.split("(")[0])
     text = report.table(lines, out / f"table_{number}", harness.verdict(rows, "{graph}"))
     print(f"Table {number}\n\n{text}", flush=True)
-    return [row | {"title": f"Table {number}, {TITLES[number]}"} for row in rows]
+    return [row | {"title": f"Table {number}, {title}"} for row in rows]
 
 
 def main(

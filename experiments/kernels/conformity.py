@@ -148,7 +148,7 @@ def figure_7(out: Path) -> str:
 
     names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
     rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)
-    labels = dict(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
+    labels: Any = dict(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
     return harness.show(rows, out, "m = {m}", x="m", log=True, **labels)
 
 

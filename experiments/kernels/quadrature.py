@@ -77,13 +77,12 @@ def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
     return replace(rule, lengths=first_of_each).dense()
 
 
-VARIANTS: dict[str, Callable[..., Rule]] = {
+METHODS: dict[str, Callable[..., Rule]] = quadrature.METHODS | {
     "B rejected": partial(quadrature.spherical_radial, orthogonal="butterfly", reject=True),
     "B one rho": one_length,
 }
-METHODS = quadrature.METHODS | VARIANTS
 """(key, num_rules, d, reflect=) -> Rule."""
-SPHERICAL_RADIAL = ("H", "B", *VARIANTS)
+SPHERICAL_RADIAL = ("H", "B", "B rejected", "B one rho")
 
 
 class Data(NamedTuple):
@@ -166,7 +165,7 @@ def exact(x: jax.Array, y: jax.Array, kernel: str) -> jax.Array:
 def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Array:
     """|K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
-    options = dict(lengthscale=lengthscale(kernel, d))
+    options: Any = dict(lengthscale=lengthscale(kernel, d))
     gram = exact(x, x, kernel)
 
     def one(key: Key) -> jax.Array:
@@ -183,10 +182,9 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
     """Kernel errors: a row for each data set, kernel, method and n; of `methods`, or those of d."""
     points = {name: jnp.asarray(x[: SAMPLES.get(name, 550)]) for name, x, _ in data}
 
-    def measure(case: harness.Row) -> np.ndarray:
+    def measure(case: harness.Row) -> jax.Array:
         keys = jax.random.split(jax.random.key(0), runs or RUNS.get(case["data set"], 50))
-        x = points[case["data set"]]
-        return np.asarray(frobenius_errors(x, keys, case["method"], case["kernel"]), np.float64)
+        return frobenius_errors(points[case["data set"]], keys, case["method"], case["kernel"])
 
     cases = [
         {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
@@ -194,16 +192,15 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS)
         for kernel in KERNELS
     ]
-    rows = intervals(harness.sweep(cases, measure, n=range(1, RULES + 1)), "error", runs=True)
+    rows = swept(cases, measure, "error", out)
     last = {(r["kernel"], r["data set"], r["method"]): r["error"] for r in rows if r["n"] == RULES}
     ratios = [
         f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
         for (kernel, name, method), error in last.items()
         if method == "B" and (kernel, name, "G") in last
     ]
-    return shown(
-        rows, "error", out, f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
-    )
+    text = f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
+    return report.table(rows, out, text)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
@@ -254,15 +251,15 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
 
         return [[score_of(key, n) for n in range(1, RULES + 1)] for key in keys]
 
-    methods = ["exact", *(name for name in METHODS if name not in ("H", "B one rho"))]
     cases = [
         {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
         for name, (x, _) in labelled.items()
         for kernel in KERNELS
-        for method in methods
+        for method in ("exact", *METHODS)
+        if method not in ("H", "B one rho")
     ]
-    rows = intervals(harness.sweep(cases, measure, n=range(1, RULES + 1)), "score")
-    return shown(rows, "score", out, "Scores: R^2 for regression, else accuracy.")
+    rows = swept(cases, measure, "score", out)
+    return report.table(rows, out, "Scores: R^2 for regression, else accuracy.")
 
 
 def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
@@ -292,7 +289,7 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
     lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
-    labels = dict(ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
+    labels: Any = dict(ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
     large = [row for row in rows if row["d"] >= LARGE]
     growth = [
         f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
@@ -307,18 +304,14 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     return report.table(rows, out, f"{text} {timing.machine()}.")
 
 
-def intervals(rows: Sequence[harness.Row], y: str, runs: bool = False) -> list[harness.Row]:
-    """The rows with the mean as y and half of its 95% confidence interval, perhaps the runs."""
-    return [
-        {name: row[name] for name in ("data set", "d", "kernel", "method", "n")}
-        | dict(zip((y, "95%"), statistics.interval(row["values"]), strict=True))
-        | ({"runs": len(row["values"])} if runs else {})
-        for row in rows
-    ]
-
-
-def shown(rows: list[harness.Row], y: str, out: Path, text: str) -> str:
-    """The table, and a panel for each kernel (rows) and data set (columns)."""
+def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
+    """Rows with the mean as y and half of its 95% interval; a panel for each kernel and set."""
+    rows = []
+    for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
+        values = np.asarray(row["values"], np.float64)
+        mean, half = statistics.interval(values)
+        row = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
+        rows.append(row | {y: mean, "95%": half} | ({"runs": len(values)} if y == "error" else {}))
 
     def style(method: str) -> harness.Row:
         if method not in METHODS:
@@ -328,28 +321,31 @@ def shown(rows: list[harness.Row], y: str, out: Path, text: str) -> str:
     def limits(axis: Any, here: list[harness.Row]) -> None:
         """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
         low, high = (end(row[y] for row in here) for end in (min, max))
+        room = 0.1 * (high - low) + 1e-3
         if y == "error":
             axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
         else:
-            axis.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
+            axis.set_ylim(low - room, high + room)
 
     columns = len(harness.grouped(rows, "{data set}"))
     options: Any = dict(error="95%", columns=columns, style=style, finish=limits)
     by_kernel, panel = harness.regrouped(rows, "{kernel}"), "{data set}, {kernel}"
     harness.figure(by_kernel, out, x="n", y=y, line="{method}", panel=panel, **options)
-    return report.table(rows, out, text)
+    return rows
 
 
 Part = Literal["figure_1", "figure_2", "figure_3"]
+Method = Literal["G", "Gort", "ROM", "QMC", "GQ", "H", "B", "B rejected", "B one rho"]
 
 
 def main(
     data_dir: Path | None = None,
     data_sets: Sequence[str] = (),
     parts: Sequence[Part] = get_args(Part),
-    methods: Sequence[str] = (),
+    methods: Sequence[Method] = (),
     runs: int = 0,
-    quick: bool = False,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = 20,
     out: Path = Path("results/kernels/quadrature"),
 ) -> None:
     """Prints the tables.
@@ -360,18 +356,13 @@ def main(
         parts: which.
         methods: of Fig. 1; all, or of random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
-        quick: little of everything, to see that it runs.
+        widths: dimensions in Fig. 3.
+        repeats: of each time in Fig. 3.
         out: folder for tables and figures.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(unknown("method", method, METHODS))
     data = [load(name, data_dir) for name in dict.fromkeys(names)]
-    if quick:
-        data = [d._replace(x=d.x[:60, :64], y=None if d.y is None else d.y[:60]) for d in data]
-        runs, out = 2, out / "quick"
     if "figure_2" in parts and all(d.y is None for d in data):
         raise ValueError("figure_2 needs a data set with targets, not random points alone")
     if "figure_1" in parts:
@@ -379,8 +370,9 @@ def main(
     if "figure_2" in parts:
         print(figure_2(data, runs or 3, out / "figure_2"))
     if "figure_3" in parts:
-        print(figure_3(WIDTHS[:4] if quick else WIDTHS, 3 if quick else 20, out / "figure_3"))
+        print(figure_3(widths, repeats, out / "figure_3"))
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    little = {"data_sets": ("diabetes",), "runs": 2, "widths": (64, 128), "repeats": 3}
+    launch.run(main, quick=little)

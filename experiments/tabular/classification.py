@@ -27,6 +27,7 @@ are paired.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -195,11 +196,6 @@ def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[h
     return rows
 
 
-def best_sigma(rows: Sequence[Mapping], y: str = "iid") -> float:
-    """The sigma at which iid features are most accurate; the smallest of equals."""
-    return max(rows, key=lambda row: row[y])["sigma"]
-
-
 def mean_length(problem: Problem) -> float:
     """v_bar: mean |sigma (x + y)| over test points x and training points y."""
     return problem.sigma * float(cdist(problem.test_x, -problem.train_x).mean())
@@ -219,15 +215,15 @@ def tune(
     for table in tables:
         problem, validation = problems(table, max_rows)
         rows = search(validation, SIGMAS)
-        sigma, theirs = best_sigma(rows), papers_sigma(problem)
-        tuned.append(problem._replace(sigma=theirs if paper_sigma and theirs else sigma))
+        best, exact = (max(rows, key=itemgetter(y)) for y in ("iid", "exact"))
+        theirs = papers_sigma(problem)
+        tuned.append(problem._replace(sigma=(paper_sigma and theirs) or best["sigma"]))
         searched += [{"data set": table.name, **row} for row in rows]
         largest = int(np.argmax(validation.one_hot.sum(axis=0)))
         row = {"data set": table.name, "d": problem.train_x.shape[1]}
         row |= {"classes": problem.one_hot.shape[1], "rows: training": len(problem.train_x)}
-        row |= {"test": len(problem.test_x), "sigma": sigma, "iid": max(r["iid"] for r in rows)}
-        row |= {"best sigma, exact": best_sigma(rows, "exact")}
-        row |= {"exact": max(r["exact"] for r in rows)}
+        row |= {"test": len(problem.test_x), "sigma": best["sigma"], "iid": best["iid"]}
+        row |= {"best sigma, exact": exact["sigma"], "exact": exact["exact"]}
         row |= {"largest class": float(np.mean(validation.test_y == largest))}
         summary.append(row | {"paper's sigma": theirs or "", "used": tuned[-1].sigma})
         print(f"{table.name}: sigma = {tuned[-1].sigma:.3g}", flush=True)

@@ -36,7 +36,6 @@ from sklearn.linear_model import RidgeCV
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
 from performer import gp, kernels
-from performer.typing import Coupling
 from vit import report
 
 MULTIPLES = (1, 8)
@@ -88,7 +87,7 @@ def scores(
 ) -> jax.Array:
     """The `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
     lengthscale, output_scale, noise = split.scales
-    options = dict(lengthscale=lengthscale, output_scale=output_scale)
+    options: Any = dict(lengthscale=lengthscale, output_scale=output_scale)
     points = (split.x, split.test_x)
     phi, test_phi = (kernel.feature_map(x, frequencies, **options) for x in points)
     law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
@@ -100,32 +99,25 @@ def scores(
     return jnp.stack([square, divergence, *law_scores(law, split), prior_kl])
 
 
-@partial(jax.jit, static_argnames=("coupling", "m", "kernel"))
-def all_scores(
-    splits: Split, keys: jax.Array, *, coupling: str | Coupling, m: int, kernel: kernels.Kernel
-) -> jax.Array:
-    """Scores by split and draw, (s, draws, scores)."""
+def measured(
+    scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
+) -> np.ndarray:
+    """Scores by split and draw, (s, draws, scores), in the units of the targets."""
+    d, kernel = stacked.x.shape[-1], scheme.kernel
+    m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
 
-    def one(arguments):
+    def of_split(arguments):
         split, keys = arguments
         reference = exact(split)
 
         def draw(key):
-            w = kernels.frequencies(key, kernel, m, split.x.shape[-1], coupling)
+            w = kernels.frequencies(key, kernel, m, d, chosen)
             return scores(split, w, reference, kernel)
 
         return jax.lax.map(draw, keys)
 
-    return jax.lax.map(one, (splits, keys))
-
-
-def measured(
-    scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
-) -> np.ndarray:
-    """The same for a row of the paper's tables, in the units of the targets."""
-    m = multiple * scheme.per_dimension * stacked.x.shape[-1]
-    options = dict(coupling=scheme.couplings[coupling], m=m, kernel=scheme.kernel)
-    return in_units(all_scores(stacked, uci.split_keys(len(scale), draws), **options), scale)
+    arguments = stacked, uci.split_keys(len(scale), draws)
+    return in_units(jax.jit(partial(jax.lax.map, of_split))(arguments), scale)
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -145,11 +137,8 @@ def over_draws(by_draw: np.ndarray) -> np.ndarray:
 
 def baselines(splits: tabular.Splits, stacked: Split) -> dict[str, np.ndarray]:
     """The exact Gaussian process and ridge regression, (s, scores)."""
-    laws = jax.jit(
-        lambda stacked: jax.lax.map(
-            lambda split: jnp.stack(law_scores(exact(split), split)), stacked
-        )
-    )(stacked)
+    of_split = partial(jax.lax.map, lambda split: jnp.stack(law_scores(exact(split), split)))
+    laws = jax.jit(of_split)(stacked)
     linear = [
         RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
         for x, y, test_x, test_y in zip(*splits[:4], strict=True)
@@ -177,12 +166,9 @@ def rows_of(name: str, splits: tabular.Splits, draws: int) -> list[harness.Row]:
             m = "d" if multiple == 1 else f"{multiple}d"
             case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
             means = {coupling: over_draws(of) for coupling, of in found.items()} | references
-            by_quantity = {
-                coupling: values[:, : len(QUANTITIES)] for coupling, values in means.items()
-            }
             rows += harness.sweep(
                 [case | {"coupling": coupling} for coupling in means],
-                lambda case, of=by_quantity: of[case["coupling"]],
+                lambda case, means=means: means[case["coupling"]][:, : len(QUANTITIES)],
                 quantity=QUANTITIES,
             )
     return rows
@@ -209,8 +195,8 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
     lines, said, case = [], "", "{data set}, {features}, m = {m}"
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         for name, values in harness.cases_of(group, case).items():
-            line = {"quantity": quantity, "case": name}
-            line["orthogonal"] = float(np.mean(values["orthogonal"]))
+            mean = float(np.mean(values["orthogonal"]))
+            line = {"quantity": quantity, "case": name, "orthogonal": mean}
             lines.append(line | statistics.paired(values["+ pnc"], values["orthogonal"])._asdict())
         pairs = [("+ pnc", "orthogonal")]
         said += harness.verdict(group, case, pairs=pairs, bullet=f"- {quantity}: {{}}.\n")

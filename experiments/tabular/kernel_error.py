@@ -20,6 +20,7 @@ Writes kernels.csv, kernels.md and kernels.png to --out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,11 @@ BASELINES: dict[str, str | Coupling] = {
 
 def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draws: int):
     """The root mean square error of each coupling in each split: {coupling: (s,)}."""
-    x = jnp.asarray(splits.test_x)
-    d = x.shape[-1]
-    keys = uci.split_keys(len(x), draws)
+    x, kernel = jnp.asarray(splits.test_x), scheme.kernel
+    m, keys = scheme.per_dimension * x.shape[-1], uci.split_keys(len(x), draws)
 
-    @jax.jit(static_argnames="name")
-    def errors(x, lengthscale, keys, name):
-        coupling, kernel = scheme.couplings[name], scheme.kernel
-        m = scheme.per_dimension * d
-
-        def one(split):
+    def errors(coupling):
+        def of_split(split):
             x, lengthscale, keys = split
             exact = kernel(x, x, lengthscale=lengthscale)
 
@@ -86,12 +82,10 @@ def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draw
 
             return jnp.sqrt(jnp.mean(jax.lax.map(squared_error, keys, batch_size=10)))
 
-        return jax.lax.map(one, (x, lengthscale, keys))
+        of_splits = jax.jit(partial(jax.lax.map, of_split))
+        return np.asarray(of_splits((x, scales.lengthscale, keys)), np.float64)
 
-    return {
-        name: np.asarray(errors(x, scales.lengthscale, keys, name), np.float64)
-        for name in scheme.couplings
-    }
+    return {name: errors(coupling) for name, coupling in scheme.couplings.items()}
 
 
 def with_baselines(scheme: uci.Scheme) -> uci.Scheme:
@@ -173,12 +167,10 @@ def main(
     """
     launch.at_least(2, splits=splits, points=points)
     launch.at_least(1, draws=draws)
-    rows = [
-        row
-        for name, parts in uci.tables(data_sets, data_dir, splits, points)
-        for scheme in uci.SCHEMES
-        for row in rows_of(name, with_baselines(scheme), parts, draws)
-    ]
+    rows = []
+    for name, parts in uci.tables(data_sets, data_dir, splits, points):
+        for scheme in uci.SCHEMES:
+            rows += rows_of(name, with_baselines(scheme), parts, draws)
     plot(rows, out / "kernels")
     print(report.table(rows, out / "kernels"))
 
