@@ -284,12 +284,10 @@ def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
     for kind, splits in roads.items():
         for how, fit in (("fitted", fitted), ("likeliest", likeliest)):
             processes = [process(task, fit(task)) for task in splits]
-            phis = [estimated(of, 0, MOST_WALKS, "independent") for of in processes]
-            pairs = zip(processes, phis, strict=True)
             texts = " ".join(f"{of.scales.lengthscale:.3g}" for of in processes)
-            exact = [rmse(of.task, of.law.mean) for of in processes]
-            add(f"{kind}, {how}, exact", exact, texts)
-            errors = [rmse(of.task, law(of.task, phi @ phi.T, of.scales).mean) for of, phi in pairs]
+            add(f"{kind}, {how}, exact", [rmse(of.task, of.law.mean) for of in processes], texts)
+            phis = (estimated(of, 0, MOST_WALKS, "independent") for of in processes)
+            errors = [scores(of, phi)[1] for of, phi in zip(processes, phis, strict=True)]
             add(f"{kind}, {how}, {MOST_WALKS} walks", errors, texts)
         print(out.name, kind, flush=True)
     return report.table(rows, out)
