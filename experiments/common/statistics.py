@@ -1,4 +1,4 @@
-"""What a comparison over a few seeds can say: means, paired differences, corrected p-values, power.
+"""Statistics of few seeds: means, paired differences, corrected p-values, power.
 
 Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
 cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom. So
@@ -16,7 +16,7 @@ from scipy import stats
 Values = Sequence[float] | np.ndarray
 
 LEVEL = 0.05
-"""Of the tests, after Holm's correction."""
+"""Level of the tests, after Holm's correction."""
 
 
 class Difference(NamedTuple):
@@ -42,7 +42,7 @@ def mean_and_error(values: Values) -> tuple[float, float]:
 
 
 def plus_minus(mean: float, error: float) -> str:
-    """Both with as many decimals as the error needs: "0.988 ± 0.012"."""
+    """Mean and error with as many decimals as the error needs: "0.988 ± 0.012"."""
     if np.isnan(error):
         return f"{mean:.4g}"
     digits = max(1 - int(np.floor(np.log10(error))), 0) if error > 0 else 4
@@ -66,7 +66,7 @@ def interval(values: Values) -> tuple[float, float]:
 
 
 def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    """Of two means, and its standard error (delta method: what both share counts once)."""
+    """The ratio of two means, and its standard error (delta method, paired values)."""
     value = values.mean() / reference.mean()
     residuals = values - value * reference
     return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
@@ -101,7 +101,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
-    """How often one differs from another, and how much it may where no difference is shown.
+    """Report how often one differs from another, and by how much at most elsewhere.
 
     Args:
         name: of the first of each pair.

@@ -54,7 +54,7 @@ MESHES = ("teapot", "unit_sphere", "idler_riser", "fandisk")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
 START = gp.Scales(2.0, 1.0, 0.3)
 BOUNDS = [(-4.0, 4.0)] * 3
-"""Of the logarithms of scales."""
+"""Bounds of the logarithms of scales."""
 ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
 
@@ -70,7 +70,7 @@ class Task(NamedTuple):
     test: np.ndarray
     test_y: np.ndarray
     unit: float
-    """Of the values."""
+    """Standard deviation of the values in their own unit."""
     walks: tuple[int, ...]
     """Numbers of walks to compare."""
 
@@ -121,7 +121,7 @@ def split(
     walks: tuple[int, ...] = (16, 32, 64),
     standardised: bool = False,
 ) -> Task:
-    """So many test nodes at random, by the number of the split, and the rest to learn from."""
+    """The task with `count` random test nodes, by the number of the split, and the rest known."""
     test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
     mean, unit = 0.0, 1.0
     if standardised:
@@ -187,7 +187,7 @@ def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
 
 
 def rmse(task: Task, predicted: Any) -> float:
-    """Of predictions (k,), or of one for all, in the units of the values."""
+    """RMSE of predictions (k,), or of one for all, in the units of the values."""
     return task.unit * float(np.sqrt(np.mean((np.asarray(predicted) - task.test_y) ** 2)))
 
 
@@ -300,7 +300,7 @@ def main(
     splits: int = 10,
     out: Path = Path("results/graphs/gp"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with meshes/ and traffic_san_jose/; a torus without.

@@ -86,7 +86,7 @@ def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: i
 def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
 ) -> str:
-    """Writes the errors of all graphs and couplings, a panel for each graph; the table."""
+    """Write the errors of all graphs and couplings, a panel for each graph; the table."""
     rows = []
     for name in names:
         found = errors(jax.random.key(0), list(graphs.values()), name, repeats)
@@ -114,7 +114,7 @@ def main(
     repeats: int = 100,
     out: Path = Path("results/graphs/kernels"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/; made-up graphs and karate without.

@@ -119,7 +119,7 @@ def main(
     largest: int = 10**5,
     out: Path = Path("results/graphs/scale"),
 ) -> None:
-    """Prints both tables.
+    """Print both tables.
 
     Args:
         data_dir: folder with graphs/cora.npz; a random graph of its size without.

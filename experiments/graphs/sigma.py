@@ -218,7 +218,7 @@ def main(
     pagerank_repeats: int = 1000,
     out: Path = Path("results/graphs/sigma"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/; karate and made-up graphs without.

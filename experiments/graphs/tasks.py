@@ -123,7 +123,7 @@ def _estimate(
     coupling: str,
     count: int = 1,
 ) -> Estimate:
-    """Of `count` copies of the graph."""
+    """The estimate of the kernel of `count` copies of the graph."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
@@ -142,7 +142,7 @@ TABLES: dict[int, tuple[str, Callable[..., np.ndarray]]] = {
 
 
 def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> list[harness.Row]:
-    """Prints a table with the paper's numbers; both couplings have the same keys. The rows."""
+    """Print a table with the paper's numbers; both couplings have the same keys. The rows."""
 
     title, errors = TABLES[number]
 
@@ -179,7 +179,7 @@ def main(
     trials: int = 1000,
     out: Path = Path("results/graphs/tasks"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/ and meshes/; made-up graphs, karate and no mesh without.

@@ -1,4 +1,4 @@
-"""How walks that halt together should be coupled, in closed form: qGRF Cor. 3.3 and Thm 3.4.
+"""Couplings of walks that halt together, compared in closed form: qGRF Cor. 3.3 and Thm 3.4.
 
     python -m experiments.graphs.termination                     # made-up graphs and karate
     python -m experiments.graphs.termination --data_dir=DIR --graphs=karate,cora_lcc
@@ -105,7 +105,7 @@ def main(
     draws: int = 200,
     out: Path = Path("results/graphs/termination"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/; made-up graphs and karate without.

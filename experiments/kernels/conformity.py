@@ -159,7 +159,7 @@ def main(
     figures: Sequence[Literal["4", "5", "6", "7"]] = ("4", "5", "6", "7"),
     out: Path = Path("results/kernels/conformity"),
 ) -> None:
-    """Draws the figures asked for.
+    """Draw the figures asked for.
 
     Args:
         figures: of SimRF.

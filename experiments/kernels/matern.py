@@ -62,7 +62,7 @@ def main(
     draws: int = 500,
     out: Path = Path("results/kernels/matern"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

@@ -67,7 +67,7 @@ RUNS = {"power_plant": 500, "fashion_mnist": 10, "normal_3072": 3, "normal_7129"
 IN_FOLDER = ("power_plant", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
 LARGE_METHODS = ("G", "ROM", "B", "B rejected")
-"""Of these random points."""
+"""Methods in Fig. 1 on these random points."""
 
 
 def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
@@ -94,7 +94,7 @@ class Data(NamedTuple):
 
 
 def load(name: str, data_dir: Path | None) -> Data:
-    """Reads a data set, in random order.
+    """Read a data set, in random order.
 
     Raises:
         ValueError: for an unknown name, or a file that is not there or damaged.
@@ -269,12 +269,17 @@ def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
 
 def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     """Times of one rule's map of a batch, by an operator and by a matrix that are drawn before."""
+
+    def by_operator(matrices: Any, lengths: jax.Array, x: jax.Array) -> jax.Array:
+        # The operator by its parts: its types refuse the arguments without values of `lower`.
+        return quadrature.StructuredRule(matrices, lengths, reflect=False).apply(x)
+
     rows = []
     for d in widths:
         operator = quadrature.structured(jax.random.key(d), 1, d, reflect=False)
         x = jax.random.normal(jax.random.key(0), (BATCH, d))
         programs = {
-            "butterfly": timing.compiled(lambda op, x: op.apply(x), operator, x),
+            "butterfly": timing.compiled(by_operator, operator.matrices, operator.lengths, x),
             "dense": timing.compiled(lambda w, x: x @ w.T, operator.dense().points, x),
         }
         best = timing.race({name: program.call for name, program in programs.items()}, repeats)
@@ -343,7 +348,7 @@ def main(
     repeats: int = 20,
     out: Path = Path("results/kernels/quadrature"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with uci_regression/ and fashion_mnist/; scikit-learn's sets without.

@@ -321,7 +321,7 @@ def beside_paper(
 
 
 def padded(problem: Problem) -> Problem:
-    """With zeros up to the next power of two dimensions."""
+    """The problem with zeros up to the next power of two dimensions."""
     d = problem.train_x.shape[1]
     width = ((0, 0), (0, hadamard.next_power_of_two(d) - d))
     train_x, test_x = (np.pad(x, width) for x in (problem.train_x, problem.test_x))
@@ -329,7 +329,7 @@ def padded(problem: Problem) -> Problem:
 
 
 def ordered(rows: Sequence[harness.Row]) -> int:
-    """In how many data sets the means are in the paper's order."""
+    """The number of data sets in which the means are in the paper's order."""
     means = [
         {row["coupling"]: row["mean"] for row in group}
         for group in harness.grouped(rows, "{data set}").values()
@@ -354,7 +354,7 @@ def main(
     paper_sigma: bool = False,
     out: Path = Path("results/tabular/classification"),
 ) -> None:
-    """Tunes sigma and prints the tables asked for.
+    """Tune sigma and print the tables asked for.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

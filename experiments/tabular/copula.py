@@ -117,7 +117,7 @@ def main(
     draws: int = 1000,
     out: Path = Path("results/tabular/copula"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

@@ -239,7 +239,7 @@ def main(
     figure: str = "",
     out: Path = Path("results/tabular/gp"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

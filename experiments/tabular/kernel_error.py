@@ -155,7 +155,7 @@ def main(
     draws: int = 100,
     out: Path = Path("results/tabular/kernel_error"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.
