@@ -374,5 +374,5 @@ def main(
 
 
 if __name__ == "__main__":
-    little = {"data_sets": ("diabetes",), "runs": 2, "widths": (64, 128), "repeats": 3}
-    launch.run(main, quick=little)
+    little = {"data_sets": ("diabetes",), "methods": ("G", "B"), "runs": 2}
+    launch.run(main, quick=little | {"widths": (64, 128), "repeats": 3})
