@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.common import tabular
-from experiments.tabular import classification, kernel_regression
+from experiments.common import harness, tabular
+from experiments.tabular import classification
 from performer import kernels
 
 
@@ -32,7 +32,7 @@ def test_matches_loops(scale):
     train, test = (scale * rng.normal(size=(n, 3)) for n in (12, 7))
     one_hot = np.eye(4)[rng.integers(4, size=12)]
     W = rng.normal(size=(6, 3))
-    found = kernel_regression.regress(
+    found = classification.regress(
         *(jnp.asarray(x, jnp.float32) for x in (train, one_hot, test, W)), 3
     )
     assert found.shape == (3, 7, 4)
@@ -51,19 +51,19 @@ def two_classes(rows=400, d=4, name="banknote"):
 
 
 def test_exact_kernel():
-    problem, _ = kernel_regression.problems(two_classes(400), 1000)
+    problem, _ = classification.problems(two_classes(400), 1000)
     sigmas = np.geomspace(0.2, 2, 9).tolist()
-    accuracies = kernel_regression.exact_accuracies(problem, sigmas)
-    for sigma, found in zip(sigmas, accuracies, strict=True):
+    found_at = classification.exact_accuracies(problem, sigmas)
+    for sigma, found in zip(sigmas, found_at, strict=True):
         x, y = (jnp.asarray(sigma * points) for points in (problem.test_x, problem.train_x))
         predicted = np.argmax(kernels.gaussian(x, y) @ problem.one_hot, axis=1)
         assert found == pytest.approx(np.mean(predicted == problem.test_y))
-    assert len({*accuracies}) > 5
+    assert len({*found_at}) > 5
 
 
 def test_problems():
     table = two_classes(400)
-    problem, validation = kernel_regression.problems(table, 200)
+    problem, validation = classification.problems(table, 200)
     assert (len(problem.train_x), len(problem.test_x)) == (100, 100)
     assert (len(validation.train_x), len(validation.test_x)) == (75, 25)
     inside = np.concatenate([validation.train_x, validation.test_x])
@@ -71,33 +71,33 @@ def test_problems():
     np.testing.assert_array_equal(np.argmax(problem.one_hot[75:], axis=1), validation.test_y)
     np.testing.assert_allclose(problem.train_x.std(axis=0), 1, rtol=1e-5)
     large = table._replace(x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
-    _, validation = kernel_regression.problems(large, 5000)
+    _, validation = classification.problems(large, 5000)
     assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
     with pytest.raises(ValueError, match="data set 'banknote' has the column 'a' alone"):
-        kernel_regression.problems(two_classes(d=1), 1000)
+        classification.problems(two_classes(d=1), 1000)
 
 
 def test_search_finds_the_optimum(monkeypatch):
     """Below it all are of the larger class, above it the estimate is noise."""
     monkeypatch.setattr(classification, "MULTIPLES", 2)  # the size that is compiled below anyway
-    _, validation = kernel_regression.problems(two_classes(), 1000)
+    _, validation = classification.problems(two_classes(), 1000)
     rows = classification.search(validation, (0.01, 1.0, 20.0))
-    assert classification.best_sigma(rows) == 1.0
     low, best, high = (row["iid"] for row in rows)
     largest = np.mean(validation.test_y == 0)
     assert low == pytest.approx(largest)
     assert best > max(low, high) + 0.1
     assert rows[1]["exact"] >= best - 0.05
-    assert classification.best_sigma([{"sigma": 1, "iid": 0.5}, {"sigma": 2, "iid": 0.5}]) == 1
 
 
 def test_accuracies():
     """Points times sigma; the frequencies of the keys; two sizes from one draw."""
-    problem, _ = kernel_regression.problems(two_classes(48), 1000)
-    found = kernel_regression.accuracies(problem, 2.0, "iid", blocks=2, draws=10, seed=3)
+    problem, _ = classification.problems(two_classes(48), 1000)
+    found = classification.accuracies(
+        problem._replace(sigma=2.0), "iid", blocks=2, draws=10, seed=3
+    )
     assert found.shape == (10, 2)
     keys = jax.random.split(jax.random.key(3), 10)
-    frequencies = kernel_regression._frequencies(keys, name="iid", m=8, d=4)
+    frequencies = classification._frequencies(keys, name="iid", m=8, d=4)
     for draw, size in ((0, 0), (0, 1), (7, 0), (7, 1)):
         W = np.asarray(frequencies[draw], np.float64)[: 4 * (size + 1)]
         points = 2.0 * problem.train_x.astype(float), 2.0 * problem.test_x.astype(float)
@@ -106,15 +106,15 @@ def test_accuracies():
 
 
 def test_not_finite():
-    problem, _ = kernel_regression.problems(two_classes(), 1000)
+    problem, _ = classification.problems(two_classes(), 1000)
     with pytest.raises(
         ValueError, match=r"data set 'banknote' with iid at sigma = 1e\+25: .* not fin"
     ):
-        kernel_regression.accuracies(problem, 1e25, "iid", blocks=2, draws=10, seed=0)
+        classification.accuracies(problem._replace(sigma=1e25), "iid", blocks=2, draws=10, seed=0)
 
 
 def test_padding():
-    problem, _ = kernel_regression.problems(two_classes(d=3), 1000)
+    problem, _ = classification.problems(two_classes(d=3), 1000)
     wide = classification.padded(problem)
     assert wide.train_x.shape[1] == wide.test_x.shape[1] == 4
     np.testing.assert_array_equal(wide.test_x[:, :3], problem.test_x)
@@ -125,12 +125,17 @@ def test_statements():
     """Counts of ordered means, and of differences that the draws show."""
     noise = 0.01 * np.tile([1.0, -1.0], 50)
     found = {"iid": 0.5 + noise, "orf": 0.6 - noise, "simrf": 0.6001 + noise}
-    results = {"a": found, "b": found | {"simrf": 0.55 + noise}}
-    assert classification.ordered(results) == 1
-    said = classification.said(results, "orf", "iid")
-    assert said.startswith("orf below iid in 0 and above in 2 of 2 cases")
-    said = classification.said(results, "simrf", "orf")
-    assert said.startswith("simrf below orf in 1 and above in 0 of 2 cases")
+    cases = {"a": found, "b": found | {"simrf": 0.55 + noise}}
+    rows = [
+        row
+        for name, values in cases.items()
+        for coupling, x in values.items()
+        for row in harness.rows_of({"data set": name, "coupling": coupling}, x)
+    ]
+    assert classification.ordered(rows) == 1
+    lines = classification.said(rows, classification.PAIRS_3).splitlines()
+    assert lines[0].startswith("- orf below iid in 0 and above in 2 of 2 cases")
+    assert lines[1].startswith("- simrf below orf in 1 and above in 0 of 2 cases")
 
 
 def test_couplings_share_the_keys(monkeypatch):
@@ -138,9 +143,9 @@ def test_couplings_share_the_keys(monkeypatch):
     monkeypatch.setattr(
         classification, "accuracies", lambda *x, **y: [seen.append((x[1:], y)), [0.5], [0.6]][1:]
     )
-    problem, _ = kernel_regression.problems(two_classes(), 1000)
-    classification.measured([classification.Tuned(problem, 1.0)], classification.TABLE_3, 7)
-    assert [x for (_, x), _ in seen] == list(classification.TABLE_3)
+    problem, _ = classification.problems(two_classes(), 1000)
+    classification.measured([problem], classification.TABLE_3, 7)
+    assert [x for (x,), _ in seen] == list(classification.TABLE_3)
     assert all(options == dict(blocks=1, draws=7, seed=1) for _, options in seen)
 
 
@@ -181,7 +186,7 @@ def test_outputs(tmp_path, monkeypatch):
 
     ours, theirs, other = read(tmp_path / "table_2.csv")
     assert (ours["whose"], theirs["whose"], other["data set"]) == ("ours", "paper", "other")
-    problem = tuned[0].problem
+    problem = tuned[0]
     sums = problem.test_x[:, None] + problem.train_x
     assert float(ours["v_bar"]) == pytest.approx(np.mean(np.linalg.norm(sums, axis=-1)), rel=1e-5)
     assert theirs["simrf+"] == "0.7132 ± 0.0012"
@@ -197,7 +202,7 @@ def test_outputs(tmp_path, monkeypatch):
 
 
 def test_the_papers_sigma():
-    problem, _ = kernel_regression.problems(two_classes(), 1000)
+    problem, _ = classification.problems(two_classes(), 1000)
     sigma = classification.papers_sigma(problem)
     assert sigma * classification.mean_length(problem) == pytest.approx(2.6)
     assert classification.papers_sigma(problem._replace(name="other")) is None

@@ -1,5 +1,6 @@
 """Sweeps: rows hold what was measured, and their tables, tests and figures show the rows."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,13 +13,12 @@ COUPLINGS = ("independent", "antithetic", "sigma")
 
 def swept():
     """The errors of "sigma" are the lowest in a, and the highest in b."""
-    cases = [{"graph": graph, "coupling": name} for graph in MEANS for name in COUPLINGS]
 
     def measure(case):
         number = COUPLINGS.index(case["coupling"])
         return NOISE[number] + MEANS[case["graph"]][number]
 
-    return harness.sweep(cases, measure)
+    return harness.sweep(harness.cases(graph=MEANS, coupling=COUPLINGS), measure)
 
 
 def test_a_sweep_has_a_row_for_each_case_and_size():
@@ -62,9 +62,27 @@ def test_figures_have_a_panel_and_a_line_for_each_text(tmp_path):
     harness.figure(rows, tmp_path / "new" / "lines", y=("mean", "cost"), log=True, **options)
     names = list(COUPLINGS)
     assert seen == [(f"graph {graph}", names, 6, y) for graph in MEANS for y in ("mean", "cost")]
-    harness.points(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
+    harness.figure(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
     for name in ("new/lines", "points"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+
+
+def test_show_writes_figure_table_and_tests(tmp_path):
+    options = dict(case="{graph}", x="{graph}", text="Errors.")
+    text = harness.show(swept(), tmp_path / "errors", "{coupling}", **options)
+    assert (tmp_path / "errors.md").read_text() == text
+    head, *lines = (tmp_path / "errors.csv").read_text().splitlines()
+    assert head == "graph,independent,antithetic,sigma"
+    assert [line[0] for line in lines] == ["a", "b"]
+    assert "Errors.\n\n- sigma below antithetic in 1 and above in 1 of 2 cases" in text
+    assert (tmp_path / "errors.png").stat().st_size > 5_000
+
+
+def test_draws_have_a_key_each():
+    found = harness.draws(lambda key: jax.random.normal(key, (2,)), 7, seed=3, batch_size=4)
+    want = [jax.random.normal(key, (2,)) for key in jax.random.split(jax.random.key(3), 7)]
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert found.dtype == np.float64
 
 
 def test_printed_numbers(tmp_path):

@@ -13,7 +13,7 @@ from scipy.stats import qmc
 
 from experiments.common import harness, statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, kernel_error, low_discrepancy, uci
+from experiments.tabular import copula, kernel_error, uci
 from experiments.tabular import gp as uci_gp
 from performer import couplings, gp, kernels, testing, theory
 
@@ -119,12 +119,12 @@ def test_kernel_table(splits, tmp_path, monkeypatch):
 def test_halton_and_sobol_points():
     """Whatever the draw is, the points are SciPy's, but for the shift."""
     plain = qmc.Halton(5, scramble=False)
-    got = stats.norm.cdf(low_discrepancy.plain_halton(jax.random.key(0), 7, 5))
+    got = stats.norm.cdf(kernel_error.plain_halton(jax.random.key(0), 7, 5))
     np.testing.assert_allclose(got, plain.random(8)[1:], atol=1e-5)
     shifted = stats.norm.cdf(couplings.Halton(scramble=False)(jax.random.key(0), 7, 5))
     shift = (shifted - plain.reset().random(7)) % 1
     np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
-    draws = [low_discrepancy.sobol(jax.random.key(k), 8, 5) for k in range(2)]
+    draws = [kernel_error.sobol(jax.random.key(k), 8, 5) for k in range(2)]
     for u in map(stats.norm.cdf, draws):  # a point in each eighth
         np.testing.assert_array_equal(
             np.sort((8 * u).astype(int), axis=0), np.tile(np.arange(8)[:, None], 5)
@@ -133,7 +133,7 @@ def test_halton_and_sobol_points():
 
 
 def test_sobol_rows_are_gaussian():
-    testing.assert_gaussian_marginals(low_discrepancy.sobol, 6, 5, draws=10_000)
+    testing.assert_gaussian_marginals(kernel_error.sobol, 6, 5, draws=10_000)
 
 
 def test_check_finite():
@@ -176,22 +176,22 @@ def test_scores_match_the_equations(splits):
     zero = np.zeros(20)
     priors = [(zero, k(new, new) + 0.16 * np.eye(20)) for k in (kernel, estimate)]
     deviations = np.sqrt(np.diag(approximate[1]))
-    want = uci_gp.Scores(
+    want = [
         np.mean((kernel(new, new) - estimate(new, new)) ** 2),
         kl(exact, approximate) / 20,
         np.sqrt(np.mean((approximate[0] - new_y) ** 2)),
         -stats.norm(approximate[0], deviations).logpdf(new_y).mean(),
         kl(*priors) / 20,
-    )
-    np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-6)
+    ]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_units():
     """Values x = 3 y: errors triple, densities fall by log 3."""
-    found = uci_gp.in_units(uci_gp.Scores(*np.ones((5, 1, 2))), np.array([3.0]))
-    np.testing.assert_allclose([v[0, 0] for v in found], [1, 1, 3, 1 + np.log(3), 1])
-    means = uci_gp.over_draws(uci_gp.Scores(*np.array([[[1.0, 9.0]]] * 5)))
-    np.testing.assert_allclose([v[0] for v in means], [np.sqrt(5), 5, 5, 5, 5])
+    found = uci_gp.in_units(np.ones((1, 2, 5)), np.array([3.0]))
+    np.testing.assert_allclose(found[0], [[1, 1, 3, 1 + np.log(3), 1]] * 2)
+    (means,) = uci_gp.over_draws(np.array([[[1.0] * 5, [9.0] * 5]]))
+    np.testing.assert_allclose(means, [np.sqrt(5), 5, 5, 5, 5])
 
 
 def test_gp_tables(splits, tmp_path, monkeypatch):

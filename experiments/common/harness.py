@@ -1,9 +1,11 @@
 """One sweep, one figure: an experiment measures cases, and shows the rows as table, figure, tests.
 
-    rows = sweep(cases, measure, m=(16, 32))      # a row for each case and each m
-    report.table(wide(rows, "m = {m}"), out)      # a line for each case, a column for each m
-    figure(rows, out, x="m", panel="{data set}")  # a panel for each data set, a line each coupling
-    verdict(rows, "{data set}, m = {m}")          # paired tests between couplings
+    rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
+    print(show(rows, out, "m = {m}", x="m", panel="{data set}", case="{data set}, m = {m}"))
+
+writes a figure (a panel for each data set, a line for each coupling), a table (a line for each
+case, a column for each m) and below it paired tests between the couplings. The parts can be called
+alone: `figure`, `wide`, `verdict`.
 
 A row is a dict: the names of its case, then "values" (draws,), their "mean" and "±", its standard
 error. Any other rows of numbers can be drawn, too. A template such as "{data set}, m = {m}" is
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.common import statistics
@@ -26,7 +29,12 @@ Row = dict[str, Any]
 RATIO = ("ratio", "ratio ±")
 ESTIMATE = ("values", "mean", "±", *RATIO)
 ERRORS = {"mean": "±", "ratio": "ratio ±"}
-"""Keys of standard errors; of any other number it is its own with "±" behind."""
+"""Keys of standard errors; of any other number the key is its own with "±" behind."""
+
+
+def cases(**names: Iterable) -> list[Row]:
+    """All combinations of the values of these names, the last name fastest."""
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
 
 
 def sweep(cases: Iterable[Row], measure: Callable[..., Any], **sizes: Sequence) -> list[Row]:
@@ -42,6 +50,13 @@ def sweep(cases: Iterable[Row], measure: Callable[..., Any], **sizes: Sequence) 
         rows += rows_of(case, measure(case), **sizes)
         print(*case.values(), flush=True)
     return rows
+
+
+def draws(one: Callable[[Any], Any], count: int, seed: int = 0, batch_size: int = 10) -> np.ndarray:
+    """one(key) of each of so many keys, compiled, in float64: (count, ...)."""
+    keys = jax.random.split(jax.random.key(seed), count)
+    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=batch_size))(keys)
+    return np.asarray(found, np.float64)
 
 
 def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
@@ -64,6 +79,11 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(template.format_map(row), []).append(row)
     return groups
+
+
+def regrouped(rows: Iterable[Row], template: str) -> list[Row]:
+    """The rows, those of one text side by side."""
+    return list(itertools.chain.from_iterable(grouped(rows, template).values()))
 
 
 def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -> list[Row]:
@@ -108,45 +128,39 @@ def cases_of(rows: Iterable[Row], case: str, line: str = "coupling") -> dict[str
     return {name: {row[line]: row["values"] for row in group} for name, group in groups}
 
 
-def verdict(rows: Iterable[Row], case: str, line: str = "coupling") -> str:
-    """Paired tests of each coupling against each of those before it, over all cases."""
-    cases = cases_of(rows, case, line)
-    names = list(next(iter(cases.values())))
-    return "\n".join(
-        "- "
-        + statistics.verdict(name, other, {k: (x[name], x[other]) for k, x in cases.items()})
-        + "."
-        for name, other in itertools.combinations(reversed(names), 2)
-    )
-
-
-def panels(out: Path, count: int, columns: int = 4) -> tuple[Any, Any]:
-    """A figure with so many axes, by rows, and these axes; `report.save` writes it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    columns = min(count, columns)
-    rows = -(-count // columns)
-    drawn, axes = report.subplots(
-        rows, columns, figsize=(1 + 4 * columns, 3.6 * rows), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[count:]:
-        axis.set_axis_off()
-    return drawn, axes.flat[:count]
-
-
-def curves(
-    axis: Any,
+def verdict(
     rows: Iterable[Row],
-    x: str,
-    y: str = "mean",
-    line: str = "{coupling}",
-    error: str = "",
-    style: Callable[[str], Row] = lambda line: {},
-) -> None:
-    """Lines of y against x, one for each text of the template, with bands of their errors."""
-    error = error or ERRORS.get(y, f"{y} ±")
-    for name, own in grouped(rows, line).items():
-        estimates = [(row[y], row.get(error) or 0.0) for row in own]
-        band(axis, [row[x] for row in own], estimates, name, **style(name))
+    case: str,
+    line: str = "coupling",
+    pairs: Iterable[tuple[str, str]] = (),
+    bullet: str = "- {}.",
+) -> str:
+    """Paired tests of each coupling against each of those before it, or of `pairs`, over cases."""
+    found = cases_of(rows, case, line)
+    names = list(next(iter(found.values())))
+    return "\n".join(
+        bullet.format(
+            statistics.verdict(name, other, {k: (x[name], x[other]) for k, x in found.items()})
+        )
+        for name, other in pairs or itertools.combinations(reversed(names), 2)
+    )
+
+
+def show(
+    rows: Sequence[Row],
+    out: Path,
+    column: str,
+    *,
+    case: str = "",
+    tested: str = "coupling",
+    text: str = "",
+    lines: Sequence[Row] = (),
+    **options: Any,
+) -> str:
+    """Write `figure`, the table `lines` or `wide` and, for a `case`, `verdict`; the markdown."""
+    figure(rows, out, **options)
+    said = "\n\n".join(filter(None, [text, case and verdict(rows, case, tested)]))
+    return report.table(lines or wide(rows, column), out, said)
 
 
 def figure(
@@ -165,14 +179,15 @@ def figure(
     suptitle: str = "",
     **labels: Any,
 ) -> None:
-    """Write `out`.png: lines of y against x, with bands of their errors where rows have them.
+    """Write `out`.png: y against x, with the errors where rows have them.
 
     Args:
-        rows: those of `sweep`, or any with x and y.
+        rows: those of `sweep`, or any with x and y; with "paper", the paper's number, as diamonds.
         out: path without a suffix.
-        x: key of the abscissa.
+        x: key of the abscissa, for lines with bands; a template, "{data set}", for points with
+            error bars, side by side at the place of each text.
         y: key of the ordinate; several make a panel each.
-        line: template; a line for each of its texts.
+        line: template; a colour for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
         error: key of the error of the first y, if it is another than in `ERRORS`.
         columns: panels side by side, at most.
@@ -184,69 +199,57 @@ def figure(
     """
     ys = [y] if isinstance(y, str) else y
     parts = list(itertools.product(grouped(rows, panel).items(), ys))
-    colors = {name: {"color": f"C{i % 10}"} for i, name in enumerate(grouped(rows, line))}
-    drawn, axes = panels(out, len(parts), columns)
-    for axis, ((title, here), key) in zip(axes, parts, strict=True):
-        own = error if key == ys[0] else ""
-        curves(axis, here, x, key, line, own, lambda name: colors[name] | style(name))
+    styles = {k: {"color": f"C{i % 10}"} | style(k) for i, k in enumerate(grouped(rows, line))}
+    high, across = -(-len(parts) // columns), min(len(parts), columns)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    options: Any = dict(figsize=(1 + 4 * across, 3.6 * high), squeeze=False, layout="constrained")
+    drawn, axes = report.subplots(high, across, **options)
+    for axis in axes.flat[len(parts) :]:
+        axis.set_axis_off()
+    for axis, ((title, here), key) in zip(axes.flat, parts, strict=False):
+        own = error if error and key == ys[0] else ERRORS.get(key, f"{key} ±")
+        (points if "{" in x else curves)(axis, here, x, key, own, line, styles)
         if log:
             report.log_log(axis, sorted({row[x] for row in here}))
             axis.get_legend().remove()
-        axis.set(**{"title": title, "xlabel": x, "ylabel": key} | labels)
+        axis.set(**{"title": title, "xlabel": "" if "{" in x else x, "ylabel": key} | labels)
         if finish:
             finish(axis, here)
     shown = {
         name: handle
-        for axis in axes
+        for axis in axes.flat
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     outside = dict(loc="center left", bbox_to_anchor=(1, 0.5)) if len(shown) > 8 else {}
-    place = axes[-1] if outside else axes[0]
+    place = axes.flat[len(parts) - 1 if outside else 0]
     place.legend(shown.values(), shown.keys(), fontsize="small", **outside)
     drawn.suptitle(suptitle)
     report.save(drawn, out)
 
 
-def points(
-    rows: Sequence[Row],
-    out: Path,
-    *,
-    x: str,
-    y: str = "mean",
-    error: str = "±",
-    line: str = "{coupling}",
-    panel: str = "",
-    **labels: Any,
+def curves(
+    axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
 ) -> None:
-    """Write `out`.png: estimates side by side at each text of x; diamonds are the paper's.
+    """Lines of y against x with bands of their errors."""
+    for name, own in grouped(rows, line).items():
+        estimates = [(row[y], row.get(error) or 0.0) for row in own]
+        band(axis, [row[x] for row in own], estimates, name, **styles[name])
 
-    Args:
-        rows: with y, its error and perhaps the number "paper".
-        out: path without a suffix.
-        x: template; a place for each of its texts.
-        y: key of the ordinate.
-        error: key of its error.
-        line: template; a colour for each of its texts.
-        panel: template; a panel for each of its texts, which is its title.
-        labels: of all panels, as `axis.set` takes them.
-    """
-    groups, names = grouped(rows, panel), list(grouped(rows, line))
-    drawn, axes = panels(out, len(groups))
-    for axis, (title, here) in zip(axes, groups.items(), strict=True):
-        places = list(grouped(here, x))
-        for number, name in enumerate(names):
-            own = grouped(here, line).get(name, [])
-            shift = 0.8 * ((number + 0.5) / len(names) - 0.5)
-            at = [places.index(x.format_map(row)) + shift for row in own]
-            style: Row = dict(color=f"C{number}", markersize=4)
-            values, errors = ([row[key] for row in own] for key in (y, error))
-            axis.errorbar(at, values, errors, fmt="o", label=name, **style)
-            theirs = [row.get("paper") or np.nan for row in own]
-            axis.plot(at, theirs, "D", markerfacecolor="none", **style)
-        axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
-        axis.set(**{"title": title, "ylabel": y} | labels)
-    axes[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    report.save(drawn, out)
+
+def points(
+    axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
+) -> None:
+    """Estimates side by side at each text of x; diamonds are the paper's."""
+    places, names = list(grouped(rows, x)), list(styles)
+    for name, own in grouped(rows, line).items():
+        shift = 0.8 * ((names.index(name) + 0.5) / len(names) - 0.5)
+        at = [places.index(x.format_map(row)) + shift for row in own]
+        values, errors = ([row[key] for row in own] for key in (y, error))
+        style: Row = dict(markersize=4) | styles[name]
+        axis.errorbar(at, values, errors, fmt="o", label=name, **style)
+        theirs = [row.get("paper") or np.nan for row in own]
+        axis.plot(at, theirs, "D", markerfacecolor="none", **style)
+    axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
 
 
 def band(axis: Any, x: Sequence[float], estimates: Any, label: str, **style: Any) -> None:

@@ -1,8 +1,7 @@
-"""What made a table: the command, the day, versions, hardware."""
+"""Provenance of a table: the command, the day, versions, hardware."""
 
 import datetime
 import json
-import os
 import platform
 import shlex
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from experiments.common import timing
 from vit import files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
@@ -18,16 +18,15 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 
 def machine() -> dict[str, str]:
     """Versions, devices and host of this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {cores} cores",
+        "host": f"{platform.machine()}, {timing.cores()} cores",
     }
 
 
 def record(out: Path, seconds: float) -> None:
-    """Notes the command in out/run.json, with those that wrote to `out` before and were others.
+    """Note the command in out/run.json, with those that wrote to `out` before and were others.
 
     Tables grow, and parts of a program have the same folder. Nothing where there are no tables.
     """

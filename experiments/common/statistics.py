@@ -1,10 +1,11 @@
-"""What a comparison over a few seeds can say: means, paired differences, corrected p-values, power.
+"""Statistics of few seeds: means, paired differences, corrected p-values, power.
 
 Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
 cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom. So
 for draws and splits.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from scipy import stats
 Values = Sequence[float] | np.ndarray
 
 LEVEL = 0.05
-"""Of the tests, after Holm's correction."""
+"""Level of the tests, after Holm's correction."""
 
 
 class Difference(NamedTuple):
@@ -41,7 +42,7 @@ def mean_and_error(values: Values) -> tuple[float, float]:
 
 
 def plus_minus(mean: float, error: float) -> str:
-    """Both with as many decimals as the error needs: "0.988 ± 0.012"."""
+    """Mean and error with as many decimals as the error needs: "0.988 ± 0.012"."""
     if np.isnan(error):
         return f"{mean:.4g}"
     digits = max(1 - int(np.floor(np.log10(error))), 0) if error > 0 else 4
@@ -65,7 +66,7 @@ def interval(values: Values) -> tuple[float, float]:
 
 
 def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    """Of two means, and its standard error (delta method: what both share counts once)."""
+    """The ratio of two means, and its standard error (delta method, paired values)."""
     value = values.mean() / reference.mean()
     residuals = values - value * reference
     return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
@@ -100,7 +101,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
-    """How often one differs from another, and how much it may where no difference is shown.
+    """Report how often one differs from another, and by how much at most elsewhere.
 
     Args:
         name: of the first of each pair.
@@ -108,17 +109,16 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
         cases: (values, values of the other) by the name of the case, paired.
     """
     tests = {case: paired(a, b) for case, (a, b) in cases.items()}
-    corrected = holm([test.p_value for test in tests.values()])
-    shown = [p < LEVEL for p in corrected]
-    below = sum(s and test.mean < 0 for s, test in zip(shown, tests.values(), strict=True))
+    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
+    shown = [np.sign(tests[case].mean) for case, p in corrected.items() if p < LEVEL]
     said = (
-        f"{name} below {other} in {below} and above in {sum(shown) - below} of {len(tests)} cases"
-        f" (paired t-tests, Holm, {LEVEL:.0%})"
+        f"{name} below {other} in {shown.count(-1)} and above in {shown.count(1)}"
+        f" of {len(tests)} cases (paired t-tests, Holm, {LEVEL:.0%})"
     )
     ends = [
-        100 * np.array([test.low, test.high]) / abs(np.mean(cases[case][1]))
-        for s, (case, test) in zip(shown, tests.items(), strict=True)
-        if not s and not np.isnan(test.low)
+        100 * np.array([tests[case].low, tests[case].high]) / abs(np.mean(cases[case][1]))
+        for case, p in corrected.items()
+        if p >= LEVEL  # not NaN
     ]
     if ends:
         low, high = np.min(ends), np.max(ends)
@@ -143,15 +143,5 @@ def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: 
     """
     if not (effect > 0 and deviation > 0):
         raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
-    low, high = 1, 2
-    while power(effect, deviation, high, level) < chance:
-        low, high = high, 2 * high
-        if high > 10**6:
-            return high
-    while high - low > 1:  # power grows with the count
-        middle = (low + high) // 2
-        if power(effect, deviation, middle, level) < chance:
-            low = middle
-        else:
-            high = middle
-    return high
+    counts = range(2, 10**6)  # power grows with the count
+    return 2 + bisect_left(counts, chance, key=lambda n: power(effect, deviation, n, level))

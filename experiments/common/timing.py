@@ -1,4 +1,4 @@
-"""How the benchmarks measure: compiled ahead of time, in one process, implementations in turn.
+"""Timing of benchmarks: compiled ahead of time, in one process, implementations in turn.
 
 The best of several repeats is kept, of wall time and of the time that all threads of the process
 spent on the CPU. The second moves less when something else uses the machine; where an accelerator
@@ -37,7 +37,7 @@ def cores() -> int:
 
 
 def machine() -> str:
-    """What the numbers were measured on, and whether something else was running there."""
+    """The hardware, its load and the version of JAX."""
     device = jax.devices()[0]
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (

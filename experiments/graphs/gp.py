@@ -30,111 +30,240 @@ Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import networkx
 import numpy as np
+import optax
+import scipy.linalg
+import scipy.optimize
 import scipy.sparse
 
 from experiments.common import harness, launch, statistics
 from experiments.graphs import data
-from experiments.graphs.regression import (
-    P_HALT,
-    Scales,
-    Task,
-    exact_kernel,
-    fitted,
-    law,
-    likeliest,
-    load,
-    nearest,
-    rmse,
-)
-from performer import gp
-from performer.graphs import couplings, features, kernels, matching
+from performer import gp, graphs
+from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
 from vit import report
 
 MESHES = ("teapot", "unit_sphere", "idler_riser", "fandisk")
+P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
+START = gp.Scales(2.0, 1.0, 0.3)
+BOUNDS = [(-4.0, 4.0)] * 3
+"""Bounds of the logarithms of scales."""
 ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
 
 
-def scores(
-    task: Task, scales: Scales, exact: np.ndarray, reference: gp.Gaussian, phi: Any
-) -> tuple[float, float, float]:
-    """Error, RMSE and KL of the features `phi`; `reference` is the law under `exact`."""
-    predicted = law(task, phi @ phi.T, scales)
+class Task(NamedTuple):
+    """Values at some nodes of a graph, to predict from those at others."""
+
+    graph: Graph
+    train: np.ndarray
+    """Nodes."""
+    y: np.ndarray
+    """Values there."""
+    test: np.ndarray
+    test_y: np.ndarray
+    unit: float
+    """Standard deviation of the values in their own unit."""
+    walks: tuple[int, ...]
+    """Numbers of walks to compare."""
+
+
+class Process(NamedTuple):
+    """A task with its scales, and what the exact kernel of these makes of it."""
+
+    task: Task
+    scales: gp.Scales
+    exact: np.ndarray
+    """(N, N), without the output scale, in float64."""
+    law: gp.Gaussian
+
+
+def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = False) -> Task:
+    """The task of that name: "torus", "traffic", or that of a mesh.
+
+    Args:
+        name: of the task.
+        data_dir: folder with meshes/ and traffic_san_jose/.
+        number: of the split.
+        weighted: roads weigh the mean length over their own; all weigh 1 otherwise.
+
+    Raises:
+        ValueError: when the file is not there, or none can be without data_dir.
+    """
+    if name == "torus":  # of 20 by 30 faces
+        faces = networkx.grid_2d_graph(20, 30, periodic=True)
+        graph, values = Graph.from_networkx(faces), np.sin([2 * np.pi * i / 20 for i, _ in faces])
+    elif data_dir is None:
+        raise ValueError(f"{name!r} needs --data_dir; without it there is 'torus'")
+    elif name == "traffic":
+        roads = data.traffic(data_dir / "traffic_san_jose" / "pems_san_jose.npz", weighted=weighted)
+        return split(*roads, count=75, number=number, walks=(4, 8, 16), standardised=True)
+    else:
+        graph, normals = data.mesh_faces(data_dir / "meshes" / f"{name}.npz")
+        values = normals[:, 2]
+    return split(graph, np.arange(len(values)), values, count=len(values) // 20, number=number)
+
+
+def split(
+    graph: Graph,
+    nodes: np.ndarray,
+    values: np.ndarray,
+    *,
+    count: int,
+    number: int = 0,
+    walks: tuple[int, ...] = (16, 32, 64),
+    standardised: bool = False,
+) -> Task:
+    """The task with `count` random test nodes, by the number of the split, and the rest known."""
+    test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
+    mean, unit = 0.0, 1.0
+    if standardised:
+        mean, unit = float(values[train].mean()), float(values[train].std())
+    y, test_y = ((values[part] - mean) / unit for part in (train, test))
+    return Task(graph, nodes[train], y, nodes[test], test_y, unit, walks)
+
+
+def fitted(task: Task) -> gp.Scales:
+    """The scales that maximise the marginal likelihood under an estimate of the kernel."""
+    options: Any = dict(num_walks=FIT_WALKS, p_halt=P_HALT, coupling="independent")
+    walks = features.sample(jax.random.key(0), task.graph, **options)
+    known = jnp.asarray(task.train), jnp.asarray(task.y, walks.load.dtype)
+    options = dict(num_steps=STEPS, optimizer=optax.adam(LEARNING_RATE))
+    scales, _ = graphs.gp.fit(jax.random.key(1), walks, *known, START, **options)
+    return gp.Scales(*(float(jnp.asarray(scale)) for scale in scales))
+
+
+def likeliest(task: Task) -> gp.Scales:
+    """The scales that maximise the marginal likelihood under the exact kernel, from several starts.
+
+    The search is in the standard deviation of the mean node, not in the output scale.
+    """
+    adjacency, vectors = scipy.linalg.eigh(task.graph.normalised().to_scipy().toarray())
+    rows = vectors[task.train]
+
+    def scales(logarithms: Any) -> tuple[Any, Any, Any, Any]:
+        lengthscale, deviation, noise_scale = jnp.exp(logarithms)
+        spectrum = jnp.exp(-(lengthscale**2) * (1 - adjacency) / 2)
+        return spectrum, lengthscale, deviation / jnp.mean(spectrum) ** 0.5, noise_scale
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logarithms: Any) -> Any:
+        spectrum, _, output_scale, noise_scale = scales(logarithms)
+        gram = output_scale**2 * (rows * spectrum) @ rows.T
+        return -gp.log_marginal_likelihood(gram, task.y, noise_scale)
+
+    search = partial(scipy.optimize.minimize, loss, jac=True, bounds=BOUNDS)
     with jax.enable_x64(True):
-        divergence = float(gp.kl(reference, predicted))
-    error = float(data.frobenius_errors(phi, exact)[0])
-    return error, rmse(task, predicted.mean), divergence
+        found = [search(np.log([lengthscale, 1.0, 0.5])) for lengthscale in (2.0, 6.0, 18.0)]
+        best = min(found, key=lambda end: end.fun)
+        return gp.Scales(*map(float, scales(best.x)[1:]))
+
+
+def process(task: Task, scales: gp.Scales) -> Process:
+    """The task under the exact kernel of these scales."""
+    with jax.enable_x64(True):
+        exact = np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
+    return Process(task, scales, exact, law(task, exact, scales))
+
+
+def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
+    """The law of the test values; `gram` (N, N), dense or of SciPy, has no output scale yet."""
+    rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
+    train, test = rows[task.train], rows[task.test]
+    blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
+    with jax.enable_x64(True):
+        gram, cross, test_gram = (jnp.asarray(block.toarray()) for block in blocks)
+        y = jnp.asarray(task.y, jnp.float64)
+        f = gp.condition(gram, cross, test_gram, y, scales.noise_scale)
+        return gp.observed(f, scales.noise_scale)
+
+
+def rmse(task: Task, predicted: Any) -> float:
+    """RMSE of predictions (k,), or of one for all, in the units of the values."""
+    return task.unit * float(np.sqrt(np.mean((np.asarray(predicted) - task.test_y) ** 2)))
+
+
+def nearest(task: Task, count: int) -> np.ndarray:
+    """The mean value of the `count` known nodes that are nearest, for each test node.
+
+    An edge is as long as its weight is small.
+    """
+    lengths = task.graph.to_scipy()
+    lengths.data = 1 / lengths.data
+    distances = scipy.sparse.csgraph.dijkstra(lengths, indices=task.test)[:, task.train]
+    return task.y[np.argsort(distances, axis=1)[:, :count]].mean(axis=1)
 
 
 def estimated(
-    task: Task, scales: Scales, repeat: int, num_walks: int, coupling: str | Coupling
+    of: Process, repeat: int, num_walks: int, coupling: str | Coupling
 ) -> scipy.sparse.csr_array:
     """The features of all nodes."""
-    walks = features.sample(
-        jax.random.key(repeat), task.graph, num_walks=num_walks, p_halt=P_HALT, coupling=coupling
-    )
-    phi = features.modulate(walks, kernels.Diffusion(scales.lengthscale))
+    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    walks = features.sample(jax.random.key(repeat), of.task.graph, **options)
+    phi = features.modulate(walks, kernels.Diffusion(of.scales.lengthscale))
     return scipy.sparse.csr_array(phi.to_scipy(), dtype=np.float64)
 
 
-def compared(task: Task, scales: Scales, repeats: int) -> tuple[dict, float]:
-    """{(m, coupling): (repeats, 3)}, and the RMSE of the exact kernel."""
-    kernel, exact = kernels.Diffusion(scales.lengthscale), exact_kernel(task, scales)
-    reference = law(task, exact, scales)
-    permutation = matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
-    chosen: dict[str, str | Coupling] = {name: name for name in ("independent", "antithetic")}
-    chosen["sigma"] = couplings.sigma(permutation)
-    results = {
-        (m, name): np.array([
-            scores(task, scales, exact, reference, estimated(task, scales, repeat, m, coupling))
-            for repeat in range(repeats)
-        ])
-        for m in task.walks
-        for name, coupling in chosen.items()
-    }  # fmt: skip
-    return results, rmse(task, reference.mean)
+def scores(of: Process, phi: Any) -> tuple[float, float, float]:
+    """Error, RMSE and KL of the features `phi`."""
+    predicted = law(of.task, phi @ phi.T, of.scales)
+    with jax.enable_x64(True):
+        divergence = float(gp.kl(of.law, predicted))
+    error = float(data.frobenius_errors(phi, of.exact)[0])
+    return error, rmse(of.task, predicted.mean), divergence
 
 
-def averaged(name: str, splits: Sequence[Task], repeats: int) -> tuple[dict, str]:
-    """What `compared` has, each repeat the mean over the splits, and a line about the scales."""
-    scales = [fitted(task) for task in splits]
-    parts = [compared(task, found, repeats) for task, found in zip(splits, scales, strict=True)]
-    results = {key: np.mean([part[key] for part, _ in parts], axis=0) for key in parts[0][0]}
-    texts = (", ".join(f"{x:.3g}" for x in of) for of in zip(*scales, strict=True))
-    told = "; ".join(f"{key} {x}" for key, x in zip(Scales._fields, texts, strict=True))
-    least = np.mean([error for _, error in parts])
+def sigma(of: Process) -> Coupling:
+    """The coupling that is learned for the kernel, on an Erdos-Renyi graph."""
+    kernel = kernels.Diffusion(of.scales.lengthscale)
+    return couplings.sigma(matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER))
+
+
+def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
+    """Rows of each m, coupling and quantity, means over splits; a line about the scales."""
+    processes = [process(task, fitted(task)) for task in splits]
+    permuted = [sigma(of) for of in processes]
+
+    def measure(case: harness.Row) -> np.ndarray:
+        word, m = case["coupling"], case["m"]
+        pairs = zip(processes, permuted if word == "sigma" else [word] * len(splits), strict=True)
+        return np.mean(
+            [[scores(of, estimated(of, i, m, c)) for i in range(repeats)] for of, c in pairs],
+            axis=0,
+        )
+
+    sizes = dict(graph=[name], N=[splits[0].graph.num_nodes], m=splits[0].walks)
+    cases = harness.cases(**sizes, coupling=("independent", "antithetic", "sigma"))
+    rows = harness.sweep(cases, measure, quantity=QUANTITIES)
+    told = "; ".join(
+        f"{field} {', '.join(f'{getattr(of.scales, field):.3g}' for of in processes)}"
+        for field in gp.Scales._fields
+    )
+    least = np.mean([rmse(of.task, of.law.mean) for of in processes])
     without = np.mean([rmse(task, 0.0) for task in splits])
     said = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
-    return results, f"- {name} (splits: {len(splits)}): {told}; {said}"
+    return rows, f"- {name} (splits: {len(splits)}): {told}; {said}"
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
     """A line for each graph, m and coupling; a panel for each quantity and graph."""
     rows, said = [], []
     for name, splits in tasks.items():
-        results, line = averaged(name, splits, repeats)
-        for (m, coupling), values in results.items():
-            case = {"graph": name, "N": splits[0].graph.num_nodes, "m": m, "coupling": coupling}
-            rows += harness.rows_of(case, values, quantity=QUANTITIES)
+        found, line = measured(name, splits, repeats)
+        rows += found
         said.append(line)
-        print(out.name, line, flush=True)
-    by_quantity = harness.grouped(rows, "{quantity}")
-    harness.figure(
-        [row for group in by_quantity.values() for row in group],
-        out,
-        x="m",
-        panel="{graph}, N = {N}: {quantity}",
-        columns=len(tasks),
-        ylabel="",
-    )
-    for quantity, group in by_quantity.items():
+    for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
+    options: Any = dict(panel="{graph}, N = {N}: {quantity}", columns=len(tasks), ylabel="")
+    harness.figure(harness.regrouped(rows, "{quantity}"), out, x="m", **options)
     return report.table(harness.wide(rows, "{quantity}"), out, "\n".join(said))
 
 
@@ -142,35 +271,26 @@ def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
     """A row for each way to predict, means over splits; `roads` has the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
+    rows = []
+
+    def add(predictor: str, errors: Any, lengthscales: str = "") -> None:
+        row = {"predictor": predictor, "RMSE": statistics.estimate(errors)}
+        row |= {"RMSE less that of the mean": statistics.estimate(np.asarray(errors) - mean)}
+        rows.append(row | {"lengthscales": lengthscales})
+
+    add("mean of all sensors", mean)
     close = [rmse(task, nearest(task, NEIGHBOURS)) for task in weighted]
-    found = {"mean of all sensors": (mean, ""), f"mean of the nearest {NEIGHBOURS}": (close, "")}
+    add(f"mean of the nearest {NEIGHBOURS}", close)
     for kind, splits in roads.items():
         for how, fit in (("fitted", fitted), ("likeliest", likeliest)):
-            scales = [fit(task) for task in splits]
-            texts = " ".join(f"{of.lengthscale:.3g}" for of in scales)
-            pairs = [process_errors(task, of) for task, of in zip(splits, scales, strict=True)]
-            exact, estimates = np.transpose(pairs)
-            found[f"{kind}, {how}, exact"] = exact, texts
-            found[f"{kind}, {how}, {MOST_WALKS} walks"] = estimates, texts
+            processes = [process(task, fit(task)) for task in splits]
+            texts = " ".join(f"{of.scales.lengthscale:.3g}" for of in processes)
+            add(f"{kind}, {how}, exact", [rmse(of.task, of.law.mean) for of in processes], texts)
+            phis = (estimated(of, 0, MOST_WALKS, "independent") for of in processes)
+            errors = [scores(of, phi)[1] for of, phi in zip(processes, phis, strict=True)]
+            add(f"{kind}, {how}, {MOST_WALKS} walks", errors, texts)
         print(out.name, kind, flush=True)
-    rows = [
-        {
-            "predictor": name,
-            "RMSE": statistics.estimate(errors),
-            "RMSE less that of the mean": statistics.estimate(errors - mean),
-            "lengthscales": lengthscales,
-        }
-        for name, (errors, lengthscales) in found.items()
-    ]
     return report.table(rows, out)
-
-
-def process_errors(task: Task, scales: Scales) -> tuple[float, float]:
-    """RMSE of the exact kernel, and of its estimate by `MOST_WALKS` independent walks."""
-    phi = estimated(task, scales, 0, MOST_WALKS, "independent")
-    grams = exact_kernel(task, scales), phi @ phi.T
-    exact, estimate = (rmse(task, law(task, gram, scales).mean) for gram in grams)
-    return exact, estimate
 
 
 def main(
@@ -180,7 +300,7 @@ def main(
     splits: int = 10,
     out: Path = Path("results/graphs/gp"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with meshes/ and traffic_san_jose/; a torus without.

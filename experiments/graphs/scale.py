@@ -19,8 +19,8 @@ Writes graph_speed and graph_scale, csv and md, and graph_scale.png to --out.
 import random
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,53 +39,38 @@ P_HALT = 0.5
 SIZES = (10**3, 10**4, 10**5, 3 * 10**5, 10**6)
 
 
-def loop_numpy(graph: Graph, num_walks: int, p_halt: float) -> np.ndarray:
-    """qGRF Eq. 8 with independent walks: the features (N, N)."""
-    matrix, rng = graph.normalised().to_scipy(), np.random.default_rng(0)
-    f = np.asarray(KERNEL(1000), np.float64)
-    phi = np.zeros((graph.num_nodes,) * 2)
-    for i in range(graph.num_nodes):
+def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
+    """qGRF Eq. 8 with independent walks: the rows of the features, arrays or dictionaries."""
+    matrix, n = graph.normalised().to_scipy(), graph.num_nodes
+    parts: Any = (matrix.indptr, matrix.indices, matrix.data, np.asarray(KERNEL(1000), np.float64))
+    draw, phi = np.random.default_rng(0).random, np.zeros((n, n))
+    if lists:
+        parts, draw = map(np.ndarray.tolist, parts), random.Random(0).random
+        phi = [defaultdict(float) for _ in range(n)]
+    starts, neighbours, weights, f = parts
+    for i, row in enumerate(phi):
         for _ in range(num_walks):
             x, load, t = i, 1.0, 0
             while True:
-                phi[i, x] += load * f[t] / num_walks
-                if rng.random() < p_halt:
-                    break
-                begin, end = matrix.indptr[x], matrix.indptr[x + 1]
-                edge = rng.integers(begin, end)
-                load *= matrix.data[edge] * (end - begin) / (1 - p_halt)
-                x, t = matrix.indices[edge], t + 1
-    return phi
-
-
-def loop_python(graph: Graph, num_walks: int, p_halt: float) -> list[dict[int, float]]:
-    """The same with lists and dictionaries: as fast as interpreted Python is."""
-    matrix = graph.normalised().to_scipy()
-    rows = [slice(*matrix.indptr[i : i + 2]) for i in range(graph.num_nodes)]
-    neighbours = [matrix.indices[row].tolist() for row in rows]
-    weights = [matrix.data[row].tolist() for row in rows]
-    f = np.asarray(KERNEL(1000), np.float64).tolist()
-    draw, features = random.Random(0).random, []
-    for i in range(graph.num_nodes):
-        phi: dict[int, float] = {}
-        for _ in range(num_walks):
-            x, load, t = i, 1.0, 0
-            while True:
-                phi[x] = phi.get(x, 0.0) + load * f[t] / num_walks
+                row[x] += load * f[t] / num_walks
                 if draw() < p_halt:
                     break
-                degree = len(neighbours[x])
-                edge = int(draw() * degree)
-                load *= weights[x][edge] * degree / (1 - p_halt)
-                x, t = neighbours[x][edge], t + 1
-        features.append(phi)
-    return features
+                degree = starts[x + 1] - starts[x]
+                edge = starts[x] + int(draw() * degree)
+                load *= weights[edge] * degree / (1 - p_halt)
+                x, t = neighbours[edge], t + 1
+    return phi
 
 
 def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
     """Times of both loops, of ours, and of the walks alone: the best of the repeats."""
     normalised = graph.normalised()
     lengths = couplings.lengths(jax.random.key(0), "antithetic", graph.num_nodes, num_walks, p_halt)
+    calls: dict[str, Callable[[], Any]] = {
+        "loop, numpy": lambda: len(loop(graph, num_walks, p_halt, False)),
+        "loop, lists": lambda: len(loop(graph, num_walks, p_halt, True)),
+    }
+    theirs = {name: best.wall for name, best in timing.race(calls, 1).items()}
     calls = {
         "ours": lambda: graph_random_features(
             jax.random.key(0), graph, KERNEL, num_walks=num_walks, p_halt=p_halt
@@ -93,26 +78,12 @@ def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
         "walks alone": lambda: walks.sample(jax.random.key(0), normalised, lengths, p_halt=p_halt),
     }
     ours = {name: best.wall for name, best in timing.race(calls, repeats).items()}
-    loops = {"loop, numpy": loop_numpy, "loop, lists": loop_python}
-    theirs = {
-        name: seconds(partial(loop, graph, num_walks, p_halt)) for name, loop in loops.items()
-    }
     row: dict = {"m": num_walks, "p_halt": p_halt}
     row |= {f"{name}, ms": 1000 * t for name, t in (theirs | ours).items()}
     for name, t in theirs.items():
         row[f"{name} / ours"] = t / ours["ours"]
         row[f"{name} / walks"] = t / ours["walks alone"]
     return row
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """The shorter of two calls."""
-    times = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def random_graph(num_nodes: int, num_edges: int) -> Graph:
@@ -126,16 +97,14 @@ def scale(num_nodes: int) -> dict:
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
     built = time.perf_counter() - begin
-    draw = partial(
-        graph_random_features, graph=graph, kernel=KERNEL, num_walks=NUM_WALKS, p_halt=P_HALT
-    )
+    options: Any = dict(num_walks=NUM_WALKS, p_halt=P_HALT)
+    key = jax.random.key(0)
     multiply, v = jax.jit(lambda kernel, v: kernel @ v), jnp.ones(num_nodes)
-    kernel = draw(jax.random.key(0))
-    ranks = partial(pagerank.pagerank, graph=graph, num_walks=NUM_WALKS, p_halt=P_HALT)
+    kernel = graph_random_features(key, graph, KERNEL, **options)
     calls = {
-        "features, s": lambda: draw(jax.random.key(0)).left.value,
+        "features, s": lambda: graph_random_features(key, graph, KERNEL, **options).left.value,
         "product K v, s": lambda: multiply(kernel, v),
-        "PageRank, s": lambda: ranks(jax.random.key(0)),
+        "PageRank, s": lambda: pagerank.pagerank(key, graph, **options),
     }
     seconds = {name: best.wall for name, best in timing.race(calls, 2).items()}
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -150,7 +119,7 @@ def main(
     largest: int = 10**5,
     out: Path = Path("results/graphs/scale"),
 ) -> None:
-    """Prints both tables.
+    """Print both tables.
 
     Args:
         data_dir: folder with graphs/cora.npz; a random graph of its size without.
@@ -160,10 +129,9 @@ def main(
     """
     launch.at_least(1, repeats=repeats)
     launch.at_least(SIZES[0], largest=largest)
-    text = f"{timing.machine()}. The best of {repeats} repeats (loops: of 2)."
+    text = f"{timing.machine()}. The best of {repeats} repeats (loops: the second call)."
     graph = data.load("cora", data_dir) if data_dir else random_graph(2708, 5278)
-    settings = [(m, p_halt) for p_halt in (0.5, 0.1) for m in (4, 16)]
-    rows = [speed(graph, m, p_halt, repeats) for m, p_halt in settings]
+    rows = [speed(graph, m, p_halt, repeats) for p_halt in (0.5, 0.1) for m in (4, 16)]
     print(report.table(rows, out / "graph_speed", text), flush=True)
     rows = []
     for size in (n for n in SIZES if n <= largest):

@@ -23,8 +23,8 @@ tests are paired. The paper's eurosis is not among the graphs we have.
 Writes figure_8, figure_9, figure_10 (csv, md, png) and figure_3.png to --out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +56,46 @@ NODES = 100_000
 """About so many at once, of all graphs."""
 
 
-def draws(graphs: dict[str, Graph], repeats: int) -> Iterator[tuple[Key, Graph, dict[str, slice]]]:
-    """Keys, all graphs as one, each in several copies, and the nodes of each.
+def repeated(
+    graphs: dict[str, Graph],
+    repeats: int,
+    estimate: Callable[[Key, Graph], Any],
+    error: Callable[[Any, slice, str], np.ndarray],
+) -> Errors:
+    """error(estimate(key, all), nodes, name) (copies,) of each graph.
 
-    One program draws the walks of all graphs, and of several repeats at once.
+    All graphs are one, each in several copies: one program draws the walks of several repeats.
     """
     count = -(-repeats // max(NODES // sum(graph.num_nodes for graph in graphs.values()), 1))
     copies = -(-repeats // count)
     whole = data.side_by_side([graph for graph in graphs.values() for _ in range(copies)])
-    ends = np.cumsum([copies * graph.num_nodes for graph in graphs.values()])
-    parts = {
-        name: slice(int(end) - copies * graph.num_nodes, int(end))
-        for end, (name, graph) in zip(ends, graphs.items(), strict=True)
+    ends = np.cumsum([0] + [copies * graph.num_nodes for graph in graphs.values()]).tolist()
+    parts = dict(zip(graphs, map(slice, ends, ends[1:]), strict=False))
+    found = [estimate(jax.random.key(draw), whole) for draw in range(count)]
+    return {
+        name: np.concatenate([error(of, part, name) for of in found])[:repeats]
+        for name, part in parts.items()
     }
-    for draw in range(count):
-        yield jax.random.key(draw), whole, parts
 
 
 def kernel_errors(
-    coupling: str | Coupling,
-    p_halt: float,
-    graphs: dict[str, Graph],
-    exact: dict[str, np.ndarray],
-    repeats: int,
+    graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|K - K_hat|_F / |K|_F of estimates with two walks; `exact` are the kernels."""
-    errors = {name: [] for name in graphs}
-    for key, whole, parts in draws(graphs, repeats):
+    """|K - K_hat|_F / |K|_F with two walks from each node."""
+    exact = {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
+
+    def phi(key: Key, whole: Graph) -> scipy.sparse.csr_array:
         walks = features.sample(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
-        phi = features.modulate(walks, KERNEL).to_scipy()
-        for name, part in parts.items():
-            errors[name].append(data.frobenius_errors(phi[part, part], exact[name]))
-    return {name: np.concatenate(values)[:repeats] for name, values in errors.items()}
+        return features.modulate(walks, KERNEL).to_scipy()
+
+    def error(phi: scipy.sparse.csr_array, at: slice, name: str) -> np.ndarray:
+        return data.frobenius_errors(phi[at, at], exact[name])
+
+    return repeated(graphs, repeats, phi, error)
 
 
 def pagerank_errors(
-    coupling: str | Coupling, p_halt: float, graphs: dict[str, Graph], repeats: int
+    graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
     """|rho - rho_hat|_2 with two walks from each node.
 
@@ -99,18 +103,16 @@ def pagerank_errors(
         ValueError: for a node without edges, whose walks would go on to the other graphs.
     """
     require_edges(graphs)
-    exact = {
-        name: np.asarray(pagerank.power_iteration(graph, p_halt=p_halt, tolerance=1e-6))
-        for name, graph in graphs.items()
-    }
-    errors = {name: [] for name in graphs}
-    for key, whole, parts in draws(graphs, repeats):
-        rho = pagerank.pagerank(key, whole, num_walks=2, p_halt=p_halt, coupling=coupling)
-        for name, part in parts.items():
-            n = len(exact[name])
-            by_copy = np.asarray(rho[part], np.float64).reshape(-1, n) * (whole.num_nodes / n)
-            errors[name].append(np.linalg.norm(by_copy - exact[name], axis=1))
-    return {name: np.concatenate(values)[:repeats] for name, values in errors.items()}
+    iterate = partial(pagerank.power_iteration, p_halt=p_halt, tolerance=1e-6)
+    exact = {name: np.asarray(iterate(graph)) for name, graph in graphs.items()}
+
+    def error(rho: jax.Array, at: slice, name: str) -> np.ndarray:
+        n = len(exact[name])
+        by_copy = np.asarray(rho[at], np.float64).reshape(-1, n) * (len(rho) / n)
+        return np.linalg.norm(by_copy - exact[name], axis=1)
+
+    draw = partial(pagerank.pagerank, num_walks=2, p_halt=p_halt, coupling=coupling)
+    return repeated(graphs, repeats, draw, error)
 
 
 def require_edges(graphs: dict[str, Graph]) -> None:
@@ -120,49 +122,41 @@ def require_edges(graphs: dict[str, Graph]) -> None:
             raise ValueError(f"graph {name!r} has nodes without edges: take its largest component")
 
 
-def exact_kernels(graphs: dict[str, Graph]) -> dict[str, np.ndarray]:
-    """What `kernel_errors` compares with."""
-    return {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
-
-
 def figure(
     graphs: dict[str, Graph],
     errors: Callable[..., Errors],
     permutations: dict[float, np.ndarray],
     out: Path,
-) -> tuple[str, list[harness.Row]]:
-    """A line for each graph and p_halt, a panel for each graph; also the rows."""
-    found: dict[tuple[float, str], Errors] = {}
+) -> str:
+    """A line for each graph and p_halt, a panel for each graph."""
+    rows = []
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
             chosen = couplings.sigma(permutation) if coupling == "sigma" else coupling
-            found[p, coupling] = errors(chosen, p_halt=p)
+            for name, values in errors(coupling=chosen, p_halt=p).items():
+                case = {"graph": name, "N": graphs[name].num_nodes, "p_halt": p}
+                rows += harness.rows_of(case | {"coupling": coupling}, values)
         print(out.name, p, flush=True)
-    rows = [
-        {"graph": name, "N": graph.num_nodes, "p_halt": p, "coupling": coupling}
-        | harness.estimated(values[name])
-        for name, graph in graphs.items()
-        for (p, coupling), values in found.items()
-    ]
-    rows, case = harness.relative(rows, "{graph} at {p_halt}"), "{graph} at {p_halt}"
-    label = "error / error of independent walks"
-    harness.figure(rows, out, x="p_halt", y="ratio", panel="{graph}, N = {N}", ylabel=label)
+    case = "{graph} at {p_halt}"
+    rows = harness.relative(harness.regrouped(rows, "{graph}"), case)
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    return report.table(lines, out, harness.verdict(rows, case)), rows
+    options: Any = dict(
+        case=case, panel="{graph}, N = {N}", ylabel="error / error of independent walks"
+    )
+    return harness.show(rows, out, "", lines=lines, x="p_halt", y="ratio", **options)
 
 
-def figure_3(rows: list[harness.Row], permutations: dict[float, np.ndarray], out: Path) -> None:
-    """The errors of one graph, and the permutations."""
-    drawn, axes = harness.panels(out, 1 + len(permutations), columns=3)
-    harness.curves(axes[0], rows, "p_halt")
-    axes[0].set(title=rows[0]["graph"], xlabel="p_halt", ylabel="relative Frobenius error")
-    axes[0].legend()
-    for axis, (p, permutation) in zip(axes[1:], permutations.items(), strict=True):
-        axis.imshow(np.eye(len(permutation))[permutation], cmap="Greys", origin="lower")
-        axis.set(title=f"sigma, p_halt = {p}", xlabel="sigma(q)", ylabel="q")
-    report.save(drawn, out)
+def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:
+    """The permutations."""
+    rows = [
+        {"p_halt": p, "q": q, "sigma(q)": image}
+        for p, permutation in permutations.items()
+        for q, image in enumerate(permutation)
+    ]
+    options: Any = dict(line="sigma", panel="p_halt = {p_halt}", style=lambda _: {"ls": ""})
+    harness.figure(rows, out, x="q", y="sigma(q)", columns=3, **options)
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
@@ -192,35 +186,29 @@ def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
 
 def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
     """A row for each graph, order and way to learn; equal permutations have equal errors."""
-    rows = [
-        {"graph": name} | row
-        for name, graph in graphs.items()
-        for row in order_rows({name: graph}, repeats)
-    ]
+    rows = []
+    for name, graph in graphs.items():
+        errors = partial(kernel_errors, {name: graph}, repeats, p_halt=P_FIGURE_8)
+        independent = errors("independent")[name]
+
+        @cache
+        def ratio(*permutation: int, name=name, errors=errors, independent=independent):
+            values = errors(couplings.sigma(np.array(permutation)))[name]
+            return statistics.ratio(values, independent)
+
+        for order in ORDERS:
+            permutations = learned(graph, order)
+            best, least = permutations.get("quadratic", permutations["projected"])
+            for how, (permutation, objective) in permutations.items():
+                row = {"graph": name, "n": order, "learned": how}
+                row |= zip(("error / independent", "±"), ratio(*permutation), strict=True)
+                row |= {"Cayley distance": cayley_distance(best, permutation)}
+                row |= {"excess of the objective": objective / least - 1}
+                rows.append(row | {"permutation": " ".join(map(str, permutation))})
     y = ("error / independent", "Cayley distance")
     options: Any = dict(x="n", y=y, line="{learned}", panel="{graph}", columns=2)
     harness.figure(rows, out, error="±", **options)
     return report.table(rows, out)
-
-
-def order_rows(graph: dict[str, Graph], repeats: int) -> list[dict[str, Any]]:
-    """The rows of one graph."""
-    (name,), exact, rows = graph, exact_kernels(graph), []
-    errors = partial(kernel_errors, p_halt=P_FIGURE_8, graphs=graph, exact=exact, repeats=repeats)
-    independent = errors("independent")[name]
-    for order in ORDERS:
-        permutations, known = learned(graph[name], order), {}
-        best, least = permutations.get("quadratic", permutations["projected"])
-        for how, (permutation, objective) in permutations.items():
-            if tuple(permutation) not in known:
-                values = errors(couplings.sigma(permutation))[name]
-                known[tuple(permutation)] = statistics.ratio(values, independent)
-            row = {"n": order, "learned": how}
-            row |= zip(("error / independent", "±"), known[tuple(permutation)], strict=True)
-            row |= {"Cayley distance": cayley_distance(best, permutation)}
-            row |= {"excess of the objective": objective / least - 1}
-            rows.append(row | {"permutation": " ".join(map(str, permutation))})
-    return rows
 
 
 def main(
@@ -230,7 +218,7 @@ def main(
     pagerank_repeats: int = 1000,
     out: Path = Path("results/graphs/sigma"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/; karate and made-up graphs without.
@@ -244,16 +232,14 @@ def main(
     require_edges(chosen)
     learn_on = data.erdos_renyi()
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
-    errors = partial(kernel_errors, graphs=chosen, exact=exact_kernels(chosen), repeats=repeats)
-    table, rows = figure(chosen, errors, sigmas, out / "figure_10")
-    print(table)
-    largest = max(chosen, key=lambda name: chosen[name].num_nodes)
-    figure_3([row for row in rows if row["graph"] == largest], sigmas, out / "figure_3")
+    errors = partial(kernel_errors, chosen, repeats)
+    print(figure(chosen, errors, sigmas, out / "figure_10"))
+    figure_3(sigmas, out / "figure_3")
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
     print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}
-    errors = partial(pagerank_errors, graphs=chosen, repeats=pagerank_repeats)
-    print(figure(chosen, errors, sigmas, out / "figure_9")[0])
+    errors = partial(pagerank_errors, chosen, pagerank_repeats)
+    print(figure(chosen, errors, sigmas, out / "figure_9"))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ data; eu-core, fandisk and unit_sphere stand beside the others.
 Writes table_1, table_2, table_3 (csv and md) and one figure of them all, tasks.png, to --out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,35 +56,28 @@ MESHES = ("cylinder", "teapot", "idler_riser", "fandisk", "unit_sphere")
 PRINTED = Path(__file__).parent / "qgrf_tables.csv"
 """The paper's tables; in brackets the error of the last digit."""
 WORDS = {"independent": "GRFs", "antithetic": "q-GRFs"}
-TITLES = {1: "diffusion: squared error", 2: "k-means: wrong pairs", 3: "normals: 1 - cos"}
 
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
     exact = np.asarray(kernels.Diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
-    kernel = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5)
-    return np.concatenate([
-        _diffuse(_estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count), exact)
-        for batch_key, count in _batches(key, trials)
-    ])  # fmt: skip
-
-
-def _diffuse(estimate: Estimate, exact: np.ndarray) -> np.ndarray:
-    """The errors of copies of a graph; SciPy merges the visits to a node, which saves most work."""
-    phi, n = estimate.left.to_scipy().astype(np.float64), len(exact)
-    transposed = phi.T.tocsr()
-    state = np.zeros(estimate.shape[0])
-    state[::n] = 1
-    for _ in range(TIME_STEPS // 2):
-        state = phi @ (transposed @ state)
-    return np.sum((state.reshape(-1, n) - exact) ** 2, axis=1)
+    kernel, errors = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5), []
+    for batch_key, count in _batches(key, trials):
+        estimate = _estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count)
+        # SciPy merges the visits to a node, which saves most work.
+        phi = estimate.left.to_scipy().astype(np.float64)
+        transposed, state = phi.T.tocsr(), np.zeros(estimate.shape[0])
+        state[:: len(exact)] = 1
+        for _ in range(TIME_STEPS // 2):
+            state = phi @ (transposed @ state)
+        errors.append(np.sum((state.reshape(count, -1) - exact) ** 2, axis=1))
+    return np.concatenate(errors)
 
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
     """The share of wrong pairs in each trial, qGRF Eq. 22."""
     kernel = kernels.RegularisedLaplacian(2, CLUSTER_SIGMA)
-    exact = kernel.dense(graph)
-    errors = []
+    exact, errors = kernel.dense(graph), []
     for walks_key, start_key in jax.random.split(key, (trials, 2)):
         estimate = _estimate(walks_key, graph, kernel, CLUSTER_WALKS, coupling)
         labels = [_labels(start_key, k) for k in (exact, estimate)]
@@ -100,8 +94,7 @@ def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
     """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
-    kernel = kernels.RegularisedLaplacian(2, MESH_SIGMA)
-    errors = []
+    kernel, errors = kernels.RegularisedLaplacian(2, MESH_SIGMA), []
     for batch_key, count in _batches(key, trials):
         walks_key, nodes_key = jax.random.split(batch_key)
         estimate = _estimate(walks_key, graph, kernel, MESH_WALKS, coupling, count)
@@ -110,8 +103,8 @@ def normal_errors(
         values = jnp.tile(jnp.asarray(normals, jnp.float32), (count, 1))
         known = jnp.asarray(~hidden.ravel())
         seen = (estimate @ known.astype(values.dtype))[:, None] > 0
-        estimates = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
-        errors.append(_mean_angles(estimates.reshape(count, -1, 3), normals, hidden))
+        found = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
+        errors.append(_mean_angles(found.reshape(count, -1, 3), normals, hidden))
     return np.concatenate(errors)
 
 
@@ -130,55 +123,54 @@ def _estimate(
     coupling: str,
     count: int = 1,
 ) -> Estimate:
-    """Of `count` copies of the graph."""
-    many = data.copies(graph, count)
-    return graph_random_features(
-        key, many, kernel, num_walks=num_walks, p_halt=P_HALT, coupling=coupling
-    )
+    """The estimate of the kernel of `count` copies of the graph."""
+    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 
 def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
     """Keys and numbers of trials."""
-    sizes = [BATCH] * (trials // BATCH) + [trials % BATCH] * (trials % BATCH > 0)
+    sizes = [min(BATCH, trials - done) for done in range(0, trials, BATCH)]
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
-MEASURES: dict[int, Callable[..., np.ndarray]] = {
-    1: diffusion_errors,
-    2: clustering_errors,
-    3: normal_errors,
+TABLES: dict[int, tuple[str, Callable[..., np.ndarray]]] = {
+    1: ("diffusion: squared error", diffusion_errors),
+    2: ("k-means: wrong pairs", clustering_errors),
+    3: ("normals: 1 - cos", normal_errors),
 }
 
 
-def measured(number: int, problems: Mapping[str, tuple], trials: int) -> list[harness.Row]:
-    """The errors of a table; both couplings have the same keys: pairs."""
-    cases = [
-        {"graph": name, "N": problem[0].num_nodes, "trials": trials, "coupling": coupling}
-        for name, problem in problems.items()
-        for coupling in WORDS
-    ]
+def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> list[harness.Row]:
+    """Print a table with the paper's numbers; both couplings have the same keys. The rows."""
+
+    title, errors = TABLES[number]
 
     def measure(case: harness.Row) -> np.ndarray:
-        problem = problems[case["graph"]]
-        return MEASURES[number](jax.random.key(0), case["coupling"], trials, *problem)
+        return errors(jax.random.key(0), case["coupling"], trials, *problems[case["graph"]])
 
-    return harness.sweep(cases, measure)
-
-
-def table(number: int, rows: list[harness.Row]) -> list[harness.Row]:
-    """A line for each graph, with the difference and the paper's numbers."""
-    lines = harness.wide(rows, "{coupling}", text=False)
-    for line, values in zip(lines, harness.cases_of(rows, "{graph}").values(), strict=True):
+    rows = harness.sweep(
+        [
+            {"graph": name, "N": problem[0].num_nodes, "trials": trials, "coupling": coupling}
+            for name, problem in problems.items()
+            for coupling in WORDS
+        ],
+        measure,
+    )
+    printed, lines = harness.printed(PRINTED, "table", "graph"), []
+    for line in harness.wide(rows, "{coupling}", text=False):
+        name = line["graph"]
+        values = harness.cases_of(rows, "{graph}")[name]
         apart = statistics.paired(values["antithetic"], values["independent"])
         line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
-        line |= {f"paper {w}": printed(number, line["graph"], c) for c, w in WORDS.items()}
-    return lines
-
-
-def printed(number: int, graph: str, coupling: str) -> str:
-    """The paper's number, empty if it has none."""
-    row = harness.printed(PRINTED, "table", "graph").get((str(number), graph), {})
-    return row.get(WORDS[coupling], "")
+        theirs = printed.get((str(number), name), {})
+        lines.append(line | {f"paper {word}": theirs.get(word, "") for word in WORDS.values()})
+        for row in rows:
+            if row["graph"] == name and (text := theirs.get(WORDS[row["coupling"]])):
+                row["paper"] = float(text.split("(")[0])
+    text = report.table(lines, out / f"table_{number}", harness.verdict(rows, "{graph}"))
+    print(f"Table {number}\n\n{text}", flush=True)
+    return [row | {"title": f"Table {number}, {title}"} for row in rows]
 
 
 def main(
@@ -187,7 +179,7 @@ def main(
     trials: int = 1000,
     out: Path = Path("results/graphs/tasks"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/ and meshes/; made-up graphs, karate and no mesh without.
@@ -203,20 +195,10 @@ def main(
     if data_dir:
         paths = {name: data_dir / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: data.mesh(path) for name, path in paths.items()}
-    drawn = []
+    rows = []
     for number, instances in problems.items():
-        count = trials // 10 if number == 2 else trials
-        rows = measured(number, instances, count)
-        text = report.table(
-            table(number, rows), out / f"table_{number}", harness.verdict(rows, "{graph}")
-        )
-        print(f"Table {number}\n\n{text}", flush=True)
-        for row in rows:
-            paper = printed(number, row["graph"], row["coupling"]).split("(")[0]
-            drawn.append(
-                row | {"title": f"Table {number}, {TITLES[number]}", "paper": float(paper or "nan")}
-            )
-    harness.points(drawn, out / "tasks", x="{graph}", panel="{title}", yscale="log", ylabel="error")
+        rows += table(number, instances, trials // 10 if number == 2 else trials, out)
+    harness.figure(rows, out / "tasks", x="{graph}", panel="{title}", yscale="log", ylabel="error")
 
 
 if __name__ == "__main__":

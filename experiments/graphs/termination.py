@@ -1,4 +1,4 @@
-"""How walks that halt together should be coupled, in closed form: qGRF Cor. 3.3 and Thm 3.4.
+"""Couplings of walks that halt together, compared in closed form: qGRF Cor. 3.3 and Thm 3.4.
 
     python -m experiments.graphs.termination                     # made-up graphs and karate
     python -m experiments.graphs.termination --data_dir=DIR --graphs=karate,cora_lcc
@@ -69,16 +69,12 @@ def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray
     kernel, n = kernels.RegularisedLaplacian(2, SIGMA_DRAWN), graph.num_nodes
     exact, many = np.asarray(kernel.dense(graph), np.float64), data.copies(graph, draws)
     coupling = partial(couplings.antithetic, offset=group.offset, size=group.size)
-
-    def blocks(seed: int) -> Iterator[np.ndarray]:
-        walks = features.sample(
-            jax.random.key(seed), many, num_walks=WALKS, p_halt=p_halt, coupling=coupling
-        )
-        phi = scipy.sparse.csr_array(features.modulate(walks, kernel).to_scipy())
-        yield from (phi[at : at + n, at : at + n].toarray() for at in range(0, draws * n, n))
-
-    pairs = zip(blocks(0), blocks(1), strict=True)
-    return np.array([np.sum((a.astype(np.float64) @ b.T - exact) ** 2) for a, b in pairs])
+    options: Any = dict(num_walks=WALKS, p_halt=p_halt, coupling=coupling)
+    walks = [features.sample(jax.random.key(seed), many, **options) for seed in (0, 1)]
+    phis = [scipy.sparse.csr_array(features.modulate(w, kernel).to_scipy()) for w in walks]
+    blocks = [[phi[at : at + n, at : at + n] for phi in phis] for at in range(0, draws * n, n)]
+    pairs = ([phi.toarray().astype(np.float64) for phi in block] for block in blocks)
+    return np.array([np.sum((a @ b.T - exact) ** 2) for a, b in pairs])
 
 
 def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
@@ -109,7 +105,7 @@ def main(
     draws: int = 200,
     out: Path = Path("results/graphs/termination"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with graphs/; made-up graphs and karate without.

@@ -12,6 +12,7 @@ Each prints a table, writes it as csv and markdown with a png, and ends with wha
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +53,8 @@ def figure_4(out: Path) -> str:
     }
     rows = []
     for name, (draw, count) in arrangements.items():
-        keys = jax.random.split(jax.random.key(0), count)
-        values = [arrangement_conformity(column * np.asarray(draw(k, lengths, d)), v) for k in keys]
+        units = [draw(key, lengths, d) for key in jax.random.split(jax.random.key(0), count)]
+        values = [arrangement_conformity(column * np.asarray(x), v) for x in units]
         row = {"arrangement": name, "conformity": float(np.mean(values))}
         rows.append(row | {"sd": float(np.std(values))})
     start = np.asarray(directions.simplex(jax.random.key(1), lengths, d), np.float64)
@@ -61,7 +62,7 @@ def figure_4(out: Path) -> str:
     gap = rows[-1]["conformity"] / float(best.fun) - 1
     rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
     options: Any = dict(x="{arrangement}", y="conformity", error="sd", line="d = 6, v = 1")
-    harness.points(rows, out, **options, title="SimRF Fig. 4")
+    harness.figure(rows, out, **options, title="SimRF Fig. 4")
     return report.table(rows, out) + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
 
 
@@ -69,29 +70,26 @@ def figure_5(out: Path) -> str:
     """Densities of |w_i + w_j| against 20,000 sampled pairs."""
     d, draws = 6, 20_000
     r = np.linspace(1e-6, 12, 4001)
-    drawn, axis = report.figure(out)
-    rows = []
+    sampled, lines, rows = {}, [], []
     for name in ("iid", "orf", "simrf"):
         W = testing.samples(couplings.get(name), 2, d, draws)
-        lengths = np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
+        lengths = sampled[name] = np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
         pdf = theory.pair_length_pdf(name, r, d)
         cdf = integrate.cumulative_simpson(pdf, x=r, initial=0)
         test = stats.kstest(lengths, lambda x, cdf=cdf: np.interp(x, r, cdf))
-        rows.append(
-            {
-                "coupling": name,
-                "mean, theory": float(integrate.simpson(pdf * r, x=r)),
-                "mean, measured": float(lengths.mean()),
-                "Kolmogorov-Smirnov p": float(test.pvalue),
-            }
-        )
-        (line,) = axis.plot(r, pdf, label=name)
-        axis.hist(
-            lengths, bins=80, density=True, histtype="step", color=line.get_color(), alpha=0.5
-        )
-    axis.set(xlabel="|w_i + w_j|", ylabel="density", title="SimRF Fig. 5: d = 6")
-    axis.legend()
-    report.save(drawn, out)
+        mean = float(integrate.simpson(pdf * r, x=r))
+        row = {"coupling": name, "mean, theory": mean, "mean, measured": float(lengths.mean())}
+        rows.append(row | {"Kolmogorov-Smirnov p": float(test.pvalue)})
+        pairs = zip(r, pdf, strict=True)
+        lines += [{"coupling": name, "|w_i + w_j|": x, "density": y} for x, y in pairs]
+
+    def bars(axis: Any, _: Any) -> None:
+        style: Any = dict(bins=80, density=True, histtype="step", alpha=0.5)
+        for line in list(axis.lines):
+            axis.hist(sampled[line.get_label()], color=line.get_color(), **style)
+
+    options: Any = dict(style=lambda _: {"marker": ""}, finish=bars, title="SimRF Fig. 5: d = 6")
+    harness.figure(lines, out, x="|w_i + w_j|", y="density", **options)
     agree = all(row["Kolmogorov-Smirnov p"] > 1e-3 for row in rows)
     return report.table(rows, out) + f"\nTheory and samples {'agree' if agree else 'DISAGREE'}.\n"
 
@@ -103,28 +101,22 @@ def figure_6(out: Path) -> str:
     """
     d = m = 64
     v, draws = np.linspace(0.05, 6, 120), 20_000
-    points = v[:, None] / 2 * np.eye(d)[0]  # x = y, so that |x + y| = v
-    iid = theory.kernel_mse("iid", points, points, m)
+    at = np.eye(d)[0] / 2  # x = y = v at, so that |x + y| = v
+    iid = theory.kernel_mse("iid", v[:, None] * at, v[:, None] * at, m)
     rows, lines = [], []
     for name in ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic"):
-        ratios = theory.kernel_mse(name, points, points, m) / iid
+        ratios = theory.kernel_mse(name, v[:, None] * at, v[:, None] * at, m) / iid
         pairs = zip(v, ratios, strict=True)
         lines += [{"coupling": name, "v = |x + y|": x, "MSE / MSE(iid)": y} for x, y in pairs]
         along = testing.samples(couplings.get(name), m, d, draws)[:, :, 0]
-        for measured_v in (0.25, 0.5, 1.0, 1.5):
-            estimates = np.exp(along * measured_v - measured_v**2 / 2).mean(axis=-1)
-            squares, x = (estimates - 1) ** 2, measured_v / 2 * np.eye(d)[0]
+        for length in (0.25, 0.5, 1.0, 1.5):
+            squares = (np.exp(along * length - length**2 / 2).mean(axis=-1) - 1) ** 2
+            x = length * at
             expected, scale = (float(theory.kernel_mse(k, x, x, m)) for k in (name, "iid"))
-            error = squares.std() / np.sqrt(draws)
-            rows.append(
-                {
-                    "coupling": name,
-                    "v": measured_v,
-                    "MSE / MSE(iid), theory": expected / scale,
-                    "measured": float(squares.mean() / scale),
-                    "standard errors apart": float((squares.mean() - expected) / error),
-                }
-            )
+            row = {"coupling": name, "v": length, "MSE / MSE(iid), theory": expected / scale}
+            apart = float((squares.mean() - expected) / (squares.std() / np.sqrt(draws)))
+            row |= {"measured": float(squares.mean() / scale), "standard errors apart": apart}
+            rows.append(row)
 
     def dots(axis: Any, _: Any) -> None:
         colors = {line.get_label(): line.get_color() for line in axis.lines}
@@ -135,8 +127,8 @@ def figure_6(out: Path) -> str:
     title = "SimRF Fig. 6: d = m = 64"
     harness.figure(lines, out, x="v = |x + y|", y="MSE / MSE(iid)", title=title, **options)
     worst = max(abs(row["standard errors apart"]) for row in rows)
-    verdict = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
-    return report.table(rows, out) + verdict
+    said = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
+    return report.table(rows, out) + said
 
 
 def figure_7(out: Path) -> str:
@@ -144,26 +136,20 @@ def figure_7(out: Path) -> str:
     d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
     exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
-    keys = jax.random.split(jax.random.key(0), 200)
 
-    def gram_errors(coupling, m):
-        def error(key):
-            phi = features.positive(x, coupling(key, m, d), kernel="gaussian")
-            return statistics.relative_error(phi @ phi.T, exact)
+    def error(key, coupling, m):
+        phi = features.positive(x, coupling(key, m, d), kernel="gaussian")
+        return statistics.relative_error(phi @ phi.T, exact)
 
-        found = jax.jit(lambda keys: jax.lax.map(error, keys, batch_size=50))(keys)
-        return np.asarray(found, np.float64)
+    def measure(case):
+        one = partial(error, coupling=couplings.get(case["coupling"]))
+        found = [harness.draws(partial(one, m=m), 200, batch_size=50) for m in sizes]
+        return np.stack(found, axis=-1)
 
-    rows = harness.sweep(
-        [{"coupling": x} for x in ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")],
-        lambda case: np.stack(
-            [gram_errors(couplings.get(case["coupling"]), m) for m in sizes], axis=-1
-        ),
-        m=sizes,
-    )
-    title = "SimRF Fig. 7: N = d = 64"
-    harness.figure(rows, out, x="m", log=True, ylabel="relative Frobenius error", title=title)
-    return report.table(harness.wide(rows, "m = {m}"), out)
+    names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
+    rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)
+    labels: Any = dict(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
+    return harness.show(rows, out, "m = {m}", x="m", log=True, **labels)
 
 
 FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
@@ -173,7 +159,7 @@ def main(
     figures: Sequence[Literal["4", "5", "6", "7"]] = ("4", "5", "6", "7"),
     out: Path = Path("results/kernels/conformity"),
 ) -> None:
-    """Draws the figures asked for.
+    """Draw the figures asked for.
 
     Args:
         figures: of SimRF.

@@ -13,6 +13,7 @@ Writes matern.csv, matern.md and one png for each set of points to --out.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,32 +40,18 @@ def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int)
         means = [sums[multiple - 1] / multiple for multiple in MULTIPLES]
         return jnp.stack([statistics.relative_error(mean, exact) for mean in means])
 
-    keys = jax.random.split(jax.random.key(0), draws)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10))(keys)
-    return np.asarray(found, np.float64)
+    return harness.draws(one, draws)
 
 
 def errors(name: str, x: jax.Array, orders: Sequence[float], draws: int, out: Path) -> list[dict]:
     """The rows of one set of points, and its figure."""
-    cases = [
-        {"points": name, "d": x.shape[-1], "nu": nu, "coupling": coupling}
-        for nu in orders
-        for coupling in COUPLINGS
-    ]
     rows = harness.sweep(
-        cases,
+        harness.cases(points=[name], d=[x.shape[-1]], nu=orders, coupling=COUPLINGS),
         lambda case: gram_errors(kernels.matern(case["nu"]), case["coupling"], x, draws),
         **{"m / d": MULTIPLES},
     )
-    harness.figure(
-        rows,
-        out,
-        x="m / d",
-        panel="{points}, nu = {nu}",
-        log=True,
-        ylabel="relative Frobenius error",
-        suptitle="VRC Fig. 12",
-    )
+    options: Any = dict(panel="{points}, nu = {nu}", log=True, suptitle="VRC Fig. 12")
+    harness.figure(rows, out, x="m / d", ylabel="relative Frobenius error", **options)
     return harness.wide(rows, "m = {m / d}d")
 
 
@@ -75,7 +62,7 @@ def main(
     draws: int = 500,
     out: Path = Path("results/kernels/matern"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

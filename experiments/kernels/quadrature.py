@@ -31,7 +31,6 @@ train on, the exact kernel's by its features, too; what the paper's have it does
 Tables (csv, md) and figures (png) go to --out.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -68,7 +67,7 @@ RUNS = {"power_plant": 500, "fashion_mnist": 10, "normal_3072": 3, "normal_7129"
 IN_FOLDER = ("power_plant", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
 LARGE_METHODS = ("G", "ROM", "B", "B rejected")
-"""Of these random points."""
+"""Methods in Fig. 1 on these random points."""
 
 
 def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
@@ -78,13 +77,12 @@ def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
     return replace(rule, lengths=first_of_each).dense()
 
 
-VARIANTS: dict[str, Callable[..., Rule]] = {
+METHODS: dict[str, Callable[..., Rule]] = quadrature.METHODS | {
     "B rejected": partial(quadrature.spherical_radial, orthogonal="butterfly", reject=True),
     "B one rho": one_length,
 }
-METHODS = quadrature.METHODS | VARIANTS
 """(key, num_rules, d, reflect=) -> Rule."""
-SPHERICAL_RADIAL = ("H", "B", *VARIANTS)
+SPHERICAL_RADIAL = ("H", "B", "B rejected", "B one rho")
 
 
 class Data(NamedTuple):
@@ -96,7 +94,7 @@ class Data(NamedTuple):
 
 
 def load(name: str, data_dir: Path | None) -> Data:
-    """Reads a data set, in random order.
+    """Read a data set, in random order.
 
     Raises:
         ValueError: for an unknown name, or a file that is not there or damaged.
@@ -111,8 +109,15 @@ def load(name: str, data_dir: Path | None) -> Data:
     if name in SAMPLES:
         d = int(name.split("_")[1])
         return Data(name, rng.normal(size=(SAMPLES[name], d)).astype(np.float32), None)
-    if name in ("digits", "fashion_mnist"):
-        x, y = _images(name, data_dir)
+    if name == "digits":
+        x, y = datasets.load_digits(return_X_y=True)
+        x = x / 16
+    elif name == "fashion_mnist" and data_dir:
+        paths = (data_dir / name / f"train-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
+        x, y = (bounded.read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
+        if len(x) != len(y):
+            raise ValueError(f"{data_dir / name} has {len(x)} images but {len(y)} labels")
+        x, y = x.reshape(len(x), -1) / 255, y.astype(int)
     else:
         classes = kinds.get(name) == "uci_classification"
         table = tabular.load(name, "classification" if classes else "regression", data_dir)
@@ -122,42 +127,26 @@ def load(name: str, data_dir: Path | None) -> Data:
     return Data(name, x[order].astype(np.float32), y[order])
 
 
-def _images(name: str, data_dir: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    if name == "digits":
-        x, y = datasets.load_digits(return_X_y=True)
-        return x / 16, y
-    assert data_dir is not None
-    prefix = data_dir / name / "train"
-    images, labels = (
-        bounded.read_idx(prefix.with_name(f"train-{file}-ubyte.gz"), dimensions)
-        for file, dimensions in (("images-idx3", 3), ("labels-idx1", 1))
-    )
-    if len(images) != len(labels):
-        raise ValueError(f"{prefix.parent} has {len(images)} images but {len(labels)} labels")
-    return images.reshape(len(images), -1) / 255, labels.astype(int)
+def owners(rule: Rule, name: str, reflect: bool) -> np.ndarray:
+    """The number of the part, of `RULES`, that each point belongs to; reflected ones come last."""
+    signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
+    return np.tile(np.repeat(np.arange(RULES), len(rule.weights) // RULES // signs), signs)
 
 
 def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
     """The rule of the first n of `RULES` parts of another, whose other weights become 0."""
-    signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
-    kept = jnp.arange(RULES)[:, None] < n
-    weights = (rule.weights.reshape(signs, RULES, -1) * kept).reshape(-1) * (RULES / n)
+    weights = rule.weights * (owners(rule, name, reflect) < n) * (RULES / n)
     constant = 1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant
     return Rule(rule.points, weights, constant)
 
 
 def singles(rule: Rule, name: str, reflect: bool) -> Rule:
     """The `RULES` rules of which another is the mean, along a leading axis."""
-    signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
-
-    def split(x: jax.Array) -> jax.Array:
-        parts = x.reshape(signs, RULES, -1, *x.shape[1:])
-        return jnp.moveaxis(parts, 1, 0).reshape(RULES, -1, *x.shape[1:])
-
-    weights = RULES * split(rule.weights)
+    order = owners(rule, name, reflect).argsort(kind="stable").reshape(RULES, -1)
+    weights = RULES * rule.weights[order]
     constant = jnp.broadcast_to(rule.constant, (RULES,))
     own = 1 - weights.sum(axis=1) if name in SPHERICAL_RADIAL else constant
-    return Rule(split(rule.points), weights, own)
+    return Rule(rule.points[order], weights, own)
 
 
 def lengthscale(kernel: str, d: int) -> float:
@@ -172,23 +161,18 @@ def exact(x: jax.Array, y: jax.Array, kernel: str) -> jax.Array:
     return jax.lax.map(lambda row: k(row[None], y, lengthscale=length)[0], x, batch_size=32)
 
 
-@partial(jax.jit, static_argnames=("name", "kernel_names"))
-def frobenius_errors(
-    x: jax.Array, keys: Key, name: str, kernel_names: tuple[str, ...]
-) -> dict[str, jax.Array]:
-    """|K - K^|_F / |K|_F of kernels that are all even or all not, {kernel: (runs, n)}."""
-    d, reflect = x.shape[-1], not kernels.get(kernel_names[0]).even
-    grams = {kernel: exact(x, x, kernel) for kernel in kernel_names}
+@partial(jax.jit, static_argnames=("name", "kernel"))
+def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Array:
+    """|K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
+    d, reflect = x.shape[-1], not kernels.get(kernel).even
+    options: Any = dict(lengthscale=lengthscale(kernel, d))
+    gram = exact(x, x, kernel)
 
-    def one(key: Key) -> dict[str, jax.Array]:
+    def one(key: Key) -> jax.Array:
         single = singles(METHODS[name](key, RULES, d, reflect=reflect), name, reflect)
-        return {kernel: errors_of(single, kernel, gram) for kernel, gram in grams.items()}
-
-    def errors_of(single: Rule, kernel: str, gram: jax.Array) -> jax.Array:
-        scales = dict(lengthscale=lengthscale(kernel, d))
-        found = jax.lax.map(lambda rule: quadrature.gram(x, x, rule, kernel, **scales), single)
+        found = jax.lax.map(lambda rule: quadrature.gram(x, x, rule, kernel, **options), single)
         first = jnp.tril(jnp.ones((RULES, RULES))) / jnp.arange(1, RULES + 1)[:, None]
-        means = jnp.tensordot(first, found, axes=1, precision="highest")
+        means = jnp.tensordot(first, found, axes=1, precision="highest")  # (n, N, N)
         return jax.vmap(statistics.relative_error, (0, None))(means, gram)
 
     return jax.lax.map(one, keys)
@@ -196,29 +180,27 @@ def frobenius_errors(
 
 def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path) -> str:
     """Kernel errors: a row for each data set, kernel, method and n; of `methods`, or those of d."""
-    rows = []
-    for name, x, _ in data:
-        keys = jax.random.split(jax.random.key(0), runs or RUNS.get(name, 50))
-        x = jnp.asarray(x[: SAMPLES.get(name, 550)])
-        for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS):
-            errors = {}
-            for even in (True, False):
-                alike = tuple(word for word in KERNELS if kernels.get(word).even == even)
-                errors |= frobenius_errors(x, keys, method, alike)
-            for kernel, values in errors.items():
-                for n, column in enumerate(np.asarray(values, np.float64).T, 1):
-                    row = {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
-                    mean, half = statistics.interval(column)
-                    rows.append(row | {"n": n, "error": mean, "95%": half, "runs": len(keys)})
-            print(f"figure_1 {name} {method}", flush=True)
-    _grid(rows, "error", out)
+    points = {name: jnp.asarray(x[: SAMPLES.get(name, 550)]) for name, x, _ in data}
+
+    def measure(case: harness.Row) -> jax.Array:
+        keys = jax.random.split(jax.random.key(0), runs or RUNS.get(case["data set"], 50))
+        return frobenius_errors(points[case["data set"]], keys, case["method"], case["kernel"])
+
+    cases = [
+        {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
+        for name, x in points.items()
+        for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS)
+        for kernel in KERNELS
+    ]
+    rows = swept(cases, measure, "error", out)
     last = {(r["kernel"], r["data set"], r["method"]): r["error"] for r in rows if r["n"] == RULES}
     ratios = [
         f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
         for (kernel, name, method), error in last.items()
         if method == "B" and (kernel, name, "G") in last
     ]
-    return report.table(rows, out, f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}.")
+    text = f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
+    return report.table(rows, out, text)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
@@ -251,31 +233,32 @@ def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
     """Scores: a row for each data set, kernel, method and n; without H and a rho for each rule."""
-    rows = []
     keys = jax.random.split(jax.random.key(1), runs)
-    for name, x, y in data:
-        if y is None:
-            continue
-        m = min(TRAIN, len(x) // 2)
-        points, targets = jnp.asarray(x[: m + TEST]), (y[:m], y[m : m + TEST])
+    labelled = {name: (x, y) for name, x, y in data if y is not None}
 
-        def score_of(train: np.ndarray, test: np.ndarray, targets=targets) -> float:
-            return score(train, targets[0], test, targets[1])
+    def measure(case: harness.Row) -> list[list[float]]:
+        x, y = labelled[case["data set"]]
+        m, kernel = min(TRAIN, len(x) // 2), case["kernel"]
+        points, train_y, test_y = jnp.asarray(x[: m + TEST]), y[:m], y[m : m + TEST]
+        if case["method"] == "exact":
+            train, test = exact_features(points[:m], points[m:], kernel)
+            return [[score(train, train_y, test, test_y)] * RULES] * 2
 
-        for kernel in KERNELS:
-            row = {"data set": name, "d": x.shape[-1], "kernel": kernel}
-            reference = score_of(*exact_features(points[:m], points[m:], kernel))
-            for n in range(1, RULES + 1):
-                rows.append(row | {"method": "exact", "n": n, "score": reference, "95%": 0.0})
-            for method, n in itertools.product(METHODS, range(1, RULES + 1)):
-                if method in ("H", "B one rho"):
-                    continue
-                maps = [np.asarray(mapped(points, key, n, method, kernel)) for key in keys]
-                maps = [phi[:, phi.any(axis=0)] for phi in maps]
-                mean, half = statistics.interval([score_of(phi[:m], phi[m:]) for phi in maps])
-                rows.append(row | {"method": method, "n": n, "score": mean, "95%": half})
-            print(f"figure_2 {name} {kernel}", flush=True)
-    _grid(rows, "score", out)
+        def score_of(key: Key, n: int) -> float:
+            phi = np.asarray(mapped(points, key, n, case["method"], kernel))
+            phi = phi[:, phi.any(axis=0)]
+            return score(phi[:m], train_y, phi[m:], test_y)
+
+        return [[score_of(key, n) for n in range(1, RULES + 1)] for key in keys]
+
+    cases = [
+        {"data set": name, "d": x.shape[-1], "kernel": kernel, "method": method}
+        for name, (x, _) in labelled.items()
+        for kernel in KERNELS
+        for method in ("exact", *METHODS)
+        if method not in ("H", "B one rho")
+    ]
+    rows = swept(cases, measure, "score", out)
     return report.table(rows, out, "Scores: R^2 for regression, else accuracy.")
 
 
@@ -288,16 +271,16 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     """Times of one rule's map of a batch, by an operator and by a matrix that are drawn before."""
 
     def by_operator(matrices: Any, lengths: jax.Array, x: jax.Array) -> jax.Array:
+        # The operator by its parts: its types refuse the arguments without values of `lower`.
         return quadrature.StructuredRule(matrices, lengths, reflect=False).apply(x)
 
     rows = []
     for d in widths:
         operator = quadrature.structured(jax.random.key(d), 1, d, reflect=False)
         x = jax.random.normal(jax.random.key(0), (BATCH, d))
-        points = jax.jit(lambda op, d=d: op.apply(jnp.eye(d)).T)(operator)
         programs = {
             "butterfly": timing.compiled(by_operator, operator.matrices, operator.lengths, x),
-            "dense": timing.compiled(lambda w, x: x @ w.T, points, x),
+            "dense": timing.compiled(lambda w, x: x @ w.T, operator.dense().points, x),
         }
         best = timing.race({name: program.call for name, program in programs.items()}, repeats)
         row: dict[str, Any] = {"d": d}
@@ -306,25 +289,29 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
     lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
-    label = f"ms for {BATCH} vectors"
-    title = "explicit map of one rule"
-    harness.figure(lines, out, x="d", line="{line}", log=True, ylabel=label, title=title)
+    labels: Any = dict(ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
     large = [row for row in rows if row["d"] >= LARGE]
-    slopes = {
-        name: slope([r["d"] for r in large], [r[f"{name}, ms"] for r in large])
+    growth = [
+        f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
         for name in ("butterfly", "dense")
         if len(large) > 1
-    }
-    text = "; ".join(f"{name} d^{value:.2f}" for name, value in slopes.items()) or "not measured"
+    ]
     slow = [row["d"] for row in rows if row["dense / butterfly"] < 1]
     after = [d for d in widths if not slow or d > max(slow)]
     faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
-    where = timing.machine()
-    return report.table(rows, out, f"For d >= {LARGE} the time grows as {text}; {faster}. {where}.")
+    text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
+    harness.figure(lines, out, x="d", line="{line}", log=True, **labels)
+    return report.table(rows, out, f"{text} {timing.machine()}.")
 
 
-def _grid(rows: list[harness.Row], quantity: str, out: Path) -> None:
-    """A panel for each kernel (rows) and data set (columns), a line for each method."""
+def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
+    """Rows with the mean as y and half of its 95% interval; a panel for each kernel and set."""
+    rows = []
+    for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
+        values = np.asarray(row["values"], np.float64)
+        mean, half = statistics.interval(values)
+        row = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
+        rows.append(row | {y: mean, "95%": half} | ({"runs": len(values)} if y == "error" else {}))
 
     def style(method: str) -> harness.Row:
         if method not in METHODS:
@@ -333,39 +320,35 @@ def _grid(rows: list[harness.Row], quantity: str, out: Path) -> None:
 
     def limits(axis: Any, here: list[harness.Row]) -> None:
         """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
-        low, high = (end(row[quantity] for row in here) for end in (min, max))
-        if quantity == "error":
+        low, high = (end(row[y] for row in here) for end in (min, max))
+        room = 0.1 * (high - low) + 1e-3
+        if y == "error":
             axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
         else:
-            axis.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
+            axis.set_ylim(low - room, high + room)
 
-    harness.figure(
-        [row for group in harness.grouped(rows, "{kernel}").values() for row in group],
-        out,
-        x="n",
-        y=quantity,
-        line="{method}",
-        panel="{data set}, {kernel}",
-        error="95%",
-        columns=len(harness.grouped(rows, "{data set}")),
-        style=style,
-        finish=limits,
-    )
+    columns = len(harness.grouped(rows, "{data set}"))
+    options: Any = dict(error="95%", columns=columns, style=style, finish=limits)
+    by_kernel, panel = harness.regrouped(rows, "{kernel}"), "{data set}, {kernel}"
+    harness.figure(by_kernel, out, x="n", y=y, line="{method}", panel=panel, **options)
+    return rows
 
 
 Part = Literal["figure_1", "figure_2", "figure_3"]
+Method = Literal["G", "Gort", "ROM", "QMC", "GQ", "H", "B", "B rejected", "B one rho"]
 
 
 def main(
     data_dir: Path | None = None,
     data_sets: Sequence[str] = (),
     parts: Sequence[Part] = get_args(Part),
-    methods: Sequence[str] = (),
+    methods: Sequence[Method] = (),
     runs: int = 0,
-    quick: bool = False,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = 20,
     out: Path = Path("results/kernels/quadrature"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder with uci_regression/ and fashion_mnist/; scikit-learn's sets without.
@@ -373,18 +356,13 @@ def main(
         parts: which.
         methods: of Fig. 1; all, or of random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
-        quick: little of everything, to see that it runs.
+        widths: dimensions in Fig. 3.
+        repeats: of each time in Fig. 3.
         out: folder for tables and figures.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(unknown("method", method, METHODS))
     data = [load(name, data_dir) for name in dict.fromkeys(names)]
-    if quick:
-        data = [d._replace(x=d.x[:60, :64], y=None if d.y is None else d.y[:60]) for d in data]
-        runs, out = 2, out / "quick"
     if "figure_2" in parts and all(d.y is None for d in data):
         raise ValueError("figure_2 needs a data set with targets, not random points alone")
     if "figure_1" in parts:
@@ -392,8 +370,9 @@ def main(
     if "figure_2" in parts:
         print(figure_2(data, runs or 3, out / "figure_2"))
     if "figure_3" in parts:
-        print(figure_3(WIDTHS[:4] if quick else WIDTHS, 3 if quick else 20, out / "figure_3"))
+        print(figure_3(widths, repeats, out / "figure_3"))
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    little = {"data_sets": ("diabetes",), "methods": ("G", "B"), "runs": 2}
+    launch.run(main, quick=little | {"widths": (64, 128), "repeats": 3})

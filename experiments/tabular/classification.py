@@ -27,35 +27,157 @@ are paired.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from scipy.spatial.distance import cdist
 
 from experiments.common import harness, launch, tabular
-from experiments.common.statistics import estimate, paired, plus_minus, verdict
-from experiments.tabular.kernel_regression import Problem, accuracies, exact_accuracies, problems
-from performer import hadamard
+from experiments.common.statistics import estimate, mean_and_error, paired, plus_minus
+from performer import couplings, hadamard
 from vit import report
 
 SIGMAS = tuple(2 ** (k / 2) for k in range(-10, 5))
 MULTIPLES = 10
+LARGE, TUNING_ROWS = 10_000, (1000, 100)
 FIGURE_8 = ("iid", "orf", "simrf")
 TABLE_2 = ("orf", "simrf", "simrf+")
 TABLE_3 = ("iid", "orf", "sorf", "simrf", "fast-simrf")
 PRINTED = Path(__file__).parent / "simrf_tables.csv"
 """Tables 2 and 3 of the paper; the former has no column for ORF."""
+Pairs = Sequence[tuple[str, str]]
+PAIRS_3 = (("orf", "iid"), ("simrf", "orf"))
+"""Compared in Fig. 8 and Table 3."""
 
-Draws = Mapping[str, Mapping[str, np.ndarray]]
-"""Accuracies (draws,) by data set and coupling."""
+
+class Problem(NamedTuple):
+    """Points to learn from and points to classify, standardised, float32, and their factor."""
+
+    name: str
+    train_x: np.ndarray
+    """(n, d)"""
+    one_hot: np.ndarray
+    """(n, c)"""
+    test_x: np.ndarray
+    """(k, d)"""
+    test_y: np.ndarray
+    """(k,) class numbers."""
+    sigma: float = 1.0
 
 
-class Tuned(NamedTuple):
-    """A problem with the factor on its inputs."""
+def problems(table: tabular.Table, max_rows: int) -> tuple[Problem, Problem]:
+    """The problem of a data set, and the one inside its training half that tunes sigma.
 
-    problem: Problem
-    sigma: float
+    Raises:
+        ValueError: for a single column, where no simplex exists, or too few rows.
+    """
+    if table.x.shape[1] < 2:
+        raise ValueError(
+            f"data set {table.name!r} has the column {table.columns[0]!r} alone: SimRF needs two"
+        )
+    split = tabular.splits(table, 1, train=max_rows // 2, test=max_rows // 2)
+    x, y, test_x, test_y = (np.asarray(array[0]) for array in split[:4])
+    one_hot = np.eye(table.y.max() + 1, dtype=np.float32)
+
+    def problem(train_x, train_y, test_x, test_y):
+        points = train_x.astype(np.float32), one_hot[train_y], test_x.astype(np.float32)
+        return Problem(table.name, *points, test_y)
+
+    fitted = len(x) - max(1, len(x) // 4)
+    first, second = TUNING_ROWS if len(table.x) > LARGE else (len(x), len(x))
+    fit, held = slice(min(first, fitted)), slice(fitted, fitted + second)
+    return problem(x, y, test_x, test_y), problem(x[fit], y[fit], x[held], y[held])
+
+
+def regress(
+    train_x: Float[Array, "n d"],
+    one_hot: Float[Array, "n c"],
+    test_x: Float[Array, "k d"],
+    W: Float[Array, "m d"],
+    blocks: int = 1,
+) -> Float[Array, "b k c"]:
+    """y' of the test points, from the first m / blocks, 2 m / blocks, ... and from all m features.
+
+    The points come multiplied by sigma. In O((n + k) m c): the sum over the training points first.
+    """
+    # The features exp(w.x - |x|^2) underflow in float32 for |x|^2 > 100, one outlier being enough.
+    # A factor common to all features of a test point cancels, |x|^2 among them; what the training
+    # points have in common in one feature (`top`) moves to the test points.
+    project = partial(jnp.matmul, precision="highest")
+    train = project(train_x, W.T) - jnp.sum(train_x**2, axis=-1, keepdims=True)
+    top = jnp.max(train, axis=0)
+    class_sums = project(jnp.exp(train - top).T, one_hot)
+    test = (project(test_x, W.T) + top).reshape(len(test_x), blocks, -1)
+    maximum = jnp.max(test, axis=-1)
+    block_sums = jnp.einsum(
+        "kbf,bfc->kbc",
+        jnp.exp(test - maximum[..., None]),
+        class_sums.reshape(blocks, -1, one_hot.shape[-1]),
+        precision="highest",
+    )
+    # Sums of the first blocks, relative to the largest of their maxima.
+    running = jax.lax.cummax(maximum, axis=1)
+    scales = jnp.tril(jnp.exp(jnp.minimum(maximum[:, None] - running[:, :, None], 0)))
+    sums = jnp.einsum("ksb,kbc->skc", scales, block_sums, precision="highest")
+    return sums / jnp.sum(sums, axis=-1, keepdims=True)
+
+
+@partial(jax.jit, static_argnames=("name", "m", "d"))
+def _frequencies(keys, *, name, m, d):
+    return jax.vmap(lambda key: couplings.get(name)(key, m, d))(keys)
+
+
+@partial(jax.jit, static_argnames=("blocks", "batch"))
+def _right(frequencies, train_x, one_hot, test_x, test_y, *, blocks, batch):
+    def draw_counts(W):
+        predicted = regress(train_x, one_hot, test_x, W, blocks)
+        right = jnp.argmax(predicted, axis=-1) == test_y
+        return jnp.sum(right, axis=-1), jnp.all(jnp.isfinite(predicted))
+
+    return jax.lax.map(draw_counts, frequencies, batch_size=batch)
+
+
+def accuracies(
+    problem: Problem, coupling: str, *, blocks: int, draws: int, seed: int
+) -> np.ndarray:
+    """Accuracies (draws, blocks) with m = d, 2 d, ..., blocks d features.
+
+    Raises:
+        ValueError: when an estimate is not finite.
+    """
+    _, train_x, one_hot, test_x, test_y, sigma = problem
+    (n, d), (k, c) = train_x.shape, (len(test_x), one_hot.shape[-1])
+    numbers = blocks * ((n + k) * d + k * (c + blocks))
+    # A divisor of the draws: a batch that is left over would be compiled once more.
+    batch = max(i for i in range(1, draws + 1) if draws % i == 0 and (i == 1 or i * numbers < 4e6))
+    keys = jax.random.split(jax.random.key(seed), draws)
+    frequencies, factor = _frequencies(keys, name=coupling, m=blocks * d, d=d), np.float32(sigma)
+    points = factor * train_x, one_hot, factor * test_x, test_y
+    counts, finite = _right(frequencies, *points, blocks=blocks, batch=batch)
+    if not np.all(finite):
+        raise ValueError(
+            f"data set {problem.name!r} with {coupling} at sigma = {sigma:g}: the estimate is not"
+            " finite; take a smaller sigma, or look for extreme values in the columns"
+        )
+    return np.asarray(counts, np.float64) / k
+
+
+def exact_accuracies(problem: Problem, sigmas: Sequence[float]) -> list[float]:
+    """Accuracies with the exact kernel, in float64."""
+    right = np.zeros(len(sigmas))
+    for start in range(0, len(problem.test_x), 1000):
+        rows = slice(start, start + 1000)
+        squares = cdist(problem.test_x[rows], problem.train_x, "sqeuclidean")
+        squares -= squares.min(axis=1, keepdims=True)  # so that no row is all zeros
+        for i, sigma in enumerate(sigmas):
+            predicted = np.exp(-(sigma**2) * squares / 2) @ problem.one_hot
+            right[i] += np.sum(np.argmax(predicted, axis=1) == problem.test_y[rows])
+    return (right / len(problem.test_x)).tolist()
 
 
 def printed(number: int, name: str) -> Mapping[str, str]:
@@ -63,24 +185,20 @@ def printed(number: int, name: str) -> Mapping[str, str]:
     return harness.printed(PRINTED, "table", "data set").get((str(number), name), {})
 
 
-def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[dict]:
+def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[harness.Row]:
     """One row for each sigma: the exact kernel's accuracy, and the iid features' at m = 10 d."""
     rows = []
     for sigma, exact in zip(sigmas, exact_accuracies(problem, sigmas), strict=True):
-        values = accuracies(problem, sigma, "iid", blocks=MULTIPLES, draws=draws, seed=0)[:, -1]
-        _, mean, error = harness.estimated(values).values()
-        rows.append({"sigma": sigma, "exact": exact, "iid": mean, "standard error": error})
+        tried = problem._replace(sigma=sigma)
+        values = accuracies(tried, "iid", blocks=MULTIPLES, draws=draws, seed=0)[:, -1]
+        estimates = zip(("iid", "standard error"), mean_and_error(values), strict=True)
+        rows.append({"sigma": sigma, "exact": exact} | dict(estimates))
     return rows
 
 
-def best_sigma(rows: Sequence[Mapping]) -> float:
-    """The sigma at which iid features are most accurate; the smallest of equals."""
-    return max(rows, key=lambda row: row["iid"])["sigma"]
-
-
 def mean_length(problem: Problem) -> float:
-    """Mean |x + y| over test points x and training points y: v_bar at sigma = 1."""
-    return float(cdist(problem.test_x, -problem.train_x).mean())
+    """v_bar: mean |sigma (x + y)| over test points x and training points y."""
+    return problem.sigma * float(cdist(problem.test_x, -problem.train_x).mean())
 
 
 def papers_sigma(problem: Problem) -> float | None:
@@ -91,44 +209,33 @@ def papers_sigma(problem: Problem) -> float | None:
 
 def tune(
     tables: Sequence[tabular.Table], max_rows: int, out: Path, paper_sigma: bool = False
-) -> tuple[list[Tuned], str]:
+) -> tuple[list[Problem], str]:
     """Fig. 10: the sigma of each data set, or the paper's where it is known and wanted."""
     tuned, summary, searched = [], [], []
     for table in tables:
         problem, validation = problems(table, max_rows)
         rows = search(validation, SIGMAS)
-        sigma, theirs = best_sigma(rows), papers_sigma(problem)
-        used = theirs if paper_sigma and theirs else sigma
-        tuned.append(Tuned(problem, used))
+        best, exact = (max(rows, key=itemgetter(y)) for y in ("iid", "exact"))
+        theirs = papers_sigma(problem)
+        tuned.append(problem._replace(sigma=(paper_sigma and theirs) or best["sigma"]))
         searched += [{"data set": table.name, **row} for row in rows]
-        best = max(rows, key=lambda row: row["exact"])
         largest = int(np.argmax(validation.one_hot.sum(axis=0)))
-        summary.append(
-            {
-                "data set": table.name,
-                "d": problem.train_x.shape[1],
-                "classes": problem.one_hot.shape[1],
-                "rows: training": len(problem.train_x),
-                "test": len(problem.test_x),
-                "sigma": sigma,
-                "iid": next(row["iid"] for row in rows if row["sigma"] == sigma),
-                "best sigma, exact": best["sigma"],
-                "exact": best["exact"],
-                "largest class": float(np.mean(validation.test_y == largest)),
-                "paper's sigma": theirs or "",
-                "used": used,
-            }
-        )
-        print(f"{table.name}: sigma = {used:.3g}", flush=True)
-    curves = [row | {"mean": row["iid"], "±": row["standard error"]} for row in searched]
+        row = {"data set": table.name, "d": problem.train_x.shape[1]}
+        row |= {"classes": problem.one_hot.shape[1], "rows: training": len(problem.train_x)}
+        row |= {"test": len(problem.test_x), "sigma": best["sigma"], "iid": best["iid"]}
+        row |= {"best sigma, exact": exact["sigma"], "exact": exact["exact"]}
+        row |= {"largest class": float(np.mean(validation.test_y == largest))}
+        summary.append(row | {"paper's sigma": theirs or "", "used": tuned[-1].sigma})
+        print(f"{table.name}: sigma = {tuned[-1].sigma:.3g}", flush=True)
+    used = {row["data set"]: row["used"] for row in summary}
 
     def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
         axis.plot(SIGMAS, [row["exact"] for row in rows], "C1:", label="exact kernel")
-        used = {line["data set"]: line["used"] for line in summary}
         axis.axvline(used[rows[0]["data set"]], color="gray", linewidth=0.8)
 
-    show = partial(harness.figure, x="sigma", line="iid", panel="{data set}", finish=finish)
-    show(curves, out / "sigma", xscale="log", ylabel="validation accuracy")
+    options: Any = dict(line="iid", panel="{data set}", finish=finish, xscale="log")
+    options |= dict(y="iid", error="standard error", ylabel="validation accuracy")
+    harness.figure(searched, out / "sigma", x="sigma", **options)
     report.table(searched, out / "sigma_search")
     text = (
         "Accuracies are those on the validation part; largest class: of always saying the class"
@@ -138,107 +245,101 @@ def tune(
 
 
 def measured(
-    tuned: Sequence[Tuned], names: Sequence[str], draws: int, blocks: int = 1
+    tuned: Sequence[Problem], names: Sequence[str], draws: int, blocks: int = 1
 ) -> list[harness.Row]:
     """Accuracies with m = d, ..., blocks d features; all couplings have the same keys."""
-    by_name = {problem.name: (problem, sigma) for problem, sigma in tuned}
+    by_name = {problem.name: problem for problem in tuned}
 
     def measure(case: harness.Row) -> np.ndarray:
-        problem, sigma = by_name[case["data set"]]
-        return accuracies(problem, sigma, case["coupling"], blocks=blocks, draws=draws, seed=1)
+        problem = by_name[case["data set"]]
+        return accuracies(problem, case["coupling"], blocks=blocks, draws=draws, seed=1)
 
-    cases = [{"data set": name, "coupling": coupling} for name in by_name for coupling in names]
+    cases = harness.cases(**{"data set": by_name, "coupling": names})
     return harness.sweep(cases, measure, **{"m / d": range(1, blocks + 1)})
 
 
-def figure_8(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
+def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Accuracy against m / d."""
     rows = measured(tuned, FIGURE_8, draws, MULTIPLES)
-    exact = {problem.name: exact_accuracies(problem, [sigma])[0] for problem, sigma in tuned}
-
-    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
-        level = exact[rows[0]["data set"]]
-        axis.axhline(level, color="black", linestyle=":", label="exact kernel")
-
-    show = partial(harness.figure, x="m / d", panel="{data set}", finish=finish)
-    show(rows, out, ylabel="test accuracy")
+    exact = {of.name: exact_accuracies(of, [of.sigma])[0] for of in tuned}
     order = []
     for size, of_size in harness.grouped(rows, "{m / d} d").items():
-        results = harness.cases_of(of_size, "{data set}")
-        row = {"m": size, "iid <= orf <= simrf": ordered(results)}
-        order.append(row | {x: said(results, x, y) for x, y in (("orf", "iid"), ("simrf", "orf"))})
+        row = {"m": size, "iid <= orf <= simrf": ordered(of_size)}
+        order.append(row | {pair[0]: said(of_size, [pair], "{}") for pair in PAIRS_3})
+
+    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
+        style: Any = dict(color="black", linestyle=":", label="exact kernel")
+        axis.axhline(exact[rows[0]["data set"]], **style)
+
     text = f"In how many of the {len(tuned)} data sets the means are in that order:\n\n"
     text += report.table(order, out.with_name(f"{out.name}_order"))
-    lines = harness.wide(rows, "m = {m / d} d")
-    return report.table([x | {"exact kernel": exact[x["data set"]]} for x in lines], out, text)
+    wide = harness.wide(rows, "m = {m / d} d")
+    lines = [line | {"exact kernel": exact[line["data set"]]} for line in wide]
+    options: Any = dict(x="m / d", panel="{data set}", finish=finish, ylabel="test accuracy")
+    return harness.show(rows, out, "", lines=lines, text=text, **options)
 
 
-def table_2(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
+def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """SimRF+ beside SimRF, and ORF, at m = d."""
-    results = harness.cases_of(measured(tuned, TABLE_2, draws), "{data set}")
     pairs = (("simrf", "orf"), ("simrf+", "simrf"))
-    rows = []
-    for problem, sigma in tuned:
-        row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
-        rows.append(row | {"v_bar": sigma * mean_length(problem)})
-        rows[-1] |= compared(results[problem.name], pairs)
-        if theirs := printed(2, problem.name):
-            row |= {"whose": "paper", "m": "d", "v_bar": float(theirs["v_bar"])}
-            row |= {name: theirs[name] for name in TABLE_2} | {"simrf - orf": ""}
-            rows.append(row | gaps(theirs, pairs[1:]))
-    return report.table(rows, out, "\n\n".join(said(results, *pair) for pair in pairs))
+    rows, measures = beside_paper(2, tuned, TABLE_2, pairs, draws)
+    return report.table(rows, out, said(measures, pairs))
 
 
-def table_3(tuned: Sequence[Tuned], draws: int, out: Path) -> str:
+def table_3(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Fast rotations beside Haar ones at m = d', the next power of two."""
-    tuned = [Tuned(padded(problem), sigma) for problem, sigma in tuned]
-    results = harness.cases_of(measured(tuned, TABLE_3, draws), "{data set}")
-    rows, shown = [], (("orf", "iid"), ("simrf", "orf"))
-    for problem, _ in tuned:
+    rows, measures = beside_paper(3, [*map(padded, tuned)], TABLE_3, PAIRS_3, draws)
+    text = f"iid <= orf <= simrf in {ordered(measures)} of {len(tuned)} data sets.\n\n"
+    pairs = (*PAIRS_3, ("sorf", "orf"), ("fast-simrf", "simrf"))
+    return report.table(rows, out, text + said(measures, pairs))
+
+
+def beside_paper(
+    number: int, tuned: Sequence[Problem], names: Sequence[str], pairs: Pairs, draws: int
+) -> tuple[list[harness.Row], list[harness.Row]]:
+    """Means and paired differences of each data set with the paper's, and what was measured."""
+    measures, lines = measured(tuned, names, draws), []
+    for problem in tuned:
+        theirs = printed(number, problem.name)
         row = {"data set": problem.name, "whose": "ours", "m": problem.train_x.shape[1]}
-        rows.append(row | compared(results[problem.name], shown))
-        if theirs := printed(3, problem.name):
-            texts = {k: plus_minus(*map(float, theirs[k].split(" ± "))) for k in TABLE_3}
-            rows.append(row | {"whose": "paper"} | texts | gaps(theirs, shown))
-    text = [f"iid <= orf <= simrf in {ordered(results)} of {len(results)} data sets."]
-    text += [said(results, *pair) for pair in (*shown, ("sorf", "orf"), ("fast-simrf", "simrf"))]
-    return report.table(rows, out, "\n\n".join(text))
-
-
-def compared(values: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Columns of the means, and of the paired differences."""
-    columns = {name: estimate(x) for name, x in values.items()}
-    for name, other in pairs:
-        apart = paired(values[name], values[other])
-        sign = "+" * (apart.mean >= 0)
-        columns[f"{name} - {other}"] = sign + plus_minus(apart.mean, apart.standard_error)
-    return columns
-
-
-def gaps(theirs: Mapping[str, str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Columns of the differences between printed means."""
-    means = {name: float(text.split()[0]) for name, text in theirs.items() if " ± " in text}
-    return {f"{name} - {other}": f"{means[name] - means[other]:+.4f}" for name, other in pairs}
+        papers = row | {"whose": "paper"}
+        if number == 2:
+            row["v_bar"] = mean_length(problem)
+            papers |= {"m": "d", "v_bar": float(theirs.get("v_bar", "nan"))}
+        values = harness.cases_of(measures, "{data set}")[problem.name]
+        means = {k: float(text.split()[0]) for k, text in theirs.items() if " ± " in text}
+        columns = {name: (estimate(x), theirs.get(name)) for name, x in values.items()}
+        for name, other in pairs:
+            apart = paired(values[name], values[other])
+            ours = "+" * (apart.mean >= 0) + plus_minus(apart.mean, apart.standard_error)
+            gap = f"{means[name] - means[other]:+.4f}" if {name, other} <= means.keys() else ""
+            columns[f"{name} - {other}"] = ours, gap
+        lines.append(row | {name: ours for name, (ours, _) in columns.items()})
+        if theirs:
+            lines.append(papers | {name: text for name, (_, text) in columns.items()})
+    return lines, measures
 
 
 def padded(problem: Problem) -> Problem:
-    """With zeros up to the next power of two dimensions."""
+    """The problem with zeros up to the next power of two dimensions."""
     d = problem.train_x.shape[1]
     width = ((0, 0), (0, hadamard.next_power_of_two(d) - d))
-    return problem._replace(
-        train_x=np.pad(problem.train_x, width), test_x=np.pad(problem.test_x, width)
-    )
+    train_x, test_x = (np.pad(x, width) for x in (problem.train_x, problem.test_x))
+    return problem._replace(train_x=train_x, test_x=test_x)
 
 
-def ordered(results: Draws) -> int:
-    """In how many data sets the means are in the paper's order."""
-    means = [{name: np.mean(v) for name, v in values.items()} for values in results.values()]
+def ordered(rows: Sequence[harness.Row]) -> int:
+    """The number of data sets in which the means are in the paper's order."""
+    means = [
+        {row["coupling"]: row["mean"] for row in group}
+        for group in harness.grouped(rows, "{data set}").values()
+    ]
     return sum(bool(m["iid"] <= m["orf"] <= m["simrf"]) for m in means)
 
 
-def said(results: Draws, name: str, other: str) -> str:
+def said(rows: Sequence[harness.Row], pairs: Pairs, bullet: str = "- {}.") -> str:
     """Paired tests over the data sets."""
-    return verdict(name, other, {k: (of[name], of[other]) for k, of in results.items()})
+    return harness.verdict(rows, "{data set}", pairs=pairs, bullet=bullet)
 
 
 PARTS = {"figure_8": figure_8, "table_2": table_2, "table_3": table_3}
@@ -253,7 +354,7 @@ def main(
     paper_sigma: bool = False,
     out: Path = Path("results/tabular/classification"),
 ) -> None:
-    """Tunes sigma and prints the tables asked for.
+    """Tune sigma and print the tables asked for.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

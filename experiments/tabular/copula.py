@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy import signal
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
@@ -43,12 +44,9 @@ def of_scheme(
 ) -> tuple[list[dict], np.ndarray, np.ndarray]:
     """The rows of one kind of features, the losses in training and the learned correlations."""
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
-    train, test = (
-        copula.kernel_rmse(
-            jnp.asarray(x[0], jnp.float32), scheme.kernel.feature_map, lengthscale=lengthscale
-        )
-        for x in (splits.train_x, splits.test_x)
-    )
+    points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
+    rmse = partial(copula.kernel_rmse, lengthscale=lengthscale)
+    train, test = (rmse(x, scheme.kernel.feature_map) for x in points)
     d = splits.train_x.shape[-1]
     m = scheme.per_dimension * d
 
@@ -59,20 +57,14 @@ def of_scheme(
 
     def errors(loss: copula.Loss, coupling: Coupling) -> np.ndarray:
         """The loss of each of `draws` fresh draws, which all couplings share."""
-        keys = jax.random.split(jax.random.key(1), draws)
-        one = partial(jax.lax.map, lambda k: loss(coupling(k, m, d)), batch_size=10)
-        return np.asarray(jax.jit(one)(keys), np.float64)
+        return harness.draws(lambda key: loss(coupling(key, m, d)), draws, seed=1)
 
-    learn = partial(
-        copula.learn,
-        num_features=m,
-        coupling=build,
-        num_draws=train_draws,
-        num_steps=num_steps,
-        optimizer=optax.adam(optax.cosine_decay_schedule(0.1, num_steps)),
-    )
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.1, num_steps))
+    options: Any = dict(num_features=m, coupling=build, optimizer=optimizer)
+    options |= dict(num_draws=train_draws, num_steps=num_steps)
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
-    theta, losses = jax.jit(lambda start: learn(jax.random.key(2), train, start))(start)
+    learn = jax.jit(lambda start: copula.learn(jax.random.key(2), train, start, **options))
+    theta, losses = learn(start)
     uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
     chosen = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     chosen |= {"copula, at the start": build(start), "copula, learned": build(theta)}
@@ -80,17 +72,13 @@ def of_scheme(
     rows, pnc = [], on_test["+ pnc"]
     for word, values in on_test.items():
         apart, error = statistics.mean_and_error(values - pnc)
+        mean, own = statistics.mean_and_error(values)
         row = {"data set": name, "d": d, "features": scheme.name, "coupling": word}
-        row["training RMSE"] = errors(train, chosen[word]).mean()
-        row |= {
-            "test RMSE": values.mean(),
-            "standard error": statistics.mean_and_error(values)[1],
-            "to + pnc": apart / pnc.mean(),
-            "±": error / pnc.mean(),
-            "standard errors apart": apart / error if error else 0.0,
-        }
-        rows.append(row)
-        print(f"{name} {scheme.name} {word} {row['test RMSE']:.4f}", flush=True)
+        row |= {"training RMSE": errors(train, chosen[word]).mean()}
+        row |= {"test RMSE": mean, "standard error": own}
+        row |= {"to + pnc": apart / pnc.mean(), "±": error / pnc.mean()}
+        rows.append(row | {"standard errors apart": apart / error if error else 0.0})
+        print(f"{name} {scheme.name} {word} {mean:.4f}", flush=True)
     factor = copula.cholesky(theta)
     return rows, np.asarray(losses), np.asarray(factor @ factor.T)
 
@@ -99,12 +87,12 @@ def plot(curves: dict[str, tuple[list[dict], np.ndarray]], out: Path) -> None:
     """VRC Fig. 6: the training curve beside the fixed couplings' losses."""
     steps = []
     for name, (_, losses) in curves.items():
-        smooth = losses[0]
-        for step, loss in enumerate(losses):
-            smooth = SMOOTHING * smooth + (1 - SMOOTHING) * loss
-            row = {"features": name, "step": step}
-            steps += [row | {"line": "loss", "RMSE": loss}]
-            steps += [row | {"line": "orthogonal + copula (learned)", "RMSE": smooth}]
+        smooth, _ = signal.lfilter(
+            [1 - SMOOTHING], [1, -SMOOTHING], losses, zi=[SMOOTHING * losses[0]]
+        )
+        for word, values in {"loss": losses, "orthogonal + copula (learned)": smooth}.items():
+            case = {"features": name, "line": word}
+            steps += [case | {"step": step, "RMSE": loss} for step, loss in enumerate(values)]
 
     def fixed(axis: Any, here: list[dict]) -> None:
         rows, _ = curves[here[0]["features"]]
@@ -112,12 +100,12 @@ def plot(curves: dict[str, tuple[list[dict], np.ndarray]], out: Path) -> None:
             axis.axhline(row["training RMSE"], color=f"C{number}", ls="--", label=row["coupling"])
         axis.legend(fontsize="small")
 
-    options: Any
-    panel, options = f"VRC Fig. 6: {out.name}, {{features}}", dict(ylabel="training RMSE")
-    style = {"loss": dict(color="C0", alpha=0.3, marker="")}
-    learned = dict(color="C0", marker="")
-    options |= dict(style=lambda line: style.get(line, learned), finish=fixed)
-    harness.figure(steps, out, x="step", y="RMSE", line="{line}", panel=panel, **options)
+    def style(word: str) -> dict:
+        return dict(color="C0", marker="", alpha=0.3 if word == "loss" else 1.0)
+
+    options: Any = dict(style=style, finish=fixed, ylabel="training RMSE", line="{line}")
+    panel = f"VRC Fig. 6: {out.name}, {{features}}"
+    harness.figure(steps, out, x="step", y="RMSE", panel=panel, **options)
 
 
 def main(
@@ -129,7 +117,7 @@ def main(
     draws: int = 1000,
     out: Path = Path("results/tabular/copula"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

@@ -36,22 +36,13 @@ from sklearn.linear_model import RidgeCV
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
 from performer import gp, kernels
-from performer.typing import Coupling
 from vit import report
 
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)
-QUANTITIES = ("kernel RMSE", "KL", "RMSE", "NLL")
-
-
-class Scores(NamedTuple):
-    """What one draw of the frequencies, or the exact kernel, comes to."""
-
-    kernel_mse: Any
-    kl: Any
-    rmse: Any
-    nll: Any
-    prior_kl: Any
+SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
+"""The last axis of scores; of single draws the first is the mean square."""
+QUANTITIES = SCORES[:4]
 
 
 class Split(NamedTuple):
@@ -85,115 +76,101 @@ def exact(split: Split) -> gp.Gaussian:
     return gp.observed(f, noise)
 
 
-def law_scores(law: gp.Gaussian, split: Split) -> tuple[jax.Array, jax.Array]:
+def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
     """RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    return rmse, gp.negative_log_density(law, split.test_y)
+    return [rmse, gp.negative_log_density(law, split.test_y)]
 
 
 def scores(
     split: Split, frequencies: jax.Array, reference: gp.Gaussian, kernel: kernels.Kernel
-) -> Scores:
-    """The scores of the random-feature Gaussian process; `reference` is `exact(split)`."""
+) -> jax.Array:
+    """The `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
     lengthscale, output_scale, noise = split.scales
-    options = dict(lengthscale=lengthscale, output_scale=output_scale)
+    options: Any = dict(lengthscale=lengthscale, output_scale=output_scale)
     points = (split.x, split.test_x)
     phi, test_phi = (kernel.feature_map(x, frequencies, **options) for x in points)
     law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
     test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
     count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
     prior, approximate = (gp.observed(gp.Gaussian(zero, k), noise) for k in (test_gram, estimate))
-    return Scores(
-        jnp.mean((estimate - test_gram) ** 2),
-        gp.kl(reference, law) / count,
-        *law_scores(law, split),
-        gp.kl(prior, approximate) / count,
-    )
+    square, divergence = jnp.mean((estimate - test_gram) ** 2), gp.kl(reference, law) / count
+    prior_kl = gp.kl(prior, approximate) / count
+    return jnp.stack([square, divergence, *law_scores(law, split), prior_kl])
 
 
-@partial(jax.jit, static_argnames=("coupling", "m", "kernel"))
-def all_scores(
-    splits: Split, keys: jax.Array, *, coupling: str | Coupling, m: int, kernel: kernels.Kernel
-) -> Scores:
-    """Scores by split and draw, (s, draws) each."""
+def measured(
+    scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
+) -> np.ndarray:
+    """Scores by split and draw, (s, draws, scores), in the units of the targets."""
+    d, kernel = stacked.x.shape[-1], scheme.kernel
+    m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
 
-    def one(arguments):
+    def of_split(arguments):
         split, keys = arguments
         reference = exact(split)
 
         def draw(key):
-            w = kernels.frequencies(key, kernel, m, split.x.shape[-1], coupling)
+            w = kernels.frequencies(key, kernel, m, d, chosen)
             return scores(split, w, reference, kernel)
 
         return jax.lax.map(draw, keys)
 
-    return jax.lax.map(one, (splits, keys))
+    arguments = stacked, uci.split_keys(len(scale), draws)
+    return in_units(jax.jit(partial(jax.lax.map, of_split))(arguments), scale)
 
 
-def scores_of(
-    scheme: uci.Scheme, coupling: str, multiple: int, splits: Split, keys: jax.Array
-) -> Scores:
-    """The same for a row of the paper's tables."""
-    return all_scores(
-        splits,
-        keys,
-        coupling=scheme.couplings[coupling],
-        m=multiple * scheme.per_dimension * splits.x.shape[-1],
-        kernel=scheme.kernel,
-    )
+def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
+    found, scale = np.array(raw), scale.reshape(-1, *[1] * (raw.ndim - 2))
+    found[..., 2] *= scale
+    found[..., 3] += np.log(scale)
+    return found
 
 
-def in_units(raw: Scores, scale: np.ndarray) -> Scores:
-    """RMSE and NLL in the units of the targets."""
-    scale = scale.reshape(-1, *[1] * (np.ndim(raw.rmse) - 1))
-    rmse, nll = np.asarray(raw.rmse) * scale, np.asarray(raw.nll) + np.log(scale)
-    return Scores(*map(np.asarray, (raw.kernel_mse, raw.kl, rmse, nll, raw.prior_kl)))
+def over_draws(by_draw: np.ndarray) -> np.ndarray:
+    """Means over the draws, (s, draws, scores) -> (s, scores); of squares the root."""
+    means = np.mean(by_draw, axis=1)
+    means[:, 0] = np.sqrt(means[:, 0])
+    return means
 
 
-def over_draws(by_draw: Scores) -> Scores:
-    """Means over the draws, (s, draws) -> (s,); of the kernel's error the root mean square."""
-    means = Scores(*(np.mean(values, axis=1) for values in by_draw))
-    return means._replace(kernel_mse=np.sqrt(means.kernel_mse))
-
-
-def baselines(name: str, splits: tabular.Splits, stacked: Split) -> dict[str, Scores]:
-    """The exact Gaussian process and ridge regression, by split."""
-    rmse, nll = jax.jit(
-        lambda stacked: jax.lax.map(lambda split: law_scores(exact(split), split), stacked)
-    )(stacked)
-    zero, none = np.zeros(len(rmse)), np.full(len(rmse), np.nan)
+def baselines(splits: tabular.Splits, stacked: Split) -> dict[str, np.ndarray]:
+    """The exact Gaussian process and ridge regression, (s, scores)."""
+    of_split = partial(jax.lax.map, lambda split: jnp.stack(law_scores(exact(split), split)))
+    laws = jax.jit(of_split)(stacked)
     linear = [
         RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
         for x, y, test_x, test_y in zip(*splits[:4], strict=True)
     ]
-    raw = {
-        "exact": Scores(zero, zero, rmse, nll, zero),
-        "linear": Scores(none, none, np.sqrt(np.mean(np.square(linear), axis=1)), none, none),
-    }
-    return {key: in_units(value, splits.scale) for key, value in raw.items()}
+    references = {"exact": np.zeros((len(laws), 5)), "linear": np.full((len(laws), 5), np.nan)}
+    references["exact"][:, 2:4] = laws
+    references["linear"][:, 2] = np.sqrt(np.mean(np.square(linear), axis=1))
+    return {name: in_units(values, splits.scale) for name, values in references.items()}
 
 
 def rows_of(name: str, splits: tabular.Splits, draws: int) -> list[harness.Row]:
     """A row for each scheme, m, coupling and quantity: its values by split."""
-    keys = uci.split_keys(len(splits.scale), draws)
-    stacks = [(scheme, split_of(name, scheme, splits)) for scheme in uci.SCHEMES]
     rows = []
-    for (scheme, stacked), multiple in itertools.product(stacks, MULTIPLES):
-        by_coupling = {
-            coupling: in_units(scores_of(scheme, coupling, multiple, stacked, keys), splits.scale)
-            for coupling in scheme.couplings
-        }
-        for number, quantity in enumerate(QUANTITIES):
-            values = {coupling: row[number] for coupling, row in by_coupling.items()}
-            uci.check_finite(name, scheme, quantity, values)
-        means = {coupling: over_draws(values) for coupling, values in by_coupling.items()}
-        m = "d" if multiple == 1 else f"{multiple}d"
-        case = {"data set": name, "d": splits.test_x.shape[-1], "features": scheme.name, "m": m}
-        for coupling, values in (means | baselines(name, splits, stacked)).items():
-            here = case | {"coupling": coupling}
-            for quantity, x in zip(QUANTITIES, values, strict=False):
-                rows += harness.rows_of(here | {"quantity": quantity}, x.tolist())
-            print(*here.values(), flush=True)
+    for scheme in uci.SCHEMES:
+        stacked = split_of(name, scheme, splits)
+        references = baselines(splits, stacked)
+        for multiple in MULTIPLES:
+            found = {
+                coupling: measured(scheme, coupling, multiple, stacked, splits.scale, draws)
+                for coupling in scheme.couplings
+            }
+            for number, quantity in enumerate(QUANTITIES):
+                values = {coupling: of[..., number] for coupling, of in found.items()}
+                uci.check_finite(name, scheme, quantity, values)
+            m = "d" if multiple == 1 else f"{multiple}d"
+            case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
+            means = {coupling: over_draws(of) for coupling, of in found.items()} | references
+            rows += harness.sweep(
+                [case | {"coupling": coupling} for coupling in means],
+                lambda case, means=means: means[case["coupling"]][:, : len(QUANTITIES)],
+                quantity=QUANTITIES,
+            )
     return rows
 
 
@@ -215,46 +192,41 @@ def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
 
 def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
     """The paired differences of "+ pnc" to "orthogonal", and what they say."""
-    lines, said = [], []
+    lines, said, case = [], "", "{data set}, {features}, m = {m}"
     for quantity, group in harness.grouped(rows, "{quantity}").items():
-        cases = {
-            case: (values["+ pnc"], values["orthogonal"])
-            for case, values in harness.cases_of(group, "{data set}, {features}, m = {m}").items()
-        }
-        for case, (a, b) in cases.items():
-            line = {"quantity": quantity, "case": case, "orthogonal": float(np.mean(b))}
-            lines.append(line | statistics.paired(a, b)._asdict())
-        said.append(f"- {quantity}: {statistics.verdict('+ pnc', 'orthogonal', cases)}.\n")
-    return lines, "".join(said)
+        for name, values in harness.cases_of(group, case).items():
+            mean = float(np.mean(values["orthogonal"]))
+            line = {"quantity": quantity, "case": name, "orthogonal": mean}
+            lines.append(line | statistics.paired(values["+ pnc"], values["orthogonal"])._asdict())
+        pairs = [("+ pnc", "orthogonal")]
+        said += harness.verdict(group, case, pairs=pairs, bullet=f"- {quantity}: {{}}.\n")
+    return lines, said
 
 
 def figure_1(name: str, splits: tabular.Splits, draws: int, out: Path) -> str:
     """Scores against m on the first split, Fourier features."""
-    scheme = uci.SCHEMES[0]
-    first = tabular.Splits(*(part[:1] for part in splits))
-    stacked = split_of(name, scheme, first)
-    keys, d = uci.split_keys(1, draws), first.test_x.shape[-1]
-    labels, rows = (*QUANTITIES, "prior KL"), []
+    scheme, first = uci.SCHEMES[0], tabular.Splits(*(part[:1] for part in splits))
+    stacked, rows = split_of(name, scheme, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):
-        by_draw = in_units(scores_of(scheme, coupling, size, stacked, keys), first.scale)
-        row: dict = {"coupling": coupling, "m": size * d}
-        for label, values, mean in zip(labels, by_draw, over_draws(by_draw), strict=True):
-            _, error = statistics.mean_and_error(values[0].tolist())
+        by_draw = measured(scheme, coupling, size, stacked, first.scale, draws)
+        (means,) = over_draws(by_draw)
+        row: harness.Row = {"coupling": coupling, "m": size * stacked.x.shape[-1]}
+        for label, values, mean in zip(SCORES, by_draw[0].T, means, strict=True):
+            _, error = statistics.mean_and_error(values)
             if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
-                error /= 2 * mean[0]
-            row |= {label: float(mean[0]), f"{label} ±": float(error)}
+                error /= 2 * mean
+            row |= {label: float(mean), f"{label} ±": float(error)}
         rows.append(row)
-    references = baselines(name, first, stacked)
+    references = baselines(first, stacked)
 
     def lines(axis: Any, _: Any) -> None:
         if (label := axis.get_ylabel()) in ("RMSE", "NLL"):
-            for (word, scores), style in zip(references.items(), (":", "--"), strict=True):
-                level = scores[QUANTITIES.index(label)][0]
-                axis.axhline(level, color="black", ls=style, label=word)
+            for (word, values), style in zip(references.items(), (":", "--"), strict=True):
+                axis.axhline(values[0, SCORES.index(label)], color="black", ls=style, label=word)
             axis.legend()
 
     title = f"VRC Fig. 1: {name}, one split"
-    harness.figure(rows, out, x="m", y=labels, columns=5, log=True, finish=lines, suptitle=title)
+    harness.figure(rows, out, x="m", y=SCORES, columns=5, log=True, finish=lines, suptitle=title)
     return report.table(rows, out)
 
 
@@ -267,7 +239,7 @@ def main(
     figure: str = "",
     out: Path = Path("results/tabular/gp"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.

@@ -20,38 +20,58 @@ Writes kernels.csv, kernels.md and kernels.png to --out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.stats import qmc
 
 from experiments.common import harness, launch, statistics, tabular
-from experiments.tabular import low_discrepancy, uci
+from experiments.tabular import uci
 from performer import gp, kernels, theory
-from performer.typing import Coupling
+from performer.typing import Coupling, Frequencies, Key
 from vit import report
+
+BITS = 23  # (2^23 - 1/2) / 2^23 is below 1 in float32
+
+
+def plain_halton(key: Key, m: int, d: int) -> Frequencies:
+    """The Halton points 1 to m of SciPy, the same for every key: no row is Gaussian."""
+    del key
+    points = qmc.Halton(d, scramble=False).random(m + 1)[1:]  # the first point is 0
+    return jax.scipy.special.ndtri(jnp.asarray(points.astype(np.float32)))
+
+
+def sobol(key: Key, m: int, d: int) -> Frequencies:
+    """Scrambled Sobol points with a digital shift of each draw, which makes every row N(0, I_d).
+
+    The linear scramble is the same in all draws. The base is 2, of as many points as the next power
+    of two, the first m.
+    """
+    points = qmc.Sobol(d, rng=np.random.default_rng(0)).random_base2((m - 1).bit_length())
+    shift = jax.random.bits(key, (1, d), jnp.uint32) >> (32 - BITS)
+    digits = jnp.asarray((points[:m] * 2**BITS).astype(np.uint32)) ^ shift
+    return jax.scipy.special.ndtri((digits.astype(jnp.float32) + 0.5) / 2**BITS)
+
 
 BASELINES: dict[str, str | Coupling] = {
     "halton, scrambled": "halton",
-    "halton, plain": low_discrepancy.plain_halton,
-    "sobol": low_discrepancy.sobol,
+    "halton, plain": plain_halton,
+    "sobol": sobol,
 }
 """Beside the paper's rows. There is no theory of these, or of "halton"."""
 
 
 def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draws: int):
     """The root mean square error of each coupling in each split: {coupling: (s,)}."""
-    x = jnp.asarray(splits.test_x)
-    d = x.shape[-1]
-    keys = uci.split_keys(len(x), draws)
+    x, kernel = jnp.asarray(splits.test_x), scheme.kernel
+    m, keys = scheme.per_dimension * x.shape[-1], uci.split_keys(len(x), draws)
 
-    @jax.jit(static_argnames="name")
-    def errors(x, lengthscale, keys, name):
-        coupling, kernel = scheme.couplings[name], scheme.kernel
-        m = scheme.per_dimension * d
-
-        def one(split):
+    def errors(coupling):
+        def of_split(split):
             x, lengthscale, keys = split
             exact = kernel(x, x, lengthscale=lengthscale)
 
@@ -62,12 +82,10 @@ def measured(scheme: uci.Scheme, splits: tabular.Splits, scales: gp.Scales, draw
 
             return jnp.sqrt(jnp.mean(jax.lax.map(squared_error, keys, batch_size=10)))
 
-        return jax.lax.map(one, (x, lengthscale, keys))
+        of_splits = jax.jit(partial(jax.lax.map, of_split))
+        return np.asarray(of_splits((x, scales.lengthscale, keys)), np.float64)
 
-    return {
-        name: np.asarray(errors(x, scales.lengthscale, keys, name), np.float64)
-        for name in scheme.couplings
-    }
+    return {name: errors(coupling) for name, coupling in scheme.couplings.items()}
 
 
 def with_baselines(scheme: uci.Scheme) -> uci.Scheme:
@@ -105,43 +123,28 @@ def rows_of(name: str, scheme: uci.Scheme, splits: tabular.Splits, draws: int) -
     rows, in_theory = [], {}
     for coupling, values in errors.items():
         ratio, error = statistics.ratio(values, errors["iid"])
-        if known := coupling not in ("halton", *BASELINES):
+        theory_ratio, apart = "", ""
+        if coupling not in ("halton", *BASELINES):
             m = scheme.per_dimension * d
             in_theory[coupling] = np.mean([predicted(scheme, coupling, x, m) for x in scaled])
+            theory_ratio = float(in_theory[coupling] / in_theory["iid"])
         word = coupling.split(",")[0]
         theirs = uci.printed("kernel ratio, m = d", scheme.name, word, name)
-        apart = (ratio - theirs[0]) / float(np.hypot(error, theirs[1])) if theirs else ""
-        rows.append(
-            {
-                "data set": name,
-                "d": d,
-                "features": scheme.name,
-                "coupling": coupling,
-                "RMSE": float(values.mean()),
-                "ratio": ratio,
-                "standard error": error,
-                "theory": float(in_theory[coupling] / in_theory["iid"]) if known else "",
-                "paper": theirs[0] if theirs else "",
-                "paper's error": theirs[1] if theirs else "",
-                "apart": "" if coupling == "iid" else apart,
-                "lengthscale": float(np.mean(scales.lengthscale)),
-            }
-        )
+        if theirs and coupling != "iid":
+            apart = (ratio - theirs[0]) / float(np.hypot(error, theirs[1]))
+        row = {"data set": name, "d": d, "features": scheme.name, "coupling": coupling}
+        row |= {"RMSE": float(values.mean()), "ratio": ratio, "standard error": error}
+        row |= {"theory": theory_ratio}
+        row |= zip(("paper", "paper's error"), theirs or ("", ""), strict=True)
+        rows.append(row | {"apart": apart, "lengthscale": float(np.mean(scales.lengthscale))})
         print(name, scheme.name, coupling, statistics.plus_minus(ratio, error), flush=True)
     return rows
 
 
 def plot(rows: list[dict], out: Path) -> None:
     """Ratios by data set; diamonds are the paper's."""
-    harness.points(
-        rows,
-        out,
-        x="{data set}",
-        y="ratio",
-        error="standard error",
-        panel="VRC Table 1, {features} features",
-        ylabel="kernel RMSE / iid",
-    )
+    options: Any = dict(panel="VRC Table 1, {features} features", ylabel="kernel RMSE / iid")
+    harness.figure(rows, out, x="{data set}", y="ratio", error="standard error", **options)
 
 
 def main(
@@ -152,7 +155,7 @@ def main(
     draws: int = 100,
     out: Path = Path("results/tabular/kernel_error"),
 ) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         data_dir: folder of csv files; scikit-learn's sets without.
@@ -164,12 +167,10 @@ def main(
     """
     launch.at_least(2, splits=splits, points=points)
     launch.at_least(1, draws=draws)
-    rows = [
-        row
-        for name, parts in uci.tables(data_sets, data_dir, splits, points)
-        for scheme in uci.SCHEMES
-        for row in rows_of(name, with_baselines(scheme), parts, draws)
-    ]
+    rows = []
+    for name, parts in uci.tables(data_sets, data_dir, splits, points):
+        for scheme in uci.SCHEMES:
+            rows += rows_of(name, with_baselines(scheme), parts, draws)
     plot(rows, out / "kernels")
     print(report.table(rows, out / "kernels"))
 
