@@ -140,28 +140,16 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     workdir = Path(workdir)
     config = configs.of_run(workdir)
     configs.validate(config)
-    class_names, channels = described(workdir)
+    found = of_folder(workdir, classification.NAME)
+    if not found:
+        raise ValueError(f"{workdir} has no task.json, which names the classes")
+    class_names, channels = tuple(found["class_names"]), found["channels"]
     task = classification.task(len(class_names), channels, config.optim.loss)
     graph, arrays = steps.shapes(config, task)
     here = SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
     number, state = checkpoint.restore(workdir, abstract, step)
     return Trained(config, number, class_names, channels, steps.evaluated_model(graph, state))
-
-
-def described(workdir: Path) -> tuple[tuple[str, ...], int]:
-    """Class names and channels of a run: from its arrays if it is of an older version.
-
-    Raises:
-        ValueError: when the run has learned something else than to classify images.
-    """
-    found = of_folder(workdir, classification.NAME)
-    if not found:
-        model = checkpoint.shapes(workdir)["0"]
-        num_classes = model["head"]["kernel"]["value"].shape[-1]
-        print(f"{workdir} has no task.json that can be read: its classes are called 0, 1, ...")
-        return tuple(map(str, range(num_classes))), model["embed"]["kernel"]["value"].shape[-2]
-    return tuple(found["class_names"]), found["channels"]
 
 
 def listed(images: Any) -> list[Any]:

@@ -13,13 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.language_model import attention
-from performer.features import FeatureMap, positive
 from vit.config import Config, Size
+from vit.data import Batch
+from vit.task import Triple
 
 BASE = 10_000.0
-"""The longest wave of a rotation is 2 pi times so many characters."""
-
-Triple = tuple[Float[Array, "b t n h"], Float[Array, "b t n h"], Float[Array, "b t n h"]]
+"""Characters of the longest wave of a rotation, over 2 pi."""
 
 
 def rotated(x: Float[Array, "b t n h"], place: Int[Array, " t"]) -> Float[Array, "b t n h"]:
@@ -80,9 +79,7 @@ class Decoder(nnx.Module):
     Args:
         config: its sections `model` and `attention`.
         characters: how many there are.
-        window: tokens of a chunk of exact attention; 0 for none.
-        first: the first so many keys are exact.
-        feature_map: of the far keys; `refinement.LEARNED` after attention transfer.
+        transferred: whether features are those of attention transfer.
         rngs: streams params and frequencies.
     """
 
@@ -91,23 +88,15 @@ class Decoder(nnx.Module):
         config: Config,
         *,
         characters: int,
-        window: int = 0,
-        first: int = 0,
-        feature_map: FeatureMap = positive,
+        transferred: bool = False,
         rngs: nnx.Rngs,
     ):
         size = config.model.size
-        self.embed: Callable[[Array], Array] = nnx.Embed(characters, size.width, rngs=rngs)
-        self.blocks = nnx.List(
-            [
-                Block(
-                    size,
-                    attention.of_config(config, window, first, feature_map, rngs=rngs),
-                    rngs=rngs,
-                )
-                for _ in range(size.depth)
-            ]
-        )
+        self.embed = nnx.Embed(characters, size.width, rngs=rngs)
+        self.blocks = nnx.List()
+        for _ in range(size.depth):
+            own = attention.of_config(config, transferred, rngs=rngs)
+            self.blocks.append(Block(size, own, rngs=rngs))
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, characters, use_bias=False, rngs=rngs)
 
@@ -159,7 +148,9 @@ class Decoder(nnx.Module):
         return self.head(self.norm(x))
 
 
-def cross_entropy(logits: Float[Array, "b t c"], tokens: Int[Array, "b t"]) -> Float[Array, "b t"]:
-    """-log softmax(logits)[token], in nats."""
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+def losses(model: Decoder, batch: Batch) -> Float[Array, " b"]:
+    """The mean cross entropy of each next character over a window, in nats."""
+    tokens = batch["tokens"]
+    logits, following = model(tokens[:, :-1]), tokens[:, 1:]
+    chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen, axis=-1)
