@@ -51,37 +51,38 @@ def metric_of(record: metrics.Record) -> str:
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
     """Accuracy and attention error against m, a line for each coupling, window and method."""
     drawn, axes = report.figure(out, columns=2)
-    metric, error = metric_of(records[0]), "attention error"
-    (softmax, uniform, *alone), rest = ([r for r in records if (r["m"] > 0) == x] for x in (0, 1))
-    lines: dict[tuple, list[metrics.Record]] = {}
-    for r in rest:
-        lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
+    ends, lines = records[:2], {}
+    alone = [r for r in records[2:] if not r["m"]]
+    for r in records:
+        if r["m"]:
+            lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
     names = list(dict.fromkeys(line[:2] for line in lines))
     methods = list(dict.fromkeys(method for *_, method in lines))
-    for (coupling, window, method), points in lines.items():
-        words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
-        style = {
-            "label": ", ".join(filter(None, words)),
-            "color": f"C{names.index((coupling, window))}",
-            "linestyle": ("--", "-", ":")[methods.index(method)],
-            "marker": "o",
-            "markersize": 4,
-        }
-        sizes, spread = ([r[key] for r in points] for key in ("m", "standard error"))
-        axes[0].errorbar(sizes, [r[metric] for r in points], spread, **style)
-        axes[1].plot(sizes, [r[error] for r in points], **style)
-    for end, style in [(softmax, "-"), (uniform, ":")]:
-        axes[0].axhline(end[metric], color="black", linestyle=style, label=end["coupling"])
-    axes[1].axhline(uniform[error], color="black", linestyle=":", label="uniform")
-    for number, end in enumerate(alone):
-        label, color = f"window {end['window']} alone", f"{0.4 + 0.15 * number:.2f}"
-        for axis, column in zip(axes, (metric, error), strict=True):
+    sizes = sorted({r["m"] for r in records} - {0})
+    columns = {metric_of(records[0]): "standard error", "attention error": ""}
+    for axis, (column, spread) in zip(axes, columns.items(), strict=True):
+        for (coupling, window, method), points in lines.items():
+            words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
+            axis.errorbar(
+                [r["m"] for r in points],
+                [r[column] for r in points],
+                [r[spread] for r in points] if spread else None,
+                label=", ".join(filter(None, words)),
+                color=f"C{names.index((coupling, window))}",
+                linestyle=("--", "-", ":")[methods.index(method)],
+                marker="o",
+                markersize=4,
+            )
+        for end, style in zip(ends, "-:", strict=True):
+            if end[column]:  # softmax has no attention error
+                axis.axhline(end[column], color="black", linestyle=style, label=end["coupling"])
+        for number, end in enumerate(alone):
+            color = f"{0.4 + 0.15 * number:.2f}"
+            label = f"window {end['window']} alone"
             axis.axhline(end[column], color=color, linestyle="-.", label=label)
-    sizes = sorted({r["m"] for r in rest})
+        axis.set(ylabel=column)
     report.log_log(axes[1], sizes)
     report.log_sizes(axes[0], sizes)
-    axes[0].set(ylabel=f"{metric}, not retrained")
-    axes[1].set(ylabel="relative attention error")
     axes[1].get_legend().remove()
     handles = axes[0].get_legend_handles_labels()
     drawn.legend(*handles, loc="outside right center", fontsize="small")

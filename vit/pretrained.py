@@ -36,11 +36,11 @@ from absl import flags, logging
 from flax import nnx
 from ml_collections import config_flags
 
-from vit import cli, data, devices, transfer
+from vit import cli, data, devices, published, transfer
 from vit import config as configs
 from vit.arguments import from_flag, launch
 from vit.model import ViT
-from vit.published import families, google
+from vit.published import google
 from vit.published.encoder import Encoder, resampled
 from vit.published.files import Arrays
 from vit.task import Task
@@ -81,7 +81,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
             return report + load(model, named, str(weights), origins)
 
         return transfer.start(config, workdir, fill, origin)
-    encoder = families.read(weights)
+    encoder = published.read(weights)
     dataset = _no_data(encoder) if config is None else None
     config = of_encoder(config, encoder)
 

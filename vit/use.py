@@ -156,15 +156,14 @@ def listed(images: Any) -> list[Any]:
     """The images one by one.
 
     Raises:
-        ValueError: for a single array of an image.
+        ValueError: for a single array of an image, or none.
     """
     if isinstance(images, str | os.PathLike):
         return [images]
-    shape = getattr(images, "shape", None)
-    if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3))):
+    shape = getattr(images, "shape", ())
+    if len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3)):
         raise ValueError(f"one image of shape {shape}: put it into a list, [image]")
-    listed = list(images)
-    if not listed:
+    if not (listed := list(images)):
         raise ValueError("no images are given")
     return listed
 
@@ -178,11 +177,10 @@ def checked(image: Any) -> np.ndarray:
     image = np.asarray(image)
     if image.dtype != np.uint8:
         raise ValueError(f"it is an array of {image.dtype}: give uint8, 0 to 255")
+    shape = image.shape
     image = image[..., None] if image.ndim == 2 else image
     if image.ndim != 3 or image.shape[-1] not in (1, 3) or not image.size:
-        raise ValueError(
-            f"its shape is {image.shape}: give (height, width) or (height, width, 1|3)"
-        )
+        raise ValueError(f"its shape is {shape}: give (height, width) or (height, width, 1|3)")
     return image
 
 

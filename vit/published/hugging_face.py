@@ -78,12 +78,6 @@ FAMILIES["dinov2_with_registers"] = FAMILIES["dinov2"]
 FAMILIES["siglip_vision_model"] = FAMILIES["siglip"]
 """Names (theirs -> ours) and defaults, by the `model_type` of config.json."""
 
-OTHERS = {
-    "clip": "CLIP; its towers are read as timm writes them, vit_*_clip_*",
-    "siglip2": "SigLIP2 NaFlex; SigLIP2 of one resolution, of model_type siglip, is read",
-}
-"""Families that are not read, and which relative is."""
-
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -116,11 +110,8 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     """
     kind = config["model_type"]
     if kind not in FAMILIES:
-        other = OTHERS.get(kind.removesuffix("_vision_model"))
-        raise ValueError(
-            f"config.json: model_type={kind!r} is not read{f' ({other})' if other else ''}; read"
-            f" are {', '.join(FAMILIES)}"
-        )
+        read = ", ".join(FAMILIES)
+        raise ValueError(f"config.json: model_type={kind!r} is not read; read are {read}")
     names, said = FAMILIES[kind]
     arrays = {re.sub(PREFIX, "", name): array for name, array in arrays.items()}
     labels = config.get("id2label", {})
