@@ -1,4 +1,4 @@
-"""How far a model's own attention is from softmax attention, per layer and head.
+"""Errors of a model's own attention against softmax attention, per layer and head.
 
 The queries and keys are those of the model on given examples; the frequencies are drawn anew, by
 the coupling and with the calibration of each layer. See `performer.analysis` for what is measured.

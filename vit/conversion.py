@@ -95,7 +95,7 @@ def window_alone(window: Window) -> Callable[..., Array]:
 
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
-    """What `measure` finds of the task's layers; others, as pooling by attention, stay exact."""
+    """The task's layers as `measure` finds them; others, as pooling by attention, stay exact."""
     own = {id(layer) for layer in task.layers(model)}
     found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
     paths = {".".join(map(str, path)) for path in found}
@@ -139,7 +139,7 @@ def linearized(
 
 
 def results(run: Any, model: Model) -> metrics.Record:
-    """What `vit.steps.evaluate` gives for a model on the evaluation split of a run.
+    """Results of a model on the evaluation split of a run, as `vit.steps.evaluate` returns them.
 
     Args:
         run: `vit.runs.Restored`.

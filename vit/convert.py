@@ -28,9 +28,11 @@ has no accuracy.
 """
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import flags, logging
@@ -260,42 +262,32 @@ def attention(case: Case) -> configs.Attention:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    workdir = Path(str(_WORKDIR.value))
-    out = Path(_OUT.value or f"{workdir}-performer")
-    for name, words in ("num_features", _NUM_FEATURES.value), ("exact_window", _WINDOW.value):
-        if not words or not all(word.isdecimal() for word in words):
-            raise ValueError(f"--{name}={','.join(words)}: give integers, as in 32,64")
+    values = flags.FLAGS
+    named = [name for name in inspect.signature(convert).parameters if name in values]
+    given: dict[str, Any] = {name: values[name].value for name in named}
+    for name in ("num_features", "exact_window"):
+        if not given[name] or not all(word.isdecimal() for word in given[name]):
+            raise ValueError(f"--{name}={','.join(given[name])}: give integers, as in 32,64")
+        given[name] = [int(word) for word in given[name]]
+    given["workdir"] = Path(given["workdir"])
+    given["out"] = Path(given["out"] or f"{given['workdir']}-performer")
     devices.check_alone()
-    table = convert(
-        workdir,
-        out,
-        names=_COUPLING.value,
-        method=str(_CALIBRATION.value),
-        num_features=[int(m) for m in _NUM_FEATURES.value],
-        refine_steps=_REFINE_STEPS.value,
-        exact_window=[int(w) for w in _WINDOW.value],
-        keep=_KEEP.value,
-        draws=_DRAWS.value,
-        images=_IMAGES.value,
-        eval_images=_EVAL_IMAGES.value,
-        num_epochs=_NUM_EPOCHS.value,
-        learning_rate=_LEARNING_RATE.value,
-    )
-    print(f"{table}\nThe report and the converted run are in {out}.")
+    table = convert(names=values["coupling"].value, method=values["calibration"].value, **given)
+    print(f"{table}\nThe report and the converted run are in {given['out']}.")
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
-    _OUT = flags.DEFINE_string("out", "", "converted run; <workdir>-performer if none")
-    _COUPLING = flags.DEFINE_list("coupling", ["orf-antithetic"], "names; the run takes the first")
-    _CALIBRATION = flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
-    _NUM_FEATURES = flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
-    _REFINE_STEPS = flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
-    _KEEP = flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
-    _WINDOW = flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
-    _DRAWS = flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
-    _IMAGES = flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
-    _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
-    _NUM_EPOCHS = flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
-    _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-4, "likewise")
+    flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
+    flags.DEFINE_string("out", "", "converted run; <workdir>-performer if none")
+    flags.DEFINE_list("coupling", ["orf-antithetic"], "names; the run takes the first")
+    flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
+    flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
+    flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
+    flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
+    flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
+    flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
+    flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
+    flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
+    flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
+    flags.DEFINE_float("learning_rate", 1e-4, "likewise")
     launch(main)

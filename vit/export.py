@@ -124,7 +124,7 @@ def export(trained: use.Trained, written: Written) -> None:
 
 
 def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., Array]]:
-    """Its arrays by name, as "blocks.0.mlp_in.kernel"; and (arrays, images) -> logits."""
+    """Arrays of the model by name, as "blocks.0.mlp_in.kernel"; and (arrays, images) -> logits."""
     graph, state, streams = nnx.split(trained.model, nnx.Not(nnx.RngState), ...)
     leaves, tree = jax.tree.flatten(state)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -151,7 +151,7 @@ def symbolic(
 
 
 def about(trained: use.Trained, program: Exported, written: Written) -> dict[str, Any]:
-    """What one must know to use the program."""
+    """Content of the json beside the program."""
     data = trained.config.data
     return {
         "program": written.program.name,

@@ -25,7 +25,7 @@ def read(path: Path) -> list[Record]:
 
 
 def best(log: Path, steps: Container[int]) -> int | None:
-    """That of the steps at which held-out examples did best; the first of equals.
+    """Step of the best evaluation among these; the first of equals.
 
     By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
     """
@@ -114,20 +114,20 @@ def plot_learning_curve(log: Path, png: Path) -> None:
 
 
 def _loss_first(names: Iterable[str]) -> list[str]:
-    """What training measures, without the prefix "train_"."""
+    """Names of what training measures, without the prefix "train_"."""
     own = [name.removeprefix("train_") for name in names if name.startswith("train_")]
     return sorted(own, key=lambda name: (name != "loss", name))
 
 
 def results(record: Record) -> str:
-    """What an evaluation says: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
+    """Results of an evaluation: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
     values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
     shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
 
 
 def status(record: Record, rate: str, waiting: float = 0.0) -> str:
-    """What the progress bar says of a record.
+    """Status of the progress bar for a record.
 
     Args:
         record: of the log.

@@ -130,7 +130,7 @@ class ViT(nnx.Module):
 
     @property
     def order(self) -> Int[np.ndarray, " patches"]:
-        """Of the patches as tokens: the number of each, counted row by row."""
+        """Number of each patch, counted row by row, in the order of the tokens."""
         return z_order(self.grid, self.grid) if self.has_window else np.arange(self.grid**2)
 
     def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
@@ -142,7 +142,7 @@ class ViT(nnx.Module):
         return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
 
     def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
-        """What the head reads of the tokens: see `config.model.pooling`."""
+        """Input of the head, by `config.model.pooling`."""
         patches = x[:, self.num_prefix :] if self.num_prefix else x
         if self.pool is not None:
             return self.pool(patches)

@@ -1,4 +1,4 @@
-"""Says what is on pictures, by a trained run; the data set of the run is not needed.
+"""Predicts the classes of pictures by a trained run; the data set of the run is not needed.
 
     python -m vit.predict --workdir=runs/photos cat.jpg folder_of_pictures
     python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
@@ -35,11 +35,11 @@ READERS = 8
 
 
 class Seen(NamedTuple):
-    """A picture, and what the model says of it."""
+    """A picture and its likeliest classes."""
 
     path: Path
     pixels: Any
-    """As the model sees it, an array (size, size, c) of uint8."""
+    """Input of the model, an array (size, size, c) of uint8."""
     top: list[tuple[str, float]]
     """The likeliest classes with their probabilities."""
 
@@ -67,7 +67,7 @@ def predict(
     top: int = 5,
     unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
 ) -> Iterator[list[Seen]]:
-    """Return an iterator over batches of pictures with what the model says of them.
+    """Return an iterator over batches of pictures with their likeliest classes.
 
     Args:
         model: of `vit.load`.

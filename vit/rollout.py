@@ -1,4 +1,4 @@
-"""Where a model looks: attention rollout, with its own attention and with exact attention.
+"""Attention rollout: where a model looks, with its own attention and with exact attention.
 
 Abnar & Zuidema 2020, eq. 1: with A_l the attention matrix of layer l, mean over heads,
 
@@ -23,12 +23,12 @@ from vit.model import ViT
 
 
 class Maps(NamedTuple):
-    """For n images how much each patch counts, each map summing to 1."""
+    """Weight of each patch in n images; each map sums to 1."""
 
     own: Float[Array, "n side side"]
-    """With the model's own attention: what its frequencies estimate, or softmax."""
+    """Maps of the model's own attention: the estimate of its frequencies, or softmax."""
     exact: Float[Array, "n side side"]
-    """With softmax of the same queries and keys."""
+    """Maps of softmax of the same queries and keys."""
 
 
 def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s"]:
@@ -42,7 +42,7 @@ def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s
 
 @nnx.jit
 def maps(model: ViT, images: Array) -> Maps:
-    """What the class token has to do with each patch, or the mean over the patches.
+    """Rollout from each patch to the class token, or to the mean over the patches.
 
     Args:
         model: in evaluation mode.

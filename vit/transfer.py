@@ -22,7 +22,7 @@ has all it needs: the other one may be removed when it has begun.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,22 +39,12 @@ Fill = Callable[[Model, Task, data.Dataset], list[str]]
 """Puts parameters into a model, and says in lines what it took."""
 
 
-class Source(NamedTuple):
-    """A trained run."""
-
-    config: configs.Config
-    step: int
-    class_names: tuple[str, ...]
-    model: Model
-    """In evaluation mode."""
-
-
 ORIGIN = "origin.json"
 """In the folder of a run that was begun from another: its place and step."""
 
 HEAD = {"head/kernel", "head/bias"}
 TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
-"""If one of them is new so is the other."""
+"""Pairs of arrays that are new together."""
 
 
 def init_from(
@@ -97,7 +87,13 @@ def init_from(
             f" --distributed, stop it, and start it on all of them (--workdir={workdir})"
         )
     configs.validate(config)
-    trained = _read(source, task)
+    if task is None:  # images: no data are needed
+        trained = use.load(source)
+    else:
+        of_folder(source, task.name)
+        run = runs.restore(source)
+        names, channels = run.dataset.class_names, run.dataset.channels
+        trained = use.Trained(run.config, run.step, names, channels, run.model())
     old, new = trained.config.model, config.model
     if old.size != new.size:
         raise ValueError(
@@ -108,15 +104,6 @@ def init_from(
     fill = partial(take, source, trained, config=config)
     origin = {"init_from": place, "step": trained.step}
     return start(config, workdir, fill, origin, dataset, task)
-
-
-def _read(source: Path, task: Task | None) -> Source:
-    if task is None:  # images: no data are needed
-        trained = use.load(source)
-        return Source(trained.config, trained.step, trained.class_names, trained.model)
-    of_folder(source, task.name)
-    run = runs.restore(source)
-    return Source(run.config, run.step, run.dataset.class_names, run.model())
 
 
 def start(
@@ -155,7 +142,7 @@ def start(
 
 
 def parameters(model: Model) -> dict[str, nnx.Variable]:
-    """By name, as "blocks/0/attention/key/kernel"."""
+    """Parameters by name, as "blocks/0/attention/key/kernel"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {"/".join(map(str, path)): variable for path, variable in flat}
 
@@ -171,7 +158,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    trained: Source,
+    trained: use.Trained,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -241,7 +228,9 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
 """Fields of `config.attention` that say how frequencies are drawn."""
 
 
-def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
+def _take_attention(
+    trained: use.Trained, model: Model, task: Task, config: configs.Config
+) -> list[str]:
     """Frequencies and running moments into the new model; what became of them."""
     attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}

@@ -33,10 +33,10 @@ ORIENTATION = 0x0112
 
 
 class Prediction(NamedTuple):
-    """What a model says of n images."""
+    """Probabilities of the classes of n images."""
 
     probabilities: Float[np.ndarray, "n classes"]
-    """Of a run with a sigmoid loss each class by itself: they need not sum to one."""
+    """With a sigmoid loss each class is on its own, and they need not sum to one."""
     class_names: tuple[str, ...]
 
     @property
@@ -45,7 +45,7 @@ class Prediction(NamedTuple):
         return [self.class_names[i] for i in np.argmax(self.probabilities, axis=-1)]
 
     def top(self, number: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image its likeliest classes, by name, with their probabilities."""
+        """Likeliest classes of each image, by name, with their probabilities."""
         order = np.argsort(-self.probabilities, axis=-1, kind="stable")[:, :number]
         return [
             [(self.class_names[i], float(row[i])) for i in indices]
@@ -78,12 +78,12 @@ class Trained:
         return self.prediction(self.outputs(images)[0])
 
     def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
-        """What logits say, in probabilities and names."""
+        """Probabilities and names of logits."""
         of_classes = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
         return Prediction(np.asarray(of_classes(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
-        """What the head reads (`config.model.pooling`): the class token, or the mean over the
+        """Input of the head (`config.model.pooling`): the class token, or the mean over the
         patches, after the last norm, and after the tanh layer of a model with `pre_logits`.
 
         Args:
@@ -111,7 +111,7 @@ class Trained:
         return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
     def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
-        """What the model sees of an image, as `predict` takes it.
+        """Input of the model for an image, as `predict` takes it.
 
         Raises:
             ValueError: for what is no image, naming it.

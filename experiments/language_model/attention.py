@@ -1,4 +1,4 @@
-"""What stands between queries, keys and values of the decoder, as modules that can be exchanged.
+"""Attention of the decoder, as modules that can be exchanged.
 
 `Hybrid` is exact near by and estimates what is far with features of its own: for each head
 

@@ -32,16 +32,16 @@ LENGTHS = (1_000, 100_000)
 PIECE = 32
 """Characters between two returns from the device."""
 SECONDS = 4.0
-"""For which a character is timed, at least."""
+"""Least time for which a character is timed."""
 PREFILL = 512
 """Characters of a known text that go through the model at once."""
 
 
 class Place(NamedTuple):
-    """Where a text stands."""
+    """State of a text so far."""
 
     logits: Float[Array, "1 c"]
-    """Of the next character."""
+    """Logits of the next character."""
     position: Int[Array, ""]
     states: list[Any]
     key: Array

@@ -22,7 +22,7 @@ BASE = 10_000.0
 
 
 def rotated(x: Float[Array, "b t n h"], place: Int[Array, " t"]) -> Float[Array, "b t n h"]:
-    """Each pair of coordinates (i, i + h / 2) turned by place / BASE^(2 i / h)."""
+    """Turn each pair of coordinates (i, i + h / 2) by place / BASE^(2 i / h)."""
     half = x.shape[-1] // 2
     angle = place[:, None] / BASE ** (jnp.arange(half) / half)
     cosine, sine = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
@@ -68,7 +68,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(size.mlp_dim, size.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Array, attend: Callable[[Attention, Array], Array]) -> Array:
-        """What comes out, with `attend` for the attention (layer, its input) -> its output."""
+        """The output, with `attend` for the attention (layer, its input) -> its output."""
         x = x + attend(self.attention, self.norms[0](x))
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
         return self._logits(tokens, attend), after
 
     def projections(self, tokens: Int[Array, "b t"]) -> list[Triple]:
-        """What goes into the `attention_fn` of each layer."""
+        """Queries, keys and values of each layer."""
         place, found = jnp.arange(tokens.shape[1]), []
 
         def attend(layer: Attention, x: Array) -> Array:
