@@ -262,7 +262,7 @@ def attention(case: Case) -> configs.Attention:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    values = flags.FLAGS
+    values: Any = flags.FLAGS
     named = [name for name in inspect.signature(convert).parameters if name in values]
     given: dict[str, Any] = {name: values[name].value for name in named}
     for name in ("num_features", "exact_window"):

@@ -153,7 +153,7 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
     """
     plain = [str(i) for i in range(len(of_data))]
     if len(of_run) == len(of_data) and plain in (list(of_run), list(of_data)):
-        of_run = of_data
+        return jnp.arange(len(of_data))
     index = {name: i for i, name in enumerate(of_run)}
     foreign = [name for name in of_data if name not in index]
     if foreign:

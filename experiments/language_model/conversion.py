@@ -78,8 +78,8 @@ def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
     for i, sample in enumerate(layers):
         far, moved = calibrated(sample, near, case, case.seed * len(layers) + i)
         if case.refine_steps:
-            options = dict(steps=case.refine_steps, is_causal=True, examples=1)
-            far = refine_far(Far.of(SIZE * far.of_key), moved, near, sample, **options)
+            start, steps = Far.of(SIZE * far.of_key), case.refine_steps
+            far = refine_far(start, moved, near, sample, steps=steps, is_causal=True, examples=1)
         found.append(Hybrid(far, moved, case.window, LEARNED if case.refine_steps else positive))
     return found
 

@@ -22,6 +22,7 @@ from vit import transfer
 from vit.config import SIZES, Size
 from vit.published.files import Arrays
 
+LEAVES = ("kernel", "bias")
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5,) * 3, (0.5,) * 3
 """Means and deviations of the colours, 0 to 1, by which pictures are normalised."""
@@ -241,9 +242,9 @@ def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 def _fold_heads(named: Arrays) -> None:
     """Join two heads, on class token and distillation token, to one on both tokens: their mean."""
     if "head_distillation/kernel" in named:
-        for leaf, join in (("kernel", np.concatenate), ("bias", sum)):
-            both = [named.pop(f"{name}/{leaf}") / 2 for name in ("head", "head_distillation")]
-            named[f"head/{leaf}"] = join(both)
+        heads = ("head", "head_distillation")
+        kernels, biases = ([named.pop(f"{x}/{leaf}") / 2 for x in heads] for leaf in LEAVES)
+        named |= {"head/kernel": np.concatenate(kernels), "head/bias": np.add(*biases)}
 
 
 def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> None:
