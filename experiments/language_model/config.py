@@ -32,12 +32,12 @@ def attention(kind: str, num_features: int, window: int) -> Attention:
     if kind == "softmax":
         return Attention(kind)
     if kind == "performer":
-        return Attention("performer", COUPLING, num_features)
+        return Attention(kind, COUPLING, num_features)
     if window < 1:
         raise ValueError(f"attention {kind!r} needs a window of at least 1, got {window}")
-    if kind == "window":  # one feature, of weight 0
-        return Attention("performer", "orf", 1, exact_window=window)
-    return Attention("performer", COUPLING, num_features, exact_window=window)
+    # The window alone has one feature, of weight 0
+    features = ("orf", 1) if kind == "window" else (COUPLING, num_features)
+    return Attention("performer", *features, exact_window=window)
 
 
 def of_run(
