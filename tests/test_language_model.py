@@ -1,8 +1,7 @@
-"""The language model: its text, its decoder, what conversion, recall and generation do."""
+"""The language model: its text, its decoder, conversion and generate."""
 
 import csv
 from functools import cache
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +10,15 @@ import pytest
 from flax import nnx
 
 from experiments.language_model import config as configs
-from experiments.language_model import (
-    conversion,
-    convert,
-    generation,
-    pairs,
-    rows,
-    scratch,
-    text,
-    train,
-)
-from experiments.language_model.attention import Hybrid, Softmax
-from experiments.language_model.model import rotated
+from experiments.language_model import conversion, generate, text, train
+from experiments.language_model.attention import SILENT, Hybrid, Softmax
+from experiments.language_model.model import losses, rotated
 from experiments.language_model.task import layers, task
 from performer.calibration import calibrate
 from performer.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
-from vit import evaluate, loop, report, runs
-from vit.config import Size, validate
+from vit import convert, evaluate, loop, runs
+from vit.config import Size, of_run, validate
+from vit.conversion import Case, exchanged
 from vit.task import random_streams
 
 SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
@@ -37,11 +28,10 @@ WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 @cache
 def decoder(kind, window=4):
     dataset = text.dataset(text.numbered(WORDS), 32)
-    own, near = configs.attention(kind, 8, window)
-    sizes = dict(size=SIZE, steps=4, batch_size=4)
-    config = configs.of_run(own, dataset, optim=configs.optim(1e-3, 4), **sizes)
+    own = configs.attention(kind, 8, window)
+    config = configs.of_run(own, dataset, size=SIZE, rate=1e-3, steps=4, batch_size=4)
     validate(config)
-    learned = task(dataset.num_classes, configs.Settings(32, near, int(near > 0)))
+    learned = task(dataset.num_classes, configs.Settings(32))
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
 
 
@@ -103,9 +93,9 @@ def test_streaming_is_the_whole_text(kind):
 
 
 def test_a_window_as_long_as_the_text_is_softmax():
-    model, *_ = decoder("softmax")
+    model, _, learned, _ = decoder("softmax")
     far = Far.of(jax.random.normal(jax.random.key(0), (2, 6, 8)))
-    new = conversion.exchanged(model, [Hybrid(far, None, 12, 1)] * 2)
+    new = exchanged(learned, model, [Hybrid(far, None, 12)] * 2)
     np.testing.assert_allclose(new(tokens(20)), model(tokens(20)), atol=1e-5)
     assert isinstance(model.blocks[0].attention.attention_fn, Softmax)
 
@@ -119,7 +109,7 @@ def test_a_hybrid_is_what_was_fitted(window):
     far = Far(*(jax.random.normal(k, shape) for k, shape in zip(keys[1:5], shapes, strict=True)))
     fitted = calibrate(query, key, method="shift+scale", coupling="orf")
     unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
-    got = Hybrid(far, fitted, window, 1)(query, key, unit)
+    got = Hybrid(far, fitted, window)(query, key, unit)
     near = jnp.asarray(near_pairs(20, window, 1))
     want = learned_estimate(far, (fitted, near), Sample.of(query, key), True)
     np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
@@ -127,72 +117,101 @@ def test_a_hybrid_is_what_was_fitted(window):
 
 def test_features_that_cost_loss_are_left_out():
     """Of an untrained model features raise the loss as often as they lower it."""
-    model, *_ = decoder("softmax")
-    x, kept = tokens(32, rows=3), []
+    model, _, learned, _ = decoder("softmax")
+    batch, kept = {"tokens": tokens(32, rows=3)}, []
 
     def loss(attention):
-        return conversion.held_out_losses(conversion.exchanged(model, attention), x).mean()
+        return float(losses(exchanged(learned, model, attention), batch).mean())
 
-    alone = loss([Hybrid(None, None, 4, 1)] * 2)
+    alone = loss([Hybrid(None, None, 4)] * 2)
     for key in jax.random.split(jax.random.key(0), 4):
         far = Far.of(jax.random.normal(key, (2, 6, 8)))
-        chosen = conversion.no_worse(model, [Hybrid(far, None, 4, 1)] * 2, x)
-        kept += [bool(jnp.isfinite(layer.far["weight"][...]).all()) for layer in chosen]
+        attention = [Hybrid(far, None, 4) for _ in range(2)]
+        chosen = conversion.no_worse(learned, model, attention, [batch])
+        kept += [bool((layer.far["weight"][...] > SILENT).all()) for layer in chosen]
         assert loss(chosen) < alone or not any(kept[-2:])
     assert {*kept} == {True, False}
 
 
 def test_without_a_far_weight_it_is_the_window():
-    model, *_ = decoder("softmax")
+    model, _, learned, _ = decoder("softmax")
     far = Far.of(jax.random.normal(jax.random.key(0), (2, 6, 8)))
     nothing = far._replace(weight=jnp.full(2, -jnp.inf))
     x = tokens(32)
     none, some, alone = (
-        conversion.exchanged(model, [Hybrid(f, None, 4, 1)] * 2)(x) for f in (nothing, far, None)
+        exchanged(learned, model, [Hybrid(f, None, 4)] * 2)(x) for f in (nothing, far, None)
     )
     np.testing.assert_allclose(none, alone, atol=1e-6)
     assert jnp.abs(some - alone).max() > 1e-3
 
 
-@pytest.mark.parametrize("method", conversion.METHODS)
-def test_conversion(method):
+@pytest.mark.parametrize(
+    ("method", "steps", "m"),
+    [("none", 0, 6), ("shift+scale", 0, 6), ("full", 0, 6), ("shift+scale", 3, 6), ("none", 0, 0)],
+)
+def test_conversion(method, steps, m):
     """All parameters but those of the attention are as they were, and the losses are numbers."""
-    model, *_ = decoder("softmax")
-    x = tokens(33, rows=9)
-    layers = conversion.samples(model, x[:, :-1])
-    assert [sample.query.shape for sample in layers] == [(9, 32, 2, 8)] * 2
-    attention = conversion.hybrids(layers, 4, 6, method, steps=3)
-    new = conversion.exchanged(model, attention)
-    losses = conversion.held_out_losses(new, x)
-    assert losses.shape == (9,)
-    assert np.isfinite(losses).all()
+    model, config, learned, _ = decoder("softmax")
+    batch = {"tokens": tokens(33, rows=9)}
+    replaced = learned.replacement(learned, config, model, [batch])
+    new = replaced(Case("orf-antithetic", method, steps, 4, m))
+    assert new.task.settings.transferred == (steps > 0)
+    found = losses(new.model, batch)
+    assert found.shape == (9,)
+    assert np.isfinite(found).all()
     for name, old in nnx.to_flat_state(nnx.state(model)):
-        np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new)))[name], old)
+        np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new.model)))[name], old)
+    with pytest.raises(ValueError, match="--keep=1: all layers of a language model"):
+        replaced(Case("orf", method, steps, 4, 6, keep=1))
 
 
-def test_a_run_and_what_it_is_converted_to(tmp_path):
-    """Trained, found again, converted and trained on: by the one trainer."""
+def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
+    """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
     _, config, learned, dataset = decoder("softmax")
-    source = tmp_path / "text"
+    source, out = tmp_path / "text", tmp_path / "converted"
     source.write_text(WORDS)
     config.data.dir = str(source)
     record = loop.train(config, tmp_path / "run", dataset, learned)
     found = evaluate.evaluate_run(tmp_path / "run")
     assert found["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
-    of = convert.subject(tmp_path / "run", 8, 4)
-    assert of.run.step == 4
-    row = convert.measured(of, 3, 0, 4, 6, "transfer")
-    alone = convert.measured(of, 3, 0, 4, 0, "window alone")
-    assert {"loss", "lost", "standard error"} < set(row)
-    assert alone["heads of the window alone"] == 0
-    options = {"finetune_steps": 2, "finetune_rate": 1e-3, "steps": 3, "seed": 0}
-    found = convert.finetuned(of, tmp_path, options, 4, 6, "transfer")
-    again = runs.restore(tmp_path / "both_4_6")
-    assert again.step == 2
-    assert all(layer.attention_fn.feature_map is LEARNED for layer in layers(again.model()))
-    assert np.isfinite(found["loss"])
+    convert.convert(
+        tmp_path / "run",
+        out,
+        names=["orf-antithetic"],
+        method="shift+scale",
+        num_features=[6],
+        refine_steps=3,
+        exact_window=[0, 4],
+        draws=2,
+        images=8,
+        num_epochs=1,
+    )
+    with (out / "conversion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["coupling"], r["calibration"], r["window"]) for r in rows] == [
+        *(("softmax", "", "0"), ("uniform", "", "0"), ("window alone", "", "4")),
+        *(
+            ("orf-antithetic", method, window)
+            for method in ("none", "shift+scale", "shift+scale, refined")
+            for window in "04"
+        ),
+    ]
+    assert float(rows[0]["loss"]) == pytest.approx(record["eval_loss"], rel=1e-5)
+    errors = [float(row["attention error"]) for row in rows]
+    assert errors[0] == 0 < min(errors[1:])
+    assert (out / "conversion.png").exists()
+    assert all(x.attention_fn.feature_map is LEARNED for x in layers(runs.restore(out).model()))
+    again = evaluate.evaluate_run(out)
+    assert again["step"] == 0
+    trained = loop.train(of_run(out), out)
+    assert trained["step"] > 0
+    assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
-        convert.subject(tmp_path / "both_4_6", 8, 4)
+        convert.convert(out, tmp_path / "x", names=["orf"], method="none", num_features=[8])
+    monkeypatch.setattr(configs, "SIZE", SIZE)
+    options = dict(length=32, batch_size=4, steps=2, text=source)
+    with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
+        train.main(tmp_path / "y", init_from=out, **options)
     shorter = task(dataset.num_classes, learned.settings._replace(length=16))
     with pytest.raises(ValueError, match="holds another run: settings was {'length': 32"):
         loop.train(config, tmp_path / "run", dataset, shorter)
@@ -201,17 +220,12 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
         runs.restore(tmp_path / "run")
 
 
-def test_heads_of_the_window_alone_are_trained_on(tmp_path, monkeypatch):
+def test_heads_of_the_window_alone_are_trained_on():
     """Weight decay made NaN of their far weight, -inf."""
-    model, config, learned, dataset = decoder("softmax")
-    run = SimpleNamespace(config=config, dataset=dataset, task=learned)
-    silent = [Hybrid(Far.of(jnp.ones((2, 6, 8))), None, 4, 1) for _ in range(2)]
-    for layer in silent:
-        layer.far["weight"][...] = jnp.full(2, -jnp.inf)
-    monkeypatch.setattr(convert, "hybrids", lambda *_: silent)
-    options = {"finetune_steps": 2, "finetune_rate": 1e-3, "steps": 3, "seed": 0}
-    of = SimpleNamespace(run=run, model=model)
-    assert np.isfinite(convert.finetuned(of, tmp_path, options, 4, 6, "transfer")["loss"])
+    far = Far.of(jnp.ones((2, 6, 8)))._replace(weight=jnp.full(2, -jnp.inf))
+    weight = Hybrid(far, None, 4).far["weight"][...]
+    assert jnp.isfinite(0.1 * weight).all()
+    assert not jnp.exp(weight).any()
 
 
 def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
@@ -231,105 +245,13 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, caps
     assert runs.restore(tmp_path / "new").step == 2
 
 
-def test_the_table_from_scratch_has_the_difference_to_softmax():
-    losses = {"softmax": (2.0, 2.2), "both": (2.1, 2.4)}
-    table = [{"attention": kind, "loss": x} for kind, pair in losses.items() for x in pair]
-    softmax, both = scratch.summary(table)
-    assert [list(row) for row in (softmax, both)] == [[*both]] * 2
-    assert both["more than softmax"].startswith("0.1500 (")
-
-
-def test_tables_grow_and_go_on(tmp_path):
-    calls = []
-
-    def measured(a, b):
-        calls.append((a, b))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return {"sum": a + 0.5, "word": b * 2}
-
-    grow = lambda asked: rows.grown(  # noqa: E731
-        tmp_path / "t", asked, [(1, "x"), (2, "y"), (3, "z")], ("n", "w"), measured
-    )
-    with pytest.raises(KeyboardInterrupt):
-        grow({"steps": 5})
-    assert len(list(csv.reader((tmp_path / "t.csv").open()))) == 3
-    found = grow({"steps": 5})
-    assert calls == [(1, "x"), (2, "y"), (3, "z"), (3, "z")]
-    assert [row["sum"] for row in found] == [1.5, 2.5, 3.5]
-    some = rows.grown(tmp_path / "t", {"steps": 5}, [(3, "z")], ("n", "w"), measured)
-    assert [row["n"] for row in some] == [3]
-    assert sorted(row["n"] for row in rows.whole(tmp_path / "t")) == [1, 2, 3]  # nothing is lost
-    with pytest.raises(ValueError, match=r"was made with \{'steps': 5\}"):
-        grow({"steps": 6})
-
-
-def test_the_figure_of_conversion_shows_every_loss(tmp_path, monkeypatch):
-    """Losses below 0, too: a window can lose less than nothing."""
-    shown = []
-    monkeypatch.setattr(report, "save", lambda drawn, out: shown.extend(drawn.axes))
-    losses = {(0, 16): 2.0, (0, 64): 1.0, (16, 0): 0.01, (16, 16): 0.005, (32, 0): -0.002}
-    table = [
-        {"window": w, "m": m, "method": "transfer" if m else "window alone", "lost": lost}
-        for (w, m), lost in losses.items()
-    ]
-    convert.figure(table, tmp_path / "x")
-    drawn = [{y for line in axis.get_lines() for y in line.get_ydata()} - {0} for axis in shown]
-    assert drawn == [{2.0, 1.0}, {0.01, 0.005}, {-0.002}]
-    assert all(
-        low < y < high
-        for axis in shown
-        for low, high in [axis.get_ylim()]
-        for line in axis.get_lines()
-        for y in line.get_ydata()
-    )
-
-
-@pytest.mark.parametrize("length", [64, 512])
-def test_what_is_asked_was_said_first(length):
-    dataset = pairs.dataset(length, 10)
-    for number in range(20):
-        example = dataset.decode(number, None, None, dataset)
-        seen, count = example["tokens"], pairs.PAIRS
-        said = dict(zip(seen[: 2 * count : 2], seen[1 : 2 * count : 2], strict=True))
-        assert len(said) == count
-        asked = np.flatnonzero(example["targets"] >= 0)
-        assert list(asked) == list(range(length - length // 4, length))
-        assert [said[x] for x in seen[asked]] == list(example["targets"][asked])
-        assert not seen[2 * count : asked[0]].any()
-
-
-def test_recall_reads_each_token_with_the_one_before():
-    """Tables of its own, and nothing of what comes later."""
-    embed = pairs.Bigrams(pairs.CHARACTERS, 4, rngs=nnx.Rngs(0))
-    x = np.array([[3, 1, 4, 1]])
-    own, before = (np.asarray(table.embedding[...]) for table in (embed.own, embed.before))
-    np.testing.assert_allclose(embed(x), own[x] + before[[[3, 3, 1, 4]]], atol=1e-6)
-
-
-def test_accuracy_of_recall():
-    """Of a model that always says the same value."""
-
-    examples = [pairs.example(64, 0, i) for i in range(6)]
-    said = int(examples[5]["targets"][-1])  # right in the example that is padding
-
-    def model(x):
-        return jnp.zeros((*x.shape, pairs.CHARACTERS)).at[..., said].set(5.0)
-
-    batch = {k: jnp.stack([x[k] for x in examples]) for k in ("tokens", "targets")}
-    mask = jnp.array([1, 1, 1, 1, 1, 0.0])
-    sums = pairs.count(model, batch | {"mask": mask})
-    right = np.array([np.sum(x["targets"] == said) / 16 for x in examples])
-    np.testing.assert_allclose(sums["accuracy"], right[:5].sum(), rtol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["softmax", "both"])
 def test_the_likeliest_text(kind):
     """With temperature 0: each character is the likeliest after all before; states keep a size."""
     model, *_ = decoder(kind)
     prompt = np.asarray(tokens(7)[0])
-    place = generation.begun(model, prompt, 7 + 2 * generation.PIECE, seed=0)
-    steps = generation.continued(model, place, 0.0)
+    place = generate.begun(model, prompt, 7 + 2 * generate.PIECE, seed=0)
+    steps = generate.continued(model, place, 0.0)
     (first, after), (second, _) = next(steps), next(steps)
     sizes = [[x.shape for x in jax.tree.leaves(p.states)] for p in (place, after)]
     assert sizes[0] == sizes[1]
@@ -343,16 +265,16 @@ def test_a_seed_is_a_text():
     prompt = np.asarray(tokens(7)[0])
 
     def said(seed):
-        place = generation.begun(model, prompt, 50, seed)
-        return next(generation.continued(model, place, 1.0))[0].tolist()
+        place = generate.begun(model, prompt, 50, seed)
+        return next(generate.continued(model, place, 1.0))[0].tolist()
 
     assert said(1) == said(1)
     assert said(1) != said(2)
 
 
 def test_attention_by_words():
-    assert configs.attention("window", 64, 16)[1] == 16
-    assert configs.attention("performer", 64, 16)[1] == 0
+    assert configs.attention("window", 64, 16).exact_window == 16
+    assert configs.attention("performer", 64, 16).exact_window == 0
     with pytest.raises(ValueError, match="unknown attention 'boht'"):
         configs.attention("boht", 64, 16)
     with pytest.raises(ValueError, match="a window of at least 1, got 0"):
@@ -365,6 +287,6 @@ def test_near_pairs_are_those_of_the_window():
     near = near_pairs(24, 5, 1) & np.tri(24, dtype=bool)
     for s in (0, 3, 9, 17):
         moved = value.at[:, s].add(1.0)
-        alone = Hybrid(None, None, 5, 1)
+        alone = Hybrid(None, None, 5)
         changed = jnp.abs(alone(query, key, moved) - alone(query, key, value)).max((0, 2, 3)) > 1e-6
         np.testing.assert_array_equal(changed, near[:, s])

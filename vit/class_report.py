@@ -11,9 +11,8 @@ the diagonal of the confusion matrix is top-1.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,21 +55,17 @@ def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
         batches: image, label, mask, as from `vit.data.eval_batches`.
         num_classes: width of the logits.
     """
-    graph, state = nnx.split(model)
-    step = jax.jit(partial(_outcomes, graph))
+    step = nnx.jit(lambda model, images, labels: outcomes(model(images)[0], labels))
     confusion = np.zeros((num_classes, num_classes), np.int64)
     top5 = np.zeros(num_classes, np.int64)
     for batch in batches:
-        predicted, rank = jax.device_get(step(state, batch["image"], batch["label"]))
+        images, labels = jnp.asarray(batch["image"]), jnp.asarray(batch["label"])
+        predicted, rank = jax.device_get(step(model, images, labels))
         real = np.asarray(batch["mask"]) > 0
-        label = np.asarray(batch["label"])[real]
+        label = np.asarray(labels)[real]
         np.add.at(confusion, (label, predicted[real]), 1)
         np.add.at(top5, label, rank[real] < 5)
     return Tally(confusion, top5)
-
-
-def _outcomes(graph: Any, state: Any, images: Array, labels: Array) -> tuple[Array, Array]:
-    return outcomes(nnx.merge(graph, state)(jnp.asarray(images))[0], jnp.asarray(labels))
 
 
 def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
@@ -78,16 +73,9 @@ def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
     images = counted.confusion.sum(axis=1)
     with np.errstate(invalid="ignore"):
         top1, top5 = np.diag(counted.confusion) / images, counted.top5 / images
-    return [
-        {
-            "class": index,
-            "name": name,
-            "images": int(images[index]),
-            "top-1": float(top1[index]),
-            "top-5": float(top5[index]),
-        }
-        for index, name in enumerate(names)
-    ]
+    columns = range(len(names)), names, images.tolist(), top1.tolist(), top5.tolist()
+    head = ("class", "name", "images", "top-1", "top-5")
+    return [dict(zip(head, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Record]:
@@ -110,10 +98,9 @@ def summary(counted: Tally, records: Sequence[metrics.Record], worst: int = 10) 
         f" top-5 {counted.top5.sum() / images:.4f} of {images} images;"
         " the classes with the lowest top-1 accuracy:"
     ]
-    seen = sorted((r for r in records if r["images"]), key=lambda r: r["top-1"])
-    for r in seen[:worst]:
-        row = counted.confusion[r["class"]].copy()
-        row[r["class"]] = 0
+    wrong = counted.confusion - np.diag(np.diag(counted.confusion))
+    for r in sorted((r for r in records if r["images"]), key=lambda r: r["top-1"])[:worst]:
+        row = wrong[r["class"]]
         taken_for = f"; most often taken for {records[int(np.argmax(row))]['name']}"
         lines.append(
             f"  {r['class']:5d} {r['name']}: top-1 {r['top-1']:.4f}, top-5 {r['top-5']:.4f}"

@@ -77,7 +77,7 @@ def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Exam
 def sigmoid_cross_entropy(
     logits: Float[Array, "b classes"], targets: Float[Array, "b classes"]
 ) -> Float[Array, " b"]:
-    """Each class is told from all else by its own sigmoid: the sum of their cross entropies."""
+    """Sum over the classes of the cross entropy of a sigmoid each."""
     return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)
 
 
@@ -106,7 +106,7 @@ def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
 def counts(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
 ) -> dict[str, Array]:
-    """How many examples there are, and for how many the label is among the 1 or 5 likeliest.
+    """Number of examples, and of those whose label is among the 1 or 5 likeliest classes.
 
     Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
     than the label when its logit is at least as large.
@@ -119,7 +119,7 @@ def counts(
 def label_rank(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
 ) -> Integer[Array, " b"]:
-    """How many other classes are at least as likely as the label; all of them where it is NaN."""
+    """Number of other classes at least as likely as the label; all of them where it is NaN."""
     label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     return jnp.sum(~(logits < label_logit), axis=-1) - 1
 
@@ -143,7 +143,7 @@ def projections(model: ViT, batch: Batch) -> list[Triple]:
 
 
 def distances(params: Any) -> Any:
-    """How many layers lie between each parameter and the head (Bao et al. 2022).
+    """Number of layers between each parameter and the head (Bao et al. 2022).
 
     0 of the head, the layer before it and the last norm, 1 of the last of L blocks, ..., L of the
     first, and L + 1 of the embedding: patches, class token and positions.

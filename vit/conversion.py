@@ -1,217 +1,200 @@
-"""A trained softmax model beside what becomes of it with random-feature attention.
+"""A trained softmax model, and what becomes of it with another attention.
 
-`vit.convert` is the command, `performer.nnx.linearize` what replaces the attention.
+`vit.convert` is the command. The layers of a task are replaced by `performer.nnx.linearize`, or as
+its own `Task.replacement` does it; attention errors are measured alike for every task.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from performer import performer_attention
-from performer.attention import attention_weights
-from performer.nnx import PerformerAttention, linearize, measure
+from performer.nnx import linearize, measure
 from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import Measured
-from performer.nnx.report import head_errors, uniform_error
+from performer.nnx.report import Report
 from performer.refinement import Sample, softmax_attention, squared
 from vit import config as configs
 from vit import data, metrics
-from vit.runs import Restored, evaluation_examples
 from vit.steps import count, evaluate
-from vit.task import Task, of_folder
+from vit.task import Model, Task
 
 ERROR_EXAMPLES = 8
 """Examples of the evaluation split whose attention errors are measured."""
 
-Attention = tuple[Callable[..., Array], tuple]
-"""(query, key, value, *arguments) -> output, and the arguments."""
+
+class Case(NamedTuple):
+    """The attention that takes the place of softmax."""
+
+    coupling: str
+    calibration: str
+    refine_steps: int
+    window: int
+    """Tokens of a chunk of near keys that are exact; 0 for none."""
+    num_features: int
+    """m; 0 for the exact keys alone."""
+    keep: int = 0
+    """Number of layers that stay exact, those with the largest errors."""
+    seed: int = 0
 
 
-def of_softmax(workdir: Path, task: str) -> configs.Config:
-    """The config of a run with softmax attention.
+class Replaced(NamedTuple):
+    """A model with another attention, its parameters as they were."""
 
-    Raises:
-        ValueError: for a folder without a run, or with a run of another task or attention.
-    """
-    of_folder(workdir, task)
-    config = configs.of_run(workdir)
-    if config.attention.kind != "softmax":
-        raise ValueError(
-            f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
-            " run with 'softmax' can be converted"
-        )
-    return config
+    model: Model
+    task: Task
+    """Task whose `create` makes such a model."""
+    heads: Report | None = None
+    """Errors of each head on the training examples, where the task has them."""
+
+
+class Function(nnx.Module):
+    """(query, key, value, *own) -> output as an `attention_fn`; other arrays, the same program."""
+
+    def __init__(self, function: Callable[..., Array], own: tuple = ()):
+        self.function, self.own = function, nnx.Variable(own)
+
+    def __call__(self, query: Array, key: Array, value: Array, **_: Any) -> Array:
+        """The output; masks and dropout are ignored."""
+        return self.function(query, key, value, *self.own.get_value())
+
+
+def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
+    """A copy of the model with these `attention_fn`, one for each layer."""
+    new = nnx.clone(model)
+    for layer, function in zip(task.layers(new), functions, strict=True):
+        layer.attention_fn = nnx.data(function) if isinstance(function, nnx.Module) else function
+    return new
+
+
+def uniform(query: Array, key: Array, value: Array) -> Array:
+    """The mean of all values."""
+    return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
+
+
+def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
+    """The mean of the values up to each place."""
+    return jnp.cumsum(value, axis=-3) / jnp.arange(1, value.shape[-3] + 1)[:, None, None]
+
+
+@cache  # the same function for the same window is the same program
+def window_alone(window: Window) -> Callable[..., Array]:
+    """Softmax over the exact keys: one feature, of weight 0, for all others."""
+
+    def attend(query: Array, key: Array, value: Array) -> Any:
+        frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
+        options: Any = window._asdict()
+        return performer_attention(query, key, value, frequencies, weights=weights, **options)
+
+    return attend
 
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
-    """What `measure` finds of the task's layers; others, as pooling by attention, stay exact."""
+    """The task's layers as `measure` finds them; others, as pooling by attention, stay exact."""
     own = {id(layer) for layer in task.layers(model)}
     found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
     paths = {".".join(map(str, path)) for path in found}
     return measure(model, batches, call=task.count, where=paths.__contains__)
 
 
-def attentions(task: Task, model: nnx.Module) -> list[Attention]:
-    """What the layers of a model do; layers of one kind and shape as the same function."""
-
-    def of(attention_fn: Any) -> Attention:
-        if isinstance(attention_fn, PerformerAttention):
-            own = attention_fn.frequencies[...], attention_fn.calibration
-            return _performer(attention_fn.window), own
-        return nnx.dot_product_attention, ()
-
-    return [of(layer.attention_fn) for layer in task.layers(model)]
-
-
-def accuracy(run: Restored, model: nnx.Module, layers: Sequence[Attention]) -> float:
-    """Accuracy on the evaluation split with another attention in each layer.
+def linearized(
+    task: Task, config: configs.Config, model: Model, batches: Sequence[data.Batch]
+) -> Callable[[Case], Replaced]:
+    """(case) -> the model with a Performer's attention, by `performer.nnx.linearize`.
 
     Args:
-        run: of the model.
-        model: in evaluation mode.
-        layers: what each of them does. That of other arguments is the same program.
-    """
-    graph, state = nnx.split(model)
-    functions, arguments = zip(*layers, strict=True)
-    count = partial(_count, run.task, graph, functions, state, arguments)
-    batches = data.eval_batches(run.dataset, run.config.data)
-    return evaluate(run.task, count, batches)["eval_accuracy"]
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _count(task, graph, functions, state, arguments, batch):
-    model = nnx.merge(graph, state)
-    for layer, function, own in zip(task.layers(model), functions, arguments, strict=True):
-        layer.attention_fn = lambda query, key, value, function=function, own=own, **_: function(
-            query, key, value, *own
-        )
-    return count(task, model, batch)
-
-
-def _uniform(query: Array, key: Array, value: Array) -> Array:
-    del query, key
-    return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
-
-
-@cache  # the same function for the same window is the same program
-def _performer(window: Window) -> Callable[..., Array]:
-    def attend(query, key, value, frequencies, calibration):
-        options: Any = dict(calibration=calibration, **window._asdict())
-        return cast(Array, performer_attention(query, key, value, frequencies, **options))
-
-    return attend
-
-
-@cache
-def _window_alone(window: Window) -> Callable[..., Array]:
-    def attend(query, key, value):
-        options: Any = _nothing_far(query) | window._asdict()
-        return cast(Array, performer_attention(query, key, value, **options))
-
-    return attend
-
-
-def _nothing_far(query: Array) -> dict[str, Array]:
-    """One feature, of weight 0."""
-    return {"frequencies": jnp.zeros((1, query.shape[-1])), "weights": jnp.zeros(1)}
-
-
-def _error_alone(sample: Sample, window: Window) -> float:
-    query, key = sample[:2]
-    estimate = attention_weights(query, key, **_nothing_far(query), **window._asdict())
-    return float(jnp.mean(squared(estimate, softmax_attention(sample), sample.pairs(False))))
-
-
-def compare(
-    run: Restored,
-    model: nnx.Module,
-    batches: Sequence[data.Batch],
-    *,
-    names: Sequence[str],
-    methods: Sequence[tuple[str, int]],
-    num_features: Sequence[int],
-    draws: int,
-    keep: int = 0,
-    windows: Sequence[Window] = (NO_WINDOW,),
-) -> Iterator[metrics.Record]:
-    """One record for each coupling, method, window and m: accuracy over draws, attention errors.
-
-    The first records, with m = 0, are of softmax and of uniform attention, and of softmax over the
-    exact keys of each window alone. Attention errors are those on the inputs that the layers have
-    with softmax attention on evaluation examples; means over heads.
-
-    Args:
-        run: with softmax attention; its data are those of the evaluation.
-        model: of the run, in evaluation mode.
+        task: of the model.
+        config: of the run; its prefix tokens are exact beside a window.
+        model: in evaluation mode, its tokens in the order of a window.
         batches: of training examples, which calibrate and refine.
-        names: couplings.
-        methods: pairs of a method of calibration and the steps of refinement.
-        num_features: each m.
-        draws: how many, of the frequencies.
-        keep: layers that stay exact, those with the largest errors.
-        windows: of near keys that are exact; the model must have its tokens in their order.
     """
-    measured = measured_layers(run.task, model, batches)
-    examples = evaluation_examples(run.dataset, run.config, ERROR_EXAMPLES)
-    held_out = [layer.sample for layer in measured_layers(run.task, model, [examples]).layers]
+    measured = measured_layers(task, model, batches)
 
-    def record(coupling, method, m, accuracies, errors, window=NO_WINDOW):
-        spread = np.std(accuracies, ddof=1) / len(accuracies) ** 0.5 if accuracies[1:] else 0.0
-        layers = np.mean(errors, axis=0)
-        return {
-            "coupling": coupling,
-            "calibration": method,
-            "window": window.exact_window,
-            "m": m,
-            "accuracy": float(np.mean(accuracies)),
-            "standard error": float(spread),
-            "attention error": float(np.mean(layers)),
-            **{f"error layer {i}": float(e) for i, e in enumerate(layers)},
-        }
+    def replaced(case: Case) -> Replaced:
+        window = Window(case.window, config.model.num_prefix) if case.window else NO_WINDOW
+        if not case.num_features:
+            alone = [Function(window_alone(window)) for _ in task.layers(model)]
+            return Replaced(exchanged(task, model, alone), task)
+        new, heads = linearize(
+            model,
+            batches,
+            coupling=case.coupling,
+            num_features=case.num_features,
+            calibration=case.calibration,
+            refine_steps=case.refine_steps,
+            keep=case.keep,
+            **window._asdict(),
+            call=task.count,
+            measured=measured,
+            seed=case.seed,
+        )
+        return Replaced(new, task, heads)
 
-    layers = attentions(run.task, model)
-    yield record("softmax", "", 0, [accuracy(run, model, layers)], [[0.0] * len(layers)])
-    errors = [float(jnp.mean(uniform_error(sample))) for sample in held_out]
-    yield record("uniform", "", 0, [accuracy(run, model, [(_uniform, ())] * len(layers))], [errors])
-    for window in filter(any, windows):
-        alone = [(_window_alone(window), ())] * len(layers)
-        errors = [_error_alone(sample, window) for sample in held_out]
-        yield record("window alone", "", 0, [accuracy(run, model, alone)], [errors], window)
-    rows = itertools.product(names, methods, windows, num_features)
-    for name, (method, steps), window, m in rows:
-        accuracies, errors = [], []
-        for draw in range(draws):
-            new, _ = linearize(
-                model,
-                batches,
-                coupling=name,
-                num_features=m,
-                calibration=method,
-                refine_steps=steps,
-                keep=keep,
-                **window._asdict(),
-                call=run.task.count,
-                measured=measured,
-                seed=draw,
-            )
-            layers = attentions(run.task, new)
-            accuracies.append(accuracy(run, model, layers))
-            pairs = zip(held_out, layers, strict=True)
-            errors.append([_error(sample, arguments, window) for sample, (_, arguments) in pairs])
-        yield record(name, method + ", refined" * (steps > 0), m, accuracies, errors, window)
+    return replaced
 
 
-def _error(sample: Sample, arguments: tuple, window: Window) -> float:
-    """The mean over heads; 0 of exact attention, which has no arguments."""
-    if not arguments:
-        return 0.0
-    errors = head_errors(sample, *arguments, window=window)
-    return float(jnp.mean(errors["attention error"]))
+def results(run: Any, model: Model) -> metrics.Record:
+    """Results of a model on the evaluation split of a run, as `vit.steps.evaluate` returns them.
+
+    Args:
+        run: `vit.runs.Restored`.
+        model: in evaluation mode; one that differs in its arrays alone is the same program.
+    """
+    counting = partial(_count, run.task, *nnx.split(model))
+    return evaluate(run.task, counting, data.eval_batches(run.dataset, run.config.data))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _count(task, graph, state, batch):
+    return count(task, nnx.merge(graph, state), batch)
+
+
+def accuracy(run: Any, model: Model, layers: Sequence[tuple[Callable[..., Array], tuple]]) -> float:
+    """Accuracy with (query, key, value, *arguments) -> output in each layer, and its arguments."""
+    new = exchanged(run.task, model, [Function(*layer) for layer in layers])
+    return results(run, new)["eval_accuracy"]
+
+
+def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
+    """Queries and keys of each layer of a model."""
+    projections = nnx.jit(task.projections)
+    layers = zip(*(projections(model, batch) for batch in batches), strict=True)
+    parts = [list(zip(*layer, strict=True))[:2] for layer in layers]
+    return [Sample.of(*map(jnp.concatenate, layer)) for layer in parts]
+
+
+def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[float]:
+    """The relative squared error of each layer's attention matrix, the mean over its heads.
+
+    Args:
+        task: of the models.
+        old: with exact attention; a layer of `new` that is of its kind has the error 0.
+        new: with another attention.
+        seen: queries and keys of each layer of `old`.
+    """
+    pairs = zip(task.layers(old), task.layers(new), seen, strict=True)
+    return [
+        0.0 if is_same(*layers) else float(_error(task.is_causal, layers[1].attention_fn, sample))
+        for *layers, sample in pairs
+    ]
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """Return true if both layers have attention of one kind."""
+    return type(old.attention_fn) is type(new.attention_fn)
+
+
+@partial(nnx.jit, static_argnums=0)
+def _error(is_causal: bool, attention_fn: Any, sample: Sample) -> Float[Array, ""]:
+    query, key = sample[:2]
+    b, s, n, _ = key.shape
+    # Values of unit vectors give the rows of the matrix: (b, t, n, s) -> (b, n, t, s)
+    units = jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, n, s))
+    estimate = jnp.moveaxis(attention_fn(query, key, units), -2, -3)
+    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
+    return jnp.mean(squared(estimate, exact, pairs))

@@ -1,4 +1,4 @@
-"""Replaces the attention of a trained softmax ViT by a Performer's, without retraining.
+"""Replaces the attention of a trained softmax model by a Performer's, without retraining.
 
     python -m vit.convert --workdir=runs/softmax --coupling=orf-antithetic,pm --calibration=full \\
         --num_features=32,64,128 --refine_steps=100 --out=runs/converted
@@ -6,10 +6,10 @@
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
 parameters stay as they are. The folder `--out` then holds `conversion.csv`, `.md` and `.png`:
 accuracy and attention error against m for every coupling, with and without the calibration, over
-several draws of the frequencies, between the softmax original and uniform attention, which looks
-at nothing; and `heads.csv`, the attention errors of the converted run, head by head. Until all is
-done `--out` does not exist: it takes shape in `OUT.unfinished`, and after a kill the same command
-begins anew.
+several draws of the frequencies, between the softmax original and uniform attention (the mean of
+all values), the trivial baseline; and `heads.csv`, the attention errors of the converted run, head
+by head. Until all is done `--out` does not exist: it takes shape in `OUT.unfinished`, and after a
+kill the same command begins anew.
 
 With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
 of the same images: estimates are no longer unbiased, and a good deal nearer with few features. With
@@ -22,67 +22,127 @@ The folder is also a run: the first coupling, calibrated (and refined), with the
 the largest window.
 `python -m vit.evaluate --workdir=OUT` takes it, and `python -m vit.train --workdir=OUT` fine-tunes
 it, for `--num_epochs` at the peak rate `--learning_rate`.
+
+A run of another task is converted alike, by the command of its task; its loss is reported where it
+has no accuracy.
 """
 
 import dataclasses
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from absl import flags, logging
 from flax import nnx
 
-from performer.nnx import linearize
-from performer.nnx.layer import Window
-from vit import checkpoint, classification, devices, metrics, report, runs, safety
+from vit import checkpoint, conversion, devices, metrics, report, runs, safety
 from vit import config as configs
 from vit.arguments import launch
-from vit.conversion import compare, measured_layers, of_softmax
-from vit.task import random_streams
+from vit.conversion import Case, Function, Replaced
+from vit.task import SUBJECTS, Model, of_folder, random_streams
+
+
+def metric_of(record: metrics.Record) -> str:
+    """The name of the column that a conversion is judged by."""
+    return "accuracy" if "accuracy" in record else "loss"
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
     """Accuracy and attention error against m, a line for each coupling, window and method."""
     drawn, axes = report.figure(out, columns=2)
-    (softmax, uniform, *alone), rest = ([r for r in records if (r["m"] > 0) == x] for x in (0, 1))
-    names = list(dict.fromkeys((r["coupling"], r["window"]) for r in rest))
-    styles = dict(
-        zip(dict.fromkeys(r["calibration"] for r in rest), ("--", "-", ":"), strict=False)
-    )
-    lines = dict.fromkeys((r["coupling"], r["window"], r["calibration"]) for r in rest)
-    for coupling, window, method in lines:
-        line = coupling, window, method
-        points = [r for r in rest if (r["coupling"], r["window"], r["calibration"]) == line]
-        words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
-        style = {
-            "label": ", ".join(filter(None, words)),
-            "color": f"C{names.index((coupling, window))}",
-            "linestyle": styles[method],
-            "marker": "o",
-            "markersize": 4,
-        }
-        sizes = [r["m"] for r in points]
-        axes[0].errorbar(
-            sizes, [r["accuracy"] for r in points], [r["standard error"] for r in points], **style
-        )
-        axes[1].plot(sizes, [r["attention error"] for r in points], **style)
-    for end, style in [(softmax, "-"), (uniform, ":")]:
-        axes[0].axhline(end["accuracy"], color="black", linestyle=style, label=end["coupling"])
-    axes[1].axhline(uniform["attention error"], color="black", linestyle=":", label="uniform")
-    for number, end in enumerate(alone):
-        label, color = f"window {end['window']} alone", f"{0.4 + 0.15 * number:.2f}"
-        for axis, column in zip(axes, ("accuracy", "attention error"), strict=True):
+    ends, lines = records[:2], {}
+    alone = [r for r in records[2:] if not r["m"]]
+    for r in records:
+        if r["m"]:
+            lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
+    names = list(dict.fromkeys(line[:2] for line in lines))
+    methods = list(dict.fromkeys(method for *_, method in lines))
+    sizes = sorted({r["m"] for r in records} - {0})
+    columns = {metric_of(records[0]): "standard error", "attention error": ""}
+    for axis, (column, spread) in zip(axes, columns.items(), strict=True):
+        for (coupling, window, method), points in lines.items():
+            words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
+            axis.errorbar(
+                [r["m"] for r in points],
+                [r[column] for r in points],
+                [r[spread] for r in points] if spread else None,
+                label=", ".join(filter(None, words)),
+                color=f"C{names.index((coupling, window))}",
+                linestyle=("--", "-", ":")[methods.index(method)],
+                marker="o",
+                markersize=4,
+            )
+        for end, style in zip(ends, "-:", strict=True):
+            if end[column]:  # softmax has no attention error
+                axis.axhline(end[column], color="black", linestyle=style, label=end["coupling"])
+        for number, end in enumerate(alone):
+            color = f"{0.4 + 0.15 * number:.2f}"
+            label = f"window {end['window']} alone"
             axis.axhline(end[column], color=color, linestyle="-.", label=label)
-    report.log_log(axes[1], sorted({r["m"] for r in rest}))
-    axes[0].set(xscale="log", xlabel="m", ylabel="accuracy, not retrained")
-    axes[0].set_xticks(sorted({r["m"] for r in rest}), sorted({r["m"] for r in rest}))
-    axes[0].minorticks_off()
-    axes[1].set(ylabel="relative attention error")
+        axis.set(ylabel=column)
+    report.log_log(axes[1], sizes)
+    report.log_sizes(axes[0], sizes)
     axes[1].get_legend().remove()
-    axes[0].get_figure().legend(
-        *axes[0].get_legend_handles_labels(), loc="outside right center", fontsize="small"
-    )
+    handles = axes[0].get_legend_handles_labels()
+    drawn.legend(*handles, loc="outside right center", fontsize="small")
     report.save(drawn, out)
+
+
+def compare(
+    run: runs.Restored,
+    model: Model,
+    replaced: Callable[[Case], Replaced],
+    cases: Sequence[Case],
+    draws: int,
+) -> Iterator[metrics.Record]:
+    """One record for each case: accuracy (or loss) over draws, and attention errors.
+
+    The first records, with m = 0, are of softmax and of uniform attention, and of softmax over the
+    exact keys of each window alone. Attention errors are those on the inputs that the layers have
+    with softmax attention on evaluation examples; means over heads.
+
+    Args:
+        run: with softmax attention; its data are those of the evaluation.
+        model: of the run, in evaluation mode.
+        replaced: as `vit.conversion.linearized` returns.
+        cases: with features.
+        draws: how many, of the frequencies of each case.
+    """
+    examples = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
+    held_out = conversion.samples(run.task, model, [examples])
+
+    def record(coupling: str, method: str, window: int, m: int, *models: Model) -> metrics.Record:
+        measured = [conversion.results(run, new) for new in models]
+        metric = metric_of({name.removeprefix("eval_"): x for name, x in measured[0].items()})
+        values = [each[f"eval_{metric}"] for each in measured]
+        spread = np.std(values, ddof=1) / len(values) ** 0.5 if values[1:] else 0.0
+        errors = [conversion.errors(run.task, model, new, held_out) for new in models]
+        layers = np.mean(errors, axis=0)
+        return {
+            "coupling": coupling,
+            "calibration": method,
+            "window": window,
+            "m": m,
+            metric: float(np.mean(values)),
+            "standard error": float(spread),
+            "attention error": float(np.mean(layers)),
+            **{f"error layer {i}": float(e) for i, e in enumerate(layers)},
+        }
+
+    yield record("softmax", "", 0, 0, model)
+    mean = conversion.uniform_so_far if run.task.is_causal else conversion.uniform
+    uniform = [Function(mean) for _ in run.task.layers(model)]
+    yield record("uniform", "", 0, 0, conversion.exchanged(run.task, model, uniform))
+    for window in filter(None, dict.fromkeys(case.window for case in cases)):
+        alone = replaced(Case("", "none", 0, window, 0)).model
+        yield record("window alone", "", window, 0, alone)
+    for case in cases:
+        method = case.calibration + ", refined" * (case.refine_steps > 0)
+        models = [replaced(case._replace(seed=draw)).model for draw in range(draws)]
+        yield record(case.coupling, method, case.window, case.num_features, *models)
 
 
 def convert(
@@ -115,8 +175,8 @@ def convert(
         exact_window: tokens of a chunk whose keys are exact for it and its neighbours, each such
             number; the largest is that of the converted run.
         draws: of the frequencies, for each coupling, method, window and m.
-        images: training images to calibrate with.
-        eval_images: how many to measure accuracy on; 0 for all.
+        images: training examples to calibrate with.
+        eval_images: number of examples to measure accuracy on; 0 for all.
         num_epochs: of fine-tuning, for the config of the converted run.
         learning_rate: likewise.
 
@@ -126,31 +186,39 @@ def convert(
             not empty.
         vit.checkpoint.SaveError: when the run cannot be written.
     """
-    config = of_softmax(workdir, classification.NAME)
+    of_folder(workdir, *SUBJECTS)
+    config = configs.of_run(workdir)
+    if config.attention.kind != "softmax":
+        raise ValueError(
+            f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
+            " run with 'softmax' can be converted"
+        )
     if min(images, draws) < 1 or min(refine_steps, eval_images, keep) < 0:
         raise ValueError(
             f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"
             f" eval_images={eval_images} and keep={keep} not negative"
         )
-    steps = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
-    for name, m, window in itertools.product(names, num_features, exact_window):
-        attention = configs.Attention(
-            coupling=name, num_features=m, calibration=method, exact_window=window
-        )
-        configs.validate(dataclasses.replace(config, attention=attention))
+    methods = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
+    cases = [
+        Case(name, *steps, window, m, keep)
+        for name, steps, window, m in itertools.product(names, methods, exact_window, num_features)
+    ]
+    for case in cases:
+        configs.validate(dataclasses.replace(config, attention=attention(case)))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
     model = run.model()
-    windows = [Window(w, config.model.num_prefix if w else 0) for w in exact_window]
+    batches = list(runs.training_examples(run, images))
+    replacement = run.task.replacement or conversion.linearized
+    replaced = replacement(run.task, run.config, model, batches)
+    chosen = Case(names[0], method, refine_steps, max(exact_window), max(num_features), keep)
+    converted = replaced(chosen)
+    layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
+    exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
     new_config = dataclasses.replace(
         config,
-        attention=configs.Attention(
-            coupling=names[0],
-            num_features=max(num_features),
-            calibration=method,
-            exact_window=max(exact_window),
-        ),
+        attention=dataclasses.replace(attention(chosen), exact_layers=",".join(exact)),
         num_epochs=num_epochs,
     )
     _, num_steps = runs.length(new_config, run.dataset)
@@ -162,88 +230,64 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    batches = list(runs.training_examples(run, images))
-    linear, linearized = linearize(
-        model,
-        batches,
-        coupling=names[0],
-        num_features=max(num_features),
-        calibration=method,
-        refine_steps=refine_steps,
-        keep=keep,
-        **max(windows)._asdict(),
-        call=run.task.count,
-        measured=measured_layers(run.task, model, batches),
-    )
-    exact = [row["layer"] for row in linearized.rows if row["attention"] == "exact"]
-    new_config.attention.exact_layers = ",".join(map(str, dict.fromkeys(exact)))
-    new = run.task.create(new_config, rngs=random_streams(config.seed))
-    nnx.update(new, nnx.state(linear))
+    new = converted.task.create(new_config, rngs=random_streams(config.seed))
+    nnx.update(new, nnx.state(converted.model))
     run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset, run.task)
-        rows = len(names) * len(steps) * len(windows) * len(num_features)
-        total = 2 + sum(map(any, windows)) + rows
+        runs.begin(folder, new, new_config, run.dataset, converted.task)
+        total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total, status="")
-        for record in compare(
-            run,
-            model,
-            batches,
-            names=names,
-            methods=list(steps),
-            num_features=num_features,
-            draws=draws,
-            keep=keep,
-            windows=windows,
-        ):
+        for record in compare(run, model, replaced, cases, draws):
             records.append(record)
             table = report.table(records, folder / "conversion")
-            bar.update(progress, advance=1, status=f"{record['coupling']} {record['accuracy']:.4f}")
+            status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
+            bar.update(progress, advance=1, status=status)
         plot(records, folder / "conversion")
-        linearized.to_csv(folder / "heads.csv")
+        if converted.heads:
+            converted.heads.to_csv(folder / "heads.csv")
     return table
+
+
+def attention(case: Case) -> configs.Attention:
+    """The section of a config with that attention."""
+    return configs.Attention(
+        coupling=case.coupling,
+        num_features=case.num_features,
+        calibration=case.calibration,
+        exact_window=case.window,
+    )
 
 
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    workdir = Path(str(_WORKDIR.value))
-    out = Path(_OUT.value or f"{workdir}-performer")
-    for name, words in ("num_features", _NUM_FEATURES.value), ("exact_window", _WINDOW.value):
-        if not words or not all(word.isdecimal() for word in words):
-            raise ValueError(f"--{name}={','.join(words)}: give integers, as in 32,64")
+    values: Any = flags.FLAGS
+    named = [name for name in inspect.signature(convert).parameters if name in values]
+    given: dict[str, Any] = {name: values[name].value for name in named}
+    for name in ("num_features", "exact_window"):
+        if not given[name] or not all(word.isdecimal() for word in given[name]):
+            raise ValueError(f"--{name}={','.join(given[name])}: give integers, as in 32,64")
+        given[name] = [int(word) for word in given[name]]
+    given["workdir"] = Path(given["workdir"])
+    given["out"] = Path(given["out"] or f"{given['workdir']}-performer")
     devices.check_alone()
-    table = convert(
-        workdir,
-        out,
-        names=_COUPLING.value,
-        method=str(_CALIBRATION.value),
-        num_features=[int(m) for m in _NUM_FEATURES.value],
-        refine_steps=_REFINE_STEPS.value,
-        exact_window=[int(w) for w in _WINDOW.value],
-        keep=_KEEP.value,
-        draws=_DRAWS.value,
-        images=_IMAGES.value,
-        eval_images=_EVAL_IMAGES.value,
-        num_epochs=_NUM_EPOCHS.value,
-        learning_rate=_LEARNING_RATE.value,
-    )
-    print(f"{table}\nThe report and the converted run are in {out}.")
+    table = convert(names=values["coupling"].value, method=values["calibration"].value, **given)
+    print(f"{table}\nThe report and the converted run are in {given['out']}.")
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
-    _OUT = flags.DEFINE_string("out", "", "converted run; <workdir>-performer if none")
-    _COUPLING = flags.DEFINE_list("coupling", ["orf-antithetic"], "names; the run takes the first")
-    _CALIBRATION = flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
-    _NUM_FEATURES = flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
-    _REFINE_STEPS = flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
-    _KEEP = flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
-    _WINDOW = flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
-    _DRAWS = flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
-    _IMAGES = flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
-    _EVAL_IMAGES = flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
-    _NUM_EPOCHS = flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
-    _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-4, "likewise")
+    flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
+    flags.DEFINE_string("out", "", "converted run; <workdir>-performer if none")
+    flags.DEFINE_list("coupling", ["orf-antithetic"], "names; the run takes the first")
+    flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
+    flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
+    flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
+    flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
+    flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
+    flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
+    flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
+    flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
+    flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
+    flags.DEFINE_float("learning_rate", 1e-4, "likewise")
     launch(main)

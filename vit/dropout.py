@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 class Dropout(nnx.Dropout):
-    """As `nnx.Dropout`; inside `jax.shard_map` it takes the rows of the mask of the whole batch.
+    """`nnx.Dropout`; inside `jax.shard_map` its mask is the rows of that of the whole batch.
 
     Attributes:
         axis_name: the axes of the mesh among which the first axis of the inputs is split, in order;

@@ -32,7 +32,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 from flax import nnx
 
@@ -90,7 +89,10 @@ def evaluate_run(
 
 
 def evaluate_on(
-    workdir: Path, fields: Mapping[str, Any], real: Path | None = None
+    workdir: Path,
+    fields: Mapping[str, Any],
+    real: Path | None = None,
+    step: int | str | None = None,
 ) -> metrics.Record:
     """The evaluated model of a run on other data than its own evaluation split.
 
@@ -99,6 +101,7 @@ def evaluate_on(
         fields: of its config that are others, of those in `FLAGS`.
         real: file of the reassessed labels of ImageNet's validation pictures; then the accuracy is
             that by these, over the pictures that have any.
+        step: as `vit.load`.
 
     Returns:
         As `evaluate_run`, or eval_real_accuracy. Classes that the data have not count as wrong
@@ -108,7 +111,7 @@ def evaluate_on(
         ValueError: as `vit.use.load`, `vit.data.load` and `vit.real_labels.read`; or when the data
             have a class that the run has not.
     """
-    trained = use.load(workdir)
+    trained = use.load(workdir, step)
     config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
     opened: dict[str, Any] = {"data.batch_size": 1}  # however few are there to train on
     if {"data.name", "data.dir"} & set(fields):
@@ -120,8 +123,8 @@ def evaluate_on(
         for field in fields:
             message = message.replace(f"config.{field}", f"--{FLAGS[field]}")
         raise ValueError(message) from error
-    label = numbers(trained.class_names, dataset.class_names)
-    task = classification.task(len(trained.class_names), trained.channels, config.optim.loss)
+    label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
+    task = classification.task(classes, trained.channels, config.optim.loss)
     if real is not None:
         labels = real_labels.read(real, dataset.num_classes)
         dataset = real_labels.with_labels(dataset, labels)
@@ -130,18 +133,16 @@ def evaluate_on(
     graph, state = nnx.split(trained.model)
     state = jax.device_put(state, devices.everywhere(mesh))
     count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
-    batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
 
     def of_run(batch: data.Batch) -> data.Batch:
-        named = batch | {"label": label[batch["label"]]}
-        if real is None:
-            return named
-        right = jnp.zeros((len(label), len(trained.class_names)), bool)
-        rows = batch["real"] @ right.at[jnp.arange(len(label)), label].set(True)
-        return named | {"real": rows, "mask": batch["mask"] * rows.any(axis=-1)}
+        own = batch | {"label": label[batch["label"]]}
+        if real is not None:
+            rows = batch["real"] @ jax.nn.one_hot(label, classes, dtype=bool)
+            own |= {"real": rows, "mask": batch["mask"] * rows.any(axis=-1)}
+        return own
 
-    found = evaluate(task, partial(count, state), map(of_run, batches))
-    return {"step": trained.step, **found}
+    batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
+    return {"step": trained.step, **evaluate(task, partial(count, state), map(of_run, batches))}
 
 
 def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
@@ -161,7 +162,7 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
             f" {len(of_run)} of the run: {', '.join(foreign[:5])}; the run's begin with"
             f" {', '.join(of_run[:5])}"
         )
-    return jnp.asarray(np.array([index[name] for name in of_data], np.int32))
+    return jnp.asarray([index[name] for name in of_data], jnp.int32)
 
 
 def report_classes(workdir: Path, step: int | str | None = None) -> str:
@@ -180,42 +181,31 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
     return class_report.summary(counted, records)
 
 
-def _real(record: metrics.Record) -> metrics.Record:
-    return {
-        "real_accuracy": record["eval_real_accuracy"],
-        "real_examples": record["eval_examples"],
-    }
-
-
 def main(_: list[str]) -> None:
     """The command line."""
-    workdir = Path(str(_WORKDIR.value))
+    workdir, wanted, step = Path(str(_WORKDIR.value)), _REPORT.value, _STEP.value
     given = {field: flags.FLAGS[flag].value for field, flag in FLAGS.items()}
     fields = {name: value for name, value in given.items() if value is not None}
-    real = Path(_REAL.value) if _REAL.value else None
-    if (fields or real) and _REPORT.value:
+    if (fields or _REAL.value) and wanted:
         raise ValueError(
-            f"--report={_REPORT.value} is of the run's own evaluation split: give it without"
+            f"--report={wanted} is of the run's own evaluation split: give it without"
             " --split, --name, --data_dir, --batch_size and --real"
         )
     _JOIN()
     machine.keep_programs()
-    lead = jax.process_index() == 0
-    if _REPORT.value and jax.process_count() > 1:
-        raise ValueError(f"--report={_REPORT.value} is written by one process: start but one")
-    if _REPORT.value == "attention" and _STEP.value:
-        raise ValueError("--report=attention is of the newest checkpoint: leave out --step")
-    if (fields or real) and _STEP.value:
-        raise ValueError("other data are for the newest checkpoint: leave out --step")
-    record = evaluate_on(workdir, fields) if fields else evaluate_run(workdir, step=_STEP.value)
-    if real:
-        record |= _real(evaluate_on(workdir, fields, real))
-    for name, value in record.items() if lead else ():
-        print(f"{name:14} {value}")
-    if _REPORT.value == "attention":
-        print(report_attention(workdir, workdir / "attention"))
-    elif _REPORT.value == "classes":
-        print(report_classes(workdir, _STEP.value))
+    if wanted and jax.process_count() > 1:
+        raise ValueError(f"--report={wanted} is written by one process: start but one")
+    record = evaluate_on(workdir, fields, step=step) if fields else evaluate_run(workdir, step=step)
+    if _REAL.value:
+        found = evaluate_on(workdir, fields, Path(_REAL.value), step)
+        record["real_accuracy"] = found["eval_real_accuracy"]
+        record["real_examples"] = found["eval_examples"]
+    if jax.process_index() == 0:
+        print("\n".join(f"{name:14} {value}" for name, value in record.items()))
+    if wanted == "attention":
+        print(report_attention(workdir, workdir / "attention", step=step))
+    elif wanted == "classes":
+        print(report_classes(workdir, step))
 
 
 if __name__ == "__main__":

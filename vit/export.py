@@ -66,9 +66,8 @@ class Written(NamedTuple):
     def loader(self) -> str:
         """Python that runs the program, in the folder of these files, with JAX alone."""
         names = {name: path and path.name for name, path in self._asdict().items()}
-        if self.parameters is None:
-            return (READ + CALL).format(**names, arguments="images")
-        return (READ + READ_PARAMETERS + CALL).format(**names, arguments="parameters, images")
+        text = READ + (READ_PARAMETERS if self.parameters else "") + CALL
+        return text.format(**names, arguments="parameters, " * bool(self.parameters) + "images")
 
 
 def named(out: Path, *, beside: bool = False) -> Written:
@@ -114,9 +113,8 @@ def export(trained: use.Trained, written: Written) -> None:
             " --parameters=beside"
         )
     program = symbolic(trained, arrays, call, beside=written.parameters is not None)
-    folder = written.program.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with files.alone(folder):
+    written.program.parent.mkdir(parents=True, exist_ok=True)
+    with files.alone(written.program.parent):
         check_new(written)
         if written.parameters is not None:
             content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))
@@ -126,7 +124,7 @@ def export(trained: use.Trained, written: Written) -> None:
 
 
 def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., Array]]:
-    """Its arrays by name, as "blocks.0.mlp_in.kernel"; and (arrays, images) -> logits."""
+    """Arrays of the model by name, as "blocks.0.mlp_in.kernel"; and (arrays, images) -> logits."""
     graph, state, streams = nnx.split(trained.model, nnx.Not(nnx.RngState), ...)
     leaves, tree = jax.tree.flatten(state)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -142,24 +140,18 @@ def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., A
 
 
 def symbolic(
-    trained: use.Trained,
-    arrays: dict[str, Array],
-    call: Callable[..., Array],
-    *,
-    beside: bool,
+    trained: use.Trained, arrays: dict[str, Array], call: Callable[..., Array], *, beside: bool
 ) -> Exported:
     """The program images -> logits, or (arrays, images) -> logits, for any number of images."""
     side = trained.config.data.image_size
-    shape = (*symbolic_shape("b"), side, side, trained.channels)
-    images = jax.ShapeDtypeStruct(shape, jnp.uint8)
-    if not beside:
-        return jax.export.export(jax.jit(partial(call, arrays)), platforms=PLATFORMS)(images)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    return jax.export.export(jax.jit(call), platforms=PLATFORMS)(shapes, images)
+    images = jax.ShapeDtypeStruct((*symbolic_shape("b"), side, side, trained.channels), jnp.uint8)
+    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)] * beside
+    function = jax.jit(call if beside else partial(call, arrays))
+    return jax.export.export(function, platforms=PLATFORMS)(*shapes, images)
 
 
 def about(trained: use.Trained, program: Exported, written: Written) -> dict[str, Any]:
-    """What one must know to use the program."""
+    """Content of the json beside the program."""
     data = trained.config.data
     return {
         "program": written.program.name,
@@ -186,13 +178,12 @@ def about(trained: use.Trained, program: Exported, written: Written) -> dict[str
 def main(_: list[str]) -> None:
     """The command line."""
     devices.check_alone()
-    out = Path(str(_OUT.value))
-    written = named(out, beside=_PARAMETERS.value == "beside")
+    written = named(Path(str(_OUT.value)), beside=_PARAMETERS.value == "beside")
     export(use.load(str(_WORKDIR.value), _STEP.value), written)
-    for path in written:
-        if path is not None:
-            print(f"{path}  {path.stat().st_size:,} bytes")
-    print(f"\nThis runs it, in the folder {out.parent}:\n\n{written.loader()}", end="")
+    for path in filter(None, written):
+        print(f"{path}  {path.stat().st_size:,} bytes")
+    folder = written.program.parent
+    print(f"\nThis runs it, in the folder {folder}:\n\n{written.loader()}", end="")
 
 
 if __name__ == "__main__":

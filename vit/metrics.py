@@ -1,16 +1,14 @@
 """Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
 
-import io
 import json
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit import files
+from vit import files, report
 
 Record = dict[str, Any]
 
@@ -27,7 +25,7 @@ def read(path: Path) -> list[Record]:
 
 
 def best(log: Path, steps: Container[int]) -> int | None:
-    """That of the steps at which held-out examples did best; the first of equals.
+    """Step of the best evaluation among these; the first of equals.
 
     By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
     """
@@ -62,7 +60,7 @@ def keep_up_to(path: Path, step: int) -> list[Record]:
 def _merged(lines: list[Record]) -> list[Record]:
     records: dict[int, Record] = {}
     for line in lines:
-        records[line["step"]] = records.get(line["step"], {}) | line
+        records.setdefault(line["step"], {}).update(line)
     return list(records.values())
 
 
@@ -74,11 +72,10 @@ def _lines(path: Path) -> tuple[list[Record], list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if not isinstance(record["step"], int):
+                raise TypeError(record)
             records.append(record)
-        else:
+        except (ValueError, TypeError, LookupError):
             damaged.append(number)
     if damaged[-1:] == [len(lines)] and not text.endswith("\n"):
         damaged.pop()  # the process was killed while it wrote
@@ -101,38 +98,36 @@ def progress_bar(shown: bool = True) -> Progress:
 def plot_learning_curve(log: Path, png: Path) -> None:
     """Loss and what else training measures against the step, beside the held-out examples'."""
     records = read(log)
-    names = [n.removeprefix("train_") for n in _loss_first({n for r in records for n in r})]
+    names = _loss_first({name for record in records for name in record})
     if not names:  # the log of a finished run was removed
         return
-    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
-    axes = figure.subplots(1, len(names))
+    drawn, axes = report.figure(png, columns=len(names))
     for axis, name in zip(np.atleast_1d(axes), names, strict=True):
         for split, marker in [("train", ""), ("eval", "o")]:
-            points = [(r["step"], r[f"{split}_{name}"]) for r in records if f"{split}_{name}" in r]
-            if points:
+            key = f"{split}_{name}"
+            if points := [(r["step"], r[key]) for r in records if key in r]:
                 axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=split)
         axis.set(xlabel="step", ylabel=name)
         axis.grid(alpha=0.3)
         axis.legend()
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    files.write(png, content.getvalue())
+    report.save(drawn, png)
 
 
-def _loss_first(names: Iterable[str], prefix: str = "train_") -> list[str]:
-    own = sorted(name for name in names if name.startswith(prefix))
-    return sorted(own, key=lambda name: name != f"{prefix}loss")
+def _loss_first(names: Iterable[str]) -> list[str]:
+    """Names of what training measures, without the prefix "train_"."""
+    own = [name.removeprefix("train_") for name in names if name.startswith("train_")]
+    return sorted(own, key=lambda name: (name != "loss", name))
 
 
 def results(record: Record) -> str:
-    """What an evaluation says: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
+    """Results of an evaluation: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
     values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
     shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
 
 
 def status(record: Record, rate: str, waiting: float = 0.0) -> str:
-    """What the progress bar says of a record.
+    """Status of the progress bar for a record.
 
     Args:
         record: of the log.
@@ -141,7 +136,7 @@ def status(record: Record, rate: str, waiting: float = 0.0) -> str:
     """
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
-    values = [f"{n.removeprefix('train_')} {record[n]:.3f}" for n in _loss_first(record)]
+    values = [f"{name} {record[f'train_{name}']:.3f}" for name in _loss_first(record)]
     noun = rate.removesuffix("_per_second")
     waits = f"  waiting for data {waiting:.0%}" if waiting > 0.1 else ""
     return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}{bad}"

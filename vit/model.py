@@ -5,6 +5,7 @@ coupling: with the same seed two models differ only in their frequencies, and a 
 one kind can be run with the other.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, Size, exact_layers
+from vit.config import Config, exact_layers
 from vit.dropout import Dropout
 from vit.task import random_streams as random_streams
 
@@ -82,11 +83,10 @@ class ViT(nnx.Module):
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
         exact = exact_layers(config.attention.exact_layers)
-        self.blocks = nnx.List(
-            [Block(config, size, rngs, rate, i in exact) for i, rate in enumerate(rates)]
-        )
+        blocks = [Block(config, rngs, rate, i in exact) for i, rate in enumerate(rates)]
+        self.blocks = nnx.List(blocks)
         self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
-        self.pool = AttentionPooling(config, size, rngs) if self.pooling == "attention" else None
+        self.pool = AttentionPooling(config, rngs) if self.pooling == "attention" else None
         width = size.width * (1 + ("+" in self.pooling))
         self.pre_logits = nnx.Linear(width, size.width, rngs=rngs) if model.pre_logits else None
         self.head = nnx.Linear(
@@ -130,7 +130,7 @@ class ViT(nnx.Module):
 
     @property
     def order(self) -> Int[np.ndarray, " patches"]:
-        """Of the patches as tokens: the number of each, counted row by row."""
+        """Number of each patch, counted row by row, in the order of the tokens."""
         return z_order(self.grid, self.grid) if self.has_window else np.arange(self.grid**2)
 
     def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
@@ -142,7 +142,7 @@ class ViT(nnx.Module):
         return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
 
     def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
-        """What the head reads of the tokens: see `config.model.pooling`."""
+        """Input of the head, by `config.model.pooling`."""
         patches = x[:, self.num_prefix :] if self.num_prefix else x
         if self.pool is not None:
             return self.pool(patches)
@@ -153,6 +153,47 @@ class ViT(nnx.Module):
         return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
 
 
+def multi_head(
+    config: Config, rngs: nnx.Rngs, attention_fn: Callable[..., Array] = nnx.dot_product_attention
+) -> nnx.MultiHeadAttention:
+    """A layer of attention."""
+    return nnx.MultiHeadAttention(
+        num_heads=config.model.size.num_heads,
+        in_features=config.model.size.width,
+        kernel_init=nnx.initializers.xavier_uniform(),
+        attention_fn=attention_fn,
+        decode=False,
+        dtype=jnp.dtype(config.model.dtype),
+        rngs=rngs,
+    )
+
+
+def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
+    """Both layers of an MLP; SwiGLU halves the channels between them."""
+    size, kernel_and_bias = config.model.size, INITS[config.model.mlp_init]
+    inits = dict(zip(("kernel_init", "bias_init"), kernel_and_bias, strict=True))
+    linear = partial(nnx.Linear, **inits, dtype=jnp.dtype(config.model.dtype), rngs=rngs)
+    hidden = size.mlp_dim * (1 + (config.model.activation == "swiglu"))
+    return linear(size.width, hidden), linear(size.mlp_dim, size.width)
+
+
+def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
+    """Random-feature attention of a block."""
+    own, size = config.attention, config.model.size
+    return PerformerAttention(
+        own.num_features,
+        size.head_dim,
+        coupling=own.coupling,
+        num_heads=None if own.share_heads else size.num_heads,
+        redraw_every=own.redraw_every,
+        calibration=own.calibration,
+        implementation="pallas" if own.implementation == "pallas" else None,
+        exact_window=own.exact_window,
+        exact_first=config.model.num_prefix if own.exact_window else 0,
+        rngs=rngs,
+    )
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -160,49 +201,19 @@ class Block(nnx.Module):
     by 1 - drop_path where it stays.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        size: Size,
-        rngs: nnx.Rngs,
-        drop_path: float = 0.0,
-        exact: bool = False,
-    ):
-        attention = config.attention
-        attention_fn = nnx.dot_product_attention
-        if attention.kind == "performer" and not exact:
-            attention_fn = PerformerAttention(
-                attention.num_features,
-                size.head_dim,
-                coupling=attention.coupling,
-                num_heads=None if attention.share_heads else size.num_heads,
-                redraw_every=attention.redraw_every,
-                calibration=attention.calibration,
-                implementation="pallas" if attention.implementation == "pallas" else None,
-                exact_window=attention.exact_window,
-                exact_first=config.model.num_prefix if attention.exact_window else 0,
-                rngs=rngs,
-            )
-        model, dtype = config.model, jnp.dtype(config.model.dtype)
-        norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
+    def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0, exact: bool = False):
+        model, width = config.model, config.model.size.width
+        linear = config.attention.kind == "performer" and not exact
+        attention_fn = performer(config, rngs) if linear else nnx.dot_product_attention
+        dtype = jnp.dtype(model.dtype)
+        norm = partial(nnx.LayerNorm, width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
         self.attention_norm = norm()
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=size.num_heads,
-            in_features=size.width,
-            kernel_init=nnx.initializers.xavier_uniform(),
-            attention_fn=attention_fn,
-            decode=False,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.attention = multi_head(config, rngs, attention_fn)
         self.mlp_norm = norm()
-        kernel, bias = INITS[model.mlp_init]
-        linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
         self.activation = model.activation
-        self.mlp_in = linear(size.width, size.mlp_dim * (1 + (model.activation == "swiglu")))
-        self.mlp_out = linear(size.mlp_dim, size.width)
+        self.mlp_in, self.mlp_out = mlp(config, rngs)
         if model.layer_scale:
-            factors = jnp.full(size.width, model.layer_scale)
+            factors = jnp.full(width, model.layer_scale)
             self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
         self.has_scale = model.layer_scale > 0
         self.dropout = Dropout(model.dropout, rngs=rngs)
@@ -232,24 +243,14 @@ class AttentionPooling(nnx.Module):
     It is linear in the number of patches, and exact whatever the attention of the blocks.
     """
 
-    def __init__(self, config: Config, size: Size, rngs: nnx.Rngs):
-        dtype = jnp.dtype(config.model.dtype)
-        self.activation = config.model.activation
-        self.query = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, size.width)))
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=size.num_heads,
-            in_features=size.width,
-            kernel_init=nnx.initializers.xavier_uniform(),
-            decode=False,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        epsilon = config.model.epsilon
-        self.norm = nnx.LayerNorm(size.width, epsilon=epsilon, dtype=dtype, rngs=rngs)
-        kernel, bias = INITS[config.model.mlp_init]
-        linear = partial(nnx.Linear, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
-        self.mlp_in = linear(size.width, size.mlp_dim * (1 + (self.activation == "swiglu")))
-        self.mlp_out = linear(size.mlp_dim, size.width)
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        model, width = config.model, config.model.size.width
+        self.activation = model.activation
+        self.query = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, width)))
+        self.attention = multi_head(config, rngs)
+        dtype = jnp.dtype(model.dtype)
+        self.norm = nnx.LayerNorm(width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
+        self.mlp_in, self.mlp_out = mlp(config, rngs)
 
     def __call__(self, x: Float[Array, "b s width"]) -> Float[Array, "b width"]:
         """One vector for each image."""

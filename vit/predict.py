@@ -1,4 +1,4 @@
-"""Says what is on pictures, by a trained run; the data set of the run is not needed.
+"""Predicts the classes of pictures by a trained run; the data set of the run is not needed.
 
     python -m vit.predict --workdir=runs/photos cat.jpg folder_of_pictures
     python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
@@ -13,6 +13,7 @@ attention and by exact attention (`vit.rollout`).
 
 import contextlib
 import csv
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +35,11 @@ READERS = 8
 
 
 class Seen(NamedTuple):
-    """A picture, and what the model says of it."""
+    """A picture and its likeliest classes."""
 
     path: Path
     pixels: Any
-    """As the model sees it, an array (size, size, c) of uint8."""
+    """Input of the model, an array (size, size, c) of uint8."""
     top: list[tuple[str, float]]
     """The likeliest classes with their probabilities."""
 
@@ -66,7 +67,7 @@ def predict(
     top: int = 5,
     unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
 ) -> Iterator[list[Seen]]:
-    """What the model says of the pictures, batch by batch.
+    """Return an iterator over batches of pictures with their likeliest classes.
 
     Args:
         model: of `vit.load`.
@@ -75,22 +76,19 @@ def predict(
         unreadable: called for a file that cannot be read, which is left out.
     """
 
-    def read(path: Path) -> np.ndarray | None:
+    def read(path: Path) -> tuple[Path, np.ndarray] | None:
         try:
-            return model.pixels(path)
+            return path, model.pixels(path)
         except ValueError as error:
             unreadable(path, error)
 
     with ThreadPoolExecutor(READERS) as pool:
         for start in range(0, len(paths), use.LARGEST):
-            batch = paths[start : start + use.LARGEST]
-            decoded = zip(batch, pool.map(read, batch), strict=True)
-            readable = [(path, pixels) for path, pixels in decoded if pixels is not None]
-            if not readable:
-                yield []
-                continue
-            logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
-            said = model.prediction(logits).top(top)
+            readable = list(filter(None, pool.map(read, paths[start : start + use.LARGEST])))
+            said = []
+            if readable:
+                logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
+                said = model.prediction(logits).top(top)
             yield [Seen(*each, names) for each, names in zip(readable, said, strict=True)]
 
 
@@ -104,7 +102,7 @@ def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start
 
 
 def line(seen: Seen) -> str:
-    """Of a picture, to print."""
+    """The line that is printed of a picture."""
     return f"{seen.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in seen.top)
 
 
@@ -118,18 +116,16 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
     Raises:
         OSError: when the file exists or cannot be written; the message names it.
     """
-    numbers = range(1, 1 + top)
-    head = ["file", *(name for k in numbers for name in (f"class {k}", f"probability {k}"))]
+    head = ["file", *(f"{x} {k + 1}" for k in range(top) for x in ("class", "probability"))]
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.naming(path), path.open("x", newline="", errors="surrogateescape") as file:
         lines = csv.writer(file)
 
         def add(seen: Sequence[Seen]) -> None:
-            lines.writerows([each.path, *(x for pair in each.top for x in pair)] for each in seen)
+            lines.writerows([each.path, *itertools.chain(*each.top)] for each in seen)
             file.flush()
 
         lines.writerow(head)
-        file.flush()
         yield add
 
 

@@ -30,22 +30,23 @@ that is begun from this one (`vit.train --init_from`).
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from absl import flags, logging
-from flax import nnx
 from ml_collections import config_flags
 
-from vit import cli, data, devices, transfer
+from vit import cli, data, devices, published, transfer
 from vit import config as configs
 from vit.arguments import from_flag, launch
 from vit.model import ViT
-from vit.published import families, google
+from vit.published import google
 from vit.published.encoder import Encoder, resampled
 from vit.published.files import Arrays
 from vit.task import Task
 
 HEAD = ("head/kernel", "head/bias")
+NOWHERE = "not in the file"
 NO_HEAD = "(no head)"
 """The class of a run without data whose weights have no head."""
 
@@ -69,27 +70,32 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
             been written then.
         OSError: when there is no room on the disk, or the run cannot be written.
     """
-    origin = {"weights": str(weights.resolve())}
     if weights.suffix == ".npz":
         if config is None:
             raise ValueError(f"{weights} needs a --config, whose model is that of the weights")
+        fill = partial(_fill_npz, weights)
+        dataset = None
+    else:
+        encoder = published.read(weights)
+        fill = partial(_fill, weights, encoder)
+        dataset = _no_data(encoder) if config is None else None
+        config = of_encoder(config, encoder)
+    origin = {"weights": str(weights.resolve())}
+    return transfer.start(config, workdir, fill, origin, dataset)
 
-        def fill(model: ViT, task: Task, dataset: data.Dataset) -> list[str]:
-            arrays, report = google.read(weights)
-            named, origins = google.rename(arrays)
-            google.fold_token(named, transfer.parameters(model))
-            return report + load(model, named, str(weights), origins)
 
-        return transfer.start(config, workdir, fill, origin)
-    encoder = families.read(weights)
-    dataset = _no_data(encoder) if config is None else None
-    config = of_encoder(config, encoder)
+def _fill_npz(weights: Path, model: ViT, task: Task, dataset: data.Dataset) -> list[str]:
+    arrays, report = google.read(weights)
+    named, origins = google.rename(arrays)
+    google.fold_token(named, transfer.parameters(model))
+    return report + load(model, named, str(weights), origins)
 
-    def fill_in(model: ViT, task: Task, dataset: data.Dataset) -> list[str]:
-        named, lines = fitted(encoder, model, dataset)
-        return [*encoder.lines, *lines, *load(model, named, str(weights), {})]
 
-    return transfer.start(config, workdir, fill_in, origin, dataset)
+def _fill(
+    weights: Path, encoder: Encoder, model: ViT, task: Task, dataset: data.Dataset
+) -> list[str]:
+    named, lines = fitted(encoder, model, dataset)
+    return [*encoder.lines, *lines, *load(model, named, str(weights), {})]
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
@@ -149,46 +155,39 @@ def load(model: ViT, named: Arrays, source: str, origins: Mapping[str, str]) -> 
         ValueError: when parameters of the model other than the head are missing or of another
             shape, or when parts of the transformer have no place in it; all are listed.
     """
-    params = transfer.parameters(model)
-    surplus = [name for name in named if name not in params]
-    ignored = [name for name in surplus if google.is_foreign(name)]
-    fresh = _fresh_head(named, params, ignored)
-    wrong = [
-        f"{name}: {params[name].shape} here, "
-        + (
-            f"{named[name].shape} in {origins.get(name, name)}"
-            if name in named
-            else "not in the file"
-        )
-        for name in params
-        if name not in fresh and (name not in named or named[name].shape != params[name].shape)
-    ]
-    wrong += [
-        f"{origins.get(name, name)}: {named[name].shape} in the file, no place here"
-        for name in surplus
-        if name not in ignored
-    ]
+    params = {name: x[...].shape for name, x in transfer.parameters(model).items()}
+    there = {name: x.shape for name, x in named.items()}
+    ignored = [name for name in there if name not in params and google.is_foreign(name)]
+    fresh = _fresh_head(there, params, ignored)
+    wrong = []
+    for name in [name for name in params if name not in fresh]:
+        if there.get(name) != params[name]:
+            theirs = f"{there[name]} in {origins.get(name, name)}" if name in there else NOWHERE
+            wrong.append(f"{name}: {params[name]} here, {theirs}")
+    for name in [name for name in there if name not in params and name not in ignored]:
+        theirs = origins.get(name, name)
+        wrong.append(f"{theirs}: {there[name]} in the file, no place here")
     if wrong:
         raise ValueError(f"{source} does not fit the model of the config:\n  " + "\n  ".join(wrong))
     transfer.put(model, {name: named[name] for name in params if name not in fresh})
-    return [f"{name}: {named[name].shape} left out, no place here" for name in ignored] + [
-        f"{name}: {params[name].shape} left at its initialisation, "
-        + (f"{named[name].shape} in the file" if name in named else "not in the file")
-        for name in fresh
-    ]
+    lines = [f"{name}: {there[name]} left out, no place here" for name in ignored]
+    for name in fresh:
+        theirs = f"{there[name]} in the file" if name in there else NOWHERE
+        lines.append(f"{name}: {params[name]} left at its initialisation, {theirs}")
+    return lines
 
 
 def _fresh_head(
-    named: Arrays, params: Mapping[str, nnx.Variable], ignored: Sequence[str]
+    there: Mapping[str, tuple], params: Mapping[str, tuple], ignored: Sequence[str]
 ) -> tuple[str, ...]:
     """The parameters of the head if they stay as initialised."""
-    kernel, bias = (named.get(name) for name in HEAD)
+    kernel, bias = (there.get(name) for name in HEAD)
     if kernel is None and bias is None:
         return HEAD
     if kernel is None or bias is None:
         return ()
-    width, classes = params[HEAD[0]].shape
-    another = bias.shape != (classes,) and kernel.shape == (width, *bias.shape)
+    width, *classes = params[HEAD[0]]
+    another = bias != tuple(classes) and kernel == (width, *bias)
     return HEAD if another or ignored else ()
 
 

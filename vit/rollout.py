@@ -1,4 +1,4 @@
-"""Where a model looks: attention rollout, with its own attention and with exact attention.
+"""Attention rollout: where a model looks, with its own attention and with exact attention.
 
 Abnar & Zuidema 2020, eq. 1: with A_l the attention matrix of layer l, mean over heads,
 
@@ -23,12 +23,12 @@ from vit.model import ViT
 
 
 class Maps(NamedTuple):
-    """For n images how much each patch counts, each map summing to 1."""
+    """Weight of each patch in n images; each map sums to 1."""
 
     own: Float[Array, "n side side"]
-    """With the model's own attention: what its frequencies estimate, or softmax."""
+    """Maps of the model's own attention: the estimate of its frequencies, or softmax."""
     exact: Float[Array, "n side side"]
-    """With softmax of the same queries and keys."""
+    """Maps of softmax of the same queries and keys."""
 
 
 def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s"]:
@@ -42,7 +42,7 @@ def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s
 
 @nnx.jit
 def maps(model: ViT, images: Array) -> Maps:
-    """What the class token has to do with each patch, or the mean over the patches.
+    """Rollout from each patch to the class token, or to the mean over the patches.
 
     Args:
         model: in evaluation mode.
@@ -53,31 +53,22 @@ def maps(model: ViT, images: Array) -> Maps:
     for layer, (query, key, _) in zip(classification.layers(model), triples, strict=True):
         products = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
         exact.append(jax.nn.softmax(products.astype(jnp.float32)))
-        own.append(estimated(layer.attention_fn, query, key, exact[-1]))
+        estimate = layer.attention_fn
+        if not isinstance(estimate, PerformerAttention):
+            own.append(exact[-1])
+            continue
+        options = {"calibration": estimate.calibration, "feature_map": estimate.feature_map}
+        options |= estimate.window._asdict()
+        own.append(attention_weights(query, key, estimate.frequencies[...], **options))
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
-
-
-def estimated(attention_fn: object, query: Array, key: Array, exact: Array) -> Array:
-    """The matrix (b, heads, t, s) that a layer's own attention stands for."""
-    if not isinstance(attention_fn, PerformerAttention):
-        return exact
-    return attention_weights(
-        query,
-        key,
-        attention_fn.frequencies[...],
-        calibration=attention_fn.calibration,
-        feature_map=attention_fn.feature_map,
-        **attention_fn.window._asdict(),
-    )
 
 
 def _on_patches(
     total: Float[Array, "n s s"], has_token: bool, num_prefix: int, order: np.ndarray
 ) -> Float[Array, "n side side"]:
     rows = total[:, 0] if has_token else jnp.mean(total[:, num_prefix:], axis=1)
-    rows = rows[:, num_prefix:]
-    rows = rows[:, np.argsort(order)]
+    rows = rows[:, num_prefix:][:, np.argsort(order)]
     rows = rows / jnp.sum(rows, axis=-1, keepdims=True)
     side = round(rows.shape[-1] ** 0.5)
     return rows.reshape(-1, side, side)

@@ -84,6 +84,11 @@ class Task(NamedTuple):
     can be read and exchanged."""
     projections: Callable[[Model, Batch], list[Triple]] = no_attention
     """(model, batch) -> what goes into the `attention_fn` of each of them."""
+    replacement: Callable[..., Callable[..., Any]] | None = None
+    """(task, config, model, batches) -> (`vit.conversion.Case`) -> `vit.conversion.Replaced`, for
+    `vit.convert`; None for `vit.conversion.linearized`."""
+    is_causal: bool = False
+    """Whether a query sees only the keys up to its own place."""
     distances: Callable[[Any], Any] = no_distances
     """Tree of parameters -> for each the number of layers between it and the output, to whose power
     `config.optim.layer_decay` is raised."""

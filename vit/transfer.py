@@ -19,8 +19,6 @@ The optimiser and the random streams begin anew, and width and depth must be the
 has all it needs: the other one may be removed when it has begun.
 """
 
-import errno
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,13 +52,9 @@ class Source(NamedTuple):
 ORIGIN = "origin.json"
 """In the folder of a run that was begun from another: its place and step."""
 
-METADATA = 2**20
-"""Bytes on disk of a run beside its parameters: at step 0 the moments of the optimiser are zeros,
-which are compressed."""
-
 HEAD = {"head/kernel", "head/bias"}
 TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
-"""If one of them is new so is the other."""
+"""Pairs of arrays that are new together."""
 
 
 def init_from(
@@ -103,30 +97,23 @@ def init_from(
             f" --distributed, stop it, and start it on all of them (--workdir={workdir})"
         )
     configs.validate(config)
-    trained = _read(source, task)
-    _check_size(source, trained.config, config)
+    if task is None:  # images: no data are needed
+        own = use.load(source)
+        trained = Source(own.config, own.step, own.class_names, own.model)
+    else:
+        of_folder(source, task.name)
+        run = runs.restore(source)
+        trained = Source(run.config, run.step, run.dataset.class_names, run.model())
+    old, new = trained.config.model, config.model
+    if old.size != new.size:
+        raise ValueError(
+            f"{source} has config.model.variant={old.variant!r}, {old.size}; the new run"
+            f" {new.variant!r}, {new.size}: take the same numbers (any patch size may follow the"
+            " variant's slash)"
+        )
     fill = partial(take, source, trained, config=config)
     origin = {"init_from": place, "step": trained.step}
     return start(config, workdir, fill, origin, dataset, task)
-
-
-def _read(source: Path, task: Task | None) -> Source:
-    if task is None:  # images: no data are needed
-        trained = use.load(source)
-        return Source(trained.config, trained.step, trained.class_names, trained.model)
-    of_folder(source, task.name)
-    run = runs.restore(source)
-    return Source(run.config, run.step, run.dataset.class_names, run.model())
-
-
-def _check_size(source: Path, old: configs.Config, new: configs.Config) -> None:
-    sizes = [config.model.size for config in (old, new)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"{source} has config.model.variant={old.model.variant!r}, {sizes[0]}; the new run"
-            f" {new.model.variant!r}, {sizes[1]}: take the same numbers (any patch size may follow"
-            " the variant's slash)"
-        )
 
 
 def start(
@@ -149,7 +136,6 @@ def start(
 
     Raises:
         ValueError: for a config that cannot work, or a workdir that is not empty.
-        OSError: when there is no room for the parameters.
         vit.checkpoint.SaveError: when the run cannot be written.
     """
     configs.validate(config)
@@ -159,29 +145,23 @@ def start(
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     report = fill(model, task, dataset)
-    needed = METADATA + sum(x[...].nbytes for x in parameters(model).values())
     with safety.appearing(workdir, "--workdir") as folder:
-        free = shutil.disk_usage(folder).free
-        if free < needed:  # Orbax fails too, in a thousand lines
-            room = f"{needed:,} bytes are needed on the disk, {free:,} are free"
-            raise OSError(errno.ENOSPC, room, str(folder))
         files.note(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, config, dataset, task)
     return report
 
 
 def parameters(model: Model) -> dict[str, nnx.Variable]:
-    """By name, as "blocks/0/attention/key/kernel"."""
+    """Parameters by name, as "blocks/0/attention/key/kernel"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {"/".join(map(str, path)): variable for path, variable in flat}
 
 
 def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
-    """Sets the parameters of those names, in place."""
+    """Sets the parameters of those names, in place; others are ignored."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     for path, variable in flat:
-        name = "/".join(map(str, path))
-        if name in arrays:
+        if (name := "/".join(map(str, path))) in arrays:
             variable[...] = arrays[name]
     nnx.update(model, nnx.from_flat_state(flat))
 
@@ -209,13 +189,13 @@ def take(
         Lines on what was taken and what not.
     """
     old = {name: x[...] for name, x in parameters(trained.model).items()}
-    new = parameters(model)
+    new = {name: x[...] for name, x in parameters(model).items()}
     lines = []
     if "position" in old and "position" in new:
-        sides = [round(len(x) ** 0.5) for x in (old["position"], new["position"][...])]
+        sides = [round(len(x) ** 0.5) for x in (old["position"], new["position"])]
         if sides[0] != sides[1]:
             old["position"] = resampled(old["position"], sides[1])
-            lines = ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
+            lines += ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
     fresh = {name for name in new if name not in old or old[name].shape != new[name].shape}
     if not _same_classes(trained.class_names, dataset.class_names):
         fresh |= HEAD
@@ -224,18 +204,16 @@ def take(
         fresh |= HEAD
         lines += ["head: new, for only one of the models has a layer before it"]
     fresh |= {name for names in TOGETHER if names & fresh for name in names}
-    put(model, {name: x for name, x in old.items() if name in new and name not in fresh})
+    fresh &= set(new)
+    put(model, {name: x for name, x in old.items() if name not in fresh})
     mean = " (the running mean)" if trained.config.optim.ema else ""
+    count = f"{len(new) - len(fresh)} of {len(new)} arrays of parameters are taken{mean}"
+    there = {name: f"{x.shape} there" for name, x in old.items()}
     return [
-        f"{source} at step {trained.step}: {len(new) - len(fresh)} of {len(new)} arrays of"
-        f" parameters are taken{mean}",
+        f"{source} at step {trained.step}: {count}",
         *lines,
-        *(
-            f"{name}: {new[name].shape} new, "
-            + (f"{old[name].shape} there" if name in old else "not there")
-            for name in sorted(fresh)
-        ),
-        *(f"{name}: left out, no place here" for name in sorted(set(old) - set(new))),
+        *(f"{k}: {new[k].shape} new, {there.get(k, 'not there')}" for k in sorted(fresh)),
+        *(f"{k}: left out, no place here" for k in sorted(set(old) - set(new))),
         *_take_attention(trained, model, task, config),
     ]
 
@@ -262,12 +240,11 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
 
 def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
     """Frequencies and running moments into the new model; what became of them."""
-    attention = trained.config.attention, config.attention
+    attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
     different = [f"{name} {a!r} -> {b!r}" for name, (a, b) in fields.items() if a != b]
-    measured = False
-    pairs = zip(task.layers(trained.model), task.layers(model), strict=True)
-    for old, new in ((a.attention_fn, b.attention_fn) for a, b in pairs):
+    for layers in zip(task.layers(trained.model), task.layers(model), strict=True):
+        old, new = (layer.attention_fn for layer in layers)
         if not (isinstance(old, PerformerAttention) and isinstance(new, PerformerAttention)):
             continue
         if not different:

@@ -33,10 +33,10 @@ ORIENTATION = 0x0112
 
 
 class Prediction(NamedTuple):
-    """What a model says of n images."""
+    """Probabilities of the classes of n images."""
 
     probabilities: Float[np.ndarray, "n classes"]
-    """Of a run with a sigmoid loss each class by itself: they need not sum to one."""
+    """With a sigmoid loss each class is on its own, and they need not sum to one."""
     class_names: tuple[str, ...]
 
     @property
@@ -45,7 +45,7 @@ class Prediction(NamedTuple):
         return [self.class_names[i] for i in np.argmax(self.probabilities, axis=-1)]
 
     def top(self, number: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image its likeliest classes, by name, with their probabilities."""
+        """Likeliest classes of each image, by name, with their probabilities."""
         order = np.argsort(-self.probabilities, axis=-1, kind="stable")[:, :number]
         return [
             [(self.class_names[i], float(row[i])) for i in indices]
@@ -78,12 +78,12 @@ class Trained:
         return self.prediction(self.outputs(images)[0])
 
     def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
-        """What logits say, in probabilities and names."""
+        """Probabilities and names of logits."""
         of_classes = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
         return Prediction(np.asarray(of_classes(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
-        """What the head reads (`config.model.pooling`): the class token, or the mean over the
+        """Input of the head (`config.model.pooling`): the class token, or the mean over the
         patches, after the last norm, and after the tanh layer of a model with `pre_logits`.
 
         Args:
@@ -111,7 +111,7 @@ class Trained:
         return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
     def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
-        """What the model sees of an image, as `predict` takes it.
+        """Input of the model for an image, as `predict` takes it.
 
         Raises:
             ValueError: for what is no image, naming it.
@@ -140,7 +140,10 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     workdir = Path(workdir)
     config = configs.of_run(workdir)
     configs.validate(config)
-    class_names, channels = described(workdir)
+    found = of_folder(workdir, classification.NAME)
+    if not found:
+        raise ValueError(f"{workdir} has no task.json, which names the classes")
+    class_names, channels = tuple(found["class_names"]), found["channels"]
     task = classification.task(len(class_names), channels, config.optim.loss)
     graph, arrays = steps.shapes(config, task)
     here = SingleDeviceSharding(jax.local_devices()[0])
@@ -149,34 +152,18 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     return Trained(config, number, class_names, channels, steps.evaluated_model(graph, state))
 
 
-def described(workdir: Path) -> tuple[tuple[str, ...], int]:
-    """Class names and channels of a run: from its arrays if it is of an older version.
-
-    Raises:
-        ValueError: when the run has learned something else than to classify images.
-    """
-    found = of_folder(workdir, classification.NAME)
-    if not found:
-        model = checkpoint.shapes(workdir)["0"]
-        num_classes = model["head"]["kernel"]["value"].shape[-1]
-        print(f"{workdir} has no task.json that can be read: its classes are called 0, 1, ...")
-        return tuple(map(str, range(num_classes))), model["embed"]["kernel"]["value"].shape[-2]
-    return tuple(found["class_names"]), found["channels"]
-
-
 def listed(images: Any) -> list[Any]:
     """The images one by one.
 
     Raises:
-        ValueError: for a single array of an image.
+        ValueError: for a single array of an image, or none.
     """
     if isinstance(images, str | os.PathLike):
         return [images]
-    shape = getattr(images, "shape", None)
-    if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3))):
+    shape = getattr(images, "shape", ())
+    if len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3)):
         raise ValueError(f"one image of shape {shape}: put it into a list, [image]")
-    listed = list(images)
-    if not listed:
+    if not (listed := list(images)):
         raise ValueError("no images are given")
     return listed
 
@@ -190,11 +177,10 @@ def checked(image: Any) -> np.ndarray:
     image = np.asarray(image)
     if image.dtype != np.uint8:
         raise ValueError(f"it is an array of {image.dtype}: give uint8, 0 to 255")
+    shape = image.shape
     image = image[..., None] if image.ndim == 2 else image
     if image.ndim != 3 or image.shape[-1] not in (1, 3) or not image.size:
-        raise ValueError(
-            f"its shape is {image.shape}: give (height, width) or (height, width, 1|3)"
-        )
+        raise ValueError(f"its shape is {shape}: give (height, width) or (height, width, 1|3)")
     return image
 
 

@@ -1,7 +1,8 @@
-"""The experiments on a language model, by their names; alone it lists them."""
+"""The commands of the language model by their names, vit's among them; alone it lists them."""
 
 from experiments.language_model import task
 from vit import cli
 
-own = cli.programs("experiments.language_model")
-cli.run(task.COMMAND, own | {"evaluate": cli.programs("vit")["evaluate"]})
+vit = cli.programs("vit")
+shared = {"convert": vit["convert"], "evaluate": vit["evaluate"], "resume": vit["train"]}
+cli.run(task.COMMAND, cli.programs("experiments.language_model") | shared)

@@ -1,11 +1,11 @@
-"""What stands between queries, keys and values of the decoder, as modules that can be exchanged.
+"""Attention of the decoder, as modules that can be exchanged.
 
 `Hybrid` is exact near by and estimates what is far with features of its own: for each head
 
     sum_j exp(w_j.q + u_j.k + b_j + far) / m
 
 with frequencies w of queries and u of keys, a bias b of each feature and a weight of the far part,
-all of them parameters (`performer.refinement.Far`). With far = -inf it is the window alone.
+all of them parameters (`performer.refinement.Far`). With far = `SILENT` it is the window alone.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from performer import couplings, performer_attention
 from performer.calibration import Calibration
-from performer.features import FeatureMap
+from performer.features import FeatureMap, positive
 from performer.refinement import LEARNED, Far
 from vit.config import Config
+
+SILENT = -1e4
+"""The least far weight: e^SILENT = 0, and weight decay makes NaN of -inf."""
 
 
 class Cache(NamedTuple):
@@ -38,7 +41,7 @@ class Softmax(nnx.Module):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
     def empty(self, shape: tuple[int, ...]) -> Cache:
-        """Of no tokens, with room for (b, s, n, h)."""
+        """Cache of no tokens, with room for (b, s, n, h)."""
         return Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.int32(0))
 
     def stream(self, query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
@@ -63,8 +66,7 @@ class Hybrid(nnx.Module):
         far: the features; None for the window alone.
         calibration: its shift and scale move queries and keys (see `performer.calibration`); None
             for the identity.
-        window: tokens of a chunk; 0 for none.
-        first: the first so many keys are exact.
+        window: tokens of a chunk, beside which the first key is exact; 0 for none.
         feature_map: positive features, which may be unbiased, in the place of `LEARNED`.
     """
 
@@ -73,16 +75,15 @@ class Hybrid(nnx.Module):
         far: Far | None,
         calibration: Calibration | None,
         window: int,
-        first: int,
         feature_map: FeatureMap = LEARNED,
     ):
         self.far, self.calibration = nnx.Dict(), nnx.Dict()
         if far is not None:
+            far = far._replace(weight=jnp.maximum(far.weight, SILENT))
             moved = _whole(calibration or Calibration(), *far.of_key.shape[::2])
             self.far.update({name: nnx.Param(x) for name, x in far._asdict().items()})
             self.calibration.update({name: Fixed(x) for name, x in moved.items()})
-        self.feature_map = feature_map
-        self.window, self.first = window, first if window else 0
+        self.feature_map, self.window = feature_map, window
 
     def __call__(self, query: Array, key: Array, value: Array) -> Array:
         """The output, causal."""
@@ -96,24 +97,23 @@ class Hybrid(nnx.Module):
         return self._attend(query, key, value, initial_state=state, return_state=True)
 
     def _attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
-        frequencies, of_query, weights = jnp.zeros((1, query.shape[-1])), None, jnp.zeros(1)
-        calibration = None
         if self.far:
-            calibration = Calibration(**{name: x[...] for name, x in self.calibration.items()})
             far = Far(**{name: x[...] for name, x in self.far.items()})
-            frequencies, of_query, weights = far.of_key, far.of_query, far.weights
+            calibration = Calibration(**{name: x[...] for name, x in self.calibration.items()})
+            options |= dict(query_frequencies=far.of_query, calibration=calibration)
+            frequencies, weights = far.of_key, far.weights
+        else:  # one feature, of weight 0
+            frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
         return performer_attention(
             query,
             key,
             value,
             frequencies,
             is_causal=True,
-            query_frequencies=of_query,
             weights=weights,
-            calibration=calibration,
             feature_map=self.feature_map,
             exact_window=self.window,
-            exact_first=self.first,
+            exact_first=int(self.window > 0),
             **options,
         )
 
@@ -121,9 +121,7 @@ class Hybrid(nnx.Module):
 AttentionFn = Softmax | Hybrid
 
 
-def of_config(
-    config: Config, window: int, first: int, feature_map: FeatureMap, *, rngs: nnx.Rngs
-) -> AttentionFn:
+def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> AttentionFn:
     """The attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.
@@ -131,11 +129,12 @@ def of_config(
     size, own = config.model.size, config.attention
     if own.kind == "softmax":
         return Softmax()
-    if window and own.num_features == 1:
-        return Hybrid(None, None, window, first)
+    feature_map = LEARNED if transferred else positive
+    if own.exact_window and own.num_features == 1:
+        return Hybrid(None, None, own.exact_window, feature_map)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads
     far = Far.of(couplings.draw(rngs.frequencies(), *draw))
-    return Hybrid(far, None, window, first, feature_map)
+    return Hybrid(far, None, own.exact_window, feature_map)
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:

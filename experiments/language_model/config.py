@@ -17,55 +17,57 @@ class Settings(NamedTuple):
 
     length: int = 512
     """Characters of a window of the text."""
-    window: int = 0
-    """Tokens of a chunk of exact attention; 0 for none."""
-    first: int = 0
-    """Number of first keys that are exact."""
     transferred: bool = False
     """Features are those of attention transfer, without the half norm of positive ones."""
 
 
-def attention(kind: str, num_features: int, window: int) -> tuple[Attention, int]:
-    """One kind of `ATTENTION`: exact, features alone, exact near by alone, or both; and its window.
+def attention(kind: str, num_features: int, window: int) -> Attention:
+    """One kind of `ATTENTION`: exact, features alone, exact near by alone, or both.
 
     Raises:
         ValueError: for another word, or a window where there must be one.
     """
     if kind not in ATTENTION:
         raise ValueError(unknown("attention", kind, ATTENTION))
-    if kind in ("window", "both") and window < 1:
+    if kind == "softmax":
+        return Attention(kind)
+    if kind == "performer":
+        return Attention(kind, COUPLING, num_features)
+    if window < 1:
         raise ValueError(f"attention {kind!r} needs a window of at least 1, got {window}")
-    features = {"softmax": 128, "window": 1}.get(kind, num_features)
-    coupling = "orf" if kind == "window" else COUPLING  # one feature, which counts nothing
-    own = Attention("softmax" if kind == "softmax" else "performer", coupling, features)
-    return own, window if kind in ("window", "both") else 0
+    # The window alone has one feature, of weight 0
+    features = ("orf", 1) if kind == "window" else (COUPLING, num_features)
+    return Attention("performer", *features, exact_window=window)
 
 
 def of_run(
-    own: Attention, dataset: Dataset, *, size: Size, optim: Optim, steps: int, **data: Any
+    own: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
 ) -> Config:
-    """The config of a run of so many steps; `data` are fields of that section."""
+    """The config of a run of so many steps of AdamW, as language models are trained.
+
+    Args:
+        own: attention of all layers.
+        dataset: windows of the text.
+        size: of the model.
+        rate: peak learning rate.
+        steps: of the optimiser.
+        data: fields of that section.
+    """
     section = Data(name=NAME, **data)
-    per_epoch = max(1, len(dataset.train) // section.batch_size)
     every = max(1, steps // 10)
     return Config(
         model=Model("XS/1", *size),
         attention=own,
         data=section,
-        optim=optim,
-        num_epochs=steps / per_epoch,
+        optim=Optim(
+            learning_rate=rate,
+            final_learning_rate=rate / 10,
+            warmup_steps=min(100, steps // 5),
+            b2=0.99,
+            weight_decay=0.1,
+        ),
+        num_epochs=steps / max(1, len(dataset.train) // section.batch_size),
         log_every=every,
         eval_every=5 * every,
         checkpoint_every=every,
-    )
-
-
-def optim(learning_rate: float, steps: int) -> Optim:
-    """AdamW as language models take it."""
-    return Optim(
-        learning_rate=learning_rate,
-        final_learning_rate=learning_rate / 10,
-        warmup_steps=min(100, steps // 5),
-        b2=0.99,
-        weight_decay=0.1,
     )

@@ -3,58 +3,116 @@
     python -m experiments.language_model generate --workdir=runs/lm --prompt="To be" --seed=1
 
 With a Performer's attention the state has one size however long the text; exact attention keeps all
-keys and values. --measure says what a character costs after 1,000 and after 100,000 of them, of the
-run and, in the same process, of exact attention with its cache, filled up at once.
+keys and values. --measure reports what a character costs after 1,000 and after 100,000 of them, of
+the run and, in the same process, of exact attention with its cache, filled up at once.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from experiments.common import launch
-from experiments.language_model import generation, text
+from experiments.language_model import text
 from experiments.language_model.attention import Softmax
-from experiments.language_model.conversion import exchanged
+from experiments.language_model.model import Decoder
 from experiments.language_model.task import NAME
-from vit import report, runs
+from vit import conversion, report, runs
 from vit.task import of_folder
 
 LENGTHS = (1_000, 100_000)
+PIECE = 32
+"""Characters between two returns from the device."""
+SECONDS = 4.0
+"""Least time for which a character is timed."""
+PREFILL = 512
+"""Characters of a known text that go through the model at once."""
 
 
-def written(model, characters: tuple[str, ...], prompt: str, length: int, heat: float, seed: int):
-    """Writes the prompt and what follows it."""
-    tokens = np.asarray(text.encoded(prompt, characters), np.int32)
-    room = len(tokens) + length + generation.PIECE
-    place, left = generation.begun(model, tokens, room, seed), length
-    sys.stdout.write(prompt)
-    for piece, _ in generation.continued(model, place, heat):
-        sys.stdout.write("".join(characters[i] for i in piece.tolist()[:left]))
-        sys.stdout.flush()
-        left -= len(piece)
-        if left <= 0:
-            break
-    print()
+class Place(NamedTuple):
+    """State of a text so far."""
+
+    logits: Float[Array, "1 c"]
+    """Logits of the next character."""
+    position: Int[Array, ""]
+    states: list[Any]
+    key: Array
 
 
-def measured(model, out: Path, lengths: Sequence[int] = LENGTHS) -> str:
-    """The table of what a character costs."""
-    rng, rows = np.random.default_rng(0), []
-    exact = exchanged(model, [Softmax() for _ in model.blocks])
+def begun(model: Decoder, tokens: Int[np.ndarray, " t"], room: int, seed: int) -> Place:
+    """After this text; exact attention has room for `room` characters in all."""
+    graph, state = nnx.split(model)
+    place = Place(jnp.zeros(()), jnp.int32(0), model.empty(room), jax.random.key(seed))
+    for start in range(0, len(tokens), PREFILL):
+        place = _read(graph, state, jnp.asarray(tokens[None, start : start + PREFILL]), place)
+    return place
+
+
+@partial(jax.jit, static_argnums=0)
+def _read(graph, state, tokens, place: Place) -> Place:
+    logits, states = nnx.merge(graph, state).stream(tokens, place.position, place.states)
+    return Place(logits[:, -1], place.position + tokens.shape[1], states, place.key)
+
+
+def continued(model: Decoder, place: Place, temperature: float) -> Iterator[tuple[Array, Place]]:
+    """`PIECE` characters after another, and where the text stands then; without end.
+
+    Each is drawn from softmax(logits / temperature), or is the likeliest with temperature 0.
+    """
+    graph, state = nnx.split(model)
+    while True:
+        place, tokens = _piece(graph, state, jnp.float32(temperature), place)
+        yield tokens, place
+
+
+@partial(jax.jit, static_argnums=0)
+def _piece(graph, state, temperature, place: Place):
+    model = nnx.merge(graph, state)
+
+    def step(place: Place, _):
+        key, own = jax.random.split(place.key)
+        hot = place.logits[0] / jnp.where(temperature > 0, temperature, 1)
+        drawn = jax.random.categorical(own, hot)
+        token = jnp.where(temperature > 0, drawn, jnp.argmax(place.logits[0])).astype(jnp.int32)
+        logits, states = model.stream(token[None, None], place.position, place.states)
+        return Place(logits[:, -1], place.position + 1, states, key), token
+
+    return jax.lax.scan(step, place, length=PIECE)
+
+
+def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
+    """Milliseconds for a character here, the least of many pieces, and megabytes of the states."""
+    steps, times = continued(model, place, 1.0), []
+    jax.block_until_ready(next(steps))
+    while len(times) < repeats or sum(times) < SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(next(steps))
+        times.append(time.perf_counter() - start)
+    size = sum(x.nbytes for x in jax.tree.leaves(place.states))
+    return {"ms a character": 1e3 * min(times) / PIECE, "MB": size / 1e6}
+
+
+def costs(run: runs.Restored, out: Path, lengths: Sequence[int] = LENGTHS) -> str:
+    """The table of what a character costs, with the attention of the run and with exact one."""
+    model, rng, rows = run.model(), np.random.default_rng(0), []
+    exact = conversion.exchanged(run.task, model, [Softmax() for _ in model.blocks])
     for length in lengths:
         tokens = rng.integers(model.head.out_features, size=length).astype(np.int32)
-        place = generation.begun(model, tokens, length + 500, 0)
-        rows.append(
-            {"attention": "of the run", "characters": length} | generation.cost(model, place)
-        )
+        place = begun(model, tokens, length + 500, 0)
+        rows.append({"attention": "of the run", "characters": length} | cost(model, place))
     for length in lengths:
-        place = generation.begun(exact, tokens[:1], length + 500, 0)
+        place = begun(exact, tokens[:1], length + 500, 0)
         caches = [state._replace(position=jnp.int32(length)) for state in place.states]
         place = place._replace(states=caches, position=jnp.int32(length))
-        rows.append({"attention": "exact", "characters": length} | generation.cost(exact, place))
+        rows.append({"attention": "exact", "characters": length} | cost(exact, place))
     return report.table(rows, out)
 
 
@@ -72,7 +130,7 @@ def main(
 
     Args:
         workdir: folder of the run.
-        prompt: what the text begins with.
+        prompt: beginning of the text.
         length: characters that follow.
         temperature: 0 for the likeliest ones.
         seed: of what is drawn.
@@ -84,15 +142,24 @@ def main(
     launch.at_least(0, temperature=temperature)
     of_folder(workdir, NAME)
     run = runs.restore(workdir)
-    if measure and run.config.attention.kind == "softmax":
-        raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
+    if measure:
+        if run.config.attention.kind == "softmax":
+            raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
+        print(costs(run, out / "generate", lengths))
+        return
     if not prompt:
         raise ValueError("--prompt= is empty: give at least one character")
-    model = run.model()
-    if measure:
-        print(measured(model, out / "generate", lengths))
-        return
-    written(model, run.dataset.class_names, prompt, length, temperature, seed)
+    model, characters = run.model(), run.dataset.class_names
+    tokens = np.asarray(text.encoded(prompt, characters), np.int32)
+    sys.stdout.write(prompt)
+    place = begun(model, tokens, len(tokens) + length + PIECE, seed)
+    for piece, _ in continued(model, place, temperature):
+        sys.stdout.write("".join(characters[i] for i in piece.tolist()[:length]))
+        sys.stdout.flush()
+        length -= len(piece)
+        if length <= 0:
+            break
+    print()
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.language_model import attention
-from performer.features import FeatureMap, positive
 from vit.config import Config, Size
+from vit.data import Batch
+from vit.task import Triple
 
 BASE = 10_000.0
-"""The longest wave of a rotation is 2 pi times so many characters."""
-
-Triple = tuple[Float[Array, "b t n h"], Float[Array, "b t n h"], Float[Array, "b t n h"]]
+"""Characters of the longest wave of a rotation, over 2 pi."""
 
 
 def rotated(x: Float[Array, "b t n h"], place: Int[Array, " t"]) -> Float[Array, "b t n h"]:
-    """Each pair of coordinates (i, i + h / 2) turned by place / BASE^(2 i / h)."""
+    """Turn each pair of coordinates (i, i + h / 2) by place / BASE^(2 i / h)."""
     half = x.shape[-1] // 2
     angle = place[:, None] / BASE ** (jnp.arange(half) / half)
     cosine, sine = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
@@ -69,7 +68,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(size.mlp_dim, size.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Array, attend: Callable[[Attention, Array], Array]) -> Array:
-        """What comes out, with `attend` for the attention (layer, its input) -> its output."""
+        """The output, with `attend` for the attention (layer, its input) -> its output."""
         x = x + attend(self.attention, self.norms[0](x))
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
@@ -80,9 +79,7 @@ class Decoder(nnx.Module):
     Args:
         config: its sections `model` and `attention`.
         characters: how many there are.
-        window: tokens of a chunk of exact attention; 0 for none.
-        first: the first so many keys are exact.
-        feature_map: of the far keys; `refinement.LEARNED` after attention transfer.
+        transferred: whether features are those of attention transfer.
         rngs: streams params and frequencies.
     """
 
@@ -91,23 +88,15 @@ class Decoder(nnx.Module):
         config: Config,
         *,
         characters: int,
-        window: int = 0,
-        first: int = 0,
-        feature_map: FeatureMap = positive,
+        transferred: bool = False,
         rngs: nnx.Rngs,
     ):
         size = config.model.size
-        self.embed: Callable[[Array], Array] = nnx.Embed(characters, size.width, rngs=rngs)
-        self.blocks = nnx.List(
-            [
-                Block(
-                    size,
-                    attention.of_config(config, window, first, feature_map, rngs=rngs),
-                    rngs=rngs,
-                )
-                for _ in range(size.depth)
-            ]
-        )
+        self.embed = nnx.Embed(characters, size.width, rngs=rngs)
+        self.blocks = nnx.List()
+        for _ in range(size.depth):
+            own = attention.of_config(config, transferred, rngs=rngs)
+            self.blocks.append(Block(size, own, rngs=rngs))
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, characters, use_bias=False, rngs=rngs)
 
@@ -136,7 +125,7 @@ class Decoder(nnx.Module):
         return self._logits(tokens, attend), after
 
     def projections(self, tokens: Int[Array, "b t"]) -> list[Triple]:
-        """What goes into the `attention_fn` of each layer."""
+        """Queries, keys and values of each layer."""
         place, found = jnp.arange(tokens.shape[1]), []
 
         def attend(layer: Attention, x: Array) -> Array:
@@ -159,7 +148,9 @@ class Decoder(nnx.Module):
         return self.head(self.norm(x))
 
 
-def cross_entropy(logits: Float[Array, "b t c"], tokens: Int[Array, "b t"]) -> Float[Array, "b t"]:
-    """-log softmax(logits)[token], in nats."""
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+def losses(model: Decoder, batch: Batch) -> Float[Array, " b"]:
+    """The mean cross entropy of each next character over a window, in nats."""
+    tokens = batch["tokens"]
+    logits, following = model(tokens[:, :-1]), tokens[:, 1:]
+    chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen, axis=-1)

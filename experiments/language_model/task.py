@@ -1,19 +1,19 @@
 """The task of predicting the next character: the second `Task` of the one trainer."""
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from experiments.language_model import text
+from experiments.language_model import conversion, text
 from experiments.language_model.config import Settings
-from experiments.language_model.model import Attention, Decoder, Triple, cross_entropy
-from performer.features import positive
-from performer.refinement import LEARNED
+from experiments.language_model.model import Attention, Decoder, losses
 from vit.config import Config
+from vit.conversion import Case, Replaced, samples
 from vit.data import Batch, Dataset
-from vit.task import SUBJECTS, Sums, Task
+from vit.task import SUBJECTS, Sums, Task, Triple
 
 NAME, COMMAND = "language model", "python -m experiments.language_model"
 
@@ -24,20 +24,16 @@ def task(characters: int, settings: Settings) -> Task:
 
     Args:
         characters: how many there are.
-        settings: of the run; those of the window mean nothing to softmax attention.
+        settings: of the run.
     """
     return Task(
-        create=partial(
-            Decoder,
-            characters=characters,
-            window=settings.window,
-            first=settings.first,
-            feature_map=LEARNED if settings.transferred else positive,
-        ),
+        create=partial(Decoder, characters=characters, transferred=settings.transferred),
         loss=loss,
         count=count,
         layers=layers,
         projections=projections,
+        replacement=replacement,
+        is_causal=True,
         by_device=True,
         noun="window",
         name=NAME,
@@ -67,19 +63,13 @@ def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
 SUBJECTS[NAME] = of_run
 
 
-def losses(model: Decoder, batch: Batch) -> Array:
-    """The mean over each window, (b,)."""
-    tokens = batch["tokens"]
-    return jnp.mean(cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]), axis=-1)
-
-
 def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
-    """Their mean."""
+    """Mean over windows of their losses."""
     return jnp.mean(losses(model, batch)), {}
 
 
 def count(model: Decoder, batch: Batch) -> Sums:
-    """Their sum over the windows that are no padding."""
+    """Sum of the losses of the windows that are no padding."""
     return {"loss": jnp.sum(batch["mask"] * losses(model, batch))}
 
 
@@ -89,5 +79,20 @@ def layers(model: Decoder) -> list[Attention]:
 
 
 def projections(model: Decoder, batch: Batch) -> list[Triple]:
-    """What goes into each of them."""
+    """Queries, keys and values of each of them."""
     return model.projections(batch["tokens"][:, :-1])
+
+
+def replacement(
+    learned: Task, config: Config, model: Decoder, batches: Sequence[Batch]
+) -> Callable[[Case], Replaced]:
+    """`conversion.replaced`, with the task of what is converted."""
+    del config
+    seen = samples(learned, model, batches)
+
+    def replaced(case: Case) -> Replaced:
+        new = conversion.replaced(learned, model, seen, batches, case)
+        settings = learned.settings._replace(transferred=case.refine_steps > 0)
+        return Replaced(new, task(model.head.out_features, settings))
+
+    return replaced

@@ -10,6 +10,9 @@ short windows, and sooner; a run of long ones then begins with what they gave:
     python -m experiments.language_model train --workdir=runs/lm --init_from=runs/short \\
         --steps=200 --batch_size=8 --learning_rate=1e-3
 
+`convert --workdir=runs/lm --out=runs/converted` is `vit.convert`, `evaluate` is `vit.evaluate`, and
+`resume --workdir=runs/converted` is `vit.train`: it trains a run on by its own config.
+
 --quick is a smaller model, in half a minute.
 """
 
@@ -21,6 +24,7 @@ from experiments.language_model import config as configs
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, task
 from vit import loop, metrics, transfer
+from vit.config import of_run
 from vit.task import of_folder
 
 
@@ -50,7 +54,7 @@ def main(
         length: characters of a window of the text.
         steps: of the optimiser.
         batch_size: windows of a step.
-        learning_rate: the highest one.
+        learning_rate: peak learning rate.
         seed: of all that is random.
         quick: a smaller model, 150 steps of 128 characters.
     """
@@ -58,27 +62,38 @@ def main(
     launch.at_least(2, num_features=num_features, length=length)
     if quick:
         length, steps = min(128, length), min(150, steps)
-    own, near = configs.attention(attention, num_features, window)
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
     config = configs.of_run(
-        own,
+        configs.attention(attention, num_features, window),
         dataset,
         size=configs.QUICK if quick else configs.SIZE,
-        optim=configs.optim(learning_rate, steps),
+        rate=learning_rate,
         steps=steps,
         dir=source,
         batch_size=batch_size,
     )
     config.seed = seed
-    learned = task(dataset.num_classes, configs.Settings(length, near, int(near > 0)))
+    learned = task(dataset.num_classes, configs.Settings(length))
     if init_from:
-        characters = list(dataset.class_names)
-        if of_folder(init_from, NAME).get("class_names", characters) != characters:
-            raise ValueError(f"--init_from={init_from} has other characters than the text")
+        check_source(init_from, list(dataset.class_names))
         print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
     record = loop.train(config, workdir, dataset, learned)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
+
+
+def check_source(source: Path, characters: list[str]) -> None:
+    """Raises ValueError for a run of other characters, or of features that go with its own task."""
+    found = of_folder(source, NAME)
+    if found.get("class_names", characters) != characters:
+        raise ValueError(f"--init_from={source} has other characters than the text")
+    if found and (
+        found["settings"]["transferred"] or of_run(source).attention.calibration != "none"
+    ):
+        raise ValueError(
+            f"--init_from={source} is a converted run, whose features are fitted to its layers:"
+            f" train it on in its own folder (resume --workdir={source}), or take its softmax run"
+        )
 
 
 if __name__ == "__main__":

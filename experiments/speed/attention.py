@@ -192,7 +192,7 @@ def layer(scale: Scale) -> dict:
     calls = {}
     for kind in ("performer", "softmax"):
         settings = config.Config(attention=config.Attention(kind=kind, num_features=baselines.M))
-        block = model.Block(settings, config.SIZES["B"], model.random_streams(0))
+        block = model.Block(settings, model.random_streams(0))
         graph, parameters, rest = nnx.split(block, nnx.Param, ...)
 
         def step(parameters, rest, x, gradient, graph=graph):

@@ -22,6 +22,7 @@ from vit import transfer
 from vit.config import SIZES, Size
 from vit.published.files import Arrays
 
+LEAVES = ("kernel", "bias")
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5,) * 3, (0.5,) * 3
 """Means and deviations of the colours, 0 to 1, by which pictures are normalised."""
@@ -59,7 +60,7 @@ class Encoder(NamedTuple):
     model: dict[str, Any]
     """Fields of `config.model`."""
     arrays: Arrays
-    """By the names of our parameters, for pictures from -1 to 1."""
+    """Weights by the names of our parameters, for pictures from -1 to 1."""
     image_size: int
     """Image size of the positions."""
     said: Said
@@ -99,8 +100,10 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said) -> Encoder:
     image_size = _fold_tokens(named, said, patch_size)
     _fold_heads(named)
     _fold_pixels(named, said.mean, said.std)
+    letter = next((name for name, known in SIZES.items() if known == size), "")
     model = {
-        **_as_variant(size, patch_size),
+        "variant": f"{letter or 'B'}/{patch_size}",
+        **(dict.fromkeys(Size._fields, 0) if letter else size._asdict()),
         "pooling": said.pooling,
         "registers": len(named.get("registers", ())),
         "position": "learned",
@@ -124,14 +127,13 @@ def built(arrays: Arrays, names: Mapping[str, str], said: Said) -> Encoder:
 def place(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     """Return our name of an array ("" for one without a place) and its leaf: weight, bias, none."""
     name = name.replace("in_proj_", "in_proj.")
-    starred = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-    number = next(iter(re.findall(r"(?<=\.)\d+(?=\.)", name)), "")
+    number = re.search(r"(?<=\.)\d+(?=\.)", name)
+    starred = name.replace(f".{number[0]}.", ".*.", 1) if number else name
     module, _, leaf = starred.rpartition(".")
-    if starred in names:
-        return names[starred].replace("*", number), ""
-    if module in names and leaf in ("weight", "bias"):
-        return names[module].replace("*", number), leaf
-    return "", leaf
+    ours, leaf = (names[starred], "") if starred in names else (names.get(module, ""), leaf)
+    if leaf not in ("weight", "bias", ""):
+        return "", leaf
+    return ours.replace("*", number[0] if number else ""), leaf
 
 
 def layout(ours: str, leaf: str, x: np.ndarray, heads: int) -> Arrays:
@@ -174,14 +176,6 @@ def _size(arrays: Arrays, places: Mapping[str, tuple[str, str]], said: Said) -> 
     blocks = {int(name.split("/")[1]) for name in by_place if name.startswith("blocks/")}
     mlp_dim = by_place["blocks/0/mlp_out/weight"].shape[-1]
     return Size(width, 1 + max(blocks), said.num_heads, mlp_dim), patch_size
-
-
-def _as_variant(size: Size, patch_size: int) -> dict[str, Any]:
-    """Return the variant of that size, or one with all numbers in the place of its own."""
-    letters = [name for name, known in SIZES.items() if known == size]
-    if letters:
-        return {"variant": f"{letters[0]}/{patch_size}", **dict.fromkeys(Size._fields, 0)}
-    return {"variant": f"B/{patch_size}", **size._asdict()}
 
 
 def _zero_biases(named: Arrays) -> list[str]:
@@ -247,11 +241,10 @@ def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 
 def _fold_heads(named: Arrays) -> None:
     """Join two heads, on class token and distillation token, to one on both tokens: their mean."""
-    kernels = [named.get(f"{name}/kernel") for name in ("head", "head_distillation")]
-    if kernels[1] is not None:
-        named["head/kernel"] = np.concatenate([x / 2 for x in kernels if x is not None])
-        named["head/bias"] = (named["head/bias"] + named["head_distillation/bias"]) / 2
-        del named["head_distillation/kernel"], named["head_distillation/bias"]
+    if "head_distillation/kernel" in named:
+        heads = ("head", "head_distillation")
+        kernels, biases = ([named.pop(f"{x}/{leaf}") / 2 for x in heads] for leaf in LEAVES)
+        named |= {"head/kernel": np.concatenate(kernels), "head/bias": np.add(*biases)}
 
 
 def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> None:

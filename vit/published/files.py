@@ -49,7 +49,7 @@ def check_form(path: Path) -> None:
 
 
 def names(path: Path) -> list[str]:
-    """Of the arrays in a file.
+    """Names of the arrays in a file.
 
     Raises:
         ValueError: for a file that `check_form` refuses, or that cannot be read.
@@ -66,9 +66,7 @@ def read(path: Path, wanted: Sequence[str]) -> Arrays:
         ValueError: as `names`, or with the names of arrays that are no finite numbers.
     """
     with _opened(path) as file:
-        arrays = {name: float32(np.asarray(file.get_tensor(name))) for name in wanted}
-    check_numbers(arrays, path)
-    return arrays
+        return weights({name: np.asarray(file.get_tensor(name)) for name in wanted}, path)
 
 
 @contextlib.contextmanager
@@ -81,25 +79,26 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} cannot be read as a file of safetensors: {error}") from error
 
 
-def float32(array: np.ndarray) -> np.ndarray:
-    """float16, float64 and bfloat16, which NumPy stores as two bytes without a type, too."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        array = array.view(np.dtype(jnp.bfloat16))
-    if array.dtype in (np.float16, np.float32, np.float64, np.dtype(jnp.bfloat16)):
+def weights(arrays: Arrays, path: Path) -> Arrays:
+    """The arrays in float32: float16, float64 and bfloat16, too.
+
+    NumPy stores bfloat16 as two bytes without a type.
+
+    Raises:
+        ValueError: with the names of all arrays that are not finite, or of another type.
+    """
+    found, bad, bfloat16 = {}, [], np.dtype(jnp.bfloat16)
+    for name, array in arrays.items():
+        array = array.view(bfloat16) if array.dtype == "V2" else array
+        if array.dtype not in (np.float16, np.float32, np.float64, bfloat16):
+            bad.append(f"{name}: of type {array.dtype}")
+            continue
         with np.errstate(over="ignore"):  # a float64 too large becomes inf, which is refused
-            return array.astype(np.float32)
-    return array
-
-
-def check_numbers(arrays: Arrays, path: Path) -> None:
-    """Raises ValueError with the names of all arrays that are not finite, or of another type."""
-    bad = [
-        f"{name}: {'not finite' if array.dtype == np.float32 else f'of type {array.dtype}'}"
-        for name, array in arrays.items()
-        if array.dtype != np.float32 or not np.isfinite(array).all()
-    ]
+            found[name] = array.astype(np.float32)
+        bad += [] if np.isfinite(found[name]).all() else [f"{name}: not finite"]
     if bad:
         raise ValueError(f"arrays of {path} that are no weights:\n  " + "\n  ".join(bad))
+    return found
 
 
 def beside(path: Path, name: str) -> dict[str, Any]:

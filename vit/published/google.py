@@ -25,30 +25,27 @@ from typing import Any
 import numpy as np
 
 from vit import bounded
-from vit.published.files import Arrays, check_numbers, float32
+from vit.published.files import Arrays, weights
 
 PREFIXES = ("", "params/", "opt/target/")
-BLOCK_PARTS = {
+BLOCK = {
     "LayerNorm_0": "attention_norm",
-    "MultiHeadDotProductAttention_0": "attention",
-    "MultiHeadDotProductAttention_1": "attention",
-    "LayerNorm_1": "mlp_norm",
-    "LayerNorm_2": "mlp_norm",
-    "MlpBlock_0/Dense_0": "mlp_in",
-    "MlpBlock_3/Dense_0": "mlp_in",
-    "MlpBlock_0/Dense_1": "mlp_out",
-    "MlpBlock_3/Dense_1": "mlp_out",
+    "LayerNorm_[12]": "mlp_norm",
+    "MultiHeadDotProductAttention_[01]/(query|key|value|out)": r"attention/\1",
+    "MlpBlock_[03]/Dense_0": "mlp_in",
+    "MlpBlock_[03]/Dense_1": "mlp_out",
 }
 PARTS = {
     "cls": "token",
-    "pos_embedding": "position",
-    "Transformer/pos_embedding": "position",
-    "Transformer/posembed_input/pos_embedding": "position",
-    "Transformer/encoder_norm/scale": "norm/scale",
-    "Transformer/encoder_norm/bias": "norm/bias",
-    **{f"embedding/{leaf}": f"embed/{leaf}" for leaf in ("kernel", "bias")},
-    **{f"head/{leaf}": f"head/{leaf}" for leaf in ("kernel", "bias")},
+    "(?:Transformer/(?:posembed_input/)?)?pos_embedding": "position",
+    "Transformer/encoder_norm/(scale|bias)": r"norm/\1",
+    "embedding/(kernel|bias)": r"embed/\1",
+    **{
+        rf"Transformer/encoderblock(?:_\d+)?/{theirs}/(?P<leaf>\w+)": rf"blocks/*/{ours}/\g<leaf>"
+        for theirs, ours in BLOCK.items()
+    },
 }
+"""Patterns of their names -> ours, the number of a block as "*"."""
 NDIM = {"token": 1, "position": 2}
 """Theirs have axes of length 1 before these."""
 
@@ -65,24 +62,22 @@ def read(path: Path) -> tuple[Arrays, list[str]]:
             finite; they are named.
     """
     bounded.check_npz(path)
-    stored: dict[str, np.ndarray] = {}
+    arrays: Arrays = {}
     name = ""
     try:
         with np.load(path, allow_pickle=False) as file:
             prefixes = [prefix for prefix in PREFIXES if f"{prefix}embedding/kernel" in file]
             inside = [name for name in file if prefixes and _is_parameter(name, prefixes[0])]
-            outside = [name for name in file if name not in inside]
+            left = Counter(name.split("/")[0] for name in sorted(set(file) - set(inside)))
             for name in inside:
-                stored[name] = file[name]
+                arrays[name.removeprefix(prefixes[0])] = file[name]
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
         place = f"{name} in {path}" if name else f"{path}"
         raise ValueError(f"{place} cannot be read as an .npz file: {error}") from error
     if not prefixes:
         raise ValueError(f"{path} holds no ViT: there is no embedding/kernel in it")
-    arrays = {name.removeprefix(prefixes[0]): float32(array) for name, array in stored.items()}
-    check_numbers(arrays, path)
-    left = Counter(name.split("/")[0] for name in sorted(outside))
-    return arrays, [f"{folder}: {count} arrays left out" for folder, count in left.items()]
+    lines = [f"{folder}: {count} arrays left out" for folder, count in left.items()]
+    return weights(arrays, path), lines
 
 
 def rename(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, dict[str, str]]:
@@ -109,13 +104,11 @@ def rename(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, dict[str, str]]:
 
 
 def _place(name: str) -> str:
-    match = re.fullmatch(r"Transformer/encoderblock(?:_(\d+))?/(.*)/(\w+)", name)
-    if match and match[2] in BLOCK_PARTS:
-        return f"blocks/{match[1] or '*'}/{BLOCK_PARTS[match[2]]}/{match[3]}"
-    if match and match[2].rpartition("/")[0] in BLOCK_PARTS:  # .../query/kernel
-        part, _, projection = match[2].rpartition("/")
-        return f"blocks/{match[1] or '*'}/{BLOCK_PARTS[part]}/{projection}/{match[3]}"
-    return PARTS.get(name, name)
+    for pattern, ours in PARTS.items():
+        if match := re.fullmatch(pattern, name):
+            number = re.search(r"encoderblock_(\d+)", name)
+            return match.expand(ours).replace("*", number[1] if number else "*")
+    return name
 
 
 def fold_token(named: Arrays, params: Mapping[str, Any]) -> None:
@@ -130,6 +123,9 @@ def _is_parameter(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and (prefix != "" or not name.startswith("opt/"))
 
 
+OWN = ("Transformer", "blocks", "embed", "token", "position", "norm", "head")
+
+
 def is_foreign(name: str) -> bool:
-    """Whether it is no part of the transformer, so that it may be left out."""
-    return name not in PARTS.values() and not name.startswith(("Transformer/", "blocks/"))
+    """Return true if it is no part of the transformer, so that it may be left out."""
+    return name.split("/")[0] not in OWN

@@ -12,77 +12,56 @@ from typing import Any
 from vit.published.encoder import HALF, IMAGENET, Encoder, Said, built, side
 from vit.published.files import Arrays
 
-EMBEDDINGS = {
+BLOCK = {
+    **{f"attention.attention.{x}": f"attention/{x}" for x in ("query", "key", "value")},
+    **{f"self_attn.{x[0]}_proj": f"attention/{x}" for x in ("query", "key", "value")},
+    **dict.fromkeys(("attention.output.dense", "self_attn.out_proj"), "attention/out"),
+    **dict.fromkeys(("layernorm_before", "norm1", "layer_norm1"), "attention_norm"),
+    **dict.fromkeys(("layernorm_after", "norm2", "layer_norm2"), "mlp_norm"),
+    "layer_scale1.lambda1": "attention_scale",
+    "layer_scale2.lambda1": "mlp_scale",
+    **dict.fromkeys(("intermediate.dense", "mlp.fc1", "mlp.weights_in"), "mlp_in"),
+    **dict.fromkeys(("output.dense", "mlp.fc2", "mlp.weights_out"), "mlp_out"),
+}
+POOL = {
+    "probe": "query",
+    "attention.in_proj": "attention/qkv",
+    "attention.out_proj": "attention/out",
+    "layernorm": "norm",
+    "mlp.fc1": "mlp_in",
+    "mlp.fc2": "mlp_out",
+}
+NAMES = {
     "embeddings.cls_token": "token",
     "embeddings.distillation_token": "distillation",
     "embeddings.register_tokens": "registers",
-    "embeddings.position_embeddings": "position",
-    "embeddings.patch_embeddings.projection": "embed",
-    "layernorm": "norm",
-    "classifier": "head",
-    "cls_classifier": "head",
+    **dict.fromkeys(
+        ("embeddings.position_embeddings", "embeddings.position_embedding.weight"), "position"
+    ),
+    **dict.fromkeys(
+        ("embeddings.patch_embeddings.projection", "embeddings.patch_embedding"), "embed"
+    ),
+    **{f"encoder.layer.*.{theirs}": f"blocks/*/{ours}" for theirs, ours in BLOCK.items()},
+    **{f"encoder.layers.*.{theirs}": f"blocks/*/{ours}" for theirs, ours in BLOCK.items()},
+    **dict.fromkeys(("layernorm", "post_layernorm"), "norm"),
+    **{f"head.{theirs}": f"pool/{ours}" for theirs, ours in POOL.items()},
+    **dict.fromkeys(("classifier", "cls_classifier"), "head"),
     "distillation_classifier": "head_distillation",
 }
-ATTENTION = {
-    **{f"attention.attention.{x}": f"attention/{x}" for x in ("query", "key", "value")},
-    "attention.output.dense": "attention/out",
-}
-VIT_BLOCK = ATTENTION | {
-    "layernorm_before": "attention_norm",
-    "layernorm_after": "mlp_norm",
-    "intermediate.dense": "mlp_in",
-    "output.dense": "mlp_out",
-}
-DINOV2_BLOCK = ATTENTION | {
-    "norm1": "attention_norm",
-    "norm2": "mlp_norm",
-    "layer_scale1.lambda1": "attention_scale",
-    "layer_scale2.lambda1": "mlp_scale",
-    "mlp.fc1": "mlp_in",
-    "mlp.fc2": "mlp_out",
-    "mlp.weights_in": "mlp_in",
-    "mlp.weights_out": "mlp_out",
-}
-SIGLIP_BLOCK = {
-    **{f"self_attn.{x[0]}_proj": f"attention/{x}" for x in ("query", "key", "value")},
-    "self_attn.out_proj": "attention/out",
-    "layer_norm1": "attention_norm",
-    "layer_norm2": "mlp_norm",
-    "mlp.fc1": "mlp_in",
-    "mlp.fc2": "mlp_out",
-}
-SIGLIP = {
-    "embeddings.patch_embedding": "embed",
-    "embeddings.position_embedding.weight": "position",
-    "post_layernorm": "norm",
-    "classifier": "head",
-    "head.probe": "pool/query",
-    "head.attention.in_proj": "pool/attention/qkv",
-    "head.attention.out_proj": "pool/attention/out",
-    "head.layernorm": "pool/norm",
-    "head.mlp.fc1": "pool/mlp_in",
-    "head.mlp.fc2": "pool/mlp_out",
-}
-VIT = EMBEDDINGS | {f"encoder.layer.*.{k}": f"blocks/*/{v}" for k, v in VIT_BLOCK.items()}
-DINOV2 = EMBEDDINGS | {f"encoder.layer.*.{k}": f"blocks/*/{v}" for k, v in DINOV2_BLOCK.items()}
-SIGLIP |= {f"encoder.layers.*.{k}": f"blocks/*/{v}" for k, v in SIGLIP_BLOCK.items()}
+"""Theirs -> ours; no name stands for two things in two families."""
 
+SIGLIP = Said("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)
+DINOV2 = Said("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)
 FAMILIES = {
-    "vit": (VIT, Said("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF)),
-    "vit_msn": (VIT, Said("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET)),
-    "deit": (VIT, Said("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET)),
-    "dinov2": (DINOV2, Said("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)),
-    "siglip": (SIGLIP, Said("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)),
+    "vit": Said("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF),
+    "vit_msn": Said("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET),
+    "deit": Said("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET),
+    "dinov2": DINOV2,
+    "siglip": SIGLIP,
+    "dinov2_with_registers": DINOV2,
+    "siglip_vision_model": SIGLIP,
 }
-FAMILIES["dinov2_with_registers"] = FAMILIES["dinov2"]
-FAMILIES["siglip_vision_model"] = FAMILIES["siglip"]
-"""Names (theirs -> ours) and defaults, by the `model_type` of config.json."""
-
-OTHERS = {
-    "clip": "CLIP; its towers are read as timm writes them, vit_*_clip_*",
-    "siglip2": "SigLIP2 NaFlex; SigLIP2 of one resolution, of model_type siglip, is read",
-}
-"""Families that are not read, and which relative is."""
+"""Defaults by the `model_type` of config.json."""
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -116,12 +95,9 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     """
     kind = config["model_type"]
     if kind not in FAMILIES:
-        other = OTHERS.get(kind.removesuffix("_vision_model"))
-        raise ValueError(
-            f"config.json: model_type={kind!r} is not read{f' ({other})' if other else ''}; read"
-            f" are {', '.join(FAMILIES)}"
-        )
-    names, said = FAMILIES[kind]
+        read = ", ".join(FAMILIES)
+        raise ValueError(f"config.json: model_type={kind!r} is not read; read are {read}")
+    said = FAMILIES[kind]
     arrays = {re.sub(PREFIX, "", name): array for name, array in arrays.items()}
     labels = config.get("id2label", {})
     config = config.get("vision_config", config)
@@ -145,7 +121,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         resize=side(size) if preprocessor.get("do_center_crop") else 0,
         class_names=_class_names(arrays, labels),
     )
-    return built(arrays, names, said)
+    return built(arrays, NAMES, said)
 
 
 def _class_names(arrays: Arrays, names: dict[str, Any]) -> tuple[str, ...]:
