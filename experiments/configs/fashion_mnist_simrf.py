@@ -26,20 +26,11 @@ Not yet run here: it takes accelerators. `fashion_mnist` is the same with a mode
 from vit import bundled
 from vit.config import Config, with_values
 
+DATA = {"data.name": "fashion_mnist", "data.eval_split": "test", "data.image_size": 28}
+PLAIN = {"data.eval_resize": 0, "data.crop": "center"}
+LENGTH = {"optim.warmup_steps": 450, "log_every": 14, "checkpoint_every": 140, "eval_every": 420}
+
 
 def get_config() -> Config:
-    return with_values(
-        bundled.config("imagenet_simrf"),
-        {
-            "model.variant": "B/2",
-            "data.name": "fashion_mnist",
-            "data.eval_split": "test",
-            "data.image_size": 28,
-            "data.eval_resize": 0,
-            "data.crop": "center",
-            "optim.warmup_steps": 450,
-            "log_every": 14,
-            "checkpoint_every": 140,
-            "eval_every": 420,
-        },
-    )
+    changes = {"model.variant": "B/2"} | DATA | PLAIN | LENGTH
+    return with_values(bundled.config("imagenet_simrf"), changes)

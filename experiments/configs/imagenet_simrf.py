@@ -32,18 +32,10 @@ validation split of 50,000 images, which is used here.) Not yet run here: it tak
 from vit import bundled
 from vit.config import Config, with_values
 
+MODEL = {"model.dropout": 0.1, "attention.coupling": "simrf", "attention.num_features": 130}
+OPTIM = {"optim.constant_steps": 0, "optim.weight_decay": 0.1, "optim.accumulate": 4}
+
 
 def get_config() -> Config:
-    return with_values(
-        bundled.config("imagenet"),
-        {
-            "model.dropout": 0.1,
-            "attention.coupling": "simrf",
-            "attention.num_features": 130,
-            "optim.constant_steps": 0,
-            "optim.weight_decay": 0.1,
-            "optim.accumulate": 4,
-            "num_epochs": 300.0,
-            "eval_every": 3_000,
-        },
-    )
+    changes = MODEL | OPTIM | {"num_epochs": 300.0, "eval_every": 3_000}
+    return with_values(bundled.config("imagenet"), changes)

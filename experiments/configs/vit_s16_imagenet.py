@@ -33,26 +33,23 @@ paper's B/16 on m = 128 has 0.62 to 0.63 (see `imagenet`). Not yet run here: it 
 from vit import bundled
 from vit.config import Config, with_values
 
+MODEL = {
+    "model.variant": "S/16",
+    "model.pooling": "mean",
+    "model.position": "sincos",
+    "model.pre_logits": True,
+}
+ATTENTION = {"attention.kind": "softmax", "attention.coupling": "pm-antithetic"}
+DATA = {"data.train_split": "train[:99%]", "data.batch_size": 1024, "data.mixup": 0.2}
+RANDAUGMENT = {"data.randaugment_layers": 2, "data.randaugment_magnitude": 30.0}
+OPTIM = {
+    "optim.learning_rate": 1e-3,
+    "optim.final_learning_rate": 0.0,
+    "optim.constant_steps": 0,
+    "optim.weight_decay": 0.1,
+}
+
 
 def get_config() -> Config:
-    return with_values(
-        bundled.config("imagenet"),
-        {
-            "model.variant": "S/16",
-            "model.pooling": "mean",
-            "model.position": "sincos",
-            "model.pre_logits": True,
-            "attention.kind": "softmax",
-            "attention.coupling": "pm-antithetic",
-            "data.train_split": "train[:99%]",
-            "data.randaugment_layers": 2,
-            "data.randaugment_magnitude": 30.0,
-            "data.mixup": 0.2,
-            "data.batch_size": 1024,
-            "optim.learning_rate": 1e-3,
-            "optim.final_learning_rate": 0.0,
-            "optim.constant_steps": 0,
-            "optim.weight_decay": 0.1,
-            "eval_every": 2_500,
-        },
-    )
+    changes = MODEL | ATTENTION | DATA | RANDAUGMENT | OPTIM | {"eval_every": 2_500}
+    return with_values(bundled.config("imagenet"), changes)
