@@ -15,7 +15,7 @@ those of I and of random rotations.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.calibration import fit, fold, transform_keys
-from performer.refinement import Sample, performer_estimate, transfer
+from performer.refinement import Sample, performer_estimate
 from performer.typing import Key
 
 COUPLING = "orf-antithetic"
@@ -41,27 +41,6 @@ class Method(NamedTuple):
     """(parameters, what stays, sample, is_causal) -> A^."""
     loss: str = ""
     """Of `performer.refinement.transfer`; not trained if empty."""
-
-
-def fitted(method: Method, moments: Array, sample: Sample, m: int, steps: int, seed: int) -> Any:
-    """(parameters, what stays) of one layer, trained on these queries and keys."""
-    trained, fixed = method.start(jax.random.key(seed), moments, m)
-    if method.loss:
-        trained = transfer(
-            method.estimate, trained, fixed, sample, steps=steps, loss=method.loss, seed=seed
-        )
-    return trained, fixed
-
-
-@cache
-def attention(estimate: Callable[..., Array]) -> Callable[..., Array]:
-    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
-
-    def of(query, key, value, trained, fixed):
-        weights = estimate(trained, fixed, Sample.of(query, key))
-        return jnp.einsum("bnts,bsnv->btnv", weights, value)
-
-    return of
 
 
 def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_causal: bool = False):

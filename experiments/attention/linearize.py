@@ -8,8 +8,8 @@ Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own 
 accuracy is that without any further training. Errors are those on images of the evaluation split.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.attention import feature_maps
 from experiments.attention.feature_maps import METHODS
 from experiments.common import launch, statistics
 from performer.nnx.report import uniform_error
-from performer.refinement import Sample, divergence, softmax_attention, squared
+from performer.refinement import Sample, divergence, softmax_attention, squared, transfer
 from vit import conversion, report, runs
 
 
@@ -43,6 +42,17 @@ def errors(estimate, trained, fixed, sample: Sample) -> tuple[jax.Array, jax.Arr
     """Relative squared error and divergence, means over heads."""
     parts = estimate(trained, fixed, sample), softmax_attention(sample), sample.pairs(False)
     return jnp.mean(squared(*parts)), jnp.mean(divergence(*parts))
+
+
+@cache
+def attention(estimate: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
+
+    def of(query, key, value, trained, fixed):
+        weights = estimate(trained, fixed, Sample.of(query, key))
+        return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+    return of
 
 
 def main(
@@ -87,8 +97,12 @@ def main(
         for (name, m), of_draws in found.items():
             for draw, fitted in enumerate(of_draws):
                 seed = draw * len(layers) + i
-                maps = feature_maps.fitted(METHODS[name], layer.moments, sample, m, steps, seed)
-                fitted.append(maps)
+                start, estimate, loss = METHODS[name]
+                maps, fixed = start(jax.random.key(seed), layer.moments, m)
+                if loss:
+                    options: Any = dict(steps=steps, loss=loss, seed=seed)
+                    maps = transfer(estimate, maps, fixed, sample, **options)
+                fitted.append((maps, fixed))
         print(f"layer {i + 1} of {len(layers)}", flush=True)
     exact = conversion.accuracy(run, model, [(nnx.dot_product_attention, ())] * len(layers))
     uniform = float(np.mean([uniform_error(sample) for sample in seen]))
@@ -99,9 +113,8 @@ def main(
     ]
     for (name, m), of_draws in found.items():
         estimate = METHODS[name].estimate
-        attention = feature_maps.attention(estimate)
         accuracies = [
-            conversion.accuracy(run, model, [(attention, own) for own in fitted])
+            conversion.accuracy(run, model, [(attention(estimate), own) for own in fitted])
             for fitted in of_draws
         ]
         wrong = [

@@ -2,10 +2,9 @@
 
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
-of a head, an epsilon; causal attention takes one step of a scan per token, once for the numerator
-and once for the denominator. `public` leaves its gradients to JAX, which keeps the sums after every
-token. The published JAX code does better, and so does `public_reversed`: its backward pass scans
-from the end and takes the tokens out of the sums again.
+of a head, an epsilon. Causal attention takes one step of a scan per token, once for the numerator
+and once for the denominator; as in the published JAX code, the backward pass scans from the end and
+takes the tokens out of the sums again.
 
 All take heads in the second last axis, (b, n, h, d), as `performer_attention` does. On a GPU the
 public algorithm and exact attention have the backend's default precision, as their users do.
@@ -25,16 +24,15 @@ M, D = 128, 64
 EPSILON = 1e-6
 
 
-def public(query, key, value, frequencies, *, is_causal=False, products=None):
-    """Random-feature attention as published; `products` are `prefix_products`, if others."""
+def public(query, key, value, frequencies, *, is_causal=False):
+    """Random-feature attention as published."""
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
     if is_causal:
         query, key, value = (x.transpose(2, 0, 1, 3) for x in (query, key, value))
         ones = jnp.ones((*key.shape[:-1], 1))
-        products = products or prefix_products
-        output = products(query, key, value) / products(query, key, ones)
+        output = prefix_products(query, key, value) / prefix_products(query, key, ones)
         return output.transpose(1, 0, 2, 3).astype(value.dtype)
     numerator = jnp.einsum("bhnm,bhmd->bhnd", query, jnp.einsum("bhnm,bhnd->bhmd", key, value))
     denominator = jnp.einsum("bhnm,bhm->bhn", query, jnp.sum(key, axis=2))
@@ -51,6 +49,7 @@ def _public_features(x, frequencies, maximum_over):
     return scale * (jnp.exp(projections - half_norm - maximum) + EPSILON)
 
 
+@jax.custom_vjp
 def prefix_products(query, key, value):
     """q_i . sum_{j <= i} k_j v_j^T, token by token: features (n, b, h, m), values (n, b, h, d)."""
     return _prefix_products(query, key, value)[0]
@@ -84,9 +83,7 @@ def _prefix_products_backward(saved, gradients):
     return jax.lax.scan(step, (last, jnp.zeros_like(last)), xs, reverse=True)[1]
 
 
-_reversed_products = jax.custom_vjp(prefix_products)
-_reversed_products.defvjp(_prefix_products, _prefix_products_backward)
-public_reversed = partial(public, is_causal=True, products=_reversed_products)
+prefix_products.defvjp(_prefix_products, _prefix_products_backward)
 
 
 def exact(query, key, value, frequencies, **options):
@@ -100,7 +97,6 @@ IMPLEMENTATIONS = {
     "exact": exact,
     "ours, causal": partial(performer_attention, is_causal=True),
     "public, causal": partial(public, is_causal=True),
-    "public, causal, reverse scan": public_reversed,
     "exact, causal": partial(exact, is_causal=True),
     "cuDNN": partial(exact, implementation="cudnn"),
     "kernel": partial(performer_attention, implementation="pallas"),
