@@ -87,12 +87,12 @@ def vit(
     """
     far = [(name, how) for how in methods for name in names or SCHEMES.get(how, SCHEMES["full"])]
     near = far if names else NEAR
-    schemes = [(*scheme, 0) for scheme in far]
-    schemes += [(*scheme, window) for window in windows if window for scheme in near]
+    schemes = [(name, how, 0) for name, how in far]
+    schemes += [(name, how, window) for window in windows if window for name, how in near]
     rows, keys = [], ("coupling", "calibration", "exact window")
     for kind, norm in itertools.product(data.DATA, norms):
-        reference, uniform = errors(kind, norm, *ORF, m, draws)
-        found = {s: errors(kind, norm, *s, m, draws)[0] if s != ORF else reference for s in schemes}
+        reference, uniform = errors(kind, norm, ORF, m, draws)
+        found = {s: errors(kind, norm, s, m, draws)[0] if s != ORF else reference for s in schemes}
         for scheme, values in (found | {("uniform", "", 0): uniform}).items():
             case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
             ratio = float(np.exp(np.mean(np.log(values / reference))))
@@ -110,14 +110,14 @@ def vit(
 
 
 def errors(
-    kind: str, squared_norm: float, name: str, method: str, window: int, m: int, draws: int
+    kind: str, squared_norm: float, scheme: tuple[str, str, int], m: int, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on each data set of random features, and of uniform attention.
+    """Errors on each data set of (coupling, calibration, window), and of uniform attention.
 
     What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
     of their own, which all couplings share.
     """
-    found = []
+    found, (name, method, window) = [], scheme
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
@@ -145,16 +145,13 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
     """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
-    cases = [
-        {"coupling": f"{name}, calibrated" if method != "none" else name, "scheme": (name, method)}
-        for name, method in [(name, "none") for name in names] or CURVES
-    ]
     rows, uniform = [], np.zeros(0)
-    for case in cases:
+    for name, method in [(name, "none") for name in names] or CURVES:
+        label = name if method == "none" else f"{name}, calibrated"
         for m in sizes:
-            values, uniform = errors("anisotropic", 2.0, *case["scheme"], 0, m, draws)
-            rows.append({"coupling": case["coupling"], "m": m} | harness.estimated(values))
-        print(case["coupling"], flush=True)
+            values, uniform = errors("anisotropic", 2.0, (name, method, 0), m, draws)
+            rows.append({"coupling": label, "m": m} | harness.estimated(values))
+        print(label, flush=True)
 
     def finish(axis: Any, _: Any) -> None:
         axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
