@@ -265,23 +265,24 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
     """Attention errors of the first runs and of uniform attention, means over layers and heads."""
     found = []
-    for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
-        try:
+    try:
+        for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
             run = runs.restore(each.folder)
-        except ValueError as error:  # finished runs may have outlived their data
-            print(f"{each.folder}: attention errors are not measured: {error}")
-            return []
-        rows = attention_report.rows(
-            run.task,
-            run.model(),
-            runs.evaluation_examples(run.dataset, run.config, IMAGES),
-            coupling=run.config.attention.coupling,
-            num_features=run.config.attention.num_features,
-            draws=DRAWS,
-        )
-        names = "attention error", "uniform attention"
-        error, uniform = (means.fmean(row[name] for row in rows) for name in names)
-        found.append((error, uniform))
+            attention = run.config.attention
+            rows = attention_report.rows(
+                run.task,
+                run.model(),
+                runs.evaluation_examples(run.dataset, run.config, IMAGES),
+                coupling=attention.coupling,
+                num_features=attention.num_features,
+                draws=DRAWS,
+            )
+            names = "attention error", "uniform attention"
+            error, uniform = (means.fmean(row[name] for row in rows) for name in names)
+            found.append((error, uniform))
+    except ValueError as error:  # finished runs may have outlived their data
+        print(f"{result.setting.name}: attention errors are not measured: {error}")
+        return []
     return found
 
 
