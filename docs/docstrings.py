@@ -12,7 +12,7 @@ from sphinx.util.typing import stringify_annotation
 from performer import typing
 
 SECTIONS = re.compile(r"(Args|Parameters|Attributes|Returns|Yields|Raises|Example|Examples):$")
-MARKUP = re.compile(r"(`[^`]*`)(?=(\w?))|([\\|*])|(\w)_(?=\W|$)")
+MARKUP = re.compile(r"(?P<code>`[^`]*`)(?=(?P<next>\w?))|(?P<mark>[\\|*])|(?P<letter>\w)_(?=\W|$)")
 
 
 def process(app, what, name, obj, options, lines):
@@ -37,33 +37,26 @@ def aliased(signature: str) -> str:
 
 def converted(lines: list[str]) -> list[str]:
     """The docstring for napoleon."""
-    section, block, result = "", False, []
-    for number, line in enumerate(lines):
-        indent = len(line) - len(line.lstrip())
-        if match := SECTIONS.match(line):
-            section, block = match[1], False
-            result.append(line)
-            continue
-        if line and not indent:
-            section = ""
+    section, block, blank, result = "", False, False, []
+    for line in lines:
+        indent, text = len(line) - len(line.lstrip()), line.strip()
+        if text and not indent:
+            heading = SECTIONS.match(line)
+            section = heading[1] if heading else ""
         base = 4 if section else 0
-        deeper = line.strip() and indent >= base + 4 and section in ("", "Example", "Examples")
-        if deeper and not block and not lines[number - 1].strip():
-            result += [" " * base + "::", ""]
-        if line.strip():
-            block = bool(deeper)
-        code = block or line.lstrip().startswith((">>>", "..."))
-        result.append(line if code else escaped(line))
+        if text:
+            deeper = indent >= base + 4 and section in ("", "Example", "Examples")
+            if deeper and blank and not block:
+                result += [" " * base + "::", ""]
+            block = deeper
+        blank = not text
+        code = block or text.startswith((">>>", "..."))
+        result.append(line if code else MARKUP.sub(escaped, line))
     return result
 
 
-def escaped(line: str) -> str:
+def escaped(match: re.Match) -> str:
     """Bars, stars and trailing underscores stand for themselves; code between backticks stays."""
-
-    def replace(match: re.Match) -> str:
-        code, next_letter, mark, letter = match.groups()
-        if code:
-            return f"`{code}`" + ("\\ " if next_letter else "")
-        return f"\\{mark}" if mark else f"{letter}\\_"
-
-    return MARKUP.sub(replace, line)
+    if match["code"]:
+        return f"`{match['code']}`" + ("\\ " if match["next"] else "")
+    return f"\\{match['mark']}" if match["mark"] else f"{match['letter']}\\_"

@@ -1,12 +1,11 @@
 """Pages of the reference that are made of the code: modules, commands, fields of a config."""
 
 import dataclasses
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-from sphinx.pycode import ModuleAnalyzer
 
 import performer
 from vit import arguments, cli
@@ -28,52 +27,36 @@ def write(folder: Path) -> None:
 
 def modules() -> dict[str, str]:
     """One page for each public module, and a list of them."""
-    names = (*performer.MODULES, *DROP_INS)
-    pages, rows = {}, []
+    pages, rows, names = {}, "", (*performer.MODULES, *DROP_INS)
     for name in names:
         parts = [path.stem for path in sorted((ROOT / "performer" / name).glob("*.py"))]
         public = [name, *(f"{name}.{part}" for part in parts if not part.startswith("_"))]
-        shown = "\n".join(automodule(f"performer.{part}") for part in public)
+        shown = "\n".join(
+            f"```{{eval-rst}}\n.. automodule:: performer.{part}\n```\n" for part in public
+        )
         pages[f"api/{name}"] = f"# performer.{name}\n\n{shown}"
-        rows.append(f"- [`performer.{name}`]({name}.md): {first_line(f'performer.{name}')}")
-    listed, hidden = "\n".join(rows), "\n".join(names)
+        docstring = importlib.import_module(f"performer.{name}").__doc__ or ""
+        rows += f"- [`performer.{name}`]({name}.md): {docstring.splitlines()[0]}\n"
+    hidden = "\n".join(names)
     toctree = f"```{{toctree}}\n:hidden:\n\n{hidden}\n```"
-    return pages | {"api/index": f"# Modules\n\n{listed}\n\n{toctree}\n"}
-
-
-def automodule(name: str) -> str:
-    """The directive that shows a module."""
-    return f"```{{eval-rst}}\n.. automodule:: {name}\n```\n"
-
-
-def first_line(module: str) -> str:
-    """Of its docstring."""
-    analyzer = ModuleAnalyzer.for_module(module)
-    return analyzer.code.strip().strip('"').split("\n")[0].strip('"')
+    return pages | {"api/index": f"# Modules\n\n{rows}\n{toctree}\n"}
 
 
 def config() -> str:
     """Every field of a config: its flag, default, meaning and range."""
-    lines = ["# Fields of a config", ""]
-    lines += ["A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all."]
-
-    def table(kind: type, prefix: str) -> None:
-        nested = []
-        lines.extend(["", f"## {kind.__name__}", "", (kind.__doc__ or "").strip(), ""])
-        lines.extend(["| field | default | meaning |", "|---|---|---|"])
-        for field in dataclasses.fields(kind):
-            name = f"{prefix}.{field.name}"
-            if dataclasses.is_dataclass(field.type):
-                nested.append((field.type, name))
-                continue
-            path = name.removeprefix("config.")
-            shown = f"{configs.MEANINGS[path]} It {configs.allowed(path)}.".replace("|", "&#124;")
-            lines.append(f"| `{name}` | `{field.default!r}` | {shown} |")
-        for part, name in nested:
-            table(part, name)
-
-    table(configs.Config, "config")
-    return "\n".join(lines) + "\n"
+    text = "# Fields of a config\n\n"
+    text += "A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all.\n"
+    whole = configs.Config()
+    parts = {f"{name}.": x for name, x in vars(whole).items() if dataclasses.is_dataclass(x)}
+    for prefix, section in ({"": whole} | parts).items():
+        text += f"\n## {type(section).__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
+        text += "| field | default | meaning |\n|---|---|---|\n"
+        for name, default in vars(section).items():
+            if (path := prefix + name) in configs.MEANINGS:
+                shown = f"{configs.MEANINGS[path]} It {configs.allowed(path)}."
+                shown = shown.replace("|", "&#124;")
+                text += f"| `config.{path}` | `{default!r}` | {shown} |\n"
+    return text
 
 
 def commands() -> str:

@@ -10,9 +10,9 @@ and of 144 at once (12 layers x 12 heads), the best of 7; how often the sampler 
 keys; and the ratio of dense to structured products of 1,024 vectors with d frequencies,
 implementations in turn.
 
-`attention`: `experiments.speed.attention` says what is measured, `lengths` there what besides, and
-`kernels` what on a TPU. With --quick everything runs at a 16th of the length, to see that
-it runs: the numbers mean nothing.
+`attention`: `experiments.speed.attention` describes what is measured. On a GPU and on a TPU there
+is a second table. With --quick everything runs at a 16th of the length, to see that it runs: the
+numbers mean nothing.
 
 `vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
@@ -30,27 +30,23 @@ from typing import Literal
 import jax
 
 from experiments.common import launch, timing
-from experiments.speed import attention, data, kernels, lengths, samplers, vit
+from experiments.speed import attention, data, samplers, vit
 from vit import report
 
-ACCELERATORS = {"gpu": lengths.gpu, "tpu": kernels.tpu}
 
-
-def of_attention(scale: attention.Scale, out: Path) -> None:
+def of_attention(quick: bool, out: Path) -> None:
     """Prints and writes the tables of `performer_attention`."""
-    for name, rows in attention.tables(scale):
-        print(report.table(rows, out / name), flush=True)
+    scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
+    rows, times = attention.rounds("", scale)
+    print(report.table(times, out / "times"), flush=True)
+    rows += [attention.decoding(scale), *attention.exactness()]
+    print(report.table(rows, out / "summary"), flush=True)
     print("Nanoseconds per token and head, forward + backward\n")
-    print(report.table(lengths.crossover(scale, out / "crossover"), out / "crossover"))
-    if (platform := jax.default_backend()) == "cpu":
-        rows = lengths.package(scale)
-        print(report.table(rows, out / "package") if rows else "performer_pytorch: not installed\n")
-    if platform in ACCELERATORS:
-        rows, times = ACCELERATORS[platform](scale)
+    print(report.table(attention.crossover(scale, out / "crossover"), out / "crossover"))
+    if (platform := jax.default_backend()) in attention.ROUNDS:
+        rows, times = attention.rounds(platform, scale)
         print(report.table(times, out / f"times_{platform}"))
         print(report.table(rows, out / f"summary_{platform}"))
-    if platform != "tpu":
-        print(f"implementation='pallas': its kernel is for TPUs, not measured on {platform}")
 
 
 def of_data(images: Path, out: Path) -> None:
@@ -62,13 +58,6 @@ def of_data(images: Path, out: Path) -> None:
     print(report.table(data.waiting(files), out / f"late_{images.name}"))
     if not compared:
         print("tf.data: tensorflow is not installed")
-
-
-def of_vit(quick: bool, out: Path) -> None:
-    """Prints, writes and draws the table of training steps."""
-    rows = vit.measured(64, 2) if quick else vit.measured()
-    vit.draw(rows, out)
-    print(report.table(rows, out))
 
 
 def main(
@@ -87,18 +76,20 @@ def main(
         out: folder for tables and figures.
     """
     print(timing.machine() + "\n")
-    if what == "data":
-        of_data(images or data.sample_images(), out)
-    elif what in ("attention", "vit"):
-        if quick:
-            print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
-        out = out / "quick" if quick else out
-        if what == "vit":
-            return of_vit(quick, out / "vit")
-        of_attention(attention.Scale(repeats=2, divisor=16) if quick else attention.Scale(), out)
-    else:
+    if quick and what in ("attention", "vit"):
+        print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
+        out /= "quick"
+    if what == "couplings":
         print(report.table(samplers.samplers(), out / "samplers"))
         print(report.table(samplers.products(), out / "products"))
+    elif what == "attention":
+        of_attention(quick, out)
+    elif what == "vit":
+        rows = vit.measured(64, 2) if quick else vit.measured()
+        vit.draw(rows, out / "vit")
+        print(report.table(rows, out / "vit"))
+    else:
+        of_data(images or data.sample_images(), out)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ reports on finished runs of vit.train. It compares the fields in which their con
 the seed.
 """
 
-import sys
 from pathlib import Path
 
 from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments.training import comparison
-from vit import devices, machine, safety
+from vit import devices, machine
 from vit.arguments import from_flag, launch
 
 
@@ -39,23 +38,19 @@ def main(_: list[str]) -> None:
     out = Path(str(_OUT.value))
     _JOIN()
     machine.keep_programs()
-    if not (_RUNS.value or flags.FLAGS["config"].present):
+    if _RUNS.value:
+        text = comparison.of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
+    elif flags.FLAGS["config"].present:
+        text = comparison.compare(
+            from_flag(_CONFIG),
+            out,
+            couplings=_COUPLINGS.value,
+            num_seeds=_SEEDS.value,
+            grid=_GRID.value,
+            baseline=_BASELINE.value,
+        )
+    else:
         raise ValueError("give the --config of what is to be trained, or --runs")
-    try:
-        if _RUNS.value:
-            text = comparison.of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
-        else:
-            text = comparison.compare(
-                from_flag(_CONFIG),
-                out,
-                couplings=_COUPLINGS.value,
-                num_seeds=_SEEDS.value,
-                grid=_GRID.value,
-                baseline=_BASELINE.value,
-            )
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes")
-        sys.exit(safety.STOPPED)
     print(text)
     if (out / "report.md").exists():
         print(f"The report is {out / 'report.md'}.")

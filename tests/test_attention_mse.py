@@ -69,7 +69,7 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
     monkeypatch.setattr(errors, "calibrate", calibrate)
     monkeypatch.setattr(errors, "attention_error", attention_error)
     monkeypatch.setattr(attention_data, "DATA_SETS", 2)
-    values, uniform = errors.errors("anisotropic", 1.0, "orf", "full", 0, 16, 3)
+    values, uniform = errors.errors("anisotropic", 1.0, ("orf", "full", 0), 16, 3)
     assert len(seen) == len(values) == len(uniform) == 2
 
 
@@ -86,7 +86,7 @@ def test_a_copula_is_learned_on_other_tokens(monkeypatch):
 
     monkeypatch.setattr(errors, "learned", learned)
     found = {
-        name: errors.errors("anisotropic", 2.0, name, "none", 0, 16, 400)[0][0]
+        name: errors.errors("anisotropic", 2.0, (name, "none", 0), 16, 400)[0][0]
         for name in ("copula-antithetic", "orf-antithetic")
     }
     assert found["copula-antithetic"] < 0.95 * found["orf-antithetic"]

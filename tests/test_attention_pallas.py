@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from experiments.speed import kernels as benchmark_kernels
-from experiments.speed.attention import Scale
+from experiments.speed import attention as benchmark
 from performer import calibration, performer_attention
 from performer.attention import _fused, _sizes
 from tests import oracles
@@ -269,16 +268,21 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
 
 def test_the_benchmark_compares_before_it_times(monkeypatch):
     """Both ways at a sixteenth of a size; and what is further away than bfloat16 is refused."""
-    monkeypatch.setattr(benchmark_kernels, "SIZES", ((1, 256, 2, ", causal"),))
-    rows, times = benchmark_kernels.tpu(Scale(repeats=1, divisor=16))
-    assert [row["quantity"] for row in rows[:2]] == [
+    rounds = [
+        benchmark.Round(which, "kernel, causal", ("ours, causal",), ((1, 256, 2),))
+        for which in (benchmark.FORWARD, benchmark.BOTH)
+    ]
+    monkeypatch.setitem(benchmark.ROUNDS, "tpu", rounds)
+    rows, times = benchmark.rounds("tpu", benchmark.Scale(repeats=1, divisor=16))
+    assert [row["quantity"] for row in rows] == 2 * [
         "relative difference: kernel, causal / ours, causal",
         "time: ours, causal / kernel, causal",
+        "temporary memory: kernel, causal / ours, causal",
     ]
-    assert 0 < rows[2]["measured"] < benchmark_kernels.DIFFERENCE
-    assert len(rows) == len(times) == 4
+    assert 0 < rows[3]["measured"] < benchmark.DIFFERENCE
+    assert len(times) == 4
     with pytest.raises(ValueError, match="do not use implementation='pallas' here"):
-        benchmark_kernels.differences([np.ones(3), np.ones(3)], [np.ones(3), np.full(3, 1.05)])
+        benchmark.difference([np.ones(3), np.ones(3)], [np.ones(3), np.full(3, 1.05)])
 
 
 COMPILE = """

@@ -10,8 +10,7 @@ import pytest
 
 from experiments.common import statistics
 from experiments.training import comparison as compare
-from experiments.training import report as compare_report
-from experiments.training.report import Run, Setting
+from experiments.training.comparison import Result, Run, Setting
 from tests.small import TINY, small_config, stop_at
 from vit import config, evaluate, loop, metrics, report, train
 
@@ -176,7 +175,7 @@ def result(coupling, accuracies, values=(), diverged=()):
         Run(seed, Path(), [record | {"eval_accuracy": value}], 7 if seed in diverged else None)
         for seed, value in enumerate(accuracies)
     ]
-    return compare_report.Result(Setting(coupling, values), runs, [0.5])
+    return Result(Setting(coupling, values), runs, [(0.5, 1.0)])
 
 
 BASE = [0.50, 0.52, 0.51, 0.49, 0.53]
@@ -187,13 +186,13 @@ def test_the_verdict_follows_the_statistics():
     nothing = result("pnc", [x + d for x, d in zip(BASE, [1, -1, 1, -1, 0.5], strict=True)])
     worse = result("iid", [x - 0.1 - 0.001 * i for i, x in enumerate(BASE)])
     results = [result("orf", BASE), clear, nothing, worse]
-    found = compare_report.comparisons(results, "orf")
-    assert compare_report.verdict(found) == (
+    found = compare.compared(results, "orf")
+    assert compare.verdict(found) == (
         "Significant differences over 5 seeds: 2 of 3 comparisons."
         " Better than the baseline: pm. Worse than the baseline: iid."
     )
-    assert compare_report.verdict(found[1:2]).startswith("No significant difference over 5 seeds")
-    table = compare_report.rows(results, found)
+    assert compare.verdict(found[2:3]).startswith("No significant difference over 5 seeds")
+    table = compare.rows(found)
     assert [row["difference to baseline"] for row in table[:2]] == ["baseline", "+0.1020"]
     assert table[1]["seeds needed for +0.008"] == "3"
 
@@ -202,16 +201,16 @@ def test_the_verdict_takes_corrected_p_values():
     """Two comparisons with p = 0.03 each show nothing: 0.06 after Holm's correction."""
     better = [x + 0.0117 + d for x, d in zip(BASE, np.linspace(-0.01, 0.01, 5), strict=True)]
     results = [result("orf", BASE), result("pm", better), result("pnc", better)]
-    found = compare_report.comparisons(results, "orf")
-    assert all(c.difference.p_value < 0.05 < c.corrected for c in found)
-    assert compare_report.verdict(found).startswith("No significant difference over 5 seeds")
+    found = compare.compared(results, "orf")
+    assert all(r.difference.p_value < 0.05 < r.corrected for r in found[1:])
+    assert compare.verdict(found).startswith("No significant difference over 5 seeds")
 
 
 def test_pairs_are_by_seed_and_leave_out_what_diverged():
     """Unpaired these accuracies overlap; paired they differ by 0.01 throughout, but for seed 1."""
     a = result("pm", [0.11, 9.0, 0.61, 0.911], diverged=[1])
     b = result("orf", [0.10, 0.3, 0.60, 0.90])
-    (found,) = compare_report.comparisons([b, a], "orf")
+    _, found = compare.compared([b, a], "orf")
     assert found.difference.count == 3
     assert found.difference.mean == pytest.approx(0.0103, abs=1e-4)
     assert found.corrected < 0.01
@@ -219,25 +218,25 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
 
 def test_with_one_coupling_the_first_point_is_the_baseline():
     points = [result("orf", BASE, (("model.width", m),)) for m in (8, 16, 32)]
-    found = compare_report.comparisons(points, "orf")
-    assert [c.baseline for c in found] == [points[0]] * 2
+    found = compare.compared(points, "orf")
+    assert [r.baseline for r in found] == [None, points[0].setting, points[0].setting]
     grids = [result(n, BASE, (("m", m),)) for m in (8, 16) for n in ("orf", "pm")]
-    found = compare_report.comparisons(grids, "orf")
-    pairs = [(c.result.setting.point, c.baseline.setting.point) for c in found]
+    found = compare.compared(grids, "orf")
+    pairs = [(r.setting.point, r.baseline.point) for r in found if r.baseline]
     assert pairs == [("m=8", "m=8"), ("m=16", "m=16")]
 
 
 def test_one_seed_is_not_tested():
     results = [result("orf", [0.5]), result("pm", [0.9])]
-    found = compare_report.comparisons(results, "orf")
-    assert compare_report.verdict(found).startswith("No test is possible: that takes two seeds")
-    assert compare_report.rows(results, found)[1]["seeds needed for +0.008"] == ""
+    found = compare.compared(results, "orf")
+    assert compare.verdict(found).startswith("No test is possible: that takes two seeds")
+    assert compare.rows(found)[1]["seeds needed for +0.008"] == ""
 
 
 def test_one_evaluation_is_drawn_as_points(tmp_path):
     """A line through one point is not seen."""
     _, axes = report.figure(tmp_path / "figure", columns=2)
-    compare_report._curves(axes, [result("orf", BASE), result("pm", [0.7] * 5)])
+    compare.curves(axes, [result("orf", BASE), result("pm", [0.7] * 5)])
     for axis in axes:
         assert [line.get_marker() for line in axis.lines] == ["o", "o"]
     drawn = [float(line.get_ydata()[0]) for line in axes[1].lines]
@@ -245,9 +244,9 @@ def test_one_evaluation_is_drawn_as_points(tmp_path):
 
 
 def test_each_seed_has_its_dot_beside_the_interval(tmp_path):
-    (found,) = compare_report.comparisons([result("orf", BASE), result("pm", BASE[::-1])], "orf")
+    _, found = compare.compared([result("orf", BASE), result("pm", BASE[::-1])], "orf")
     _, axis = report.figure(tmp_path / "figure")
-    compare_report._differences(axis, [found])
+    compare.differences(axis, [found])
     dots = axis.lines[0]
     np.testing.assert_allclose(dots.get_xdata(), np.subtract(BASE[::-1], BASE))
     (mean,) = axis.containers
@@ -263,7 +262,7 @@ def test_strings_of_the_config_are_escaped(tmp_path):
         result("orf", BASE, values),
         result("pm", [x + 0.1 for x in BASE[:4]] + [0.7], values),
     ]
-    text = compare_report.write(results, "orf", settings, tmp_path)
+    text = compare.write(results, "orf", settings, tmp_path)
     prose = [line for line in text.splitlines() if not line.startswith("    ")]
     assert "<script>" not in "\n".join(prose)
     assert text.count(r"&lt;script>alert(1)&lt;/script>\|\*$x") == 3

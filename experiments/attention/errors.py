@@ -1,6 +1,7 @@
 """The parts of `experiments.attention_mse`: VRC Fig. 7, kinds of data, numbers of features."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,28 +53,22 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
         x = jnp.asarray(tokens, jnp.float32)
-        lines = [_row7(x, name, m, draws) for name, m in itertools.product(names, sizes)]
+        lines = []
+        for name, m in itertools.product(names, sizes):
+            options: Any = dict(num_features=m, draws=draws, scale=1.0, seed=1)
+            found = attention_error(x, x, coupling=name, **options)
+            estimates = found.variance, found.covariance, found.attention, found.predicted
+            line: harness.Row = {"coupling": name, "m": m}
+            # The data sets share the draws, so that their standard errors do not average out.
+            for column, estimate in zip((*columns, "predicted"), estimates, strict=True):
+                line[column] = float(estimate.value.mean())
+                line[f"{column} ±"] = float(estimate.standard_error.mean())
+            lines.append(line | {"uniform": float(found.uniform_attention.mean())})
         title = f"VRC Fig. 7, x ~ N(0, {reading}), relative"
-        options: Any = dict(x="m", y=columns, log=True, suptitle=title)
-        harness.figure(lines, _suffixed(out, reading), **options)
+        path = out.with_name(f"{out.name}_{re.sub('[^A-Za-z]', '_', reading).strip('_')}")
+        harness.figure(lines, path, x="m", y=columns, log=True, suptitle=title)
         rows += [{"x ~ N(0, .)": reading} | line for line in lines]
     return report.table(rows, out)
-
-
-def _row7(x: Any, name: str, m: int, draws: int) -> dict[str, Any]:
-    found = attention_error(x, x, coupling=name, num_features=m, draws=draws, scale=1.0, seed=1)
-    columns = {
-        "variance": found.variance,
-        "covariance": found.covariance,
-        "attention error": found.attention,
-        "predicted": found.predicted,
-    }
-    row: dict[str, Any] = {"coupling": name, "m": m}
-    # The data sets share the draws, so that their standard errors do not average out.
-    for column, estimate in columns.items():
-        row[column] = float(estimate.value.mean())
-        row[f"{column} ±"] = float(estimate.standard_error.mean())
-    return row | {"uniform": float(found.uniform_attention.mean())}
 
 
 def vit(
@@ -90,22 +85,17 @@ def vit(
     Means and standard errors over the data sets. The tokens have no places: with a window the keys
     that are exact are any, a share of all.
     """
-    schemes = [
-        (name, method, 0)
-        for method in methods
-        for name in names or SCHEMES.get(method, SCHEMES["full"])
-    ]
-    near = [(name, method) for name, method, _ in schemes] if names else NEAR
-    schemes += [(name, method, window) for window in windows if window for name, method in near]
+    far = [(name, how) for how in methods for name in names or SCHEMES.get(how, SCHEMES["full"])]
+    near = far if names else NEAR
+    schemes = [(name, how, 0) for name, how in far]
+    schemes += [(name, how, window) for window in windows if window for name, how in near]
     rows, keys = [], ("coupling", "calibration", "exact window")
     for kind, norm in itertools.product(data.DATA, norms):
-        reference, uniform = errors(kind, norm, *ORF, m, draws)
-        found = {
-            s: reference if s == ORF else errors(kind, norm, *s, m, draws)[0] for s in schemes
-        } | {("uniform", "", 0): uniform}
-        for scheme, values in found.items():
-            ratio = float(np.exp(np.mean(np.log(values / reference))))
+        reference, uniform = errors(kind, norm, ORF, m, draws)
+        found = {s: errors(kind, norm, s, m, draws)[0] if s != ORF else reference for s in schemes}
+        for scheme, values in (found | {("uniform", "", 0): uniform}).items():
             case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
+            ratio = float(np.exp(np.mean(np.log(values / reference))))
             rows.append(case | harness.estimated(values) | {"ratio": ratio})
         print(kind, f"{norm:g}", flush=True)
     label = "relative attention error"
@@ -115,29 +105,28 @@ def vit(
         | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
         for group in harness.grouped(rows, SCHEME).values()
     ]
-    report.table(ratios, _suffixed(out, "ratios"))
+    report.table(ratios, out.with_name(f"{out.name}_ratios"))
     return report.table(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out)
 
 
 def errors(
-    kind: str, squared_norm: float, name: str, method: str, window: int, m: int, draws: int
+    kind: str, squared_norm: float, scheme: tuple[str, str, int], m: int, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on each data set of random features, and of uniform attention.
+    """Errors on each data set of (coupling, calibration, window), and of uniform attention.
 
     What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
     of their own, which all couplings share.
     """
-    found = []
+    found, (name, method, window) = [], scheme
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
         coupling = learned(name, others, other_keys, m) if name in LEARNED else name
         fitted = calibrate(others, other_keys, coupling=coupling, method=method, scale=1.0)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
-        options["exact_window"] = window
-        found.append(attention_error(query, key, coupling=coupling, **options))
-    values = [(error.attention.value[0], error.uniform_attention[0]) for error in found]
-    of_features, uniform = np.asarray(values, np.float64).reshape(len(found), 2).T
+        error = attention_error(query, key, coupling=coupling, exact_window=window, **options)
+        found.append((error.attention.value[0], error.uniform_attention[0]))
+    of_features, uniform = np.asarray(found, np.float64).T
     return of_features, uniform
 
 
@@ -156,29 +145,17 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
     """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
-    cases = {
-        name if method == "none" else f"{name}, calibrated": (name, method)
-        for name, method in [(name, "none") for name in names] or CURVES
-    }
-    uniform = []
-
-    def measure(case: harness.Row) -> np.ndarray:
-        scheme = cases[case["coupling"]]
-        found = [errors("anisotropic", 2.0, *scheme, 0, m, draws) for m in sizes]
-        uniform[:] = [values for _, values in found]
-        return np.stack([values for values, _ in found], axis=-1)
-
-    rows = harness.sweep([{"coupling": label} for label in cases], measure, m=sizes)
+    rows, uniform = [], np.zeros(0)
+    for name, method in [(name, "none") for name in names] or CURVES:
+        label = name if method == "none" else f"{name}, calibrated"
+        for m in sizes:
+            values, uniform = errors("anisotropic", 2.0, (name, method, 0), m, draws)
+            rows.append({"coupling": label, "m": m} | harness.estimated(values))
+        print(label, flush=True)
 
     def finish(axis: Any, _: Any) -> None:
-        level = uniform[-1].mean()
-        axis.axhline(level, color="black", linestyle=":", label="uniform attention")
+        axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
 
     labels: Any = dict(xlabel="features m", ylabel="relative attention error")
     harness.figure(rows, out, x="m", log=True, finish=finish, **labels)
     return report.table(harness.wide(rows, "m = {m}"), out)
-
-
-def _suffixed(out: Path, suffix: str) -> Path:
-    safe = "".join(c if c.isalnum() else "_" for c in suffix).strip("_")
-    return out.with_name(f"{out.name}_{safe}")

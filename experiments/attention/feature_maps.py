@@ -15,7 +15,7 @@ those of I and of random rotations.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.calibration import fit, fold, transform_keys
-from performer.refinement import Sample, performer_estimate, transfer
+from performer.refinement import Sample, performer_estimate
 from performer.typing import Key
 
 COUPLING = "orf-antithetic"
@@ -43,87 +43,62 @@ class Method(NamedTuple):
     """Of `performer.refinement.transfer`; not trained if empty."""
 
 
-def fitted(method: Method, moments: Array, sample: Sample, m: int, steps: int, seed: int) -> Any:
-    """(parameters, what stays) of one layer, trained on these queries and keys."""
-    trained, fixed = method.start(jax.random.key(seed), moments, m)
-    if method.loss:
-        trained = transfer(
-            method.estimate, trained, fixed, sample, steps=steps, loss=method.loss, seed=seed
-        )
-    return trained, fixed
-
-
-@cache
-def attention(estimate: Callable[..., Array]) -> Callable[..., Array]:
-    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
-
-    def of(query, key, value, trained, fixed):
-        weights = estimate(trained, fixed, Sample.of(query, key))
-        return jnp.einsum("bnts,bsnv->btnv", weights, value)
-
-    return of
-
-
-def _scaled(sample: Sample) -> tuple[Array, Array]:
+def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_causal: bool = False):
+    """phi(q) phi(k)^T, rows divided by their sums."""
     factor = sample.query.shape[-1] ** -0.25
-    return sample.query * factor, sample.key * factor
-
-
-def _linear(x: Float[Array, "b t n h"], map_: tuple[Array, Array]) -> Float[Array, "b t n m"]:
-    matrix, bias = map_
-    return jnp.einsum("btnh,nmh->btnm", x, matrix) + bias
-
-
-def _normalised(of_query: Array, of_key: Array, sample: Sample, is_causal: bool) -> Array:
+    of_query, of_key = features(maps, fixed, factor * sample.query, factor * sample.key)
     scores = jnp.einsum("btnm,bsnm->bnts", of_query, of_key)
     scores = jnp.where(sample.pairs(is_causal), scores, 0)
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)
 
 
-def _of_logarithms(of_query: Array, of_key: Array, sample: Sample, is_causal: bool) -> Array:
+def _linear(maps: dict, query: Array, key: Array) -> tuple[Array, Array]:
+    """W x + b of queries and keys, (b, t, n, m) each."""
+    pairs = (query, *maps["query"]), (key, *maps["key"])
+    of_query, of_key = (jnp.einsum("btnh,nmh->btnm", x, W) + b for x, W, b in pairs)
+    return of_query, of_key
+
+
+def _exponentials(of_query: Array, of_key: Array) -> tuple[Array, Array]:
     """With the largest of each feature over the keys, and of each query, taken out."""
     largest = jax.lax.stop_gradient(jnp.max(of_key, axis=1, keepdims=True))
     exponent = of_query + largest
     exponent = exponent - jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
-    return _normalised(jnp.exp(exponent), jnp.exp(of_key - largest), sample, is_causal)
+    return jnp.exp(exponent), jnp.exp(of_key - largest)
 
 
-def _both(maps: dict, sample: Sample) -> tuple[Array, Array]:
-    query, key = _scaled(sample)
-    return _linear(query, maps["query"]), _linear(key, maps["key"])
+def _relu(maps: dict, fixed: None, query: Array, key: Array) -> list[Array]:
+    return [jax.nn.relu(x) for x in _linear(maps, query, key)]
 
 
-def t2r(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
-    """Kasai et al. 2021, Eq. 5."""
-    of_query, of_key = (jax.nn.relu(x) for x in _both(maps, sample))
-    return _normalised(of_query, of_key, sample, is_causal)
+def _softmax(maps: dict, fixed: None, query: Array, key: Array) -> list[Array]:
+    both = _linear(maps, query, key)
+    return [jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], axis=-1) for x in both]
 
 
-def hedgehog(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
-    """Zhang et al. 2024, Eq. 6 and the normalisation that they recommend."""
-    of_query, of_key = (
-        jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], axis=-1)
-        for x in _both(maps, sample)
-    )
-    return _normalised(of_query, of_key, sample, is_causal)
+def _exp(maps: dict, fixed: None, query: Array, key: Array) -> tuple[Array, Array]:
+    both = _linear(maps, query, key)
+    return _exponentials(*(jnp.concatenate([x, -x], axis=-1) for x in both))
 
 
-def hedgehog_exp(maps: dict, fixed: None, sample: Sample, is_causal: bool = False) -> Array:
-    """Zhang et al. 2024, Eq. 6."""
-    of_query, of_key = (jnp.concatenate([x, -x], axis=-1) for x in _both(maps, sample))
-    return _of_logarithms(of_query, of_key, sample, is_causal)
-
-
-def free(maps: dict, fixed: Any, sample: Sample, is_causal: bool = False) -> Array:
-    """Exponential features whose frequencies of queries and keys and weights are apart."""
-    query, key = _scaled(sample)
+def _free(maps: dict, fixed: Any, query: Array, key: Array) -> tuple[Array, Array]:
     key = transform_keys(fixed, key)
-    of_key = _linear(key, maps["key"]) - jnp.sum(key**2, axis=-1, keepdims=True) / 2
-    return _of_logarithms(_linear(query, maps["query"]), of_key, sample, is_causal)
+    of_query, of_key = _linear(maps, query, key)
+    return _exponentials(of_query, of_key - jnp.sum(key**2, axis=-1, keepdims=True) / 2)
+
+
+t2r = partial(_estimate, _relu)
+"""Kasai et al. 2021, Eq. 5."""
+hedgehog = partial(_estimate, _softmax)
+"""Zhang et al. 2024, Eq. 6 and the normalisation that they recommend."""
+hedgehog_exp = partial(_estimate, _exp)
+"""Zhang et al. 2024, Eq. 6."""
+free = partial(_estimate, _free)
+"""Exponential features whose frequencies of queries and keys and weights are apart."""
 
 
 def _start_t2r(key: Key, moments: Array, m: int) -> tuple[Any, None]:
-    heads, head_dim = len(moments), (moments.shape[-1] - 1) // 2
+    heads, head_dim = _sizes(moments)
     return {
         name: (jax.random.normal(k, (heads, m, head_dim)), jnp.zeros((heads, m)))
         for name, k in zip(("query", "key"), jax.random.split(key), strict=True)
@@ -131,15 +106,15 @@ def _start_t2r(key: Key, moments: Array, m: int) -> tuple[Any, None]:
 
 
 def _start_hedgehog(key: Key, moments: Array, m: int) -> tuple[Any, None]:
-    heads, h = len(moments), (moments.shape[-1] - 1) // 2
+    heads, h = _sizes(moments)
     rotations = couplings.draw(key, "orf", m // 2, h, heads)
     rows = rotations / jnp.linalg.norm(rotations, axis=-1, keepdims=True)
     rows = rows.at[:, :h].set(jnp.eye(h)[: m // 2])
-    return {name: (rows, jnp.zeros(rows.shape[:2])) for name in ("query", "key")}, None
+    return dict.fromkeys(("query", "key"), (rows, jnp.zeros(rows.shape[:2]))), None
 
 
 def _start(key: Key, moments: Array, m: int, calibration: str = "full") -> tuple[Array, Any]:
-    heads, head_dim = len(moments), (moments.shape[-1] - 1) // 2
+    heads, head_dim = _sizes(moments)
     frequencies = couplings.draw(key, COUPLING, m, head_dim, heads)
     return frequencies, fit(moments, calibration, COUPLING)
 
@@ -150,6 +125,11 @@ def _start_free(key: Key, moments: Array, m: int) -> tuple[Any, Any]:
     zeros = jnp.zeros(of_key.shape[:2])
     weights = zeros if log_weights is None else log_weights
     return {"query": (of_query, zeros), "key": (of_key, weights)}, calibration
+
+
+def _sizes(moments: Array) -> tuple[int, int]:
+    """Heads, and the width of one."""
+    return len(moments), (moments.shape[-1] - 1) // 2
 
 
 METHODS = {

@@ -8,8 +8,8 @@ Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own 
 accuracy is that without any further training. Errors are those on images of the evaluation split.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.attention import feature_maps
 from experiments.attention.feature_maps import METHODS
 from experiments.common import launch, statistics
-from performer.choices import unknown
 from performer.nnx.report import uniform_error
-from performer.refinement import Sample, divergence, softmax_attention, squared
+from performer.refinement import Sample, divergence, softmax_attention, squared, transfer
 from vit import conversion, report, runs
 
 
@@ -46,21 +44,30 @@ def errors(estimate, trained, fixed, sample: Sample) -> tuple[jax.Array, jax.Arr
     return jnp.mean(squared(*parts)), jnp.mean(divergence(*parts))
 
 
+@cache
+def attention(estimate: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
+
+    def of(query, key, value, trained, fixed):
+        weights = estimate(trained, fixed, Sample.of(query, key))
+        return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+    return of
+
+
 def main(
     workdir: Path,
-    method: Sequence[str] = (),
     num_features: Sequence[int] = (16, 32, 64),
     steps: int = 300,
     draws: int = 2,
     images: int = 512,
     eval_images: int = 0,
     out: Path = Path("results/attention/linearize"),
-) -> str:
-    """Writes and prints the table, `linearize` in `out`, and returns it.
+) -> None:
+    """Writes and prints the table, `linearize` in `out`.
 
     Args:
         workdir: of a run with softmax attention.
-        method: names of feature maps, the rows; all.
         num_features: each m; even numbers.
         steps: of Adam, at most, for each layer.
         draws: of the first parameters.
@@ -73,9 +80,6 @@ def main(
     """
     launch.at_least(1, steps=steps, draws=draws, images=images)
     launch.at_least(0, eval_images=eval_images)
-    names = method or list(METHODS)
-    if bad := [name for name in names if name not in METHODS]:
-        raise ValueError(unknown("--method", bad[0], METHODS))
     run = runs.restore(workdir)
     if run.config.attention.kind != "softmax":
         raise ValueError(f"{workdir} has attention {run.config.attention.kind!r}: train a softmax")
@@ -85,54 +89,52 @@ def main(
     layers = conversion.measured_layers(run.task, model, batches).layers
     held_out = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
     seen = [samples(run, model, [held_out], i) for i in range(len(layers))]
-    cases = [(name, m, draw) for name in names for m in num_features for draw in range(draws)]
-    found: dict[tuple, list] = {case: [] for case in cases}
+    found: dict[tuple[str, int], list[list[Any]]] = {
+        (name, m): [[] for _ in range(draws)] for name in METHODS for m in num_features
+    }
     for i, layer in enumerate(layers):
         sample = samples(run, model, batches, i)
-        for name, m, draw in cases:
-            seed = draw * len(layers) + i
-            fitted = feature_maps.fitted(METHODS[name], layer.moments, sample, m, steps, seed)
-            found[name, m, draw].append(fitted)
+        for (name, m), of_draws in found.items():
+            for draw, fitted in enumerate(of_draws):
+                seed = draw * len(layers) + i
+                start, estimate, loss = METHODS[name]
+                maps, fixed = start(jax.random.key(seed), layer.moments, m)
+                if loss:
+                    options: Any = dict(steps=steps, loss=loss, seed=seed)
+                    maps = transfer(estimate, maps, fixed, sample, **options)
+                fitted.append((maps, fixed))
         print(f"layer {i + 1} of {len(layers)}", flush=True)
     exact = conversion.accuracy(run, model, [(nnx.dot_product_attention, ())] * len(layers))
     uniform = float(np.mean([uniform_error(sample) for sample in seen]))
+    empty = {"accuracy": "", "standard error": "", "of softmax, %": ""}
     rows = [
-        _row("softmax", 0, exact, [exact], 0.0, 0.0),
-        _row("uniform", 0, exact, [], uniform, ""),
+        {"feature map": "softmax", "m": 0, **_accuracy([exact], exact), **_errors(0.0, 0.0)},
+        {"feature map": "uniform", "m": 0, **empty, **_errors(uniform, "")},
     ]
-    for name in names:
-        for m in num_features:
-            of_draws = [found[name, m, draw] for draw in range(draws)]
-            rows.append(_measured(run, model, name, m, exact, of_draws, seen))
-            text = report.table(rows, out / "linearize")
-    print(text)
-    return text
+    for (name, m), of_draws in found.items():
+        estimate = METHODS[name].estimate
+        accuracies = [
+            conversion.accuracy(run, model, [(attention(estimate), own) for own in fitted])
+            for fitted in of_draws
+        ]
+        wrong = [
+            errors(estimate, *own, sample)
+            for fitted in of_draws
+            for own, sample in zip(fitted, seen, strict=True)
+        ]
+        measured = _accuracy(accuracies, exact) | _errors(*map(float, np.mean(wrong, axis=0)))
+        rows.append({"feature map": name, "m": m, **measured})
+        print(name, m, accuracies, flush=True)
+    print(report.table(rows, out / "linearize"))
 
 
-def _measured(run, model, name, m, exact, of_draws, seen) -> dict[str, Any]:
-    estimate = METHODS[name].estimate
-    accuracies, wrong = [], []
-    for layers in of_draws:
-        attention = [(feature_maps.attention(estimate), own) for own in layers]
-        accuracies.append(conversion.accuracy(run, model, attention))
-        pairs = zip(layers, seen, strict=True)
-        wrong += [errors(estimate, *own, sample) for own, sample in pairs]
-    squares, divergences = np.mean(wrong, axis=0)
-    print(f"{name}, m = {m}: {np.mean(accuracies):.4f}", flush=True)
-    return _row(name, m, exact, accuracies, float(squares), float(divergences))
+def _accuracy(values: Sequence[float], exact: float) -> dict[str, Any]:
+    mean, error = statistics.mean_and_error(values)
+    return {"accuracy": mean, "standard error": error, "of softmax, %": 100 * mean / exact}
 
 
-def _row(name, m, exact, accuracies, squares, divergences) -> dict[str, Any]:
-    mean, spread = statistics.mean_and_error(accuracies) if accuracies else ("", "")
-    return {
-        "feature map": name,
-        "m": m,
-        "accuracy": mean,
-        "standard error": spread,
-        "of softmax, %": 100 * mean / exact if accuracies else "",
-        "attention error": squares,
-        "divergence": divergences,
-    }
+def _errors(squares: Any, divergences: Any) -> dict[str, Any]:
+    return {"attention error": squares, "divergence": divergences}
 
 
 if __name__ == "__main__":

@@ -24,15 +24,13 @@ Not yet run here: it takes accelerators. `fashion_mnist` is the same with a mode
 """
 
 from vit import bundled
-from vit.config import Config, Data
+from vit.config import Config, with_values
+
+DATA = {"data.name": "fashion_mnist", "data.eval_split": "test", "data.image_size": 28}
+PLAIN = {"data.eval_resize": 0, "data.crop": "center"}
+LENGTH = {"optim.warmup_steps": 450, "log_every": 14, "checkpoint_every": 140, "eval_every": 420}
 
 
 def get_config() -> Config:
-    config = bundled.config("imagenet_simrf")
-    config.model.variant = "B/2"
-    config.data = Data(
-        name="fashion_mnist", dir="data", image_size=28, flip=True, batch_size=4096, num_workers=-1
-    )
-    config.optim.warmup_steps = 450
-    config.log_every, config.checkpoint_every, config.eval_every = 14, 140, 420
-    return config
+    changes = {"model.variant": "B/2"} | DATA | PLAIN | LENGTH
+    return with_values(bundled.config("imagenet_simrf"), changes)

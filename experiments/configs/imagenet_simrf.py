@@ -29,33 +29,13 @@ above that of ORF on ImageNet; it gives no accuracies. (Its "100K test set" is n
 validation split of 50,000 images, which is used here.) Not yet run here: it takes accelerators.
 """
 
-from vit.config import Attention, Config, Data, Model, Optim
+from vit import bundled
+from vit.config import Config, with_values
+
+MODEL = {"model.dropout": 0.1, "attention.coupling": "simrf", "attention.num_features": 130}
+OPTIM = {"optim.constant_steps": 0, "optim.weight_decay": 0.1, "optim.accumulate": 4}
 
 
 def get_config() -> Config:
-    return Config(
-        model=Model(variant="B/16", dropout=0.1, dtype="bfloat16", mlp_init="xavier_uniform"),
-        attention=Attention(coupling="simrf", num_features=130),
-        data=Data(
-            name="imagenet2012",
-            dir="data",
-            eval_split="validation",
-            image_size=224,
-            eval_resize=256,
-            crop="inception",
-            flip=True,
-            batch_size=4096,
-            num_workers=-1,
-        ),
-        optim=Optim(
-            learning_rate=3e-3,
-            final_learning_rate=1e-5,
-            warmup_steps=10_000,
-            weight_decay=0.1,
-            accumulate=4,
-        ),
-        num_epochs=300.0,
-        log_every=50,
-        eval_every=3_000,
-        checkpoint_every=500,
-    )
+    changes = MODEL | OPTIM | {"num_epochs": 300.0, "eval_every": 3_000}
+    return with_values(bundled.config("imagenet"), changes)

@@ -21,11 +21,9 @@ Not yet run here: it takes accelerators.
 """
 
 from vit import bundled
-from vit.config import Config
+from vit.config import Config, with_values
 
 
 def get_config() -> Config:
-    config = bundled.config("imagenet_simrf")
-    config.data.name = "inaturalist2021"
-    config.eval_every = 5_000
-    return config
+    changes = {"data.name": "inaturalist2021", "eval_every": 5_000}
+    return with_values(bundled.config("imagenet_simrf"), changes)

@@ -21,10 +21,8 @@ Not yet run here: it takes accelerators.
 """
 
 from vit import bundled
-from vit.config import Config
+from vit.config import Config, with_values
 
 
 def get_config() -> Config:
-    config = bundled.config("imagenet_simrf")
-    config.data.name = "places365"
-    return config
+    return with_values(bundled.config("imagenet_simrf"), {"data.name": "places365"})

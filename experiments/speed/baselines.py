@@ -2,25 +2,21 @@
 
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
-of a head, an epsilon; causal attention takes one step of a scan per token, once for the numerator
-and once for the denominator. `public` leaves its gradients to JAX, which keeps the sums after every
-token. The published JAX code does better, and so does `public_reversed`: its backward pass scans
-from the end and takes the tokens out of the sums again.
+of a head, an epsilon. Causal attention takes one step of a scan per token, once for the numerator
+and once for the denominator; as in the published JAX code, the backward pass scans from the end and
+takes the tokens out of the sums again.
 
 All take heads in the second last axis, (b, n, h, d), as `performer_attention` does. On a GPU the
 public algorithm and exact attention have the backend's default precision, as their users do.
 """
 
-import importlib.util
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import timing
 from performer import couplings, performer_attention
 
 M, D = 128, 64
@@ -28,16 +24,15 @@ M, D = 128, 64
 EPSILON = 1e-6
 
 
-def public(query, key, value, frequencies, *, is_causal=False, products=None):
-    """Random-feature attention as published; `products` are `prefix_products`, if others."""
+def public(query, key, value, frequencies, *, is_causal=False):
+    """Random-feature attention as published."""
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
     if is_causal:
         query, key, value = (x.transpose(2, 0, 1, 3) for x in (query, key, value))
         ones = jnp.ones((*key.shape[:-1], 1))
-        products = products or prefix_products
-        output = products(query, key, value) / products(query, key, ones)
+        output = prefix_products(query, key, value) / prefix_products(query, key, ones)
         return output.transpose(1, 0, 2, 3).astype(value.dtype)
     numerator = jnp.einsum("bhnm,bhmd->bhnd", query, jnp.einsum("bhnm,bhnd->bhmd", key, value))
     denominator = jnp.einsum("bhnm,bhm->bhn", query, jnp.sum(key, axis=2))
@@ -54,6 +49,7 @@ def _public_features(x, frequencies, maximum_over):
     return scale * (jnp.exp(projections - half_norm - maximum) + EPSILON)
 
 
+@jax.custom_vjp
 def prefix_products(query, key, value):
     """q_i . sum_{j <= i} k_j v_j^T, token by token: features (n, b, h, m), values (n, b, h, d)."""
     return _prefix_products(query, key, value)[0]
@@ -87,53 +83,24 @@ def _prefix_products_backward(saved, gradients):
     return jax.lax.scan(step, (last, jnp.zeros_like(last)), xs, reverse=True)[1]
 
 
-_reversed_products = jax.custom_vjp(prefix_products)
-_reversed_products.defvjp(_prefix_products, _prefix_products_backward)
-public_reversed = partial(public, is_causal=True, products=_reversed_products)
+prefix_products.defvjp(_prefix_products, _prefix_products_backward)
 
 
-def exact(
-    query,
-    key,
-    value,
-    frequencies,
-    *,
-    is_causal=False,
-    implementation: Literal["xla", "cudnn"] = "xla",
-):
+def exact(query, key, value, frequencies, **options):
     """Softmax attention."""
-    del frequencies
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=is_causal, implementation=implementation
-    )
-
-
-def ours(
-    query,
-    key,
-    value,
-    frequencies,
-    *,
-    is_causal=False,
-    implementation: Literal["pallas"] | None = None,
-):
-    """What they are compared with."""
-    return performer_attention(
-        query, key, value, frequencies, is_causal=is_causal, implementation=implementation
-    )
+    return jax.nn.dot_product_attention(query, key, value, **options)
 
 
 IMPLEMENTATIONS = {
-    "ours": ours,
+    "ours": performer_attention,
     "public": public,
     "exact": exact,
-    "ours, causal": partial(ours, is_causal=True),
+    "ours, causal": partial(performer_attention, is_causal=True),
     "public, causal": partial(public, is_causal=True),
-    "public, causal, reverse scan": public_reversed,
     "exact, causal": partial(exact, is_causal=True),
     "cuDNN": partial(exact, implementation="cudnn"),
-    "kernel": partial(ours, implementation="pallas"),
-    "kernel, causal": partial(ours, implementation="pallas", is_causal=True),
+    "kernel": partial(performer_attention, implementation="pallas"),
+    "kernel, causal": partial(performer_attention, implementation="pallas", is_causal=True),
 }
 
 
@@ -145,46 +112,17 @@ def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) ->
     return [query, key, value, couplings.get("pm")(keys[4], M, D), gradient]
 
 
-def estimator(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
+def in_float64(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
     """The estimate that `performer_attention` computes, in float64 from all pairs of tokens.
 
     A query q gives the key k the weight mean_j e^{w_j.q} e^{w_j.k - |k|^2 / 2}, over their sum.
     """
-    query, key, value, frequencies = (
-        np.asarray(x, np.float64) for x in (query, key, value, frequencies)
-    )
+    arrays = (np.asarray(x, np.float64) for x in (query, key, value, frequencies))
+    query, key, value, frequencies = arrays
     query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
-    half_norm = np.sum(key**2, axis=-1, keepdims=True) / 2
-    of_query, of_key = query @ frequencies.T, key @ frequencies.T - half_norm
-    output = np.zeros((*query.shape[:-1], value.shape[-1]))
-    for b, i, h in np.ndindex(query.shape[:-1]):
-        seen = slice(0, i + 1 if is_causal else None)
-        exponents = of_query[b, i, h] + of_key[b, seen, h]
-        weights = np.sum(np.exp(exponents - exponents.max()), axis=-1)
-        output[b, i, h] = weights / weights.sum() @ value[b, seen, h]
-    return output
-
-
-def torch_call(query, key, value, gradient) -> Callable[[], Any] | None:
-    """Forward and backward pass of the package `performer_pytorch`; None where it is missing.
-
-    It is no dependency of ours. Its causal attention needs a CUDA extension, so this is the
-    bidirectional one.
-    """
-    if not all(map(importlib.util.find_spec, ("torch", "performer_pytorch"))):
-        return None
-    torch: Any = importlib.import_module("torch")
-    package: Any = importlib.import_module("performer_pytorch")
-    torch.set_num_threads(timing.cores())
-    heads_first = [
-        torch.from_numpy(np.array(x.transpose(0, 2, 1, 3))) for x in (query, key, value, gradient)
-    ]
-    inputs = [x.requires_grad_() for x in heads_first[:3]]
-    attention = package.FastAttention(dim_heads=D, nb_features=M, causal=False)
-
-    def call():
-        output = attention(*inputs)
-        # No tensor is returned: JAX, which waits for what is, does not know them.
-        torch.autograd.grad(output, inputs, heads_first[3])
-
-    return call
+    of_query = np.exp(query @ frequencies.T)
+    of_key = np.exp(key @ frequencies.T - np.sum(key**2, axis=-1, keepdims=True) / 2)
+    weights = np.einsum("bthm,bshm->bhts", of_query, of_key)
+    weights = np.tril(weights) if is_causal else weights
+    weights /= np.sum(weights, axis=-1, keepdims=True)
+    return np.einsum("bhts,bshv->bthv", weights, value)

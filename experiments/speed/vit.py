@@ -5,7 +5,7 @@ included. The step is that of `vit.train`, gradients and optimiser included, as 
 this machine; at each number of tokens the kinds of attention take turns, in one process.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,29 @@ KINDS = {
     f"performer, window {WINDOW}": config.Attention(num_features=M, exact_window=WINDOW),
 }
 PATCHES = (16, 8, 4)
-REPEATS = 7
 
 
-def measured(pixels: int = 224, repeats: int = REPEATS) -> list[dict[str, Any]]:
+def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     """One row for each number of tokens and kind of attention."""
     rows = []
     for patch in PATCHES:
         programs = {name: step(kind, patch, pixels) for name, kind in KINDS.items()}
         best = timing.race({name: call for name, (call, _) in programs.items()}, repeats)
         for name, (_, memory) in programs.items():
-            rows.append(
-                {
-                    "tokens": (pixels // patch) ** 2 + 1,
-                    "attention": name,
-                    "step, ms": 1e3 * best[name].wall,
-                    "CPU time, ms": 1e3 * best[name].cpu,
-                    "memory, MiB": memory["in all"] / 2**20,
-                    "softmax / it": best["softmax"].wall / best[name].wall,
-                }
-            )
-            told = (
-                f"{name} {x:.4g}" for name, x in rows[-1].items() if name.endswith(("ms", "MiB"))
-            )
-            print(f"{rows[-1]['tokens']} tokens, {name}: {', '.join(told)}", flush=True)
+            row = {
+                "tokens": (pixels // patch) ** 2 + 1,
+                "attention": name,
+                "step, ms": 1e3 * best[name].wall,
+                "CPU time, ms": 1e3 * best[name].cpu,
+                "memory, MiB": memory / 2**20,
+                "softmax / it": best["softmax"].wall / best[name].wall,
+            }
+            rows.append(row)
+            print(*row.values(), flush=True)
     return rows
 
 
-def step(
-    attention: config.Attention, patch: int, pixels: int
-) -> tuple[Callable[[], Any], Mapping[str, int]]:
+def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable[[], Any], int]:
     """A call that makes one step after another, and the bytes that its program needs."""
     settings = config.Config(
         model=config.Model(f"Ti/{patch}"),
@@ -71,7 +64,7 @@ def step(
         state, values = program.train(state, batch)
         return values
 
-    return call, costs.memory_of(compiled)
+    return call, costs.memory_of(compiled)["in all"]
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:

@@ -1,26 +1,103 @@
 """Couplings, or values of any field of a config, over several seeds: `experiments.compare` runs it.
 
-The runs are those of `vit.train`, one after another; their folders lie in `runs/SETTING/seedS`.
+`compare` trains the runs, one after another as `vit.train` does, in `runs/SETTING/seedS`; `of_runs`
+takes finished ones. The configs of the runs say which settings they are; `report` writes a verdict
+that follows the statistics, one table and one figure.
 """
 
 import dataclasses
 import itertools
-import statistics
+import os
+import statistics as means
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from experiments.training import report
-from experiments.training.report import Setting
+from experiments.common import provenance, statistics
+from experiments.common.harness import band
+from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
 from vit import attention_report, checkpoint, data, files, loop, metrics, runs
 from vit import config as configs
+from vit import report as reports
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Attention errors are measured on so many images, over so many draws, in so many runs."""
+EFFECT = 0.008
+"""Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
+DROP = 0.22
+"""Distance of the dots of the seeds from the interval of their mean, in rows."""
+LINES = ("-", "--", ":", "-.")
+"""Line styles of the points; couplings have colours."""
+
+
+class Setting(NamedTuple):
+    """A compared setting: a coupling, or "softmax", at a point of the grid."""
+
+    coupling: str
+    values: tuple[tuple[str, Any], ...] = ()
+    """The other fields that are compared: (("attention.num_features", 32), ...)."""
+
+    @property
+    def point(self) -> str:
+        """The values in words; empty where only couplings are compared."""
+        return ", ".join(f"{name.split('.')[-1]}={value}" for name, value in self.values)
+
+    @property
+    def name(self) -> str:
+        """Coupling and point, as in "pm, num_features=32"."""
+        return ", ".join(filter(None, [self.coupling, self.point]))
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its runs; characters with a meaning in paths are quoted."""
+        values = (f",{name}={urllib.parse.quote(str(v), safe=' +')}" for name, v in self.values)
+        return urllib.parse.quote(self.coupling, safe="+") + "".join(values)
+
+
+class Run(NamedTuple):
+    """A run that has ended or diverged."""
+
+    seed: int
+    folder: Path
+    log: list[metrics.Record]
+    diverged: int | None = None
+    """Last step in the log, if the run diverged after it."""
+
+
+class Result(NamedTuple):
+    """The runs of one setting, beside those of the baseline with the same seeds."""
+
+    setting: Setting
+    runs: Sequence[Run]
+    attention_errors: Sequence[tuple[float, float]] = ()
+    """Of the first runs: the mean over layers and heads, and that of uniform attention."""
+    baseline: Setting | None = None
+    """None for the baseline itself."""
+    differences: Sequence[float] = ()
+    """Accuracy less that of the baseline, of each seed that both have."""
+    corrected: float = np.nan
+    """p-value with Holm's correction over all comparisons of the report."""
+
+    @property
+    def sound(self) -> list[Run]:
+        """The runs that did not diverge."""
+        return [run for run in self.runs if run.diverged is None]
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """Accuracy of the last evaluation of each sound run, by seed."""
+        return {run.seed: run.log[-1]["eval_accuracy"] for run in self.sound}
+
+    @property
+    def difference(self) -> statistics.Difference:
+        """The paired test of `differences`."""
+        return statistics.paired(self.differences, np.zeros(len(self.differences)))
 
 
 def settings(
@@ -34,13 +111,12 @@ def settings(
     if len(set(couplings)) < len(couplings) or not couplings:
         raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
     chosen = {}
-    for point in itertools.product(*grid.values()):
-        values = tuple(zip(grid, point, strict=True))
-        for name in couplings:
-            change = {"attention.kind": SOFTMAX}
-            if name != SOFTMAX:
-                change = {"attention.kind": "performer", "attention.coupling": name}
-            chosen[Setting(name, values)] = configs.with_values(config, dict(values) | change)
+    for point, name in itertools.product(itertools.product(*grid.values()), couplings):
+        setting = Setting(name, tuple(zip(grid, point, strict=True)))
+        change = {"attention.kind": SOFTMAX}
+        if name != SOFTMAX:
+            change = {"attention.kind": "performer", "attention.coupling": name}
+        chosen[setting] = configs.with_values(config, dict(setting.values) | change)
     return chosen
 
 
@@ -99,8 +175,7 @@ def compare(
         couplings: names, or "softmax".
         num_seeds: of each setting: config.seed, config.seed + 1, ...
         grid: as `--grid`.
-        baseline: the coupling that the others are compared with at each point; if empty the first
-            of them that is not softmax. With one coupling the first point of the grid.
+        baseline: as `chosen_baseline`. With one coupling it is the first point of the grid.
 
     Raises:
         ValueError: before anything is trained, for input that cannot be.
@@ -109,27 +184,40 @@ def compare(
     checkpoint.check_path(out)
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
-    chosen = settings(config, couplings, parse_grid(grid, config))
-    baseline = chosen_baseline(list(chosen), baseline)
+    fields = parse_grid(grid, config)
+    chosen = settings(config, couplings, fields)
+    chosen_baseline(list(chosen), baseline)
     planned = {
-        setting: {
-            out / "runs" / setting.folder / f"seed{seed}": dataclasses.replace(each, seed=seed)
-            for seed in range(config.seed, config.seed + num_seeds)
-        }
+        out / "runs" / setting.folder / f"seed{seed}": dataclasses.replace(each, seed=seed)
         for setting, each in chosen.items()
+        for seed in range(config.seed, config.seed + num_seeds)
     }
-    for each in planned.values():
-        for folder, new in each.items():
-            _check(folder, new)
-        runs.rate(new, data.load(new.data))
-    for setting, each in planned.items():
-        for number, (folder, new) in enumerate(each.items(), 1):
-            if jax.process_index() == 0:
-                print(f"{setting.name}: run {number} of {num_seeds}")
-            _train(new, folder)
+    for folder, new in planned.items():
+        configs.validate(new)
+        there = (folder / "config.json").exists()
+        if there and (different := configs.differences(configs.of_run(folder), new)):
+            raise ValueError(
+                f"{folder} holds a run with another config; take another --out:\n  "
+                + "\n  ".join(different)
+            )
+    for each in chosen.values():
+        runs.rate(each, data.load(each.data))
+    lead = jax.process_index() == 0
+    for number, (folder, new) in enumerate(planned.items(), 1):
+        if files.noted(folder / "diverged.json"):
+            continue
+        if lead:
+            print(f"run {number} of {len(planned)}: {folder}")
+        try:
+            loop.train(new, folder)
+        except FloatingPointError as error:
+            print(f"{folder}: {error}")
+            if lead:
+                step = runs.last_step(folder / "metrics.jsonl")
+                files.note(folder / "diverged.json", {"step": step})
     if jax.process_count() > 1:
         return "All is trained: the same command on one host, without --distributed, reports.\n"
-    return _report({setting: list(each) for setting, each in planned.items()}, out, baseline)
+    return _report(list(planned), list(fields), out, baseline)
 
 
 def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
@@ -147,100 +235,219 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
     """
     flat = [configs.flatten(configs.of_run(folder)) for folder in folders]
     same = {"seed", "attention.kind", "attention.coupling", *configs.PLACEMENT}
-    names = [n for n in flat[0] if n not in same and len({each[n] for each in flat}) > 1]
-    by_setting: dict[Setting, list[Path]] = {}
-    for folder, each in zip(folders, flat, strict=True):
-        softmax = each["attention.kind"] == SOFTMAX
-        coupling = SOFTMAX if softmax else each["attention.coupling"]
-        setting = Setting(coupling, tuple((name, each[name]) for name in names))
-        by_setting.setdefault(setting, []).append(folder)
-    return _report(by_setting, out, chosen_baseline(list(by_setting), baseline))
+    fields = [n for n in flat[0] if n not in same and len({each[n] for each in flat}) > 1]
+    return _report(folders, fields, out, baseline)
 
 
-def _check(folder: Path, config: configs.Config) -> None:
-    """Raises ValueError for an invalid config, or when the folder holds another run."""
-    configs.validate(config)
-    if (folder / "config.json").exists():
-        different = configs.differences(configs.of_run(folder), config)
-        if different:
-            raise ValueError(
-                f"{folder} holds a run with another config; take another --out:\n  "
-                + "\n  ".join(different)
-            )
-
-
-def _train(config: configs.Config, folder: Path) -> None:
-    """Trains to the end; a run that diverges is noted, and not trained again."""
-    if files.noted(folder / "diverged.json"):
-        return
-    try:
-        loop.train(config, folder)
-    except FloatingPointError as error:
-        print(f"{folder}: {error}")
-        if jax.process_index() == 0:
-            last = runs.last_step(folder / "metrics.jsonl")
-            files.note(folder / "diverged.json", {"step": last})
-
-
-def _read(folders: Sequence[Path]) -> list[report.Run]:
-    """The runs of one setting.
-
-    Raises:
-        ValueError: for one that has not ended, or has the seed of another.
-    """
-    found: dict[int, report.Run] = {}
+def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline: str) -> str:
+    """Reads the runs, measures their attention and writes the report."""
+    found: dict[Setting, dict[int, Run]] = {}
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
-        diverged = files.noted(folder / "diverged.json")
-        if not diverged and not _ended(config, log):
+        flat, diverged = configs.flatten(config), files.noted(folder / "diverged.json")
+        last = log[-1] if log else {}
+        at_end = last and last["step"] == round(config.num_epochs * last["step"] / last["epoch"])
+        if not diverged and not (at_end and "eval_loss" in last):
             raise ValueError(f"{folder} has not ended; the command that began it resumes it")
-        if config.seed in found:
-            other = found[config.seed].folder
+        coupling = SOFTMAX if config.attention.kind == SOFTMAX else config.attention.coupling
+        setting = Setting(coupling, tuple((name, flat[name]) for name in fields))
+        seeds = found.setdefault(setting, {})
+        if config.seed in seeds:
+            other = seeds[config.seed].folder
             raise ValueError(f"{folder} has the setting and the seed of {other}, {config.seed}")
-        step = diverged["step"] if diverged else None
-        found[config.seed] = report.Run(config.seed, folder, log, step)
-    return list(found.values())
+        seeds[config.seed] = Run(config.seed, folder, log, diverged["step"] if diverged else None)
+    baseline = chosen_baseline(list(found), baseline)
+    results = [Result(setting, list(seeds.values())) for setting, seeds in found.items()]
+    results = [each._replace(attention_errors=_attention_errors(each)) for each in results]
+    return write(results, baseline, configs.of_run(folders[0]), out)
 
 
-def _ended(config: configs.Config, log: Sequence[metrics.Record]) -> bool:
-    """Return true if the log has the last step of the run, evaluated."""
-    if not log or "eval_loss" not in log[-1]:
-        return False
-    last = log[-1]
-    return last["step"] == round(config.num_epochs * last["step"] / last["epoch"])
+def _attention_errors(result: Result) -> list[tuple[float, float]]:
+    """Attention errors of the first runs and of uniform attention, means over layers and heads."""
+    found = []
+    try:
+        for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
+            run = runs.restore(each.folder)
+            attention = run.config.attention
+            rows = attention_report.rows(
+                run.task,
+                run.model(),
+                runs.evaluation_examples(run.dataset, run.config, IMAGES),
+                coupling=attention.coupling,
+                num_features=attention.num_features,
+                draws=DRAWS,
+            )
+            names = "attention error", "uniform attention"
+            error, uniform = (means.fmean(row[name] for row in rows) for name in names)
+            found.append((error, uniform))
+    except ValueError as error:  # finished runs may have outlived their data
+        print(f"{result.setting.name}: attention errors are not measured: {error}")
+        return []
+    return found
 
 
-def _report(folders: Mapping[Setting, Sequence[Path]], out: Path, baseline: str) -> str:
-    """Reads the runs, measures their attention and writes the report."""
-    found = {setting: _read(each) for setting, each in folders.items()}
-    results = []
-    for setting, each in found.items():
-        measured = []
-        try:
-            if setting.coupling != SOFTMAX:
-                sound = [run.folder for run in each if run.diverged is None]
-                measured = [_attention_errors(folder) for folder in sound[:MEASURED]]
-        except ValueError as error:  # finished runs may have outlived their data
-            print(f"{setting.name}: attention errors are not measured: {error}")
-        errors = ([pair[i] for pair in measured] for i in (0, 1))
-        results.append(report.Result(setting, each, *errors))
-    first = next(iter(folders.values()))[0]
-    return report.write(results, baseline, configs.of_run(first), out)
+def compared(results: Sequence[Result], baseline: str) -> list[Result]:
+    """Each setting beside the baseline of its point; with one coupling, of the first point."""
+    first = {r.setting.point: r for r in results if r.setting.coupling == baseline}
+    if len({r.setting.coupling for r in results}) == 1:
+        first = dict.fromkeys(first, results[0])
+    paired = []
+    for result in results:
+        other = first[result.setting.point]
+        if result is not other:
+            a, b = result.accuracy, other.accuracy
+            differences = [a[seed] - b[seed] for seed in a if seed in b]
+            result = result._replace(baseline=other.setting, differences=differences)
+        paired.append(result)
+    corrected = statistics.holm([result.difference.p_value for result in paired])
+    return [result._replace(corrected=p) for result, p in zip(paired, corrected, strict=True)]
 
 
-def _attention_errors(folder: Path) -> tuple[float, float]:
-    """Attention errors of a run and of uniform attention, means over layers and heads."""
-    run = runs.restore(folder)
-    rows = attention_report.rows(
-        run.task,
-        run.model(),
-        runs.evaluation_examples(run.dataset, run.config, IMAGES),
-        coupling=run.config.attention.coupling,
-        num_features=run.config.attention.num_features,
-        draws=DRAWS,
+def verdict(results: Sequence[Result]) -> str:
+    """The result of all comparisons."""
+    total = sum(r.baseline is not None for r in results)
+    if not total:
+        return "One setting: nothing is compared."
+    tested = [r for r in results if not np.isnan(r.corrected)]
+    if not tested:
+        return "No test is possible: that takes two seeds or more, with different results."
+    counts = sorted({len(r.differences) for r in tested})
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    comparisons = f"{total} comparison{'s' * (total > 1)}"
+    significant = [r for r in tested if r.corrected < LEVEL]
+    if not significant:
+        return f"No significant difference over {number} seeds, in {comparisons}."
+    text = f"Significant differences over {number} seeds: {len(significant)} of {comparisons}."
+    for word, sign in (("Better", 1), ("Worse", -1)):
+        names = [r.setting.name for r in significant if sign * r.difference.mean > 0]
+        text += f" {word} than the baseline: {'; '.join(names)}." if names else ""
+    return text
+
+
+def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The table, one row for each setting."""
+    table = []
+    for result in results:
+        logs = [run.log for run in result.sound]
+        rates = [r["images_per_second"] for log in logs for r in log if "images_per_second" in r]
+        d, against = result.difference, result.baseline is not None
+        needed = "" if np.isnan(d.p_value) else statistics.seeds_needed(EFFECT, d.deviation)
+        exact = "exact" if result.setting.coupling == SOFTMAX else ""
+        errors = [estimate(each) for each in zip(*result.attention_errors, strict=True)]
+        error, uniform = errors or (exact, "")
+        table.append(
+            {
+                "setting": result.setting.name,
+                "seeds": len(result.sound),
+                "accuracy": estimate(list(result.accuracy.values())),
+                "difference to baseline": f"{d.mean:+.4f}" if against else "baseline",
+                "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if against else "",
+                "corrected p": f"{result.corrected:.2g}" if against else "",
+                f"seeds needed for {EFFECT:+.3f}": str(needed),
+                "attention error": error,
+                "of uniform attention": uniform,
+                "seconds, all seeds": f"{sum(log[-1]['seconds'] for log in logs):.0f}",
+                "images/s": f"{np.median(rates or np.nan):,.0f}",
+            }
+        )
+    return table
+
+
+def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
+    """The last record and the folder of each run."""
+    names = ("train_loss", "eval_loss", "eval_accuracy", "eval_top5")
+    return [
+        {"coupling": result.setting.coupling, "point": result.setting.point, "seed": run.seed}
+        | {name: (run.log or [{}])[-1].get(name, "") for name in names}
+        | {"diverged_after_step": "" if run.diverged is None else run.diverged}
+        | {"folder": os.path.relpath(run.folder, out)}
+        for result in results
+        for run in result.runs
+    ]
+
+
+def write(results: Sequence[Result], baseline: str, config: configs.Config, out: Path) -> str:
+    """Writes report.md, comparison.png, results.csv and seeds.csv; returns report.md.
+
+    Args:
+        results: of all settings.
+        baseline: the coupling that the others are compared with.
+        config: of the first run.
+        out: the folder.
+    """
+    results = compared(results, baseline)
+    table = reports.table(rows(results), out / "results")
+    reports.table(seeds(results, out), out / "seeds")
+    draw(results, out / "comparison")
+    point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
+    diverged = "; ".join(
+        f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
+        for r in results
+        for run in r.runs
+        if run.diverged is not None
     )
-    error, uniform = (
-        statistics.fmean(row[name] for row in rows)
-        for name in ("attention error", "uniform attention")
-    )
-    return error, uniform
+    values = {f"config.{name}": repr(value) for name, value in configs.flatten(config).items()}
+    lines = [
+        f"# Comparison\n\n**{reports.plain(verdict(results))}**\n\n{table}",
+        f"Accuracy on {reports.plain(repr(config.data.eval_split))}: mean ± standard error."
+        f" Differences are paired by seed, to {baseline!r} at the {point} point; p-values are those"
+        " of paired t-tests with Holm's correction. The seeds needed give 80% power for the gain"
+        f" of PM over ORF in Reid et al. 2025, by one such test at level {LEVEL}. Attention error:"
+        " of the trained layers, relative to exact attention, mean over layers and heads of the"
+        " first seeds; beside it that of uniform attention, the mean of all values. `seeds.csv`"
+        " has the result and the folder of each run.\n",
+        *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
+        "![Differences with 95% intervals (not corrected) and a dot for each seed; learning curves"
+        " with standard errors over the seeds](comparison.png)\n",
+        "Versions, hardware, and the config of the first run:\n",
+        *(f"    {name} = {value}" for name, value in (provenance.machine() | values).items()),
+    ]
+    text = "\n".join(lines) + "\n"
+    files.write(out / "report.md", text)
+    return text
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Write the figure: differences seed by seed, if there are any, and learning curves."""
+    others = [result for result in results if result.baseline]
+    drawn, axes = reports.figure(path, columns=2 + bool(others))
+    drawn.set_figheight(max(4.0, 1.2 + 0.5 * len(others)))
+    if others:
+        differences(axes[0], others)
+    curves(axes[-2:], results)
+    reports.save(drawn, path)
+
+
+def differences(axis: Any, results: Sequence[Result]) -> None:
+    """A row for each setting: the mean with its interval, and below it a dot for each seed."""
+    for row, result in enumerate(results):
+        d, dots = result.difference, result.differences
+        axis.plot(dots, [row + DROP] * len(dots), "o", color="0.35", alpha=0.6, markersize=4)
+        if not np.isnan(d.p_value):
+            color = "C3" if result.corrected < LEVEL else "C0"
+            axis.errorbar([d.mean], [row], xerr=d.high - d.mean, fmt="o", color=color, capsize=4)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(results)), [reports.literal(r.setting.name) for r in results])
+    axis.set_ylim(len(results) - 0.5, -0.5)
+    axis.set(xlabel="difference in accuracy to the baseline\n(red: corrected p < 0.05)")
+    axis.grid(alpha=0.3, axis="x")
+
+
+def curves(axes: Sequence[Any], results: Sequence[Result]) -> None:
+    """Training loss and accuracy by epoch, at the steps that all sound runs of a setting have."""
+    couplings = list(dict.fromkeys(result.setting.coupling for result in results))
+    points = list(dict.fromkeys(result.setting.point for result in results))
+    for axis, key in zip(axes, ("train_loss", "eval_accuracy"), strict=True):
+        for result in filter(lambda r: r.sound, results):
+            logs = [{r["epoch"]: r[key] for r in run.log if key in r} for run in result.sound]
+            epochs = sorted(set.intersection(*map(set, logs)))
+            found = [statistics.mean_and_error([log[epoch] for log in logs]) for epoch in epochs]
+            style = dict(
+                color=f"C{couplings.index(result.setting.coupling)}",
+                linestyle=LINES[points.index(result.setting.point) % len(LINES)],
+                marker="o" if len(epochs) == 1 else "",  # a line of one point is invisible
+            )
+            band(axis, epochs, found, reports.literal(result.setting.name), **style)
+        axis.set(xlabel="epoch", ylabel=key.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[1].legend(fontsize="small")
