@@ -155,7 +155,7 @@ def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys
         load(tmp_path / "out", "pets", "validation")
     running = os.open(leftover.parent, os.O_RDONLY)
     fcntl.flock(running, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="pets is being written by another process"):
+    with pytest.raises(ValueError, match="pets is in use by another process"):
         prepare(source, tmp_path / "out")
     assert leftover.exists()
     os.close(running)

@@ -1,16 +1,18 @@
-"""The configuration of a run: its fields, what they may be, and the file that keeps them.
+"""The configuration of a run: its fields, their ranges, and the file that keeps them.
 
 A config file (`experiments/configs/*.py`) defines `get_config() -> Config`; a flag overrides one
 field, as in `--config.attention.coupling=pm`. A field carries its help text and its range;
-`RELATIONS` holds what must be true of several. `validate` checks both before any work starts.
+`RULES` are conditions on several. `validate` checks both before any work starts.
 """
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
+import operator
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -394,7 +396,7 @@ class Config:
 
 
 def _fields() -> dict[str, tuple[type, Any]]:
-    """{"attention.coupling": (str, metadata), ...}: type and metadata of every field."""
+    """Return {"attention.coupling": (str, metadata), ...}: type and metadata of every field."""
     found = {}
     hints = typing.get_type_hints(Config)
     for field in dataclasses.fields(Config):
@@ -420,101 +422,97 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Relation(NamedTuple):
-    """A condition on several fields, each in its range."""
-
-    fields: tuple[str, ...]
-    holds: Callable[..., bool]
-    message: str
-
-
-def _size(variant: str, width: int, num_heads: int = 0) -> Size:
-    return Model(variant, width=width, num_heads=num_heads).size
-
-
 def _rising(numbers: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
 
-RELATIONS = (
-    Relation(
-        ("model.variant", "model.width", "model.num_heads"),
-        lambda *fields: _size(*fields).width % _size(*fields).num_heads == 0,
+def _calibration_exists(c: Config) -> bool:
+    return bool(performer.calibration.parts(c.attention.calibration) or True)
+
+
+def _coupling_fits(c: Config) -> bool:
+    if c.attention.coupling == "softmax":
+        raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
+    draw = performer.couplings.get(c.attention.coupling)
+    m, d = c.attention.num_features, c.model.size.head_dim
+    return bool(jax.eval_shape(lambda key: draw(key, m, d), jax.random.key(0)))
+
+
+RULES = [
+    (
+        "model.variant model.width model.num_heads",
+        lambda c: c.model.size.width % c.model.size.num_heads == 0,
         "the width must be divisible by the number of heads (0: the variant's)",
     ),
-    Relation(
-        ("model.variant", "model.width", "model.position"),
-        lambda variant, width, position: (
-            position != "sincos" or _size(variant, width).width % 4 == 0
-        ),
+    (
+        "model.variant model.width model.position",
+        lambda c: c.model.position != "sincos" or c.model.size.width % 4 == 0,
         "fixed positions need a width divisible by 4: sine and cosine of two coordinates",
     ),
-    Relation(
-        ("model.pooling", "model.registers"),
-        lambda pooling, registers: pooling != "token+register" or registers > 0,
+    (
+        "model.pooling model.registers",
+        lambda c: c.model.pooling != "token+register" or c.model.registers > 0,
         "the head reads a register: there must be one",
     ),
-    Relation(
-        ("model.pooling", "model.final_norm"),
-        lambda pooling, norm: "+" not in pooling or norm != "after",
+    (
+        "model.pooling model.final_norm",
+        lambda c: "+" not in c.model.pooling or c.model.final_norm != "after",
         "the norm of two tokens side by side must be before pooling",
     ),
-    Relation(
-        ("model.variant", "model.depth", "attention.exact_layers"),
-        lambda variant, depth, text: (
-            max(exact_layers(text), default=0) < (depth or parse_variant(variant)[0].depth)
-        ),
+    (
+        "model.variant model.depth attention.exact_layers",
+        lambda c: max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth,
         "there are fewer blocks; they are counted from 0",
     ),
-    Relation(
-        ("attention.exact_window", "attention.implementation"),
-        lambda window, implementation: window == 0 or implementation == "xla",
+    (
+        "attention.exact_window attention.implementation",
+        lambda c: c.attention.exact_window == 0 or c.attention.implementation == "xla",
         "the kernels have no window: one of the two",
     ),
-    Relation(
-        ("model.variant", "data.image_size"),
-        lambda variant, pixels: pixels % parse_variant(variant)[1] == 0,
+    (
+        "model.variant data.image_size",
+        lambda c: c.data.image_size % c.model.patch_size == 0,
         "the image size is not divisible by the patch size, which follows the slash",
     ),
-    Relation(
-        ("model.variant", "data.image_size"),
-        lambda variant, pixels: (pixels // parse_variant(variant)[1]) ** 2 <= TOKENS,
+    (
+        "model.variant data.image_size",
+        lambda c: (c.data.image_size // c.model.patch_size) ** 2 <= TOKENS,
         f"an image has at most {TOKENS} patches: take larger ones",
     ),
-    Relation(
-        ("data.eval_resize", "data.image_size"),
-        lambda resize, pixels: resize == 0 or pixels <= resize <= 4 * pixels,
+    (
+        "data.eval_resize data.image_size",
+        lambda c: not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4,
         "the first must be 0, or from the second to four times as much",
     ),
-    Relation(
-        ("data.max_shift", "data.image_size"),
-        lambda shift, pixels: shift < pixels,
+    (
+        "data.max_shift data.image_size",
+        lambda c: c.data.max_shift < c.data.image_size,
         "the first must be smaller than the second: the image would be shifted away",
     ),
-    Relation(
-        ("data.batch_size", "optim.accumulate"),
-        lambda size, parts: size % parts == 0,
+    (
+        "data.batch_size optim.accumulate",
+        lambda c: c.data.batch_size % c.optim.accumulate == 0,
         "the batch size is not divisible by the number of parts",
     ),
-    Relation(
-        ("optim.final_learning_rate", "optim.learning_rate"),
-        lambda final, peak: final <= peak,
+    (
+        "optim.final_learning_rate optim.learning_rate",
+        lambda c: c.optim.final_learning_rate <= c.optim.learning_rate,
         "the rate falls to the first: it must be at most the second",
     ),
-    Relation(
-        ("optim.learning_rate", "optim.weight_decay"),
-        lambda rate, decay: rate * decay < 1,
+    (
+        "optim.learning_rate optim.weight_decay",
+        lambda c: c.optim.learning_rate * c.optim.weight_decay < 1,
         "their product, the share of a weight that a step takes away, must be below 1",
     ),
-    Relation(
-        ("restarts", "num_epochs"),
-        lambda text, epochs: max(restarts(text), default=0.0) < epochs,
+    (
+        "restarts num_epochs",
+        lambda c: max(restarts(c.restarts), default=0.0) < c.num_epochs,
         "the last restart must be before the end of the run",
     ),
     *(
-        Relation(
-            (longer, shorter),
-            lambda long, short: long % short == 0,
+        (
+            f"{longer} {shorter}",
+            lambda c, a=longer, b=shorter: getattr(c, a) % getattr(c, b) == 0,
             "the first must be a multiple of the second",
         )
         for longer, shorter in [
@@ -523,11 +521,14 @@ RELATIONS = (
             ("keep_every", "checkpoint_every"),
         ]
     ),
-)
+    ("attention.calibration", _calibration_exists, ""),
+    ("attention.coupling attention.num_features", _coupling_fits, ""),
+]
+"""Fields that are each in their range, a condition on them, which may raise, and a message."""
 
 
 def validate(config: Config) -> None:
-    """Raises ValueError naming fields, values and what they may be, before any work starts."""
+    """Raise ValueError that names fields, values and what they may be, before any work starts."""
     check_types(config)
     flat = flatten(config)
     for field, choices in CHOICES.items():
@@ -537,29 +538,18 @@ def validate(config: Config) -> None:
     for field, (_, metadata) in FIELDS.items():
         if "holds" in metadata and not metadata["holds"](flat[field]):
             raise ValueError(f"config.{field}={flat[field]!r}: {allowed(field)}")
-    for fields, holds, message in RELATIONS:
-        if not holds(*(flat[field] for field in fields)):
-            given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields)
-            raise ValueError(f"{given}: {message}")
-    attention = config.attention
-    given = f"config.attention.calibration={attention.calibration!r}"
-    try:
-        performer.calibration.parts(attention.calibration)
-        given = f"config.attention.coupling={attention.coupling!r}"
-        if attention.coupling == "softmax":
-            raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
-        coupling = performer.couplings.get(attention.coupling)
-        given += f", config.attention.num_features={attention.num_features}"
-        jax.eval_shape(
-            lambda key: coupling(key, attention.num_features, config.model.size.head_dim),
-            jax.random.key(0),
-        )
-    except ValueError as error:
-        raise ValueError(f"{given}: {error}") from None
+    for fields, holds, message in RULES:
+        given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields.split())
+        try:
+            if holds(config):
+                continue
+        except ValueError as error:  # of a coupling or a calibration
+            message = str(error)
+        raise ValueError(f"{given}: {message}")
 
 
 def check_types(config: Config) -> None:
-    """Raises ValueError for a field that has another type than its declaration says."""
+    """Raise ValueError for a field that has another type than its declaration says."""
     for name, kind in typing.get_type_hints(Config).items():
         section = getattr(config, name)
         if dataclasses.is_dataclass(kind) and type(section) is not kind:
@@ -606,87 +596,55 @@ def exact_layers(text: str) -> tuple[int, ...]:
     return tuple(int(x) if x.isdecimal() else -1 for x in text.split(",")) if text else ()
 
 
-def cycles(config: Config) -> tuple[float, ...]:
-    """Epochs at which the rate has fallen: those of `restarts`, and the end."""
-    return (*restarts(config.restarts), config.num_epochs)
-
-
 def flatten(config: Config) -> dict[str, Any]:
-    """{"attention.coupling": "pm", ...}: every field with its value."""
-    flat = {}
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{field}": leaf for field, leaf in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    """Return {"attention.coupling": "pm", ...}: every field with its value."""
+    return {name: operator.attrgetter(name)(config) for name in FIELDS}
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """A copy in which the fields {"attention.coupling": "pm", ...} have other values."""
-    new = dataclasses.replace(config)
+    """Return a copy in which the fields {"attention.coupling": "pm", ...} have other values."""
+    new = copy.deepcopy(config)
     for name, value in values.items():
         section, _, field = name.rpartition(".")
-        if section:
-            part = dataclasses.replace(getattr(new, section), **{field: value})
-            new = dataclasses.replace(new, **{section: part})
-        else:
-            new = dataclasses.replace(new, **{field: value})
+        setattr(getattr(new, section) if section else new, field, value)
     return new
 
 
 def parse(name: str, text: str, like: Any) -> Any:
-    """A value in the type of `like`, from a flag.
-
-    Raises:
-        ValueError: when the text is none.
-    """
-    if isinstance(like, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"config.{name}={text}: {allowed(name)}")
-        return text.lower() == "true"
+    """Return the value of a flag, in the type of `like`; ValueError when the text is none."""
+    words = {"true": True, "false": False}
     try:
-        return type(like)(text)
-    except ValueError:
+        return words[text.lower()] if isinstance(like, bool) else type(like)(text)
+    except (KeyError, ValueError):
         raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes the config as JSON, in one piece."""
+    """Write the config as JSON, in one piece."""
     files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def load(path: Path) -> Config:
-    """Reads what `save` wrote.
+    """Read what `save` wrote.
 
     Raises:
         ValueError: when the file is no config of this version; the message names the fields.
     """
+    sections = typing.get_type_hints(Config)
     try:
-        return from_dict(json.loads(bounded.content(path)))
+        values = json.loads(bounded.content(path))
+        for name, value in values.items():
+            if dataclasses.is_dataclass(sections[name]):
+                values[name] = sections[name](**value)
+        config = Config(**values)
+        check_types(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
-
-
-def from_dict(values: dict[str, Any]) -> Config:
-    """What `dataclasses.asdict` made of a config.
-
-    Raises:
-        ValueError, ...: for a field that there is not, or a value of another type.
-    """
-    sections = typing.get_type_hints(Config)
-    config = Config(
-        **{
-            name: sections[name](**value) if dataclasses.is_dataclass(sections[name]) else value
-            for name, value in values.items()
-        }
-    )
-    check_types(config)
     return config
 
 
 def of_run(workdir: Path) -> Config:
-    """The config of the run in that folder.
+    """Return the config of the run in that folder.
 
     Raises:
         ValueError: when the folder holds no run, or one of another version.
@@ -710,7 +668,7 @@ PLACEMENT = (
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """One line for every field that makes another run: "attention.coupling: 'orf' -> 'pm'"."""
+    """Return a line for every field that makes another run: "seed: 0 -> 1"."""
     before, after = flatten(old), flatten(new)
     return [
         f"{name}: {before[name]!r} -> {after[name]!r}"

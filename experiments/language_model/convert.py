@@ -136,7 +136,7 @@ def finetuned(
     settings = of.run.task.settings
     settings = settings._replace(window=near, first=int(near > 0), transferred=m > 0)
     learned = task(dataset.num_classes, settings)
-    if not checkpoint.exists(workdir):
+    if not checkpoint.found(workdir):
         runs.begin(workdir, model, new, dataset, learned)
     return {"loss": loop.train(new, workdir, dataset, learned)["eval_loss"]}
 
