@@ -66,7 +66,7 @@ class Reader:
 def image(encoded: bytes) -> Image.Image:
     """Return an image of one of the `FORMATS`; its pixels are not decoded yet.
 
-    Except grey values of 16 bits, which become their higher 8 bits; Pillow's own conversion clips them at 255.
+    Those of 16 bits are: grey values become their higher 8 bits, which Pillow's conversion clips.
 
     Raises:
         OSError, SyntaxError, ...: what PIL raises when the bytes are none, or announce more than
