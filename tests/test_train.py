@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ from vit import (
     config,
     data,
     devices,
+    display,
     evaluate,
     metrics,
     optim,
@@ -113,22 +113,15 @@ def test_metrics_are_read_while_the_next_steps_compute():
         def block_until_ready(self):
             done[0] = max(done[0], self.number)
 
-    log = Progress(
-        settings,
-        runs.subject(settings)[1],
-        rate=lambda step: 0.0,
-        steps_per_epoch=44,
-        names=["kernel"],
-        write=written.append,
-        shown=SimpleNamespace(progress=lambda *_: None, line=None),
-        start=0.0,
-    )
-    for number in range(1, 10):
-        values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": np.array([-1])}
-        log.add(number, values, asked=time.perf_counter(), waited=0.5)
-        assert done[0] == max(0, number - 2)
-        assert len(written) == max(0, number - 2) // 4
-    log.read()
+    task, rate = runs.subject(settings)[1], lambda step: 0.0
+    with display.display(False, 0, 10) as shown:
+        log = Progress(settings, task, rate, 44, ["kernel"], written.append, shown, 0.0)
+        for number in range(1, 10):
+            values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": [-1]}
+            log.add(number, values, asked=time.perf_counter(), waited=0.5)
+            assert done[0] == max(0, number - 2)
+            assert len(written) == max(0, number - 2) // 4
+        log.read()
     assert [record["step"] for record in written] == [4, 8, 9]
     assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 

@@ -123,7 +123,8 @@ def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
         SaveError: when this or the one before cannot be written; earlier checkpoints are intact.
     """
     content = {"state": state, "checksums": checksums(state)}
-    with _saving(checkpoints):
+    with _failing_as_save_error(checkpoints):
+        _settle(checkpoints)
         checkpoints.saving = checkpoints.orbax.save_checkpointables_async(
             step, content, force=True, overwrite=True
         )
@@ -135,20 +136,23 @@ def finish(checkpoints: Checkpoints) -> None:
     Raises:
         SaveError: as `save`.
     """
-    try:
-        with _saving(checkpoints):
-            pass
-    finally:
-        checkpoints.orbax.close()
+    with _failing_as_save_error(checkpoints):
+        try:
+            _settle(checkpoints)
+        finally:
+            checkpoints.orbax.close()
+
+
+def _settle(checkpoints: Checkpoints) -> None:
+    """Wait for the save that goes on."""
+    saving, checkpoints.saving = checkpoints.saving, None
+    if saving is not None:
+        saving.result()
 
 
 @contextlib.contextmanager
-def _saving(checkpoints: Checkpoints) -> Iterator[None]:
-    """Wait for the save that goes on; a failure of it, or in the block, is a SaveError."""
+def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
     try:
-        saving, checkpoints.saving = checkpoints.saving, None
-        if saving is not None:
-            saving.result()
         yield
     except Exception as error:
         raise SaveError(

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,11 +30,9 @@ class Progress:
     shown: Display
     start: float
     """Time at which the run began, or would have without its interruptions."""
-    running: deque[tuple[int, dict[str, jax.Array], float]] = dataclasses.field(
-        default_factory=deque
-    )
+    running: deque[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=deque)
     """Steps that may still be computed: number, values, seconds without a batch."""
-    ended: list[tuple[int, dict[str, jax.Array], float]] = dataclasses.field(default_factory=list)
+    ended: list[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=list)
     """Computed steps since the last line of the log."""
     mark: float = 0.0
     """Time of the last line of the log, or of the first step after a pause."""
@@ -51,7 +50,7 @@ class Progress:
         """Return the duration of the run."""
         return time.perf_counter() - self.start
 
-    def add(self, step: int, values: dict[str, jax.Array], asked: float, waited: float) -> None:
+    def add(self, step: int, values: dict[str, Any], asked: float, waited: float) -> None:
         """Note a step that was given to the devices, and wait for the one `steps.AHEAD` before it.
 
         Args:
@@ -113,7 +112,7 @@ class Progress:
         self.shown.progress(status, seconds / len(values))
 
 
-def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
+def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
     """Return the means of the values over the steps that were not skipped; {} without any."""
     taken = [v for v in values if not v.get("skipped", False)]
     names = [k for k in values[0] if k not in ("finite", "bad", "skipped")] if taken else []
@@ -122,7 +121,7 @@ def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
 
 def check_finite(
     optim: configs.Optim,
-    values: Sequence[dict[str, np.ndarray]],
+    values: Sequence[dict[str, Any]],
     last_step: int,
     names: Sequence[str],
     skips: int = 0,
