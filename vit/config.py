@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import operator
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -395,30 +394,22 @@ class Config:
     keep_every: int = _count(0, "Steps between checkpoints that are kept for good; 0: none.")
 
 
-def _fields() -> dict[str, tuple[type, Any]]:
-    """Return {"attention.coupling": (str, metadata), ...}: type and metadata of every field."""
-    found = {}
-    hints = typing.get_type_hints(Config)
-    for field in dataclasses.fields(Config):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            types = typing.get_type_hints(kind)
-            for each in dataclasses.fields(kind):
-                found[f"{field.name}.{each.name}"] = types[each.name], each.metadata
-        else:
-            found[field.name] = kind, field.metadata
-    return found
-
-
-FIELDS = _fields()
-TYPES = {name: kind for name, (kind, _) in FIELDS.items()}
-"""The declared type of every field."""
-
-MEANINGS: dict[str, str] = {name: metadata["help"] for name, (_, metadata) in FIELDS.items()}
-"""The help text of every field."""
-
+SECTIONS: dict[str, Any] = {
+    field.name: field.type
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.type)
+}
+FIELDS: dict[str, dataclasses.Field] = {
+    f"{prefix}{field.name}": field
+    for prefix, section in [*((f"{name}.", kind) for name, kind in SECTIONS.items()), ("", Config)]
+    for field in dataclasses.fields(section)
+    if field.name not in SECTIONS
+}
+TYPES: dict[str, Any] = {name: field.type for name, field in FIELDS.items()}
+MEANINGS: dict[str, str] = {name: field.metadata["help"] for name, field in FIELDS.items()}
+"""Help texts."""
 CHOICES: dict[str, tuple[str, ...]] = {
-    name: metadata["choices"] for name, (_, metadata) in FIELDS.items() if "choices" in metadata
+    name: field.metadata["choices"] for name, field in FIELDS.items() if "choices" in field.metadata
 }
 
 
@@ -535,8 +526,9 @@ def validate(config: Config) -> None:
         if flat[field] not in choices:
             raise ValueError(unknown(f"config.{field}", flat[field], choices))
     parse_variant(config.model.variant)
-    for field, (_, metadata) in FIELDS.items():
-        if "holds" in metadata and not metadata["holds"](flat[field]):
+    for field, value in flat.items():
+        holds = FIELDS[field].metadata.get("holds")
+        if holds and not holds(value):
             raise ValueError(f"config.{field}={flat[field]!r}: {allowed(field)}")
     for fields, holds, message in RULES:
         given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields.split())
@@ -550,9 +542,8 @@ def validate(config: Config) -> None:
 
 def check_types(config: Config) -> None:
     """Raise ValueError for a field that has another type than its declaration says."""
-    for name, kind in typing.get_type_hints(Config).items():
-        section = getattr(config, name)
-        if dataclasses.is_dataclass(kind) and type(section) is not kind:
+    for name, kind in SECTIONS.items():
+        if type(section := getattr(config, name)) is not kind:
             raise ValueError(f"config.{name}={section!r}: must be a vit.config.{name.title()}")
     for field, value in flatten(config).items():
         kinds = (int, float) if TYPES[field] is float else TYPES[field]
@@ -562,7 +553,7 @@ def check_types(config: Config) -> None:
 
 def allowed(field: str) -> str:
     """Return what a field may be, in words: "must be a number from 0 to 10"."""
-    return FIELDS[field][1]["allowed"]
+    return FIELDS[field].metadata["allowed"]
 
 
 def parse_variant(variant: str) -> tuple[Size, int]:
@@ -630,13 +621,10 @@ def load(path: Path) -> Config:
     Raises:
         ValueError: when the file is no config of this version; the message names the fields.
     """
-    sections = typing.get_type_hints(Config)
     try:
         values = json.loads(bounded.content(path))
-        for name, value in values.items():
-            if dataclasses.is_dataclass(sections[name]):
-                values[name] = sections[name](**value)
-        config = Config(**values)
+        sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
+        config = Config(**(values | sections))
         check_types(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error

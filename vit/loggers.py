@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from vit import config as configs
 from vit import files, metrics
 
 Write = Callable[[metrics.Record], object]
-"""Takes a record of the log."""
+"""Function of a record of the log."""
 
 
 @contextlib.contextmanager
@@ -79,11 +78,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check(names: Sequence[str]) -> None:
-    """Looks whether these are loggers, and installed.
-
-    Raises:
-        ValueError: naming the one that is not.
-    """
+    """Raise ValueError for a name that is no logger, or not installed."""
     for name in names:
         if name not in LOGGERS:
             raise ValueError(unknown("--log", name, LOGGERS))
@@ -94,16 +89,19 @@ def check(names: Sequence[str]) -> None:
 def writer(
     names: Sequence[str], workdir: Path, config: configs.Config, lead: bool = True
 ) -> Iterator[Write]:
-    """A function that adds a record to the log of the run, and hands it to each of these loggers.
+    """Give a function that adds a record to the log of the run and sends it to these loggers.
 
     With several processes only one of them, the `lead`, does anything.
     """
+    if not lead:
+        yield lambda record: None
+        return
     with contextlib.ExitStack() as stack:
-        writers = [partial(metrics.append, workdir / "metrics.jsonl")]
-        writers += [stack.enter_context(LOGGERS[name](workdir, config)) for name in names if lead]
+        writers = [stack.enter_context(LOGGERS[name](workdir, config)) for name in names]
 
         def write(record: metrics.Record) -> None:
-            for each in writers if lead else ():
+            metrics.append(workdir / "metrics.jsonl", record)
+            for each in writers:
                 each(record)
 
         yield write

@@ -39,7 +39,7 @@ PROFILED = 5
 
 
 def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
-    """Compiles the function of state and batch, of which shapes suffice; shows how long it took."""
+    """Compile the function of state and batch, of which shapes suffice; show how long it took."""
     shown.status(f"compiling {function.__name__}")
     start = time.perf_counter()
     function.lower(state, batch).compile()
@@ -47,7 +47,7 @@ def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
 
 
 def due(step: int, every: int, num_steps: int) -> bool:
-    """Whether it is time for what is done at the end, and after each so many steps."""
+    """Return true at the end, and after each so many steps."""
     return step == num_steps or (step > 0 and step % every == 0)
 
 
@@ -60,7 +60,7 @@ def train(
     profile: bool = False,
     log: Sequence[str] = (),
 ) -> metrics.Record:
-    """Trains to the end, from the newest readable checkpoint in `workdir` if there is one.
+    """Train to the end, from the newest readable checkpoint in `workdir` if there is one.
 
     Ctrl-C and SIGTERM finish the step, save and exit with code `safety.STOPPED`; the same call
     resumes. A resumed run ends with the same parameters as an uninterrupted one (on CPU bit for
@@ -69,10 +69,10 @@ def train(
     Args:
         config: of the run.
         workdir: its folder; on several hosts one that all of them see.
-        dataset: what is learned from, as `runs.subject`.
-        task: what is learned; likewise. Fields of the config that mean nothing to it must be valid
+        dataset: as `runs.subject`.
+        task: likewise. Fields of the config that mean nothing to it must be valid
             all the same.
-        profile: traces the first `PROFILED` steps after the first stretch into `workdir`/profile.
+        profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
         log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
 
     Returns:
