@@ -64,8 +64,10 @@ def _field(default: Any, help: str, allowed: str = "", **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _choice(default: str, help: str, *choices: str) -> Any:
-    return _field(default, help, f"one of {', '.join(choices)}", choices=choices)
+def _choice(words: str, help: str) -> Any:
+    """A choice between words, of which the first is the default."""
+    choices = tuple(words.split())
+    return _field(choices[0], help, f"one of {', '.join(choices)}", choices=choices)
 
 
 def _number(default: float, help: str, low: float, high: float, zero: str = "") -> Any:
@@ -96,20 +98,17 @@ class Model:
     num_heads: int = _number(0, "Heads of attention.", 1, 2**10, "the variant's")
     mlp_dim: int = _number(0, "Width inside the MLP.", 1, 2**17, "the variant's")
     pooling: str = _choice(
-        "token",
+        "token mean attention token+mean token+register",
         """Input of the head: "token" (a class token), "mean" (the mean over patches), "attention"
         (one learned query attends to the patches, and an MLP follows: Zhai et al. 2022), or two
         side by side: "token+mean" (DINOv2), "token+register" (the first register: distilled
         DeiT).""",
-        *("token", "mean", "attention", "token+mean", "token+register"),
     )
     registers: int = _number(
         0, "Register tokens after the class token (Darcet et al. 2024).", 0, 2**10
     )
     position: str = _choice(
-        "learned",
-        'Position embedding: "learned" or "sincos" (fixed, two-dimensional).',
-        *("learned", "sincos"),
+        "learned sincos", 'Position embedding: "learned" or "sincos" (fixed, two-dimensional).'
     )
     dropout: float = _share(
         0.0, "Dropout rate after the embedding, the attention and each MLP layer."
@@ -126,30 +125,26 @@ class Model:
         *(0, 10),
     )
     activation: str = _choice(
-        "gelu_tanh",
+        "gelu_tanh gelu quick_gelu swiglu",
         """Activation of the MLP: "gelu_tanh" (GELU, approximated), "gelu" (exact), "quick_gelu"
         (x times the sigmoid of 1.702 x), or "swiglu" (SiLU of one half of the hidden units times
         the other half).""",
-        *("gelu_tanh", "gelu", "quick_gelu", "swiglu"),
     )
     epsilon: float = _number(1e-6, "Added to the variance by layer norms.", 1e-12, 0.1)
     embed_norm: bool = _field(False, "A layer norm before the first block (CLIP).")
     final_norm: str = _choice(
-        "before",
+        "before after none",
         'Place of the last layer norm: "before" pooling, "after" it, or "none".',
-        *("before", "after", "none"),
     )
     dtype: str = _choice(
-        "float32",
+        "float32 bfloat16",
         """Type of the arithmetic. Parameters, the sums of normalisation and attention, and the
         logits are float32 in either case.""",
-        *("float32", "bfloat16"),
     )
     mlp_init: str = _choice(
-        "lecun_normal",
+        "lecun_normal xavier_uniform",
         """Initial values of the MLP's kernels: "lecun_normal", or "xavier_uniform" with biases
         from N(0, 1e-6), as in scenic, big_vision and vision_transformer.""",
-        *("lecun_normal", "xavier_uniform"),
     )
     pre_logits: bool = _field(
         False,
@@ -189,11 +184,7 @@ class Model:
 class Attention:
     """Attention of the blocks. The parameters are the same for all kinds."""
 
-    kind: str = _choice(
-        "performer",
-        '"performer" (random features) or "softmax" (exact).',
-        *("performer", "softmax"),
-    )
+    kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field("pm-antithetic", "Name of a coupling, as of `performer.couplings.get`.")
     num_features: int = _number(
         128, "Number of random features m, frequencies of a head.", 1, 2**16
@@ -216,9 +207,8 @@ class Attention:
         holds=lambda text: _rising([-1, *exact_layers(text)]),
     )
     implementation: str = _choice(
-        "xla",
+        "xla pallas",
         '"xla", or "pallas" for the kernels for TPU (compiled and counted, not yet run).',
-        *("xla", "pallas"),
     )
     exact_window: int = _count(
         0,
@@ -251,10 +241,9 @@ class Data:
         *(0, 2**16),
     )
     crop: str = _choice(
-        "center",
+        "center inception",
         """Crop of training images: "center", as in evaluation, or "inception", a random part of
         the image (8% to 100% of its area, sides 3:4 to 4:3, Szegedy et al. 2015).""",
-        *("center", "inception"),
     )
     max_shift: int = _number(
         0, "Largest random shift of a training image in pixels; zeros move in.", 0, 2**14 - 1
@@ -305,10 +294,9 @@ class Optim:
     """AdamW; the rate rises linearly, stays, and falls as a half cosine to the end of the run."""
 
     loss: str = _choice(
-        "softmax",
+        "softmax sigmoid",
         """"softmax": cross entropy of the classes. "sigmoid": the sum over the classes of the cross
         entropies of a sigmoid each (Beyer et al. 2020); probabilities need not sum to one.""",
-        *("softmax", "sigmoid"),
     )
     learning_rate: float = _number(1e-3, "Peak learning rate.", 0, 10)
     final_learning_rate: float = _number(1e-5, "Learning rate at the end of the run.", 0, 10)
@@ -327,9 +315,7 @@ class Optim:
         gradients.""",
     )
     clip_norm: float = _number(
-        1.0,
-        "Largest global norm of the gradients.",
-        *(1e-6, 1e6, "gradients are not clipped"),
+        1.0, "Largest global norm of the gradients.", *(1e-6, 1e6, "gradients are not clipped")
     )
     skip_nonfinite: int = _count(
         0,
@@ -387,9 +373,7 @@ class Config:
     log_every: int = _count(10, "Steps between lines of metrics.jsonl.", 1)
     eval_every: int = _count(100, "Steps between evaluations.", 1)
     checkpoint_every: int = _count(
-        100,
-        "Steps between checkpoints; the last two are kept, and that of the best evaluation.",
-        1,
+        100, "Steps between checkpoints; the last two are kept, and that of the best evaluation.", 1
     )
     keep_every: int = _count(0, "Steps between checkpoints that are kept for good; 0: none.")
 
