@@ -107,9 +107,10 @@ def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0)
     kept: list[Any] = [policies.LatestN(KEEP), BestEvaluated(workdir / "metrics.jsonl")]
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
+    policy: Any = policies.AnyPreservationPolicy(kept) if write else None
     orbax = ocp.training.Checkpointer(
         str((workdir / "checkpoints").resolve()),
-        preservation_policy=policies.AnyPreservationPolicy(kept) if write else None,
+        preservation_policy=policy,
         cleanup_tmp_directories=write,
         lightweight_initialize=True,  # damage of one does not concern the others
     )

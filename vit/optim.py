@@ -85,7 +85,8 @@ def _layer_wise(
         distances(params)  # a task that does not know raises before anything is compiled
         return optax.EmptyState()
 
-    def update(updates: optax.Updates, state: Any, _: Any = None) -> tuple[Any, Any]:
+    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
         return jax.tree.map(lambda u, n: u * decay**n, updates, distances(updates)), state
 
     return optax.GradientTransformation(init, update)
