@@ -1,4 +1,4 @@
-"""The programs by their names, as console scripts, and how one names the next.
+"""Console scripts, which run the programs by their names; and how one program names the next.
 
 `performer-vit` alone lists them; `performer-vit train ...` is `python -m vit.train ...`.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from performer.choices import unknown
 
 _typed: list[str] = []
-"""What the shell was given for the console script; empty where there was none."""
+"""Name of the console script as it was typed; empty where there was none."""
 
 
 def command(name: str, *words: str, **flags: object) -> str:

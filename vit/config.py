@@ -22,16 +22,16 @@ from performer.choices import unknown
 from vit import bounded, files
 
 LARGEST = 2**31 - 1
-"""The largest integer: seeds, steps and labels are int32 on the devices."""
+"""Largest integer: seeds, steps and labels are int32 on the devices."""
 
 TOKENS = 2**20
-"""The most patches of an image: attention of however few features has no room for more."""
+"""Largest number of patches of an image: more do not fit into memory with any attention."""
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 class Size(NamedTuple):
-    """The numbers that a variant's name stands for."""
+    """Numbers of a variant of the model."""
 
     width: int
     depth: int
@@ -58,20 +58,20 @@ SIZES = {
 
 
 def _field(default: Any, help: str, allowed: str = "", **metadata: Any) -> Any:
-    """A field of a section; `holds` of the metadata is the predicate that `allowed` describes."""
+    """Return a field of a section; `holds` of the metadata is the predicate that `allowed` describes."""
     kind = WORDS[type(default)]
     metadata |= {"help": " ".join(help.split()), "allowed": f"must be {allowed or kind}"}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def _choice(words: str, help: str) -> Any:
-    """A choice between words, of which the first is the default."""
+    """Return a field that is one of the words; the first is the default."""
     choices = tuple(words.split())
     return _field(choices[0], help, f"one of {', '.join(choices)}", choices=choices)
 
 
 def _number(default: float, help: str, low: float, high: float, zero: str = "") -> Any:
-    """A number or an integer from `low` to `high`; 0, too, where `zero` says what it means."""
+    """Return a number or integer from `low` to `high`, or 0 where `zero` gives its meaning."""
     style = "g" if isinstance(default, float) else ""
     allowed = f"{WORDS[type(default)]} from {low:{style}} to {high:{style}}"
     allowed = f"0 ({zero}), or {allowed}" if zero else allowed

@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """Whether a training and an evaluation step fit into memory; None where it is unknown."""
+        """True when a training and an evaluation step fit into memory; None where it is unknown."""
         if self.has is None:
             return None
         need = max(self.train.memory["in all"], self.evaluate.memory["in all"])

@@ -25,7 +25,7 @@ Write = Callable[[metrics.Record], object]
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """Into the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
+    """Log to the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
     del config
     records = metrics.read(workdir / "metrics.jsonl")
     ahead = records[-1]["step"] + 1 if records else 0
@@ -41,7 +41,7 @@ def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """A run of W&B by the folder's name; steps that it has already are not sent again (by W&B)."""
+    """Log to a run of W&B by the folder's name, which ignores steps that it has already."""
     path = workdir / "wandb.json"
     noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
     files.note(path, noted)
@@ -59,7 +59,7 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """A run of MLflow by the folder's name."""
+    """Log to a run of MLflow by the folder's name."""
     package, path = _module("mlflow"), workdir / "mlflow.json"
     noted = files.noted(path) or {"id": None}
     with package.start_run(run_id=noted["id"], run_name=workdir.resolve().name) as run:

@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def too_many_bad(self) -> bool:
-        """Whether more records cannot be decoded than the config permits."""
+        """True when more records cannot be decoded than the config permits."""
         return len(self.bad) > self.config.data.max_bad_records
 
     def seconds(self) -> float:

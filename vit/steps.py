@@ -91,7 +91,7 @@ def shapes(
 
 @lru_cache(maxsize=8)
 def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
-    """The functions of all seeds: the first argument of `initial` and `train` is the seed."""
+    """Return the programs of all seeds: the seed is the first argument of `initial` and `train`."""
     config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
     rate = optim.schedule(config.optim, *length)
     graph, arrays = shapes(config, task, rate)
@@ -235,7 +235,7 @@ def _summed(
     examples: Any,
     axis_name: tuple[str, ...] | None = None,
 ) -> tuple[nnx.State, jax.Array, Sums, nnx.State]:
-    """What is no parameter, loss, sums and gradients; over the devices along the axes, if any."""
+    """Return other state, loss, sums and gradients; over the devices along the axes, if any."""
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)

@@ -26,7 +26,7 @@ Model = Any
 """An `nnx.Module`: only its task knows which."""
 
 Sums = dict[str, Array]
-"""By name, sums over the examples of a batch."""
+"""Sums over the examples of a batch, by name."""
 
 Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b s n h"]]
 """Queries, keys and values of a layer of attention."""
@@ -88,12 +88,12 @@ class Task(NamedTuple):
     """Tree of parameters -> for each the number of layers between it and the output, to whose power
     `config.optim.layer_decay` is raised."""
     by_device: bool = False
-    """Whether each device may compute `loss` of its own rows: nothing in the model draws for the
+    """True if each device may compute `loss` of its own rows: nothing in the model draws for the
     rows of a batch, or averages over them, but `vit.dropout.Dropout`, `PerformerAttention` and
     `nnx.BatchNorm`. Then `config.optim.accumulate` adds up gradients on each device, and those of
     all devices once."""
     noun: str = "example"
-    """What a row of a batch is called."""
+    """Name of a row of a batch."""
     name: str = ""
     """Name in the `task.json` of its runs, by which `SUBJECTS` finds it again."""
     settings: Any = NoSettings()
@@ -109,7 +109,7 @@ class Task(NamedTuple):
 
 
 SUBJECTS: dict[str, Callable[[Config, dict[str, Any]], tuple[Dataset, Task]]] = {}
-"""By the name of a task: (config of a run, content of its `task.json`) -> its data set and task.
+"""Functions (config of a run, content of its `task.json`) -> its data set and task, by task name.
 
 The content is {} for a new run. The module of a task adds its own function when it is imported; no
 module is imported because a folder names it."""
