@@ -284,7 +284,7 @@ def set_aside(workdir: Path, step: int) -> None:
 
 @jax.jit
 def checksums(state: Any) -> Integer[Array, " arrays"]:
-    """Return for each array the sum of (2 i + 1) word_i mod 2^32: any one changed word changes it."""
+    """Return the sum of (2 i + 1) word_i mod 2^32 of each array: any changed word changes it."""
 
     def checksum(x: Array) -> Integer[Array, ""]:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -58,7 +58,7 @@ SIZES = {
 
 
 def _field(default: Any, help: str, allowed: str = "", **metadata: Any) -> Any:
-    """Return a field of a section; `holds` of the metadata is the predicate that `allowed` describes."""
+    """Return a field of a section; `allowed` describes the predicate `holds` of its metadata."""
     kind = WORDS[type(default)]
     metadata |= {"help": " ".join(help.split()), "allowed": f"must be {allowed or kind}"}
     return dataclasses.field(default=default, metadata=metadata)
