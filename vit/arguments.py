@@ -143,7 +143,8 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
     for name, flag in own_flags(values).items():
         default = "" if flag.boolean else (flag.default_as_str or "").strip("'")
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        lines += _row(shown, f"{flag.help}{f'; {default} if not given' * bool(default)}")
+        given = "" if default in ("", "None") else f"; {default} if not given"
+        lines += _row(shown, f"{flag.help}{given}")
     if "config" in values:
         lines += ["", FIELDS]
         section = None
