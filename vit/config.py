@@ -556,19 +556,19 @@ def parse_variant(variant: str) -> tuple[Size, int]:
 
 
 def restarts(text: str) -> tuple[float, ...]:
-    """ "10,30" -> the two numbers; NaN for what is none."""
-    numbers = []
-    for word in text.split(",") if text else ():
-        try:
-            numbers.append(float(word))
-        except ValueError:
-            numbers.append(math.nan)
-    return tuple(numbers)
+    """Return the numbers of "10,30"; NaN for another text."""
+    try:
+        return tuple(map(float, text.split(","))) if text else ()
+    except ValueError:
+        return (math.nan,)
 
 
 def exact_layers(text: str) -> tuple[int, ...]:
-    """ "0,3" -> the two numbers; -1 for what is none."""
-    return tuple(int(x) if x.isdecimal() else -1 for x in text.split(",")) if text else ()
+    """Return the numbers of "0,3"; -1 for another text."""
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        return (-1,)
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -70,26 +70,26 @@ def initialize(
     Raises:
         ValueError: when only some of the three are given, or they cannot be.
     """
-    given = f"--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}"
-    if coordinator is None and num_processes is None and process_id is None:
-        try:
-            return jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"--distributed found no cluster ({error}); give --coordinator=HOST:PORT,"
-                " --num_processes and --process_id"
-            ) from error
-    if coordinator is None or num_processes is None or process_id is None:
+    given = (coordinator, num_processes, process_id)
+    if given != (None, None, None) and not (
+        coordinator is not None
+        and re.fullmatch(r".+:[0-9]{1,5}", coordinator)
+        and num_processes is not None
+        and process_id in range(num_processes)
+    ):
         raise ValueError(
-            f"{given}: give all three, or none where the cluster tells them (TPU pods, Slurm,"
-            " Open MPI)"
+            f"--coordinator={coordinator} --num_processes={num_processes}"
+            f" --process_id={process_id}: give all three, or none where the cluster tells them (TPU"
+            " pods, Slurm, Open MPI); the coordinator is HOST:PORT, the processes are numbered from"
+            " 0 to below their number"
         )
-    if not re.fullmatch(r".+:[0-9]{1,5}", coordinator) or not 0 <= process_id < num_processes:
+    try:
+        jax.distributed.initialize(*given)
+    except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{given}: the coordinator is HOST:PORT, the processes are numbered from 0 to below"
-            " their number"
-        )
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+            f"--distributed found no cluster ({error}); give --coordinator=HOST:PORT,"
+            " --num_processes and --process_id"
+        ) from error
 
 
 def define_flags() -> Callable[[], None]:

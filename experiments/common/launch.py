@@ -122,10 +122,6 @@ class Parser(flags.ArgumentParser):
         except ValueError:
             raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
 
-    def flag_type(self) -> str:
-        """Return a word for absl's own help."""
-        return "value"
-
     def serialize(self, value: Any) -> str:
         """Return the value as it would be typed."""
         return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
