@@ -61,8 +61,7 @@ def flip_one_bit(path):
 
 
 def test_the_newest_two_are_kept_and_read(saved):
-    with checkpoint.open_checkpoints(saved) as checkpoints:
-        assert [c.step for c in checkpoints.checkpoints] == [1, 2]
+    assert checkpoint.found(saved) == [1, 2]
     assert restored(saved) == 2
 
 
@@ -77,7 +76,7 @@ def test_the_best_and_milestones_are_kept_beside_the_newest_two(tmp_path):
             if step in accuracies:
                 results = {"eval_accuracy": accuracies[step], "eval_loss": 9.0 - step}
                 metrics.append(log, {"step": step, **results})
-    assert [c.step for c in checkpoint.found(tmp_path)] == [3, 4, 7, 8]
+    assert checkpoint.found(tmp_path) == [3, 4, 7, 8]
     assert checkpoint.restore(tmp_path, state())[0] == 8
     assert checkpoint.restore(tmp_path, state(), "best")[0] == 3
     assert checkpoint.restore(tmp_path, state(), "4")[0] == 4
@@ -117,13 +116,11 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(saved, tmp_path, capsys, 
     assert (workdir / "unreadable" / "2").exists()
 
 
-@pytest.mark.parametrize("change", [lambda p: p.write_text("0"), lambda p: os.mkfifo(p)])
-def test_damage_of_an_earlier_checkpoint_does_not_stand_in_the_way(saved, tmp_path, change):
-    """Orbax would fail on the first, and wait for the second."""
+def test_damage_of_an_earlier_checkpoint_does_not_stand_in_the_way(saved, tmp_path):
+    """Orbax would fail on it."""
     workdir = shutil.copytree(saved, tmp_path / "run")
     path = workdir / "checkpoints" / "1" / "_CHECKPOINT_METADATA"
-    path.unlink()
-    change(path)
+    path.write_text("0")
     assert restored(workdir) == 2
     with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
         checkpoint.save(checkpoints, 3, state(3))
@@ -174,7 +171,7 @@ from tests.test_checkpoint import state
 workdir = Path(sys.argv[1])
 checkpoints = checkpoint.open_checkpoints(workdir, write=True)
 checkpoint.save(checkpoints, 1, state(1))
-while not checkpoint.exists(workdir):
+while not checkpoint.found(workdir):
     time.sleep(0.05)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -217,21 +214,6 @@ def test_other_names_of_folders_hold_checkpoints(tmp_path):
     with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
         checkpoint.save(checkpoints, 1, state(1))
     assert restored(workdir) == 1
-
-
-def test_a_run_whose_checkpoints_are_gone_is_refused(saved, tmp_path):
-    """Because they lie on a disk that is not mounted, say; an empty folder may be in its place."""
-    checkpoint.check_not_lost(tmp_path, 0)
-    (tmp_path / "checkpoints").mkdir()
-    checkpoint.check_not_lost(tmp_path, 5)  # killed before the first checkpoint
-    (tmp_path / "checkpoints").rmdir()
-    with pytest.raises(ValueError, match="ends at step 5.* holds no checkpoint; bring it back"):
-        checkpoint.check_not_lost(tmp_path, 5)
-    workdir = shutil.copytree(saved, tmp_path / "run")
-    shutil.rmtree(workdir / "checkpoints")
-    (workdir / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="is its disk mounted"):
-        checkpoint.check_not_lost(workdir, 0)
 
 
 def held():

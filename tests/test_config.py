@@ -102,7 +102,7 @@ def test_differences_name_field_and_both_values():
         ),
         (
             dict(attention=config.Attention(coupling="softmax")),
-            "coupling='softmax': no coupling: did you mean config.attention.kind=softmax",
+            "coupling='softmax', .*: no coupling: did you mean config.attention.kind=softmax",
         ),
         (
             dict(attention=config.Attention(coupling="orthogonal")),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.small import SHALLOW, final_state, small_config, stop_at
-from vit import checkpoint, config, extension, metrics, runs, safety, train
+from vit import checkpoint, config, extension, files, metrics, runs, train
 
 EPOCHS = 3.2 / 44
 SETTINGS = small_config(optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9))
@@ -67,7 +67,7 @@ def test_only_a_run_that_has_ended_is_extended_and_only_once(folder, tmp_path_fa
 
 
 def test_a_run_that_another_process_trains_is_not_extended(folder):
-    with safety.exclusive(folder), pytest.raises(ValueError, match="is in use by process"):
+    with files.alone(folder / "lock"), pytest.raises(ValueError, match="is in use by process"):
         extension.extend(folder, 1.0)
 
 
@@ -81,7 +81,7 @@ def test_an_extended_run_is_bitwise_one_that_was_planned_so(tmp_path, monkeypatc
         stop_at(patch, 4)
         with pytest.raises(SystemExit):
             train.train(SETTINGS, parts)
-    assert [each.step for each in checkpoint.found(parts)] == [3, 4]
+    assert checkpoint.found(parts) == [3, 4]
     record = train.train(SETTINGS, parts)
     assert (record["step"], record["epoch"]) == (6, 6 / 44)
     train.train(planned, whole)

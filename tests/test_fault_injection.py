@@ -152,7 +152,6 @@ def damages(canary, chance):
         "a file instead": instead(lambda p: p.write_bytes(b"0")),
         "a link instead": instead(lambda p: p.symlink_to(canary)),
         "a dangling link instead": instead(lambda p: p.symlink_to(canary.with_name("nowhere"))),
-        "a pipe instead": instead(os.mkfifo),
         "not readable": lambda p: p.chmod(0),
     }
 
@@ -227,7 +226,7 @@ def damaged(whole, tmp_path, monkeypatch, capsys):
     [
         ("config.json", "cut", "told clearly"),
         ("metrics.jsonl", "emptied", "told clearly"),
-        ("saved", "a pipe instead", "harmless"),
+        ("task.json", "removed", "harmless"),
         ("lock", "removed", "harmless"),
     ],
 )

@@ -1,7 +1,9 @@
-"""Files in one piece, links that are not followed, and files that are missing or damaged."""
+"""Files in one piece, links that are not followed, damaged files, and locks."""
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -45,15 +47,6 @@ def test_notes(tmp_path):
     assert files.noted(path) is None
 
 
-def test_what_is_neither_file_nor_folder_is_named(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "c").write_text("")
-    files.check(tmp_path)
-    os.mkfifo(tmp_path / "a" / "pipe")
-    with pytest.raises(ValueError, match="a/pipe is neither a file nor a folder"):
-        files.check(tmp_path)
-
-
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -69,3 +62,67 @@ def test_an_error_without_a_number_keeps_its_words(tmp_path):
         files.naming(tmp_path),
     ):
         raise OSError("a checkpoint could not be written")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vit import files
+with files.alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert holder.stdout
+    assert holder.stdout.readline() == "held\n"
+    with (
+        pytest.raises(ValueError, match=f"is in use by process {holder.pid} on .*; wait for it"),
+        files.alone(lock),
+    ):
+        pass
+    holder.kill()
+    holder.communicate()
+    with files.alone(lock):
+        assert f"process {os.getpid()} on" in lock.read_text()
+
+
+def test_a_folder_is_held_too_and_may_be_waited_for(tmp_path):
+    with (
+        files.alone(tmp_path) as held,
+        pytest.raises(ValueError, match="is in use by another process"),
+        files.alone(tmp_path),
+    ):
+        pass
+    assert held
+    with files.alone(tmp_path, wait=True) as held:
+        assert held
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    thesis = tmp_path / "thesis"
+    thesis.write_text("years of work")
+    (tmp_path / "lock").symlink_to(thesis)
+    with pytest.raises(OSError, match="lock"), files.alone(tmp_path / "lock"):
+        pass
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with files.alone(tmp_path / "lock") as held:
+        assert not held
+        assert "is not held against other processes: no locks here" in capsys.readouterr().out

@@ -155,7 +155,7 @@ def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys
         load(tmp_path / "out", "pets", "validation")
     running = os.open(leftover.parent, os.O_RDONLY)
     fcntl.flock(running, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="pets is being written by another process"):
+    with pytest.raises(ValueError, match="pets is in use by another process"):
         prepare(source, tmp_path / "out")
     assert leftover.exists()
     os.close(running)
@@ -461,9 +461,12 @@ def test_truncated_gzip(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (idx(np.zeros(0, np.uint8))[:4] + b"\xff" * 4, "announces 4,294,967,295 values; a file of"),
+        (
+            idx(np.zeros(0, np.uint8))[:4] + b"\xff" * 4,
+            "damaged: its header announces 4,294,967,295 values, 0 follow",
+        ),
         (idx(np.zeros(0, np.uint8)), "announces 0 values"),
-        (idx(np.zeros(9, np.uint8)) + b"\0", "damaged: its header announces 9 values, more follow"),
+        (idx(np.zeros(9, np.uint8)) + b"\0", "damaged: its header announces 9 values, 10 follow"),
     ],
 )
 def test_idx_files_are_bounded(tmp_path, content, message):
@@ -474,14 +477,14 @@ def test_idx_files_are_bounded(tmp_path, content, message):
 
 
 def test_a_gzip_bomb_takes_no_memory(tmp_path):
-    """64 GiB announced, and 64 MiB of zeros packed to 64 KiB: neither is unpacked."""
+    """64 GiB announced, and 64 MiB of zeros packed to 64 KiB: at most 16 MiB are unpacked."""
     path = tmp_path / "images.gz"
     header = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**20, 2**8, 2**8)
     path.write_bytes(gzip.compress(header + bytes(2**26), 9))
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"announces 68,719,476,736 values; .* 1 to 16,777,216"):
+    with pytest.raises(ValueError, match="announces 68,719,476,736 values, 16,777,200 follow"):
         read_idx(path, 3)
-    assert tracemalloc.get_traced_memory()[1] < 2**20
+    assert tracemalloc.get_traced_memory()[1] < 2**26
     tracemalloc.stop()
 
 

@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_no_run_and_the_same_call_goes_on(file, tmp_path, mon
     killed = tmp_path / "run.unfinished" / "checkpoints" / "0"
     killed.mkdir(parents=True)
     assert pretrained.pretrained(path, settings(), workdir) == []
-    assert checkpoint.exists(workdir)
+    assert checkpoint.found(workdir)
     assert config.of_run(workdir) == settings()
 
 

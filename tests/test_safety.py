@@ -1,6 +1,5 @@
-"""One process to a folder, what a signal does, and how divergence is named."""
+"""Signals, output without a reader, how divergence is named, and folders that appear whole."""
 
-import errno
 import os
 import pty
 import signal
@@ -12,36 +11,8 @@ import pytest
 
 from tests.small import PATIENCE
 from vit import safety
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from vit import safety
-with safety.exclusive(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
-    workdir = tmp_path / "run"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(workdir)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": "."},
-    )
-    assert holder.stdout
-    assert holder.stdout.readline() == "held\n"
-    with (
-        pytest.raises(ValueError, match=f"is in use by process {holder.pid} on .*; wait for it"),
-        safety.exclusive(workdir),
-    ):
-        pass
-    holder.kill()
-    holder.communicate()
-    with safety.exclusive(workdir):
-        assert f"process {os.getpid()} on" in (workdir / "lock").read_text()
+from vit.config import Optim
+from vit.progress import check_finite
 
 
 def test_the_second_signal_ends_the_process():
@@ -78,6 +49,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, as the test
 from pathlib import Path
 from vit import safety
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.stdout = safety.lasting(sys.stdout)
 with safety.interruption() as stopping:
     print("ready", flush=True)
     while not stopping():
@@ -115,6 +87,10 @@ def test_until():
         next(items)
 
 
+def optim(allowed=0):
+    return Optim(learning_rate=0.5, skip_nonfinite=allowed)
+
+
 NAMES = ["embed.bias", "embed.kernel", "head.kernel"]
 
 
@@ -135,43 +111,18 @@ def step(loss=1.0, finite=(True, True, True)):
 )
 def test_the_first_step_that_diverged_is_named(bad, message):
     with pytest.raises(FloatingPointError, match=message) as error:
-        safety.check_finite([step(), bad, step(np.nan)], 13, NAMES, 0.5)
+        check_finite(optim(), [step(), bad, step(np.nan)], 13, NAMES)
     assert "learning_rate=0.5" in str(error.value)
-    safety.check_finite([step(), step()], 13, NAMES, 0.5)
+    check_finite(optim(), [step(), step()], 13, NAMES)
 
 
 def test_so_many_steps_in_a_row_may_be_passed_over():
     """In a row: a good one begins anew; those before the stretch count."""
     bad = step(np.nan)
-    assert safety.check_finite([bad, bad, step(), bad], 4, NAMES, 0.5, allowed=2) == 1
-    assert safety.check_finite([bad], 5, NAMES, 0.5, allowed=2, row=1) == 2
+    assert check_finite(optim(2), [bad, bad, step(), bad], 4, NAMES) == 1
+    assert check_finite(optim(2), [bad], 5, NAMES, skips=1) == 2
     with pytest.raises(FloatingPointError, match="nan at step 6, after 2 such .*nonfinite=4$"):
-        safety.check_finite([bad], 6, NAMES, 0.5, allowed=2, row=2)
-
-
-@pytest.mark.parametrize("make", [lambda p: p.symlink_to(p.parent / "thesis"), os.mkfifo, os.mkdir])
-def test_a_lock_that_is_no_file_is_refused_and_a_link_not_followed(tmp_path, make):
-    thesis = tmp_path / "thesis"
-    thesis.write_text("years of work")
-    make(tmp_path / "lock")
-    with (
-        pytest.raises(ValueError, match="lock is a link or no file; remove it"),
-        safety.exclusive(tmp_path),
-    ):
-        pass
-    assert thesis.read_text() == "years of work"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
-    def flock(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(safety.fcntl, "flock", flock)
-    with safety.exclusive(tmp_path):
-        assert "is not held against other runs, for its file system has no" in (
-            capsys.readouterr().out
-        )
+        check_finite(optim(2), [bad], 6, NAMES, skips=2)
 
 
 def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):

@@ -1,4 +1,4 @@
-"""The programs by their names, as console scripts, and how one names the next.
+"""Console scripts, which run the programs by their names; and how one program names the next.
 
 `performer-vit` alone lists them; `performer-vit train ...` is `python -m vit.train ...`.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from performer.choices import unknown
 
 _typed: list[str] = []
-"""What the shell was given for the console script; empty where there was none."""
+"""Name of the console script as it was typed; empty where there was none."""
 
 
 def command(name: str, *words: str, **flags: object) -> str:
-    """The text of a command that runs as printed: by the script or interpreter that runs this one.
+    """Return a command that runs as printed: by the script or interpreter that runs this one.
 
     Args:
         name: of the command, as "train".
@@ -35,7 +35,7 @@ def command(name: str, *words: str, **flags: object) -> str:
 
 
 def programs(*packages: str) -> dict[str, tuple[str, str]]:
-    """The programs of packages: by name the module and the first line of its docstring.
+    """Return the programs of packages: name -> module and first line of its docstring.
 
     One in a folder has the name "folder.program"; that of a folder itself is its `__main__`.
     """
@@ -54,7 +54,7 @@ def programs(*packages: str) -> dict[str, tuple[str, str]]:
 
 
 def run(script: str, found: dict[str, tuple[str, str]]) -> None:
-    """Runs the program that the first argument names, as `python -m` would; else lists them.
+    """Run the program that the first argument names, as `python -m` would; else list them.
 
     Args:
         script: the name of the console script.
@@ -64,7 +64,7 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
-        print(f"\n{script} NAME --help says what it takes.")
+        print(f"\n{script} NAME --help lists its flags.")
         return
     name = words.pop(0)
     if name not in found:
@@ -75,10 +75,10 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
 
 
 def vit() -> None:
-    """The console script `performer-vit`."""
+    """Run the console script `performer-vit`."""
     run("performer-vit", programs("vit") | {"compare": programs("experiments")["compare"]})
 
 
 def experiments() -> None:
-    """The console script `performer-experiments`."""
+    """Run the console script `performer-experiments`."""
     run("performer-experiments", programs("experiments"))

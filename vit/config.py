@@ -1,16 +1,17 @@
-"""The configuration of a run: its fields, what they may be, and the file that keeps them.
+"""The configuration of a run: its fields, their ranges, and the file that keeps them.
 
 A config file (`experiments/configs/*.py`) defines `get_config() -> Config`; a flag overrides one
 field, as in `--config.attention.coupling=pm`. A field carries its help text and its range;
-`RELATIONS` holds what must be true of several. `validate` checks both before any work starts.
+`RULES` are conditions on several. `validate` checks both before any work starts.
 """
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
-import typing
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +22,16 @@ from performer.choices import unknown
 from vit import bounded, files
 
 LARGEST = 2**31 - 1
-"""The largest integer: seeds, steps and labels are int32 on the devices."""
+"""Largest integer: seeds, steps and labels are int32 on the devices."""
 
 TOKENS = 2**20
-"""The most patches of an image: attention of however few features has no room for more."""
+"""Largest number of patches of an image: more do not fit into memory with any attention."""
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 class Size(NamedTuple):
-    """The numbers that a variant's name stands for."""
+    """Numbers of a variant of the model."""
 
     width: int
     depth: int
@@ -57,18 +58,20 @@ SIZES = {
 
 
 def _field(default: Any, help: str, allowed: str = "", **metadata: Any) -> Any:
-    """A field of a section; `holds` of the metadata is the predicate that `allowed` describes."""
+    """Return a field of a section; `allowed` describes the predicate `holds` of its metadata."""
     kind = WORDS[type(default)]
     metadata |= {"help": " ".join(help.split()), "allowed": f"must be {allowed or kind}"}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _choice(default: str, help: str, *choices: str) -> Any:
-    return _field(default, help, f"one of {', '.join(choices)}", choices=choices)
+def _choice(words: str, help: str) -> Any:
+    """Return a field that is one of the words; the first is the default."""
+    choices = tuple(words.split())
+    return _field(choices[0], help, f"one of {', '.join(choices)}", choices=choices)
 
 
 def _number(default: float, help: str, low: float, high: float, zero: str = "") -> Any:
-    """A number or an integer from `low` to `high`; 0, too, where `zero` says what it means."""
+    """Return a number or integer from `low` to `high`, or 0 where `zero` gives its meaning."""
     style = "g" if isinstance(default, float) else ""
     allowed = f"{WORDS[type(default)]} from {low:{style}} to {high:{style}}"
     allowed = f"0 ({zero}), or {allowed}" if zero else allowed
@@ -95,20 +98,17 @@ class Model:
     num_heads: int = _number(0, "Heads of attention.", 1, 2**10, "the variant's")
     mlp_dim: int = _number(0, "Width inside the MLP.", 1, 2**17, "the variant's")
     pooling: str = _choice(
-        "token",
+        "token mean attention token+mean token+register",
         """Input of the head: "token" (a class token), "mean" (the mean over patches), "attention"
         (one learned query attends to the patches, and an MLP follows: Zhai et al. 2022), or two
         side by side: "token+mean" (DINOv2), "token+register" (the first register: distilled
         DeiT).""",
-        *("token", "mean", "attention", "token+mean", "token+register"),
     )
     registers: int = _number(
         0, "Register tokens after the class token (Darcet et al. 2024).", 0, 2**10
     )
     position: str = _choice(
-        "learned",
-        'Position embedding: "learned" or "sincos" (fixed, two-dimensional).',
-        *("learned", "sincos"),
+        "learned sincos", 'Position embedding: "learned" or "sincos" (fixed, two-dimensional).'
     )
     dropout: float = _share(
         0.0, "Dropout rate after the embedding, the attention and each MLP layer."
@@ -125,30 +125,26 @@ class Model:
         *(0, 10),
     )
     activation: str = _choice(
-        "gelu_tanh",
+        "gelu_tanh gelu quick_gelu swiglu",
         """Activation of the MLP: "gelu_tanh" (GELU, approximated), "gelu" (exact), "quick_gelu"
         (x times the sigmoid of 1.702 x), or "swiglu" (SiLU of one half of the hidden units times
         the other half).""",
-        *("gelu_tanh", "gelu", "quick_gelu", "swiglu"),
     )
     epsilon: float = _number(1e-6, "Added to the variance by layer norms.", 1e-12, 0.1)
     embed_norm: bool = _field(False, "A layer norm before the first block (CLIP).")
     final_norm: str = _choice(
-        "before",
+        "before after none",
         'Place of the last layer norm: "before" pooling, "after" it, or "none".',
-        *("before", "after", "none"),
     )
     dtype: str = _choice(
-        "float32",
+        "float32 bfloat16",
         """Type of the arithmetic. Parameters, the sums of normalisation and attention, and the
         logits are float32 in either case.""",
-        *("float32", "bfloat16"),
     )
     mlp_init: str = _choice(
-        "lecun_normal",
+        "lecun_normal xavier_uniform",
         """Initial values of the MLP's kernels: "lecun_normal", or "xavier_uniform" with biases
         from N(0, 1e-6), as in scenic, big_vision and vision_transformer.""",
-        *("lecun_normal", "xavier_uniform"),
     )
     pre_logits: bool = _field(
         False,
@@ -188,11 +184,7 @@ class Model:
 class Attention:
     """Attention of the blocks. The parameters are the same for all kinds."""
 
-    kind: str = _choice(
-        "performer",
-        '"performer" (random features) or "softmax" (exact).',
-        *("performer", "softmax"),
-    )
+    kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field("pm-antithetic", "Name of a coupling, as of `performer.couplings.get`.")
     num_features: int = _number(
         128, "Number of random features m, frequencies of a head.", 1, 2**16
@@ -215,9 +207,8 @@ class Attention:
         holds=lambda text: _rising([-1, *exact_layers(text)]),
     )
     implementation: str = _choice(
-        "xla",
+        "xla pallas",
         '"xla", or "pallas" for the kernels for TPU (compiled and counted, not yet run).',
-        *("xla", "pallas"),
     )
     exact_window: int = _count(
         0,
@@ -250,10 +241,9 @@ class Data:
         *(0, 2**16),
     )
     crop: str = _choice(
-        "center",
+        "center inception",
         """Crop of training images: "center", as in evaluation, or "inception", a random part of
         the image (8% to 100% of its area, sides 3:4 to 4:3, Szegedy et al. 2015).""",
-        *("center", "inception"),
     )
     max_shift: int = _number(
         0, "Largest random shift of a training image in pixels; zeros move in.", 0, 2**14 - 1
@@ -304,10 +294,9 @@ class Optim:
     """AdamW; the rate rises linearly, stays, and falls as a half cosine to the end of the run."""
 
     loss: str = _choice(
-        "softmax",
+        "softmax sigmoid",
         """"softmax": cross entropy of the classes. "sigmoid": the sum over the classes of the cross
         entropies of a sigmoid each (Beyer et al. 2020); probabilities need not sum to one.""",
-        *("softmax", "sigmoid"),
     )
     learning_rate: float = _number(1e-3, "Peak learning rate.", 0, 10)
     final_learning_rate: float = _number(1e-5, "Learning rate at the end of the run.", 0, 10)
@@ -326,9 +315,7 @@ class Optim:
         gradients.""",
     )
     clip_norm: float = _number(
-        1.0,
-        "Largest global norm of the gradients.",
-        *(1e-6, 1e6, "gradients are not clipped"),
+        1.0, "Largest global norm of the gradients.", *(1e-6, 1e6, "gradients are not clipped")
     )
     skip_nonfinite: int = _count(
         0,
@@ -386,135 +373,121 @@ class Config:
     log_every: int = _count(10, "Steps between lines of metrics.jsonl.", 1)
     eval_every: int = _count(100, "Steps between evaluations.", 1)
     checkpoint_every: int = _count(
-        100,
-        "Steps between checkpoints; the last two are kept, and that of the best evaluation.",
-        1,
+        100, "Steps between checkpoints; the last two are kept, and that of the best evaluation.", 1
     )
     keep_every: int = _count(0, "Steps between checkpoints that are kept for good; 0: none.")
 
 
-def _fields() -> dict[str, tuple[type, Any]]:
-    """{"attention.coupling": (str, metadata), ...}: type and metadata of every field."""
-    found = {}
-    hints = typing.get_type_hints(Config)
-    for field in dataclasses.fields(Config):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            types = typing.get_type_hints(kind)
-            for each in dataclasses.fields(kind):
-                found[f"{field.name}.{each.name}"] = types[each.name], each.metadata
-        else:
-            found[field.name] = kind, field.metadata
-    return found
-
-
-FIELDS = _fields()
-TYPES = {name: kind for name, (kind, _) in FIELDS.items()}
-"""The declared type of every field."""
-
-MEANINGS: dict[str, str] = {name: metadata["help"] for name, (_, metadata) in FIELDS.items()}
-"""The help text of every field."""
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    name: metadata["choices"] for name, (_, metadata) in FIELDS.items() if "choices" in metadata
+SECTIONS: dict[str, Any] = {
+    field.name: field.type
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.type)
 }
-
-
-class Relation(NamedTuple):
-    """A condition on several fields, each in its range."""
-
-    fields: tuple[str, ...]
-    holds: Callable[..., bool]
-    message: str
-
-
-def _size(variant: str, width: int, num_heads: int = 0) -> Size:
-    return Model(variant, width=width, num_heads=num_heads).size
+FIELDS: dict[str, dataclasses.Field] = {
+    f"{prefix}{field.name}": field
+    for prefix, section in [*((f"{name}.", kind) for name, kind in SECTIONS.items()), ("", Config)]
+    for field in dataclasses.fields(section)
+    if field.name not in SECTIONS
+}
+TYPES: dict[str, Any] = {name: field.type for name, field in FIELDS.items()}
+MEANINGS: dict[str, str] = {name: field.metadata["help"] for name, field in FIELDS.items()}
+"""Help texts."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: field.metadata["choices"] for name, field in FIELDS.items() if "choices" in field.metadata
+}
 
 
 def _rising(numbers: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
 
-RELATIONS = (
-    Relation(
-        ("model.variant", "model.width", "model.num_heads"),
-        lambda *fields: _size(*fields).width % _size(*fields).num_heads == 0,
+def _calibration_exists(c: Config) -> bool:
+    return bool(performer.calibration.parts(c.attention.calibration) or True)
+
+
+def _coupling_fits(c: Config) -> bool:
+    if c.attention.coupling == "softmax":
+        raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
+    draw = performer.couplings.get(c.attention.coupling)
+    m, d = c.attention.num_features, c.model.size.head_dim
+    return bool(jax.eval_shape(lambda key: draw(key, m, d), jax.random.key(0)))
+
+
+RULES = [
+    (
+        "model.variant model.width model.num_heads",
+        lambda c: c.model.size.width % c.model.size.num_heads == 0,
         "the width must be divisible by the number of heads (0: the variant's)",
     ),
-    Relation(
-        ("model.variant", "model.width", "model.position"),
-        lambda variant, width, position: (
-            position != "sincos" or _size(variant, width).width % 4 == 0
-        ),
+    (
+        "model.variant model.width model.position",
+        lambda c: c.model.position != "sincos" or c.model.size.width % 4 == 0,
         "fixed positions need a width divisible by 4: sine and cosine of two coordinates",
     ),
-    Relation(
-        ("model.pooling", "model.registers"),
-        lambda pooling, registers: pooling != "token+register" or registers > 0,
+    (
+        "model.pooling model.registers",
+        lambda c: c.model.pooling != "token+register" or c.model.registers > 0,
         "the head reads a register: there must be one",
     ),
-    Relation(
-        ("model.pooling", "model.final_norm"),
-        lambda pooling, norm: "+" not in pooling or norm != "after",
+    (
+        "model.pooling model.final_norm",
+        lambda c: "+" not in c.model.pooling or c.model.final_norm != "after",
         "the norm of two tokens side by side must be before pooling",
     ),
-    Relation(
-        ("model.variant", "model.depth", "attention.exact_layers"),
-        lambda variant, depth, text: (
-            max(exact_layers(text), default=0) < (depth or parse_variant(variant)[0].depth)
-        ),
+    (
+        "model.variant model.depth attention.exact_layers",
+        lambda c: max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth,
         "there are fewer blocks; they are counted from 0",
     ),
-    Relation(
-        ("attention.exact_window", "attention.implementation"),
-        lambda window, implementation: window == 0 or implementation == "xla",
+    (
+        "attention.exact_window attention.implementation",
+        lambda c: c.attention.exact_window == 0 or c.attention.implementation == "xla",
         "the kernels have no window: one of the two",
     ),
-    Relation(
-        ("model.variant", "data.image_size"),
-        lambda variant, pixels: pixels % parse_variant(variant)[1] == 0,
+    (
+        "model.variant data.image_size",
+        lambda c: c.data.image_size % c.model.patch_size == 0,
         "the image size is not divisible by the patch size, which follows the slash",
     ),
-    Relation(
-        ("model.variant", "data.image_size"),
-        lambda variant, pixels: (pixels // parse_variant(variant)[1]) ** 2 <= TOKENS,
+    (
+        "model.variant data.image_size",
+        lambda c: (c.data.image_size // c.model.patch_size) ** 2 <= TOKENS,
         f"an image has at most {TOKENS} patches: take larger ones",
     ),
-    Relation(
-        ("data.eval_resize", "data.image_size"),
-        lambda resize, pixels: resize == 0 or pixels <= resize <= 4 * pixels,
+    (
+        "data.eval_resize data.image_size",
+        lambda c: not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4,
         "the first must be 0, or from the second to four times as much",
     ),
-    Relation(
-        ("data.max_shift", "data.image_size"),
-        lambda shift, pixels: shift < pixels,
+    (
+        "data.max_shift data.image_size",
+        lambda c: c.data.max_shift < c.data.image_size,
         "the first must be smaller than the second: the image would be shifted away",
     ),
-    Relation(
-        ("data.batch_size", "optim.accumulate"),
-        lambda size, parts: size % parts == 0,
+    (
+        "data.batch_size optim.accumulate",
+        lambda c: c.data.batch_size % c.optim.accumulate == 0,
         "the batch size is not divisible by the number of parts",
     ),
-    Relation(
-        ("optim.final_learning_rate", "optim.learning_rate"),
-        lambda final, peak: final <= peak,
+    (
+        "optim.final_learning_rate optim.learning_rate",
+        lambda c: c.optim.final_learning_rate <= c.optim.learning_rate,
         "the rate falls to the first: it must be at most the second",
     ),
-    Relation(
-        ("optim.learning_rate", "optim.weight_decay"),
-        lambda rate, decay: rate * decay < 1,
+    (
+        "optim.learning_rate optim.weight_decay",
+        lambda c: c.optim.learning_rate * c.optim.weight_decay < 1,
         "their product, the share of a weight that a step takes away, must be below 1",
     ),
-    Relation(
-        ("restarts", "num_epochs"),
-        lambda text, epochs: max(restarts(text), default=0.0) < epochs,
+    (
+        "restarts num_epochs",
+        lambda c: max(restarts(c.restarts), default=0.0) < c.num_epochs,
         "the last restart must be before the end of the run",
     ),
     *(
-        Relation(
-            (longer, shorter),
-            lambda long, short: long % short == 0,
+        (
+            f"{longer} {shorter}",
+            lambda c, a=longer, b=shorter: getattr(c, a) % getattr(c, b) == 0,
             "the first must be a multiple of the second",
         )
         for longer, shorter in [
@@ -523,46 +496,38 @@ RELATIONS = (
             ("keep_every", "checkpoint_every"),
         ]
     ),
-)
+    ("attention.calibration", _calibration_exists, ""),
+    ("attention.coupling attention.num_features", _coupling_fits, ""),
+]
+"""Fields that are each in their range, a condition on them, which may raise, and a message."""
 
 
 def validate(config: Config) -> None:
-    """Raises ValueError naming fields, values and what they may be, before any work starts."""
+    """Raise ValueError that names fields, values and what they may be, before any work starts."""
     check_types(config)
     flat = flatten(config)
     for field, choices in CHOICES.items():
         if flat[field] not in choices:
             raise ValueError(unknown(f"config.{field}", flat[field], choices))
     parse_variant(config.model.variant)
-    for field, (_, metadata) in FIELDS.items():
-        if "holds" in metadata and not metadata["holds"](flat[field]):
+    for field, value in flat.items():
+        holds = FIELDS[field].metadata.get("holds")
+        if holds and not holds(value):
             raise ValueError(f"config.{field}={flat[field]!r}: {allowed(field)}")
-    for fields, holds, message in RELATIONS:
-        if not holds(*(flat[field] for field in fields)):
-            given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields)
-            raise ValueError(f"{given}: {message}")
-    attention = config.attention
-    given = f"config.attention.calibration={attention.calibration!r}"
-    try:
-        performer.calibration.parts(attention.calibration)
-        given = f"config.attention.coupling={attention.coupling!r}"
-        if attention.coupling == "softmax":
-            raise ValueError("no coupling: did you mean config.attention.kind=softmax?")
-        coupling = performer.couplings.get(attention.coupling)
-        given += f", config.attention.num_features={attention.num_features}"
-        jax.eval_shape(
-            lambda key: coupling(key, attention.num_features, config.model.size.head_dim),
-            jax.random.key(0),
-        )
-    except ValueError as error:
-        raise ValueError(f"{given}: {error}") from None
+    for fields, holds, message in RULES:
+        given = ", ".join(f"config.{field}={flat[field]!r}" for field in fields.split())
+        try:
+            if holds(config):
+                continue
+        except ValueError as error:  # of a coupling or a calibration
+            message = str(error)
+        raise ValueError(f"{given}: {message}")
 
 
 def check_types(config: Config) -> None:
-    """Raises ValueError for a field that has another type than its declaration says."""
-    for name, kind in typing.get_type_hints(Config).items():
-        section = getattr(config, name)
-        if dataclasses.is_dataclass(kind) and type(section) is not kind:
+    """Raise ValueError for a field that has another type than its declaration says."""
+    for name, kind in SECTIONS.items():
+        if type(section := getattr(config, name)) is not kind:
             raise ValueError(f"config.{name}={section!r}: must be a vit.config.{name.title()}")
     for field, value in flatten(config).items():
         kinds = (int, float) if TYPES[field] is float else TYPES[field]
@@ -572,7 +537,7 @@ def check_types(config: Config) -> None:
 
 def allowed(field: str) -> str:
     """Return what a field may be, in words: "must be a number from 0 to 10"."""
-    return FIELDS[field][1]["allowed"]
+    return FIELDS[field].metadata["allowed"]
 
 
 def parse_variant(variant: str) -> tuple[Size, int]:
@@ -591,102 +556,67 @@ def parse_variant(variant: str) -> tuple[Size, int]:
 
 
 def restarts(text: str) -> tuple[float, ...]:
-    """ "10,30" -> the two numbers; NaN for what is none."""
-    numbers = []
-    for word in text.split(",") if text else ():
-        try:
-            numbers.append(float(word))
-        except ValueError:
-            numbers.append(math.nan)
-    return tuple(numbers)
+    """Return the numbers of "10,30"; NaN for another text."""
+    try:
+        return tuple(map(float, text.split(","))) if text else ()
+    except ValueError:
+        return (math.nan,)
 
 
 def exact_layers(text: str) -> tuple[int, ...]:
-    """ "0,3" -> the two numbers; -1 for what is none."""
-    return tuple(int(x) if x.isdecimal() else -1 for x in text.split(",")) if text else ()
-
-
-def cycles(config: Config) -> tuple[float, ...]:
-    """Epochs at which the rate has fallen: those of `restarts`, and the end."""
-    return (*restarts(config.restarts), config.num_epochs)
+    """Return the numbers of "0,3"; -1 for another text."""
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        return (-1,)
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """{"attention.coupling": "pm", ...}: every field with its value."""
-    flat = {}
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{field}": leaf for field, leaf in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    """Return {"attention.coupling": "pm", ...}: every field with its value."""
+    return {name: operator.attrgetter(name)(config) for name in FIELDS}
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """A copy in which the fields {"attention.coupling": "pm", ...} have other values."""
-    new = dataclasses.replace(config)
+    """Return a copy in which the fields {"attention.coupling": "pm", ...} have other values."""
+    new = copy.deepcopy(config)
     for name, value in values.items():
         section, _, field = name.rpartition(".")
-        if section:
-            part = dataclasses.replace(getattr(new, section), **{field: value})
-            new = dataclasses.replace(new, **{section: part})
-        else:
-            new = dataclasses.replace(new, **{field: value})
+        setattr(getattr(new, section) if section else new, field, value)
     return new
 
 
 def parse(name: str, text: str, like: Any) -> Any:
-    """A value in the type of `like`, from a flag.
-
-    Raises:
-        ValueError: when the text is none.
-    """
-    if isinstance(like, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"config.{name}={text}: {allowed(name)}")
-        return text.lower() == "true"
+    """Return the value of a flag, in the type of `like`; ValueError when the text is none."""
+    words = {"true": True, "false": False}
     try:
-        return type(like)(text)
-    except ValueError:
+        return words[text.lower()] if isinstance(like, bool) else type(like)(text)
+    except (KeyError, ValueError):
         raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes the config as JSON, in one piece."""
+    """Write the config as JSON, in one piece."""
     files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def load(path: Path) -> Config:
-    """Reads what `save` wrote.
+    """Read what `save` wrote.
 
     Raises:
         ValueError: when the file is no config of this version; the message names the fields.
     """
     try:
-        return from_dict(json.loads(bounded.content(path)))
+        values = json.loads(bounded.content(path))
+        sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
+        config = Config(**(values | sections))
+        check_types(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
-
-
-def from_dict(values: dict[str, Any]) -> Config:
-    """What `dataclasses.asdict` made of a config.
-
-    Raises:
-        ValueError, ...: for a field that there is not, or a value of another type.
-    """
-    sections = typing.get_type_hints(Config)
-    config = Config(
-        **{
-            name: sections[name](**value) if dataclasses.is_dataclass(sections[name]) else value
-            for name, value in values.items()
-        }
-    )
-    check_types(config)
     return config
 
 
 def of_run(workdir: Path) -> Config:
-    """The config of the run in that folder.
+    """Return the config of the run in that folder.
 
     Raises:
         ValueError: when the folder holds no run, or one of another version.
@@ -710,7 +640,7 @@ PLACEMENT = (
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """One line for every field that makes another run: "attention.coupling: 'orf' -> 'pm'"."""
+    """Return a line for every field that makes another run: "seed: 0 -> 1"."""
     before, after = flatten(old), flatten(new)
     return [
         f"{name}: {before[name]!r} -> {after[name]!r}"

@@ -1,4 +1,4 @@
-"""What a run costs: floating point operations, parameters and memory."""
+"""Parameters and memory of a run."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from flax import nnx
 
 
 def parameters(state: nnx.State) -> dict[str, Any]:
-    """Name -> array (or shape) of each parameter in the state of (model, optimizer).
+    """Return name -> array (or shape) of each parameter in the state of (model, optimizer).
 
     The order is that of `jax.tree.leaves`; a name is a path, "blocks.0.attention.key.bias".
     """
@@ -20,7 +20,7 @@ def parameters(state: nnx.State) -> dict[str, Any]:
 
 
 def parameter_table(state: nnx.State) -> str:
-    """Name, shape, elements and how many of them a device holds, for each parameter."""
+    """Return a table of name, shape, elements and elements on a device of each parameter."""
     rows = [
         (name, x.shape, x.size, math.prod(x.sharding.shard_shape(x.shape)))
         for name, x in parameters(state).items()
@@ -33,7 +33,7 @@ def parameter_table(state: nnx.State) -> str:
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes on each device that a compiled program needs: arguments, temporary, in all."""
+    """Return the bytes on each device of a compiled program: arguments, temporary, in all."""
     analysis = compiled.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

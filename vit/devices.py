@@ -1,4 +1,4 @@
-"""Devices: one mesh (data, fsdp), where state and batches lie on it, and several processes.
+"""Devices: one mesh (data, fsdp), the sharding of state and batches, and several processes.
 
 A batch is split over all devices. The parameters, the optimiser's moments and the running mean are
 split over the axis "fsdp" and repeated over "data"; `jit` gathers what a layer needs when it needs
@@ -6,7 +6,6 @@ it (fully sharded data parallelism, Rajbhandari et al. 2020). One process drives
 host; every process runs the same program.
 """
 
-import contextlib
 import os
 import re
 import resource
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
-from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit.config import Config
@@ -27,19 +25,14 @@ SMALLEST = 4096
 
 
 class Peak(NamedTuple):
-    """What a device can do at most, from the maker's data sheet."""
+    """Peak performance of a device, from the maker's data sheet."""
 
     flops: float
-    """A second, of dense bfloat16 products."""
+    """Operations a second, of dense bfloat16 products."""
     bandwidth: float
     """Bytes a second to and from its memory."""
     gib: float
-    """Its memory."""
-
-    @property
-    def memory(self) -> int:
-        """In bytes."""
-        return int(self.gib * 2**30)
+    """Memory in GiB."""
 
 
 PEAK = {
@@ -59,42 +52,39 @@ PEAK = {
     "NVIDIA B200": Peak(2250e12, 8000e9, 180),
     "NVIDIA GB200": Peak(2500e12, 8000e9, 185),
 }
-"""By how the name of the device begins."""
+"""Peaks by how the name of the device begins."""
 
 
 def initialize(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Joins the processes of a run; before anything else touches a device.
+    """Join the processes of a run; before anything else touches a device.
 
     On a TPU pod, under Slurm and under Open MPI nothing need be given.
 
     Args:
         coordinator: "host:port" of process 0.
-        num_processes: how many there are.
-        process_id: the number of this one.
+        num_processes: number of processes.
+        process_id: number of this one.
 
     Raises:
-        ValueError: when some of the three are given and some are not, or they cannot be.
+        ValueError: when only some of the three are given, or they cannot be.
     """
-    if (coordinator, num_processes, process_id) != (None, None, None):
-        given = (
-            f"--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}"
+    given = (coordinator, num_processes, process_id)
+    if given != (None, None, None) and not (
+        coordinator is not None
+        and re.fullmatch(r".+:[0-9]{1,5}", coordinator)
+        and num_processes is not None
+        and process_id in range(num_processes)
+    ):
+        raise ValueError(
+            f"--coordinator={coordinator} --num_processes={num_processes}"
+            f" --process_id={process_id}: give all three, or none where the cluster tells them (TPU"
+            " pods, Slurm, Open MPI); the coordinator is HOST:PORT, the processes are numbered from"
+            " 0 to below their number"
         )
-        if coordinator is None or num_processes is None or process_id is None:
-            raise ValueError(
-                f"{given}: give all three, or none where the cluster tells them (TPU pods, Slurm,"
-                " Open MPI)"
-            )
-        if not re.fullmatch(r".+:[0-9]{1,5}", coordinator) or not 0 <= process_id < num_processes:
-            raise ValueError(
-                f"{given}: the coordinator is HOST:PORT, the processes are numbered from 0 to below"
-                " their number"
-            )
-        jax.distributed.initialize(coordinator, num_processes, process_id)
-        return
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(*given)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"--distributed found no cluster ({error}); give --coordinator=HOST:PORT,"
@@ -103,7 +93,7 @@ def initialize(
 
 
 def define_flags() -> Callable[[], None]:
-    """Flags by which a process joins others; the function that is returned joins, if they say so.
+    """Define flags by which a process joins others; return the function that joins, if they say so.
 
     That raises a ValueError as `initialize`, and as `check_alone` without these flags.
     """
@@ -123,18 +113,12 @@ def define_flags() -> Callable[[], None]:
 
 
 def check_alone(otherwise: str = "") -> None:
-    """Looks whether this host has devices of its own.
+    """Raise ValueError on one of several workers of a TPU slice: JAX would wait for the others.
 
-    Raises:
-        ValueError: on one of several workers of a TPU slice, for there JAX would wait for the
-            others without end; the message ends with what else can be done.
+    The workers are those of TPU_WORKER_HOSTNAMES; the message ends with `otherwise`.
     """
-    number = 1
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        with contextlib.suppress(Exception):  # no such cluster, or not as this version of JAX asks
-            present = [c for c in (GkeTpuCluster, GceTpuCluster) if c.is_env_present()]
-            number = present[0].get_process_count() if present else 1
-    if number > 1:
+    number = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    if number > 1 and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ValueError(
             f"this host is one of {number} of a TPU slice, whose devices start only together. Give"
             f" JAX_PLATFORMS=cpu to compute on its processor{otherwise}"
@@ -142,11 +126,7 @@ def check_alone(otherwise: str = "") -> None:
 
 
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """All devices, or those given, as (data, fsdp).
-
-    Raises:
-        ValueError: when the devices cannot be divided so, or the batch not among them.
-    """
+    """Return all devices, or those given, as (data, fsdp); ValueError when they cannot be so."""
     devices = jax.devices() if devices is None else devices
     count, parts = len(devices), config.optim.accumulate
     if count % config.fsdp:
@@ -163,7 +143,7 @@ def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:
-    """The sharding of each array: its longest axis that "fsdp" divides; small arrays are whole."""
+    """Return the sharding of each array: its longest axis that "fsdp" divides; else whole."""
 
     def sharding(x: Any) -> NamedSharding:
         fsdp = mesh.shape["fsdp"]
@@ -177,26 +157,23 @@ def of_state(mesh: Mesh, state: Any) -> Any:
 
 
 def of_batch(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: the first axis over all devices."""
+    """Return the sharding of a batch: the first axis over all devices."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device holds whole."""
+    """Return the sharding of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch on the devices, of which each process gives its own rows."""
+    """Return a batch on the devices, of which each process gives its own rows."""
     sharding = of_batch(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
 
 
 def memory() -> dict[str, float]:
-    """The most memory that was in use so far, in GiB: of a device, and of this process.
-
-    A backend that does not count (the CPU's) says nothing of the device.
-    """
+    """Return the peak of memory in GiB: of this process, and of a device if its backend counts."""
     gib = 2.0**30
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
@@ -206,12 +183,12 @@ def memory() -> dict[str, float]:
 
 
 def peak_of(kind: str) -> Peak | None:
-    """Of a device, by its `device_kind`; None for one that `PEAK` does not know."""
+    """Return the peak of a device by its `device_kind`; None for one that is not in `PEAK`."""
     known = [name for name in PEAK if kind.startswith(name)]
     return PEAK[max(known, key=len)] if known else None
 
 
 def peak_flops() -> float | None:
-    """FLOP/s that all devices can do together, if that is known."""
+    """Return the FLOP/s of all devices together, if known."""
     peak = peak_of(jax.devices()[0].device_kind)
     return peak and peak.flops * jax.device_count()

@@ -1,4 +1,4 @@
-"""What a run shows: a bar on a terminal; elsewhere a plain line every so often, for a log file."""
+"""Progress of a run: a bar on a terminal; elsewhere a plain line every so often, for a log file."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ EVERY = 10.0
 
 @dataclasses.dataclass
 class Display:
-    """From `display`."""
+    """The bar or the lines, from `display`."""
 
     bar: Progress
     task: TaskID
@@ -28,17 +28,17 @@ class Display:
     """When the last line of progress was printed."""
 
     def advance(self) -> None:
-        """One step is done."""
+        """Count a step."""
         self.bar.advance(self.task)
 
     def status(self, text: str) -> None:
-        """What is being done now: beside the bar, or a line."""
+        """Show what is being done now: beside the bar, or as a line."""
         self.bar.update(self.task, status=text)
         if self.plain:
             self.line(text)
 
     def progress(self, text: str, seconds_per_step: float) -> None:
-        """What was measured: beside the bar; or a line, if there was none for some seconds."""
+        """Show what was measured: beside the bar; or as a line, if none came for some seconds."""
         self.bar.update(self.task, status=text)
         now = time.monotonic()
         if self.plain and now - self.last >= EVERY:
@@ -48,7 +48,7 @@ class Display:
             self.line(f"step {done} of {total}: {text}  {left} left")
 
     def line(self, text: str) -> None:
-        """A line for itself."""
+        """Print a line."""
         if self.plain:
             print(text, flush=True)  # at once, and however long
         elif self.shown:
@@ -57,7 +57,7 @@ class Display:
 
 @contextlib.contextmanager
 def display(shown: bool, step: int, num_steps: int) -> Iterator[Display]:
-    """The display of a run that stands at that step; with several processes only one shows it."""
+    """Give the display of a run at that step; with several processes only one shows it."""
     plain = shown and not metrics.progress_bar().console.is_terminal
     with metrics.progress_bar(shown and not plain) as bar:
         task = bar.add_task("train", total=num_steps, completed=step, status="")

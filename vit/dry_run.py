@@ -1,4 +1,4 @@
-"""What a run would cost: its steps compiled, not run, for these devices or for others.
+"""Cost of a run: its steps compiled, not run, for these devices or for others.
 
 Of other devices (`vit.topologies`) no data set is read: how many examples and classes it has is
 known of some, and given for the rest.
@@ -18,34 +18,17 @@ from vit import config as configs
 from vit import costs, data, devices, runs, topologies
 from vit.task import Task
 
-
-class Size(NamedTuple):
-    """Of a data set."""
-
-    train: int
-    evaluation: int
-    num_classes: int
-    channels: int
-
-
 KNOWN = {
-    "digits": Size(1_437, 360, 10, 1),
-    "fashion_mnist": Size(60_000, 10_000, 10, 1),
-    "imagenet2012": Size(1_281_167, 50_000, 1_000, 3),
-    "places365": Size(1_803_460, 36_500, 365, 3),
-    "inaturalist2021": Size(2_686_843, 100_000, 10_000, 3),
+    "digits": (1_437, 360, 10, 1),
+    "fashion_mnist": (60_000, 10_000, 10, 1),
+    "imagenet2012": (1_281_167, 50_000, 1_000, 3),
+    "places365": (1_803_460, 36_500, 365, 3),
+    "inaturalist2021": (2_686_843, 100_000, 10_000, 3),
 }
-"""Data sets whose sizes are public, by the names that the bundled configs give them."""
+"""Public data sets: examples of training and of evaluation, classes, channels."""
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
-
 
 ADVICE = (
     "take a smaller config.data.batch_size, more devices, a larger config.fsdp (parameters and"
@@ -54,52 +37,53 @@ ADVICE = (
 
 
 class Cost(NamedTuple):
-    """Of one call of a program, on each device."""
+    """Cost of one call of a program, on each device."""
 
     seconds: float
-    """That compiling took."""
+    """Duration of the compilation."""
     memory: Mapping[str, int]
     """Bytes, as `costs.memory_of`."""
     operations: float
-    """As the compiler counts them, for each part of a batch; that of GPUs does not: 0."""
+    """Operations as the compiler counts them; 0 for GPUs, whose compiler does not."""
     bytes: float
-    """To and from memory, likewise."""
+    """Traffic to and from memory, likewise."""
     collectives: Mapping[str, tuple[int, int]]
-    """By kind how many, and bytes of what they return; those inside a loop once."""
+    """Number and bytes of the results of each kind; those inside a loop once."""
 
 
 class Plan(NamedTuple):
-    """What `plan` found."""
+    """Cost of a run, from `plan`."""
 
     device: str
     num_devices: int
     mesh: Mapping[str, int]
     parameters: str
-    """Their table."""
+    """Table of the parameters."""
     batch: Mapping[str, str]
     """Shape, dtype and sharding, by name."""
     steps_per_epoch: int
     num_steps: int
     batch_size: int
     noun: str
-    """What an example is called."""
+    """Name of an example."""
     model_operations: float
-    """Of the forward pass for one example, as the task counts them; 0 where it does not."""
+    """Operations of the forward pass for one example; 0 where the task does not count them."""
     train: Cost
     evaluate: Cost
     has: devices.Peak | None
-    """What a device has, if that is known."""
+    """Peak of a device, if known."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether a training and an evaluation step find room; None where that is not known."""
+        """True when a training and an evaluation step fit into memory; None where it is unknown."""
         if self.has is None:
             return None
-        return max(x.memory["in all"] for x in (self.train, self.evaluate)) <= self.has.memory
+        need = max(self.train.memory["in all"], self.evaluate.memory["in all"])
+        return need <= int(self.has.gib * 2**30)
 
     @property
     def roof(self) -> dict[str, float]:
-        """Seconds of a training step by what bounds it, if all else came for nothing."""
+        """Least seconds of a training step, by operations and by memory traffic."""
         if self.has is None:
             return {}
         model = 3 * self.model_operations * self.batch_size / self.num_devices
@@ -112,34 +96,31 @@ class Plan(NamedTuple):
 def dataset(
     config: configs.Config, topology: str = "", size: Sequence[str] = ()
 ) -> data.Dataset | None:
-    """The data set of a dry run: for other devices, or of a given size, none is read.
+    """Return the data set of a dry run, of which only the size is known; None to read the config's.
 
     Args:
         config: names it.
-        topology: as `topologies.devices`; empty: the devices that are there.
+        topology: as `topologies.devices`: nothing is read; or "" for the devices that are there.
         size: numbers of examples of training and of evaluation, of classes and of channels.
-
-    Returns:
-        One of which only the size is known; or None for that of the config, read.
 
     Raises:
         ValueError: when the size must be given, or is none.
     """
     if not topology and not size:
         return None
-    if not size and config.data.name not in KNOWN:
-        raise ValueError(
-            f"how large is config.data.name={config.data.name!r}? Say --data_size=TRAIN,EVALUATION,"
-            f"CLASSES,CHANNELS; known are {', '.join(KNOWN)}"
-        )
     if size and not (len(size) == 4 and all(n.isdecimal() and int(n) for n in size)):
         raise ValueError(
             f"--data_size={','.join(size)}: four numbers above 0, examples of training and of"
             " evaluation, classes, channels"
         )
-    known = Size(*map(int, size)) if size else KNOWN[config.data.name]
-    names = tuple(map(str, range(known.num_classes)))
-    return data.Dataset(range(known.train), range(known.evaluation), names, known.channels)
+    if not size and config.data.name not in KNOWN:
+        raise ValueError(
+            f"how large is config.data.name={config.data.name!r}? Say --data_size=TRAIN,EVALUATION,"
+            f"CLASSES,CHANNELS; known are {', '.join(KNOWN)}"
+        )
+    train, evaluation, classes, channels = map(int, size) if size else KNOWN[config.data.name]
+    names = tuple(map(str, range(classes)))
+    return data.Dataset(range(train), range(evaluation), names, channels)
 
 
 def plan(
@@ -148,12 +129,12 @@ def plan(
     dataset: data.Dataset | None = None,
     task: Task | None = None,
 ) -> Plan:
-    """Compiles the training and the evaluation step of a run.
+    """Compile the training and the evaluation step of a run.
 
     Args:
         config: of the run.
-        topology: as `topologies.devices`; the devices that are there if empty.
-        dataset: only its sizes and a blank example are read; what the config names if None.
+        topology: as `topologies.devices`; "" for the devices that are there.
+        dataset: only its sizes and a blank example are read; that of the config if None.
         task: to classify images if None.
 
     Raises:
@@ -166,38 +147,34 @@ def plan(
     dataset, task = runs.subject(config, dataset, task)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
-    unmasked, batch = (
-        runs.abstract_batch(dataset, config, mesh, mask=mask) for mask in (False, True)
-    )
+    batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
     gpu = there[0].platform in ("cuda", "gpu")
-    train = compiled(program.train, program.abstract, unmasked, gpu=gpu)
-    parts = config.optim.accumulate  # a loop, which the compiler counts as one turn
-    train = train._replace(operations=parts * train.operations, bytes=parts * train.bytes)
-    evaluate = compiled(program.evaluate, program.abstract, batch, gpu=gpu)
+    train = compiled(program.train, program.abstract, batch, gpu=gpu)
+    parts = config.optim.accumulate  # a loop, whose inside the compiler counts once
     return Plan(
-        there[0].device_kind,
-        len(there),
-        dict(mesh.shape),
-        costs.parameter_table(program.abstract),
-        {name: f"{x.shape} {x.dtype}, {x.sharding.spec}" for name, x in unmasked.items()},
-        steps_per_epoch,
-        num_steps,
-        config.data.batch_size,
-        task.noun,
-        task.operations(config) if task.operations else 0.0,
-        train,
-        evaluate,
-        devices.peak_of(there[0].device_kind),
+        device=there[0].device_kind,
+        num_devices=len(there),
+        mesh=dict(mesh.shape),
+        parameters=costs.parameter_table(program.abstract),
+        batch={name: f"{x.shape} {x.dtype}, {x.sharding.spec}" for name, x in batch.items()},
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps,
+        batch_size=config.data.batch_size,
+        noun=task.noun,
+        model_operations=task.operations(config) if task.operations else 0.0,
+        train=train._replace(operations=parts * train.operations, bytes=parts * train.bytes),
+        evaluate=compiled(program.evaluate, program.abstract, masked, gpu=gpu),
+        has=devices.peak_of(there[0].device_kind),
     )
 
 
 def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
-    """What a program costs."""
+    """Compile a program and return its cost; ValueError when the compiler finds no room for it."""
     start = time.perf_counter()
+    # A described GPU tunes nothing, and Triton's products then find no tiles for some widths.
+    described = gpu and jax.default_backend() == "cpu"
+    options = {"xla_gpu_enable_triton_gemm": False} if described else None
     try:
-        # A described GPU tunes nothing, and Triton's products then find no tiles for some widths.
-        described = gpu and jax.default_backend() == "cpu"
-        options = {"xla_gpu_enable_triton_gemm": False} if described else None
         program = function.lower(*arguments).compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -206,9 +183,8 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
         raise ValueError(
             f"{function.__name__} does not fit: {ADVICE}. The compiler: {said}"
         ) from error
-    seconds, counted = time.perf_counter() - start, program.cost_analysis() or {}
-    if gpu:  # of its libraries' kernels it knows nothing
-        counted = {}
+    seconds = time.perf_counter() - start
+    counted = {} if gpu else program.cost_analysis() or {}  # GPUs' libraries are not counted
     return Cost(
         seconds,
         costs.memory_of(program),
@@ -219,7 +195,7 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """How many of each kind a compiled program has, and the bytes of what they return."""
+    """Return the number of each kind in a compiled program, and the bytes of their results."""
     found: dict[str, list[int]] = collections.defaultdict(list)
     for kind in COLLECTIVES:
         for shapes in re.findall(rf"= (\(.*?\)|\S+) {kind}(?:-start)?\(", text):
@@ -232,7 +208,7 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 
 
 def text(plan: Plan) -> str:
-    """The plan in lines."""
+    """Return the plan in lines."""
     gib, has = 2.0**30, plan.has
     flops = plan.model_operations
     lines = [
@@ -249,7 +225,7 @@ def text(plan: Plan) -> str:
         parts = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost.memory.items())
         lines += [
             f"{name}, on each device:",
-            f"  memory: {parts}" + (f"; it has {has.memory / gib:,.0f} GiB" if has else ""),
+            f"  memory: {parts}" + (f"; it has {has.gib:,.0f} GiB" if has else ""),
             f"  operations {cost.operations / 1e12:,.4f} TFLOP, traffic {cost.bytes / gib:,.3f} GiB"
             if cost.operations
             else "  operations and traffic: this compiler does not count them",
@@ -271,9 +247,8 @@ def text(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan, for programs."""
-    values = plan._asdict() | {
-        name: getattr(plan, name)._asdict() for name in ("train", "evaluate")
-    }
-    values |= {"has": plan.has and plan.has._asdict(), "fits": plan.fits, "roof": plan.roof}
+    """Return the plan as JSON."""
+    parts = {name: getattr(plan, name)._asdict() for name in ("train", "evaluate")}
+    has = plan.has and plan.has._asdict()
+    values = plan._asdict() | parts | {"has": has, "fits": plan.fits, "roof": plan.roof}
     return json.dumps(values, indent=2)

@@ -114,7 +114,7 @@ def export(trained: use.Trained, written: Written) -> None:
         )
     program = symbolic(trained, arrays, call, beside=written.parameters is not None)
     written.program.parent.mkdir(parents=True, exist_ok=True)
-    with files.alone(written.program.parent):
+    with files.alone(written.program.parent, wait=True):
         check_new(written)
         if written.parameters is not None:
             content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))

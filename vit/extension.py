@@ -1,4 +1,4 @@
-"""A finished run is trained longer, in its own folder.
+"""Training a finished run longer, in its own folder.
 
     python -m vit.train --workdir=runs/pm --extend=20
 
@@ -9,12 +9,12 @@ a CPU, of one that was planned so from the start (`config.restarts`).
 
 from pathlib import Path
 
-from vit import checkpoint, files, metrics, runs, safety
+from vit import checkpoint, files, metrics, runs
 from vit import config as configs
 
 
 def extend(workdir: Path, epochs: float, config: configs.Config | None = None) -> configs.Config:
-    """Writes into the folder of a finished run that it has so many epochs more; trains nothing.
+    """Write into the folder of a finished run that it has so many epochs more; train nothing.
 
     Args:
         workdir: of the run.
@@ -31,38 +31,41 @@ def extend(workdir: Path, epochs: float, config: configs.Config | None = None) -
     if not epochs > 0:
         raise ValueError(f"--extend={epochs:g}: must be a number of epochs above 0")
     configs.of_run(workdir)
-    with safety.exclusive(workdir):
-        files.check(workdir / "config.json")
+    with files.alone(workdir / "lock"):
         run = configs.of_run(workdir)
         configs.validate(run)
         if config is not None:
             runs.check_same(workdir, as_extended(config, workdir))
         dataset, _ = runs.subject(run, workdir=workdir)
         _, num_steps = runs.length(run, dataset)
-        step = max((each.step for each in checkpoint.found(workdir)), default=0)
+        step = max(checkpoint.found(workdir), default=0)
         if step < num_steps:
             raise ValueError(
                 f"{workdir} is at step {step} of {num_steps}: the same command without --extend"
                 " trains it to its end; only a run that has ended is extended"
             )
-        longer = configs.with_values(
-            run,
-            {
-                "num_epochs": run.num_epochs + epochs,
-                "restarts": ",".join(map(_number, configs.cycles(run))),
-            },
-        )
+        fields = {
+            "num_epochs": run.num_epochs + epochs,
+            "restarts": ",".join(
+                f"{x:g}" if float(f"{x:g}") == x else repr(x) for x in cycles(run)
+            ),
+        }
+        longer = configs.with_values(run, fields)
         configs.validate(longer)
         runs.rate(longer, dataset)
         configs.save(longer, workdir / "config.json")
-        metrics.append(
-            workdir / "metrics.jsonl", {"step": num_steps, "num_epochs": longer.num_epochs}
-        )
+        noted = {"step": num_steps, "num_epochs": longer.num_epochs}
+        metrics.append(workdir / "metrics.jsonl", noted)
     return longer
 
 
+def cycles(config: configs.Config) -> tuple[float, ...]:
+    """Return the epochs at which the rate has fallen: those of `restarts`, and the end."""
+    return (*configs.restarts(config.restarts), config.num_epochs)
+
+
 def as_extended(config: configs.Config, workdir: Path) -> configs.Config:
-    """The config with the length that the run in the folder has, if it was extended from this one.
+    """Return the config with the length of the run in the folder, if that extends this one.
 
     Raises:
         ValueError: when the folder's config cannot be read.
@@ -71,13 +74,7 @@ def as_extended(config: configs.Config, workdir: Path) -> configs.Config:
     if not path.exists():
         return config
     run = configs.load(path)
-    before, now = configs.cycles(config), configs.cycles(run)
+    before, now = cycles(config), cycles(run)
     if now[: len(before)] != before:
         return config
     return configs.with_values(config, {"num_epochs": run.num_epochs, "restarts": run.restarts})
-
-
-def _number(epochs: float) -> str:
-    """10.0 -> "10"; as many digits as it takes."""
-    short = f"{epochs:g}"
-    return short if float(short) == epochs else repr(epochs)

@@ -1,12 +1,10 @@
-"""Files of a run: written in one piece, and never through a link.
-
-What a reader or the next start finds is whole, or is not there.
-"""
+"""Files of a run: written in one piece, never through a link; and locks."""
 
 import contextlib
 import fcntl
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes the file in one piece; a link in its place is replaced, not followed."""
+    """Write the file in one piece; a link in its place is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with naming(path), temporary.open("xb") as file:
@@ -37,39 +35,47 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes that do so, too; wait for them."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold a folder, or a file, which is made, against other processes; it ends with the process.
+
+    Locks of files work over NFS, those of folders do not. A link is not followed. Gives whether it
+    is held: where the file system has no locks a line is printed instead.
+
+    Args:
+        path: of the folder or file.
+        wait: for another process to end, instead of raising.
+
+    Raises:
+        ValueError: when another process holds it.
+    """
+    is_folder = path.is_dir()
+    flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor, held = os.open(path, flags, 0o666), True
     try:
-        with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            holder = "" if is_folder else os.read(descriptor, 200).decode(errors="replace").strip()
+            raise ValueError(
+                f"{path} is in use by {holder or 'another process'}; wait for it, stop it, or take"
+                " another folder"
+            ) from None
+        except OSError as error:
+            held = False
+            print(f"{path} is not held against other processes: no locks here ({error.strerror})")
+        if not is_folder:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield held
     finally:
         os.close(descriptor)
 
 
 def read(path: Path) -> str:
-    """The text of a file; bytes that are none of UTF-8 become U+FFFD.
-
-    Raises:
-        ValueError: for what is no file; nothing waits for the other end of a pipe.
-    """
+    """Return the text of a file, U+FFFD for bytes that are not UTF-8; ValueError for a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is no file; move it away")
     return path.read_text("utf-8", errors="replace")
-
-
-def check(folder: Path) -> None:
-    """Looks whether all there is under the folder, itself included, is files and folders.
-
-    Raises:
-        ValueError: naming the first thing that is neither.
-        OSError: for a link that leads nowhere.
-    """
-    for path in (folder, *folder.rglob("*")):
-        mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise ValueError(f"{path} is neither a file nor a folder")
 
 
 def note(path: Path, record: dict[str, Any]) -> None:

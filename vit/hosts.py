@@ -1,10 +1,8 @@
 """Several processes of one run: what each of them says, and what they must agree on to begin."""
 
-import difflib
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,14 @@ PATIENCE = 60.0
 
 
 def agree(value: bool) -> bool:
-    """What process 0 says."""
+    """Return the value of process 0."""
     if jax.process_count() == 1:
         return value
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
 def gathered(text: str) -> list[str]:
-    """What each process says; all must ask."""
+    """Return the text of each process; all must call this."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(errors="replace"), np.uint8)
@@ -37,31 +35,21 @@ def gathered(text: str) -> list[str]:
 
 
 def failures(reason: str) -> list[str]:
-    """What went wrong, of all processes: nothing where every one of them says nothing."""
+    """Return what went wrong in each process; "" is nothing."""
     one = jax.process_count() == 1
-    return [
-        said if one else f"process {number}: {said}"
-        for number, said in enumerate(gathered(reason))
-        if said
-    ]
+    said = enumerate(gathered(reason))
+    return [text if one else f"process {number}: {text}" for number, text in said if text]
 
 
 def check_same(values: dict[str, Any]) -> None:
-    """Looks whether all processes were started with the same values.
-
-    Args:
-        values: by name; JSON can hold them.
-
-    Raises:
-        ValueError: in all of them, with each value that differs from that of process 0.
-    """
-    lines = [f"{name}: {json.dumps(value)[:200]}" for name, value in sorted(values.items())]
-    first, *others = gathered("\n".join(lines))
+    """Raise ValueError in all processes unless they have the same values, which JSON can hold."""
+    first, *others = map(json.loads, gathered(json.dumps(values)))
     different = [
-        f"process {number}, with {', '.join(_added(first, said))}, and process 0 with"
-        f" {', '.join(_added(said, first))}"
-        for number, said in enumerate(others, 1)
-        if said != first
+        f"process {number}, with {name}: {other.get(name)!r:.200}, and process 0 with {name}:"
+        f" {value!r:.200}"
+        for number, other in enumerate(others, 1)
+        for name, value in first.items()
+        if other.get(name) != value
     ]
     if different:
         raise ValueError(
@@ -70,24 +58,17 @@ def check_same(values: dict[str, Any]) -> None:
         )
 
 
-def _added(before: str, after: str) -> Sequence[str]:
-    lines = difflib.ndiff(before.splitlines(), after.splitlines())
-    return [line[2:] for line in lines if line.startswith("+ ")]
-
-
 def check_same_folder(workdir: Path) -> None:
-    """Looks whether all processes see the folder of process 0: it leaves a word there.
+    """Raise ValueError in all processes unless they see the folder of process 0.
 
-    Raises:
-        ValueError: in all of them, saying which do not.
+    That leaves a word there.
     """
     if jax.process_count() == 1:
         return
-    path, word = workdir / "hosts", os.urandom(8).hex()
-    lead = jax.process_index() == 0
+    path, lead = workdir / "hosts", jax.process_index() == 0
+    word = gathered(os.urandom(8).hex())[0]
     if lead:
         files.write(path, word)
-    word = gathered(word)[0]
     deadline = time.monotonic() + PATIENCE
     while not (seen := path.exists() and files.read(path) == word) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from vit import config as configs
 from vit import files, metrics
 
 Write = Callable[[metrics.Record], object]
-"""Takes a record of the log."""
+"""Function of a record of the log."""
 
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """Into the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
+    """Log to the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
     del config
     records = metrics.read(workdir / "metrics.jsonl")
     ahead = records[-1]["step"] + 1 if records else 0
@@ -42,7 +41,7 @@ def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """A run of W&B by the folder's name; steps that it has already are not sent again (by W&B)."""
+    """Log to a run of W&B by the folder's name, which ignores steps that it has already."""
     path = workdir / "wandb.json"
     noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
     files.note(path, noted)
@@ -60,7 +59,7 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """A run of MLflow by the folder's name."""
+    """Log to a run of MLflow by the folder's name."""
     package, path = _module("mlflow"), workdir / "mlflow.json"
     noted = files.noted(path) or {"id": None}
     with package.start_run(run_id=noted["id"], run_name=workdir.resolve().name) as run:
@@ -79,11 +78,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check(names: Sequence[str]) -> None:
-    """Looks whether these are loggers, and installed.
-
-    Raises:
-        ValueError: naming the one that is not.
-    """
+    """Raise ValueError for a name that is no logger, or not installed."""
     for name in names:
         if name not in LOGGERS:
             raise ValueError(unknown("--log", name, LOGGERS))
@@ -94,16 +89,19 @@ def check(names: Sequence[str]) -> None:
 def writer(
     names: Sequence[str], workdir: Path, config: configs.Config, lead: bool = True
 ) -> Iterator[Write]:
-    """A function that adds a record to the log of the run, and hands it to each of these loggers.
+    """Give a function that adds a record to the log of the run and sends it to these loggers.
 
     With several processes only one of them, the `lead`, does anything.
     """
+    if not lead:
+        yield lambda record: None
+        return
     with contextlib.ExitStack() as stack:
-        writers = [partial(metrics.append, workdir / "metrics.jsonl")]
-        writers += [stack.enter_context(LOGGERS[name](workdir, config)) for name in names if lead]
+        writers = [stack.enter_context(LOGGERS[name](workdir, config)) for name in names]
 
         def write(record: metrics.Record) -> None:
-            for each in writers if lead else ():
+            metrics.append(workdir / "metrics.jsonl", record)
+            for each in writers:
                 each(record)
 
         yield write

@@ -1,4 +1,4 @@
-"""What a run needs of its machine, looked at before the work starts, with what gives it."""
+"""Needs of a run that its machine must meet, checked before the work starts."""
 
 import os
 import resource
@@ -19,11 +19,10 @@ PROGRAMS = 4 * 2**30
 
 
 def keep_programs() -> None:
-    """Compiled programs are kept in the user's cache folder, for the next start.
+    """Keep compiled programs in the user's cache folder; to be called before any is compiled.
 
-    Not where JAX has been told of a folder (JAX_COMPILATION_CACHE_DIR), and not on CPUs: their
-    programs are of one kind of processor, which JAX's name of a program does not say, and a home
-    directory may be shared by several. To be called before anything is compiled.
+    JAX_COMPILATION_CACHE_DIR goes before. Those of CPUs are not kept: they are of one kind of
+    processor, which JAX's name of a program lacks, and several may share a home directory.
     """
     if jax.default_backend() == "cpu" or jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -34,10 +33,7 @@ def keep_programs() -> None:
 
 
 def allow_open_files(number: int) -> None:
-    """Raises the soft limit of descriptors, which workers inherit, so far that all can be open.
-
-    Args:
-        number: of data files that a process holds.
+    """Raise the soft limit of descriptors, which workers inherit, for so many data files.
 
     Raises:
         ValueError: when the hard limit is lower.
@@ -61,11 +57,10 @@ SHARED = Path("/dev/shm")
 
 
 def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
-    """Processes that read on this host, for `config.data.num_workers`.
+    """Return the number of processes that read on this host, for `config.data.num_workers`.
 
     Args:
-        asked: so many; or -1, one for each core of this process but one, as far as their batches
-            have room.
+        asked: that number; or -1, one for each core but one, as far as their batches have room.
         batch_bytes: of one batch of this host.
         folder: of the shared memory.
     """
@@ -76,7 +71,7 @@ def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -88,17 +83,9 @@ def _room(folder: Path) -> int:
 
 
 def check_shared_memory(batch_bytes: int, workers: int, folder: Path = SHARED) -> None:
-    """Looks whether the batches of the workers have room where processes share memory.
+    """Raise ValueError unless the workers' batches, of so many bytes, fit into the shared memory.
 
-    Without room the kernel ends the worker that writes (SIGBUS), in the middle of a run.
-
-    Args:
-        batch_bytes: of one batch of this host.
-        workers: processes that read.
-        folder: of the shared memory.
-
-    Raises:
-        ValueError: when there is less than they can hold at a time.
+    Else the kernel would end a worker that writes (SIGBUS), in the middle of a run.
     """
     if not workers or not folder.is_dir():
         return

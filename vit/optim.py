@@ -16,7 +16,7 @@ from vit.task import no_distances
 
 
 def schedule(optim: config.Optim, num_steps: int, restarts: Sequence[int] = ()) -> optax.Schedule:
-    """Step -> learning rate: linear from 0 over the warm-up, constant, half a cosine to the end.
+    """Return step -> rate: linear from 0 over the warm-up, constant, half a cosine to the end.
 
     With restarts this is done anew from each of them to the next, or to the end (SGDR, Loshchilov &
     Hutter 2017), the warm-up then from the final rate on. A run that is trained further needs the
@@ -60,7 +60,7 @@ def optimizer(
     rate: optax.Schedule,
     distances: Callable[[optax.Params], Any] = no_distances,
 ) -> optax.GradientTransformation:
-    """AdamW at that rate; weights of linear maps decay, all other parameters do not.
+    """Return AdamW at that rate; weights of linear maps decay, all other parameters do not.
 
     Args:
         optim: section of the config.
@@ -87,8 +87,7 @@ def _layer_wise(
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        scaled = jax.tree.map(lambda u, n: u * decay**n, updates, distances(updates))
-        return scaled, state
+        return jax.tree.map(lambda u, n: u * decay**n, updates, distances(updates)), state
 
     return optax.GradientTransformation(init, update)
 
@@ -101,7 +100,7 @@ class RunningMean(NamedTuple):
 
 
 def running_mean(decay: float) -> optax.GradientTransformation:
-    """Keeps mean <- d mean + (1 - d) parameters, and lets the updates through; the last of a chain.
+    """Keep mean <- d mean + (1 - d) parameters, and lets the updates through; the last of a chain.
 
     d = min(decay, (1 + t) / (10 + t)) after t steps, so that the first steps are soon forgotten.
     """
@@ -110,10 +109,8 @@ def running_mean(decay: float) -> optax.GradientTransformation:
         return RunningMean(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
 
     def update(
-        updates: optax.Updates, state: RunningMean, params: optax.Params | None = None
+        updates: optax.Updates, state: RunningMean, params: optax.Params
     ) -> tuple[optax.Updates, RunningMean]:
-        if params is None:
-            raise ValueError("running_mean needs the parameters: update(updates, state, params)")
         t = state.count
         new = optax.apply_updates(params, updates)
         share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))
@@ -123,7 +120,7 @@ def running_mean(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(optimizer: nnx.Optimizer) -> optax.Params:
-    """The running mean of the parameters that the optimiser keeps (config.optim.ema > 0)."""
+    """Return the running mean of the parameters that the optimiser keeps (config.optim.ema > 0)."""
     return optax.tree_utils.tree_get(nnx.as_pure(optimizer.opt_state), "mean")
 
 

@@ -26,7 +26,6 @@ to more than memory holds; nothing is executed.
 
 import collections
 import contextlib
-import fcntl
 import io
 import itertools
 import os
@@ -49,6 +48,7 @@ from tensorflow_datasets.core import registered
 from vit import bounded, machine
 from vit.arguments import launch
 from vit.cli import command
+from vit.files import alone
 from vit.sources import forms, ilsvrc2012
 from vit.sources.source import Example, Source, with_validation
 
@@ -144,7 +144,10 @@ def prepare(
             )
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _removed_if_empty(target.parent, out), _held(target.parent):
+    with _removed_if_empty(target.parent, out), alone(target.parent) as held:
+        for leftover in target.parent.glob(f"incomplete.*_{VERSION}") if held else ():
+            print(f"{leftover} is left from a run that was killed: removed", file=sys.stderr)
+            shutil.rmtree(leftover)
         builder = _builder(name, opened, examples, out)
         announced = contextlib.redirect_stdout(io.StringIO())  # a download that there is not
         with tempfile.TemporaryDirectory() as downloads, announced:
@@ -183,29 +186,6 @@ def _is_grey(example: Example) -> bool | None:
         return bounded.image(example.read()).mode in ("1", "L", "LA")
     except Exception:  # PIL raises many kinds for broken files
         return None
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of the folder, and removes what killed ones left there."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for leftover in folder.glob(f"incomplete.*_{VERSION}"):
-            print(f"{leftover} is left from a run that was killed: removed", file=sys.stderr)
-            shutil.rmtree(leftover)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ValueError(
-            f"{folder} is being written by another process; wait for it, or take another --name or"
-            " --out"
-        ) from error
-    except OSError as error:  # a file system that does not lock: whose the leftovers are is unknown
-        print(f"{folder} cannot be locked ({error}): nothing is removed", file=sys.stderr)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""What is known of the steps of a run: read, checked and logged while the next ones compute."""
+"""The log of a run: values of its steps, read, checked and logged while the next ones compute."""
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,79 +11,86 @@ import numpy as np
 import optax
 
 from vit import config as configs
-from vit import costs, devices, loggers, metrics, safety
+from vit import devices, loggers, metrics, steps
 from vit.display import Display
 from vit.task import Task
 
 
 @dataclasses.dataclass
 class Progress:
-    """The log of a run from some step on, and what decides whether it goes on."""
+    """The log of a run from some step on."""
 
     config: configs.Config
     task: Task
     rate: optax.Schedule
     steps_per_epoch: int
-    abstract: Any
-    """The state, as `steps.Program.abstract`."""
+    names: Sequence[str]
+    """Names of the parameters."""
     write: loggers.Write
     shown: Display
     start: float
-    """When the run began, or would have without its interruptions."""
-    started: tuple[int, list[dict[str, jax.Array]], float] | None = None
-    """The last step that was given to the devices, the values of the stretch that it ends, and the
-    seconds in which there was no batch; None where all is read."""
+    """Time at which the run began, or would have without its interruptions."""
+    running: deque[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=deque)
+    """Steps that may still be computed: number, values, seconds without a batch."""
+    ended: list[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=list)
+    """Computed steps since the last line of the log."""
     mark: float = 0.0
-    """When the stretch before was read, or when this one began, if nothing was running then."""
+    """Time of the last line of the log, or of the first step after a pause."""
     bad: set[int] = dataclasses.field(default_factory=set)
     """Records that cannot be decoded."""
     skips: int = 0
-    """Steps in a row that were passed over, up to the last one that is read."""
+    """Skipped steps in a row, up to the last line of the log."""
 
     @property
     def too_many_bad(self) -> bool:
-        """Whether there are more of these records than the config admits."""
+        """True when more records cannot be decoded than the config permits."""
         return len(self.bad) > self.config.data.max_bad_records
 
-    def begin(self) -> None:
-        """A stretch begins; to be called before its first step."""
-        if self.started is None:
-            self.mark = time.perf_counter()
-
     def seconds(self) -> float:
-        """Of the run."""
+        """Return the duration of the run."""
         return time.perf_counter() - self.start
 
-    def read(self) -> None:
-        """Waits for the stretch that was started; checks and logs it.
+    def add(self, step: int, values: dict[str, Any], asked: float, waited: float) -> None:
+        """Note a step that was given to the devices, and wait for the one `steps.AHEAD` before it.
+
+        Args:
+            step: its number.
+            values: as of `steps.train_step`.
+            asked: time at which its batch was requested.
+            waited: seconds until that was there.
 
         Raises:
-            FloatingPointError: as `safety.check_finite`.
+            FloatingPointError: as `check_finite`.
         """
-        if self.started is None:
-            return
-        (step, values, waited), self.started = self.started, None
-        values = jax.device_get(values)
+        if not self.running and not self.ended:
+            self.mark = asked
+        self.running.append((step, values, waited))
+        if len(self.running) >= steps.AHEAD:
+            self._wait()
+
+    def read(self) -> None:
+        """Wait for all steps, and log them."""
+        while self.running:
+            self._wait()
+        if self.ended:
+            self._log()
+
+    def _wait(self) -> None:
+        """Wait for the first of the running steps; log it and those before where a line is due."""
+        self.ended.append(self.running.popleft())
+        step, values, _ = self.ended[-1]
+        jax.block_until_ready(values["train_loss"])
+        if step % self.config.log_every == 0:
+            self._log()
+
+    def _log(self) -> None:
+        numbers, values, waits = zip(*self.ended, strict=True)
+        self.ended.clear()
+        values, step = jax.device_get(values), numbers[-1]
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
-        self.skips = safety.check_finite(
-            values,
-            step,
-            list(costs.parameters(self.abstract)),
-            self.config.optim.learning_rate,
-            allowed=self.config.optim.skip_nonfinite,
-            row=self.skips,
-        )
-        record = self._record(step, values, seconds) | {"data_seconds": waited}
-        self.write(record | {"seconds": self.seconds()})
-        status = metrics.status(record, self.task.rate, waited / seconds)
-        self.shown.progress(status, seconds / len(values))
-
-    def _record(
-        self, step: int, values: Sequence[dict[str, np.ndarray]], seconds: float
-    ) -> metrics.Record:
-        """Of the stretch that ends with the step; what is unusual in it gets a line of its own."""
-        skipped = [i for i, v in enumerate(values, step - len(values) + 1) if v.get("skipped")]
+        self.skips = check_finite(self.config.optim, values, step, self.names, self.skips)
+        skipped = [i for i, v in zip(numbers, values, strict=True) if v.get("skipped")]
         if skipped:
             self.shown.line(f"loss or gradients are not finite: passed over steps {skipped}")
         bad = {int(i) for each in values for i in each["bad"] if i >= 0} - self.bad
@@ -98,16 +106,59 @@ class Progress:
         record[self.task.rate] = examples / seconds
         if flops and peak:
             record["mfu"] = 3 * flops(config) * examples / seconds / peak
-        return record | {"bad_records": len(self.bad)} | devices.memory()
+        record |= {"bad_records": len(self.bad)} | devices.memory() | {"data_seconds": sum(waits)}
+        self.write(record | {"seconds": self.seconds()})
+        status = metrics.status(record, self.task.rate, sum(waits) / seconds)
+        self.shown.progress(status, seconds / len(values))
 
 
-def means(values: Sequence[dict[str, np.ndarray]]) -> metrics.Record:
-    """Of what is a number in each step, or one for each seed: the means over the steps.
-
-    Steps that were passed over do not count; where there is no other, nothing is said.
-    """
+def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
+    """Return the means of the values over the steps that were not skipped; {} without any."""
     taken = [v for v in values if not v.get("skipped", False)]
-    names = (
-        [name for name in values[0] if name not in ("finite", "bad", "skipped")] if taken else []
-    )
+    names = [k for k in values[0] if k not in ("finite", "bad", "skipped")] if taken else []
     return {k: np.mean([v[k] for v in taken], axis=0).astype(float).tolist() for k in names}
+
+
+def check_finite(
+    optim: configs.Optim,
+    values: Sequence[dict[str, Any]],
+    last_step: int,
+    names: Sequence[str],
+    skips: int = 0,
+) -> int:
+    """Check the loss, gradients and parameters of each step.
+
+    Args:
+        optim: section of the config; so many steps in a row may be skipped.
+        values: `train_loss` and `finite`, as of `steps.train_step`, of each step.
+        last_step: number of the last of them.
+        names: of the parameters, in the order of `finite`.
+        skips: skipped steps in a row before these.
+
+    Returns:
+        Skipped steps in a row at their end.
+
+    Raises:
+        FloatingPointError: for the first step that diverged and may not be skipped; the message
+            names the step, the loss and the first parameter.
+    """
+    for step, each in enumerate(values, last_step - len(values) + 1):
+        loss, finite = float(each["train_loss"]), np.asarray(each["finite"])
+        skips = 0 if np.isfinite(loss) and finite.all() else skips + 1
+        if skips <= optim.skip_nonfinite:
+            continue
+        first = "all parameters and gradients are finite"
+        if not finite.all():
+            first = (
+                f"the first parameter whose gradient or value is not finite is"
+                f" {names[int(np.argmin(finite))]} ({(~finite).sum()} of {len(names)} are)"
+            )
+        allowed = optim.skip_nonfinite
+        after = f", after {allowed} such steps that were passed over" if allowed else ""
+        raise FloatingPointError(
+            f"the loss is {loss} at step {step}{after}; {first}; nothing was saved since. Lower"
+            f" config.optim.learning_rate={optim.learning_rate} and start again with another"
+            f" --workdir; or, if it is but a few steps, go on with"
+            f" --config.optim.skip_nonfinite={max(3, 2 * allowed)}"
+        )
+    return skips

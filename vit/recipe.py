@@ -1,4 +1,4 @@
-"""A config for pictures of which only the number, the classes, the sides and the colours are known.
+"""A config derived from the number of pictures, their classes, sides and colours.
 
 | training pictures | size, pixels at most | patches seen | augmentation | arithmetic |
 |---|---|---|---|---|
@@ -27,18 +27,18 @@ EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
 EVALUATIONS = 20
 LOOKED_AT = 200
-"""Pictures of a data set whose sides are looked at."""
+"""Pictures of a data set whose sides are read."""
 
 
 class Row(NamedTuple):
-    """What data of some number of pictures is trained with."""
+    """Model and training for a number of pictures."""
 
     below: float
-    """So many training pictures."""
+    """Least number of training pictures that is too many."""
     size: str
-    """A row of `vit.config.SIZES`."""
+    """Row of `vit.config.SIZES`."""
     pixels: int
-    """At most, on a side."""
+    """Largest side of the input."""
     learning_rate: float
     dtype: str
     num_workers: int
@@ -50,15 +50,15 @@ ROWS = (
     Row(1e6, "S", 224, 1e-3, "bfloat16", -1),
     Row(math.inf, "B", 224, 1e-3, "bfloat16", -1),
 )
-"""From few pictures to many."""
+"""Rows from few pictures to many."""
 
 
 def for_images(num_examples: int, num_classes: int, side: int, channels: int) -> Config:
-    """A config by the rules above; its data set is yet to be named.
+    """Return a config by the rules above; its data set is yet to be named.
 
     Args:
-        num_examples: of training.
-        num_classes: of them.
+        num_examples: number of training pictures.
+        num_classes: number of classes.
         side: the shorter one of a typical picture, in pixels.
         channels: 1 or 3.
 
@@ -106,13 +106,13 @@ def for_images(num_examples: int, num_classes: int, side: int, channels: int) ->
 
 
 def for_data_set(where: str) -> Config:
-    """A config for a prepared data set, by what it holds.
+    """Return a config for a prepared data set, by what it holds.
 
     Args:
         where: its folder, "data/photos".
 
     Raises:
-        ValueError: as `data.load`; or when the folder is not said, or has nothing to evaluate on.
+        ValueError: as `data.load`; or without a folder, or without a split to evaluate on.
     """
     if not where:
         raise ValueError("say where the data set lies, as in --config=my_images:data/photos")
@@ -135,7 +135,7 @@ def for_data_set(where: str) -> Config:
 
 
 def _typical_side(records: Iterable[dict[str, Any]]) -> int:
-    """The median of the shorter sides; pictures that cannot be read do not count."""
+    """Return the median of the shorter sides of the readable pictures."""
     sides = []
     for record in records:
         with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
@@ -146,12 +146,12 @@ def _typical_side(records: Iterable[dict[str, Any]]) -> int:
 
 
 def _pixels(side: int) -> tuple[int, int]:
-    """Of an image and of a patch, on a side."""
+    """Return the side of an image and of a patch."""
     patch_size = next(p for p in (16, 8, 4, 2, 1) if side // p >= 7 or p == 1)
     return side // patch_size * patch_size, patch_size
 
 
 def _batch_size(num_examples: int) -> int:
-    """The power of two at most 2 sqrt(n), and at most n."""
+    """Return the largest power of two that is at most 2 sqrt(n), and at most n."""
     most = min(2 * math.sqrt(num_examples), num_examples, LARGEST_BATCH)
     return 2 ** int(math.log2(most))

@@ -14,7 +14,7 @@ from vit import files
 
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
-    """Writes `path`.csv and `path`.md, and returns the markdown; numbers to four digits.
+    """Write `path`.csv and `path`.md, and return the markdown; numbers to four digits.
 
     The text, what the table says, stands below it in the markdown.
     """
@@ -30,14 +30,14 @@ def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
 
 
 def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Writes the lines."""
+    """Write the lines."""
     content = io.StringIO(newline="")
     csv.writer(content).writerows(lines)
     files.write(path, content.getvalue())
 
 
 def plain(text: str) -> str:
-    """Markdown that shows the text, on one line of a table: no HTML, links or emphasis of its own.
+    """Return markdown that shows the text, on one line of a table: no HTML, links or emphasis.
 
     Underscores and brackets stay readable, for alone they mean nothing.
     """
@@ -46,31 +46,31 @@ def plain(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """The text for a figure: a dollar is a dollar and begins no formula."""
+    """Return the text for a figure, in which a dollar begins no formula."""
     return text.replace("$", r"\$")
 
 
 def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
-    """A figure with `columns` axes side by side; `save` writes it."""
+    """Return a figure with `columns` axes side by side; `save` writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
 
 
 def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any, **options: Any) -> Any:
-    """As pyplot's, of a figure that no window and no notebook knows of."""
+    """Return figure and axes as pyplot does, without its global state."""
     drawn = Figure(figsize=figsize, layout=layout)
     return drawn, drawn.subplots(rows, columns, **options)
 
 
 def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
-    """A logarithmic axis of m with a tick at each size."""
+    """Make the axis of m logarithmic, with a tick at each size."""
     axis.set(xscale="log", xlabel="m")
     axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axis.minorticks_off()
 
 
 def log_log(axis: Any, sizes: Sequence[float]) -> None:
-    """Logarithmic axes with a tick at each size and at plain decimals."""
+    """Make both axes logarithmic, with a tick at each size and at plain decimals."""
     axis.set(yscale="log")
     log_sizes(axis, sizes)
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
@@ -79,7 +79,7 @@ def log_log(axis: Any, sizes: Sequence[float]) -> None:
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Writes the figure to `path`.png."""
+    """Write the figure to `path`.png."""
     content = io.BytesIO()
     drawn.savefig(content, format="png", dpi=120)
     files.write(path.with_suffix(".png"), content.getvalue())

@@ -1,4 +1,4 @@
-"""What the commands share: a run's data and task, its folder, length, batches and state."""
+"""A run: its data and task, length, batches, folder and state."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from vit.task import SUBJECTS, Task, of_folder
 
 
 class Restored(NamedTuple):
-    """A run as its newest readable checkpoint has it."""
+    """A run at one of its checkpoints."""
 
     config: configs.Config
     dataset: data.Dataset
@@ -36,15 +36,15 @@ class Restored(NamedTuple):
     state: nnx.State
 
     def batches(self) -> Iterator[data.Batch]:
-        """Its evaluation batches, on the devices."""
+        """Return its evaluation batches, on the devices."""
         return eval_batches(self.dataset, self.config, self.mesh)
 
     def model(self) -> Any:
-        """Its model in evaluation mode."""
+        """Return its model in evaluation mode."""
         return evaluated_model(self.program.graph, self.state)
 
     def with_window(self, exact_window: int) -> "Restored":
-        """The same state in a run with that `config.attention.exact_window`."""
+        """Return the same state in a run with that `config.attention.exact_window`."""
         fields = {"attention.exact_window": exact_window}
         config = configs.with_values(self.config, fields)
         configs.validate(config)
@@ -58,7 +58,7 @@ def subject(
     task: Task | None = None,
     workdir: Path | None = None,
 ) -> tuple[data.Dataset, Task]:
-    """Data set and task of a run.
+    """Return data set and task of a run.
 
     Args:
         config: of the run.
@@ -85,7 +85,7 @@ def subject(
 
 
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
-    """Steps of an epoch, and of the run.
+    """Return the number of steps of an epoch, and of the run.
 
     Raises:
         ValueError: when the run has none, or more than an int32 counts.
@@ -101,22 +101,18 @@ def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
 
 
 def restarts(config: configs.Config, steps_per_epoch: int) -> tuple[int, ...]:
-    """Steps at which the rate of the run starts anew."""
+    """Return the steps at which the rate of the run starts anew."""
     return tuple(round(epoch * steps_per_epoch) for epoch in configs.restarts(config.restarts))
 
 
 def program(config: configs.Config, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
-    """The functions of the run.
-
-    Raises:
-        ValueError: as `length` and `steps.build`.
-    """
+    """Return the functions of the run; ValueError as `length` and `steps.build`."""
     steps_per_epoch, num_steps = length(config, dataset)
     return build(config, task, num_steps, mesh, restarts(config, steps_per_epoch))
 
 
 def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
-    """The learning rate of the run, by step; none where the config names no data.
+    """Return the learning rate of the run, by step; 0 where the config names no data.
 
     Raises:
         ValueError: as `length` and `optim.schedule`.
@@ -137,7 +133,7 @@ def batches(
     *,
     evaluate_first: bool = False,
 ) -> Iterator[Iterator[data.Batch]]:
-    """What a run of that many steps needs from a step on, as `data.run_batches`, on the devices.
+    """Give the batches of a run from a step on, as `data.run_batches`, on the devices.
 
     This process reads its rows. Reading begins at once, in a thread; workers end with the block.
     """
@@ -162,7 +158,7 @@ def batches(
 def abstract_batch(
     dataset: data.Dataset, config: configs.Config, mesh: Mesh, *, mask: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of training, or of one of evaluation, which has a mask."""
+    """Return the shapes of a batch of training, or of one of evaluation, which has a mask."""
     extra = {"bad": np.int32(0)} | ({"mask": np.float32(0)} if mask else {})
     sharding = devices.of_batch(mesh)
 
@@ -174,13 +170,13 @@ def abstract_batch(
 
 
 def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> Iterator[data.Batch]:
-    """The evaluation batches on the devices."""
+    """Return the evaluation batches, on the devices."""
     batches = data.eval_batches(dataset, config.data, jax.process_index(), jax.process_count())
     return (devices.put(mesh, batch) for batch in batches)
 
 
 def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
-    """The first examples of the evaluation split that can be decoded, as one batch."""
+    """Return the first examples of the evaluation split that can be decoded, as one batch."""
     rows = (
         {name: x[i] for name, x in batch.items()}
         for batch in data.eval_batches(dataset, config.data)
@@ -190,7 +186,7 @@ def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: i
 
 
 def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
-    """That many training examples as evaluation sees them, spread over the split, in batches."""
+    """Give that many training examples, spread over the split, as evaluation sees them."""
     train = run.dataset.train
     number = min(number, len(train))
     size = min(number, run.config.data.batch_size)
@@ -202,7 +198,7 @@ def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
 
 
 def evaluated_on(run: Restored, number: int) -> Restored:
-    """The run with so many examples in its evaluation split; all for 0."""
+    """Return the run with so many examples in its evaluation split; all for 0."""
     split = run.dataset.evaluation
     if not number:
         return run
@@ -211,42 +207,38 @@ def evaluated_on(run: Restored, number: int) -> Restored:
 
 
 def check_same(workdir: Path, config: configs.Config) -> None:
-    """Raises ValueError when the folder holds a run of another config."""
+    """Raise ValueError when the folder holds a run of another config."""
     path = workdir / "config.json"
-    if path.exists():
-        files.check(path)
-        different = configs.differences(configs.load(path), config)
-        if different:
-            raise ValueError(
-                f"{workdir} holds a run with another config; take another --workdir, or the run's"
-                " own config:\n  " + "\n  ".join(different)
-            )
+    different = configs.differences(configs.load(path), config) if path.exists() else []
+    if different:
+        raise ValueError(
+            f"{workdir} holds a run with another config; take another --workdir, or the run's"
+            " own config:\n  " + "\n  ".join(different)
+        )
 
 
 def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
-    """Makes the folder of the run; refuses one that holds a run of another config or other data.
+    """Make the folder of the run; refuse one that holds a run of another config or other data.
 
     Its `task.json` is what a model can be used with when its data set is gone.
     """
     check_same(workdir, config)
     old, new = of_folder(workdir, task.name), description(dataset, task)
-    for name in (name for name in new if name in old and name not in UNCHECKED):
-        if old[name] != new[name]:
+    for name, now in new.items():
+        before = old.get(name, now)
+        if name not in ("command", "versions") and before != now:
             raise ValueError(
-                f"{workdir} holds another run: {name} was {str(old[name])[:200]}, and is"
-                f" {str(new[name])[:200]}; take another --workdir, or the run's own data"
+                f"{workdir} holds another run: {name} was {str(before)[:200]}, and is"
+                f" {str(now)[:200]}; take another --workdir, or the run's own data"
             )
     workdir.mkdir(parents=True, exist_ok=True)
     files.note(workdir / "task.json", new)
     configs.save(config, workdir / "config.json")
 
 
-UNCHECKED = ("command", "versions")
-"""Entries of `task.json` that may change from one start to the next."""
-
-
 def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
-    """The content of a run's `task.json`: task, settings, classes, data and versions."""
+    """Return the content of a run's `task.json`: task, settings, classes, data and versions."""
+    packages = ("jax", "flax", "optax", "orbax-checkpoint")
     return {
         "task": task.name,
         "command": task.command,
@@ -257,18 +249,15 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "performer": performer.__version__,
-            **{name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+            **{name: version(name) for name in packages},
         },
     }
 
 
-PER_HOST = ("data.dir", "data.num_workers")
-"""Fields in which hosts may differ."""
-
-
 def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
-    """What must be the same on all hosts of a run, for each computes its part of the same step."""
-    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in PER_HOST}
+    """Return what must be the same on all hosts, each of which computes its part of a step."""
+    own = ("data.dir", "data.num_workers")  # of each host
+    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in own}
     evaluation = {"evaluation examples": len(dataset.evaluation)}
     return fields | description(dataset, task) | evaluation
 
@@ -276,7 +265,7 @@ def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> di
 def begin(
     workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
 ) -> None:
-    """Writes a run at step 0 with that model, its optimiser fresh; the config last.
+    """Write a run at step 0 with that model, its optimiser fresh; the config last.
 
     Raises:
         vit.checkpoint.SaveError: when it cannot be written.
@@ -288,15 +277,21 @@ def begin(
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
-    """Step and state of the newest readable checkpoint; 0 and None where the run is to begin.
+    """Return step and state of the newest readable checkpoint; 0 and None for a new run.
 
     Checkpoints that cannot be read are set aside.
 
     Raises:
-        ValueError: when none can be read, or the run has lost them.
+        ValueError: when none can be read, or the run has a log and its folder of them is missing.
     """
-    if not hosts.agree(checkpoint.exists(workdir)):
-        checkpoint.check_not_lost(workdir, last_step(workdir / "metrics.jsonl"))
+    if not hosts.agree(bool(checkpoint.found(workdir))):
+        step, folder = last_step(workdir / "metrics.jsonl"), workdir / "checkpoints"
+        if step and not folder.exists():
+            raise ValueError(
+                f"{workdir} has been trained (its log ends at step {step}), but {folder} is"
+                " missing; bring it back (is its disk mounted?), or remove the folder of the run,"
+                " log and all, to train from the start"
+            )
         return 0, None
     step, state = checkpoint.restore(workdir, abstract)
     checkpoint.set_aside(workdir, step)
@@ -304,7 +299,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
 
 
 def last_step(log: Path) -> int:
-    """Of the log; 0 where there is none."""
+    """Return the last step of a log; 0 where there is none."""
     return max((record["step"] for record in metrics.read(log)), default=0)
 
 
@@ -314,7 +309,7 @@ def restore(
     task: Task | None = None,
     step: int | str | None = None,
 ) -> Restored:
-    """Reads a run, on any number of devices; nothing in its folder changes.
+    """Read a run, on any number of devices; nothing in its folder changes.
 
     Args:
         workdir: of the run.
@@ -330,8 +325,7 @@ def restore(
     configs.validate(config)
     dataset, task = subject(config, dataset, task, workdir)
     config.fsdp = math.gcd(config.fsdp, jax.device_count())
-    if not checkpoint.exists(workdir):
-        raise ValueError(f"{workdir} holds no checkpoint yet")
+    checkpoint.chosen_steps(workdir, step)
     mesh = devices.mesh(config)
     functions = program(config, dataset, task, mesh)
     number, state = checkpoint.restore(workdir, functions.abstract, step)

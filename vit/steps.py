@@ -1,4 +1,4 @@
-"""What a run computes: the training step, evaluation, and both compiled for a mesh of devices."""
+"""The programs of a run: training step and evaluation, compiled for a mesh of devices."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ Seed = int | Integer[Array, ""]
 
 
 class Program(NamedTuple):
-    """What a run computes, compiled at the first call, and how its arrays lie on the devices."""
+    """Programs of a run, compiled at the first call, and how its arrays lie on the devices."""
 
     graph: nnx.GraphDef
     """Structure of (model, optimizer)."""
@@ -36,12 +36,11 @@ class Program(NamedTuple):
     """(state, batch) -> `eval_step`."""
 
 
-LOOP_ONLY = (
-    *("num_epochs", "restarts"),
+LOOP_ONLY = {
+    *("seed", "num_epochs", "restarts"),
     *("log_every", "eval_every", "checkpoint_every", "keep_every"),
-)
-"""What of a config the programs do not read: numbers of steps are given to them."""
-
+}
+"""Fields that the programs do not read: they are given the seed and numbers of steps."""
 
 AHEAD = 3
 """Steps that may wait for the devices: their batches lie in the devices' memory."""
@@ -53,10 +52,9 @@ OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)
 def build(
     config: Config, task: Task, num_steps: int, mesh: Mesh, restarts: tuple[int, ...] = ()
 ) -> Program:
-    """The functions of a run of that many steps on those devices.
+    """Return the programs of a run of that many steps on those devices.
 
-    They are made once in a process, for all seeds: who trains, evaluates and resumes, or trains
-    several seeds one after another, compiles them once.
+    They are made once in a process, for all seeds, training, evaluation and resumption.
 
     Args:
         config: of the run.
@@ -68,14 +66,14 @@ def build(
     Raises:
         ValueError: when warm-up and constant rate are longer than the run, or than a cycle.
     """
-    fields = {k: v for k, v in configs.flatten(config).items() if k not in (*LOOP_ONLY, "seed")}
+    fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
     program = _build(tuple(fields.items()), config.model.size, task, (num_steps, restarts), mesh)
     bound = {name: _bound(getattr(program, name), config.seed) for name in ("initial", "train")}
     return program._replace(**bound)
 
 
 def _bound(function: Any, seed: int) -> Any:
-    """A compiled function of a seed and more, at that seed; it can still be lowered."""
+    """Return a compiled function of a seed and more, at that seed; it can still be lowered."""
     on_device = jnp.int32(seed)  # a number of Python would be sent there at each step
     bound = partial(function, on_device)
     bound.lower = partial(function.lower, on_device)  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,14 +84,14 @@ def _bound(function: Any, seed: int) -> Any:
 def shapes(
     config: Config, task: Task, rate: optax.Schedule | None = None
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Structure of (model, optimizer) of a run, and the shapes of their state."""
+    """Return the structure of (model, optimizer) of a run, and the shapes of their state."""
     new = partial(create, config, task, rate or optax.constant_schedule(0.0), config.seed)
     return nnx.split(nnx.eval_shape(new))
 
 
 @lru_cache(maxsize=8)
 def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
-    """The functions of all seeds: the first argument of `initial` and `train` is the seed."""
+    """Return the programs of all seeds: the seed is the first argument of `initial` and `train`."""
     config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
     rate = optim.schedule(config.optim, *length)
     graph, arrays = shapes(config, task, rate)
@@ -118,7 +116,7 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
 
 
 def _on(mesh: Mesh, function: partial) -> Callable:
-    """With the mesh in context: attention reads there for how many devices of which kind it is."""
+    """Set the mesh in context, where attention reads number and kind of the devices."""
 
     def call(*arguments):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -131,13 +129,13 @@ def _on(mesh: Mesh, function: partial) -> Callable:
 def create(
     config: Config, task: Task, rate: optax.Schedule, seed: Seed
 ) -> tuple[Model, nnx.Optimizer]:
-    """A new model, and its optimiser at that rate."""
+    """Return a new model, and its optimiser at that rate."""
     model = task.create(config, rngs=random_streams(seed))
     return model, optimizer(config, task, rate, model)
 
 
 def optimizer(config: Config, task: Task, rate: optax.Schedule, model: Model) -> nnx.Optimizer:
-    """A new one for the parameters of the model."""
+    """Return a new optimiser for the parameters of the model."""
     transform = optim.optimizer(config.optim, rate, task.distances)
     return nnx.Optimizer(model, transform, wrt=nnx.Param)
 
@@ -168,21 +166,19 @@ def train_step(
     parts = config.optim.accumulate
     loss, sums, gradients = loss_and_gradients(task, model, examples, parts, mesh)
     optimizer.update(model, gradients)
+    after = nnx.state((model, optimizer))
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
         gradients,
         nnx.state(model, nnx.Param),
     )
-    after, values = (
-        nnx.state((model, optimizer)),
-        {
-            "train_loss": loss,
-            **{f"train_{name}": total / len(batch["bad"]) for name, total in sums.items()},
-            "gradient_norm": optax.tree.norm(gradients),
-            "finite": jnp.stack(jax.tree.leaves(finite)),
-            "bad": batch["bad"],
-        },
-    )
+    values = {
+        "train_loss": loss,
+        **{f"train_{name}": total / len(batch["bad"]) for name, total in sums.items()},
+        "gradient_norm": optax.tree.norm(gradients),
+        "finite": jnp.stack(jax.tree.leaves(finite)),
+        "bad": batch["bad"],
+    }
     if not config.optim.skip_nonfinite:
         return after, values
     good = jnp.isfinite(loss) & values["finite"].all()
@@ -190,7 +186,7 @@ def train_step(
 
 
 def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.State:
-    """The state after a good step; else that before, in which only the optimiser's counts go on.
+    """Return the state after a good step; else that before, with the optimiser's counts going on.
 
     So the rate stays a function of the step. Adam's correction of its first moments, which reads
     such a count, too, is then too small by what a step without a gradient would make it.
@@ -206,13 +202,13 @@ def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.
 def loss_and_gradients(
     task: Task, model: Model, examples: Any, parts: int, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Sums, nnx.State]:
-    """Mean loss over the examples, the sums of `task.loss`, and gradients, in `parts` parts.
+    """Return mean loss over the examples, the sums of `task.loss`, and gradients.
 
-    The parts go through the model one after another and their gradients are added up, so that only
-    one part's activations are kept; the result is that of the whole batch. With a mesh whose
-    devices all hold whole parameters (`fsdp` 1) each device adds up the gradients of its own rows,
-    and those of all devices are added up once, after the last part (where `task.by_device`). With
-    `fsdp` a device has no room for whole gradients: each part reduces them to its share.
+    The batch goes through the model in `parts` parts, one after another, whose gradients are added
+    up: only one part's activations are kept; the result is that of the whole batch. With a mesh
+    whose devices all hold whole parameters (`fsdp` 1) each device adds up the gradients of its own
+    rows, and those of all devices are added up once, after the last part (where `task.by_device`).
+    With `fsdp` a device has no room for whole gradients: each part reduces them to its share.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     summed = partial(_summed, task, graph, parts)
@@ -239,7 +235,7 @@ def _summed(
     examples: Any,
     axis_name: tuple[str, ...] | None = None,
 ) -> tuple[nnx.State, jax.Array, Sums, nnx.State]:
-    """What is no parameter, loss, sums and gradients; over the devices along the axes, if any."""
+    """Return other state, loss, sums and gradients; over the devices along the axes, if any."""
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)
@@ -267,12 +263,12 @@ def _summed(
 
 
 def eval_step(task: Task, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Sums:
-    """`count` of the model that `evaluated_model` gives."""
+    """Return `count` of the model that `evaluated_model` gives."""
     return count(task, evaluated_model(graph, state), batch)
 
 
 def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> Model:
-    """The model in evaluation mode, with the running mean of its parameters if there is one."""
+    """Return the model in evaluation mode, with the running mean of its parameters if any."""
     model, optimizer = nnx.merge(graph, state)
     mean = optim.averaged(optimizer)
     if mean is not None:
@@ -282,13 +278,17 @@ def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> Model:
 
 
 def count(task: Task, model: Model, batch: data.Batch) -> Sums:
-    """What `task.count` gives, how many examples are not masked, and how many records are bad."""
+    """Return the sums of `task.count`, the number of unmasked examples, and of bad records."""
     numbers = {"examples": jnp.sum(batch["mask"]), "bad": jnp.sum(batch["bad"] >= 0)}
     return task.count(model, batch) | numbers
 
 
-def totals(count: Callable[[Any], Sums], batches: Iterable[data.Batch]) -> dict[str, np.ndarray]:
-    """The sums over all batches, in float64.
+def evaluate(
+    task: Task, count: Callable[[Any], Sums], batches: Iterable[data.Batch]
+) -> metrics.Record:
+    """Return eval_NAME for the results of the task, the number of examples, and bad records.
+
+    Sums over the batches are in float64.
 
     Raises:
         ValueError: when none of the records can be decoded.
@@ -299,23 +299,8 @@ def totals(count: Callable[[Any], Sums], batches: Iterable[data.Batch]) -> dict[
         jax.block_until_ready(counts[-AHEAD:][0])
     counts = jax.device_get(counts)
     total = {k: np.asarray(sum(np.asarray(c[k], np.float64) for c in counts)) for k in counts[0]}
-    if not total["examples"].all():
-        raise ValueError(
-            f"none of the {int(total['bad'].max())} records of config.data.eval_split can be"
-            " decoded"
-        )
-    return total
-
-
-def evaluate(
-    task: Task, count: Callable[[Any], Sums], batches: Iterable[data.Batch]
-) -> metrics.Record:
-    """eval_NAME for the results of the task, how many examples they are of, and bad records.
-
-    Raises:
-        ValueError: when none of the records can be decoded.
-    """
-    total = totals(count, batches)
-    bad = total.pop("bad")
+    bad = int(total.pop("bad"))
+    if not total["examples"]:
+        raise ValueError(f"none of the {bad} records of config.data.eval_split can be decoded")
     results = {f"eval_{name}": float(value) for name, value in task.results(total).items()}
-    return results | {"eval_examples": int(total["examples"]), "eval_bad_records": int(bad)}
+    return results | {"eval_examples": int(total["examples"]), "eval_bad_records": bad}

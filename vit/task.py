@@ -1,4 +1,4 @@
-"""What a run learns, as one value: all that the loop, its checkpoints and the reports do not know.
+"""What a run learns, as one value.
 
 `vit.classification.task` is the first one, and the only module that knows pictures. Another is a
 `Task` of functions, handed with its data set to `vit.loop.train`:
@@ -26,24 +26,24 @@ Model = Any
 """An `nnx.Module`: only its task knows which."""
 
 Sums = dict[str, Array]
-"""By name, sums over the examples of a batch."""
+"""Sums over the examples of a batch, by name."""
 
 Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b s n h"]]
 """Queries, keys and values of a layer of attention."""
 
 
 def all_of_it(config: Config, key: Array, batch: Batch) -> Batch:
-    """The batch as it is, without `bad`."""
+    """Return the batch without `bad`."""
     return {name: x for name, x in batch.items() if name != "bad"}
 
 
 def means(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Each total over the number of examples."""
+    """Return each total over the number of examples."""
     return {name: x / totals["examples"] for name, x in totals.items() if name != "examples"}
 
 
 def no_attention(*_: Any) -> Any:
-    """Raises ValueError: reports need to know."""
+    """Raise ValueError: reports need to know."""
     raise ValueError(
         "the task of this run does not say where its attention is: give its vit.task.Task the"
         " functions `layers` and `projections`"
@@ -51,7 +51,7 @@ def no_attention(*_: Any) -> Any:
 
 
 def no_distances(*_: Any) -> Any:
-    """Raises ValueError: the rate of layers needs to know."""
+    """Raise ValueError: the rate of layers needs to know."""
     raise ValueError(
         "config.optim.layer_decay must be 1.0: the task of this run does not say how far its"
         " parameters are from the output (vit.task.Task.distances)"
@@ -93,12 +93,12 @@ class Task(NamedTuple):
     """Tree of parameters -> for each the number of layers between it and the output, to whose power
     `config.optim.layer_decay` is raised."""
     by_device: bool = False
-    """Whether each device may compute `loss` of its own rows: nothing in the model draws for the
+    """True if each device may compute `loss` of its own rows: nothing in the model draws for the
     rows of a batch, or averages over them, but `vit.dropout.Dropout`, `PerformerAttention` and
     `nnx.BatchNorm`. Then `config.optim.accumulate` adds up gradients on each device, and those of
     all devices once."""
     noun: str = "example"
-    """What a row of a batch is called."""
+    """Name of a row of a batch."""
     name: str = ""
     """Name in the `task.json` of its runs, by which `SUBJECTS` finds it again."""
     settings: Any = NoSettings()
@@ -114,14 +114,14 @@ class Task(NamedTuple):
 
 
 SUBJECTS: dict[str, Callable[[Config, dict[str, Any]], tuple[Dataset, Task]]] = {}
-"""By the name of a task: (config of a run, content of its `task.json`) -> its data set and task.
+"""Functions (config of a run, content of its `task.json`) -> its data set and task, by task name.
 
 The content is {} for a new run. The module of a task adds its own function when it is imported; no
 module is imported because a folder names it."""
 
 
 def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
-    """The content of the folder's `task.json`; {} where there is none.
+    """Return the content of the folder's `task.json`; {} where there is none.
 
     Args:
         workdir: folder of a run.
@@ -143,7 +143,7 @@ def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
 
 
 def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:
-    """The streams of a run, independent of one another: params, dropout, frequencies, mixup."""
+    """Return the independent streams of a run: params, dropout, frequencies, mixup."""
     streams = nnx.Rngs()
     names = ("params", "dropout", "frequencies", "mixup")
     for name, key in zip(names, jax.random.split(jax.random.key(seed), 4), strict=True):

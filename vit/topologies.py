@@ -29,10 +29,7 @@ LIBTPU = {
 
 
 def devices(topology: str) -> Sequence[Any]:
-    """Those of a topology.
-
-    Args:
-        topology: as above.
+    """Return the devices of a topology, as above.
 
     Raises:
         ValueError: for another word, or when the compiler is not installed, with the command that
@@ -40,32 +37,26 @@ def devices(topology: str) -> Sequence[Any]:
     """
     tpu = re.fullmatch(r"v(4|5e|5p|6e):(\d+(?:x\d+)+)", topology)
     gpu = re.fullmatch(r"([a-z]\w*):([1-8])", topology)
+    gpus = sorted(path.stem for path in TARGETS.glob("*.txtpb"))
+    if not tpu and not (gpu and gpu[1] in gpus):
+        raise ValueError(
+            f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), or GPUs of one"
+            f" host, as h100:8 ({', '.join(gpus)})"
+        )
     try:
         if tpu:
             os.environ |= LIBTPU | dict(os.environ)
             options = {"chip_config_name": "megacore"} if tpu[1] == "4" else {}
             return topologies.get_topology_desc(topology, "tpu", **options).devices
-        if gpu and gpu[1] in names():
-            jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver
-            jax.devices()  # finds the plugin
-            target = (TARGETS / f"{gpu[1]}.txtpb").read_text()
-            shape = f"1x1x{gpu[2]}"
-            described = topologies.get_topology_desc(
-                "gpu", "cuda", topology=shape, target_config=target
-            )
-            return described.devices
+        assert gpu
+        jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver
+        jax.devices()  # finds the plugin
+        target = (TARGETS / f"{gpu[1]}.txtpb").read_text()
+        options = {"topology": f"1x1x{gpu[2]}", "target_config": target}
+        return topologies.get_topology_desc("gpu", "cuda", **options).devices
     except (RuntimeError, ValueError) as error:
         extra = "libtpu" if tpu else "'jax[cuda13]'"
         raise ValueError(
             f"--topology={topology} needs its compiler, pip install {extra}, and a shape that there"
             f" is: {' '.join(str(error).split())[:300]}"
         ) from error
-    raise ValueError(
-        f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), or GPUs of one host,"
-        f" as h100:8 ({', '.join(names())})"
-    )
-
-
-def names() -> list[str]:
-    """The GPUs that are described."""
-    return sorted(path.stem for path in TARGETS.glob("*.txtpb"))

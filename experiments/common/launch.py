@@ -37,12 +37,12 @@ KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "pa
 
 
 def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
-    """Parse the command line and call `main`; `vit.arguments.launch` says how failures end.
+    """Parse the command line and call `main`; `vit.arguments.launch` reports failures.
 
     Args:
         main: its parameters are the flags.
-        quick: what `--quick` sets where no flag says otherwise, to see that all runs. The tables
-            are then in a folder `quick` of --out.
+        quick: values that `--quick` gives to flags that are not set, to see that all runs. The
+            tables are then in a folder `quick` of --out.
     """
     parameters = define(main, quick)
     words = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
@@ -50,7 +50,12 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
     others = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
     def call(argv: list[str]) -> None:
-        given = argv[1:] if others else _words(words, argv[1:])
+        given: list[Any] = argv[1:]
+        if not others:
+            if len(given) != len(words):
+                wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in words)
+                raise ValueError(f"{' '.join(given) or 'no word'}: give {wanted}")
+            given = [Parser(p.annotation).parse(x) for p, x in zip(words, given, strict=True)]
         values: dict[str, Any] = {name: flags.FLAGS[name].value for name in named}
         if quick is not None and flags.FLAGS["quick"].value:
             values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
@@ -69,20 +74,19 @@ def define(
     quick: Mapping[str, Any] | None = None,
     values: flags.FlagValues = flags.FLAGS,
 ) -> list[inspect.Parameter]:
-    """Defines a flag for each parameter that is no word, and returns them all."""
+    """Define a flag for each parameter that is no word, and return all parameters."""
     told = meanings(main)
     parameters = list(inspect.signature(main, eval_str=True).parameters.values())
     for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
-            continue
         default: Any = None if p.default is p.empty else p.default
         if p.annotation is bool:
             flags.DEFINE_bool(p.name, default, told[p.name], values)
-            continue
-        parser: Any = Parser(p.annotation)
-        flags.DEFINE(parser, p.name, default, told[p.name], values, serializer=parser)
-        if p.default is p.empty:
-            flags.mark_flag_as_required(p.name, values)
+        elif p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            parser: Any = Parser(p.annotation)
+            required = p.default is p.empty
+            flags.DEFINE(
+                parser, p.name, default, told[p.name], values, serializer=parser, required=required
+            )
     if quick is not None:
         said = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
         flags.DEFINE_bool("quick", False, f"little, to see that it runs: {said}", values)
@@ -99,11 +103,7 @@ class Parser(flags.ArgumentParser):
         self.kind = get_args(annotation)[0] if self.many else annotation
 
     def parse(self, argument: Any) -> Any:
-        """A default stays as it is.
-
-        Raises:
-            ValueError: saying what the value may be.
-        """
+        """Return the value, or ValueError with what it may be; a default stays as it is."""
         if not isinstance(argument, str):
             return argument
         if self.many:
@@ -116,38 +116,26 @@ class Parser(flags.ArgumentParser):
                 raise ValueError(unknown("value", text, get_args(self.kind)))
             return text
         try:
-            if not text and self.kind is Path:
+            if not text and self.kind is Path:  # which would be the current folder
                 raise ValueError
             return self.kind(text)
         except ValueError:
             raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
 
-    def flag_type(self) -> str:
-        """For absl's own help."""
-        return "value"
-
     def serialize(self, value: Any) -> str:
-        """As it would be typed."""
+        """Return the value as it would be typed."""
         return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def meanings(main: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of each parameter, below "Args:"."""
+    """Return what the docstring says of each parameter, below "Args:"."""
     section = (inspect.getdoc(main) or "").partition("\nArgs:\n")[2].split("\n\n")[0]
     lines = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()).rstrip(".") for name, text in lines}
 
 
 def at_least(least: float, **values: float) -> None:
-    """Raises ValueError for a flag below the least that it may be."""
+    """Raise ValueError for a flag below its least value."""
     for name, value in values.items():
         if not value >= least:
             raise ValueError(f"--{name}={value} must be at least {least:g}")
-
-
-def _words(parameters: Sequence[inspect.Parameter], given: Sequence[str]) -> list[Any]:
-    """The words of the command line, one for each parameter."""
-    if len(given) != len(parameters):
-        wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in parameters)
-        raise ValueError(f"{' '.join(given) or 'nothing'} is given where {wanted} is to be said")
-    return [Parser(p.annotation).parse(x) for p, x in zip(parameters, given, strict=True)]
