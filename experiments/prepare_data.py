@@ -21,6 +21,7 @@ as the experiments read it before it stays, and no file is written over.
 import csv
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,13 +51,13 @@ def graph(path: Path, largest_component: bool) -> Arrays:
     except (networkx.NetworkXError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read as GML: {error}") from error
     found.remove_edges_from(list(networkx.selfloop_edges(found)))
-    kept = set(found)
-    if largest_component and kept:
-        kept = max(networkx.connected_components(found), key=len)
-    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
-    nodes = [node for node in found if node in kept]
     if not found.number_of_edges():
         raise ValueError(f"{path} has no edge between two nodes")
+    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
+    nodes = list(found)
+    if largest_component:
+        kept = max(networkx.connected_components(found), key=len)
+        nodes = [node for node in nodes if node in kept]
     matrix = networkx.to_scipy_sparse_array(found, nodes, weight=weight, format="csr")
     upper = scipy.sparse.triu(matrix, format="csr").tocoo()
     arrays = {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(nodes), np.int32)}
@@ -132,15 +133,15 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     """
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
-    mark = next((mark for mark in ",;\t" if mark in "".join(lines[:1])), " ")
-    rows = list(csv.reader(lines, delimiter=mark, skipinitialspace=True))
-    if not rows:
+    if not lines:
         raise ValueError(f"{source} is empty")
+    mark = next((mark for mark in ",;\t" if mark in lines[0]), " ")
+    table = csv.reader(lines, delimiter=mark, skipinitialspace=True)
+    rows = [[cell.strip() for cell in row] for row in table]
     header = list(columns) or rows.pop(0)
     target = target or header[-1]
-    for name in (target, *drop):
-        if name not in header:
-            raise ValueError(f"{source} has no column {name!r}: it has {', '.join(header)}")
+    if missing := sorted({target, *drop} - {*header}):
+        raise ValueError(f"{source} has no column {missing[0]!r}: it has {', '.join(header)}")
     order = [i for i, name in enumerate(header) if name not in (*drop, target)]
     order.append(header.index(target))
     content = io.StringIO(newline="")
@@ -151,7 +152,7 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
                 f"row {number} of {source} has {len(row)} cells, but there are {len(header)}"
                 " columns: see --columns"
             )
-        writer.writerow([row[i].strip() for i in order])
+        writer.writerow([row[i] for i in order])
     return content.getvalue()
 
 
@@ -173,19 +174,6 @@ def sources(source: Path) -> list[Path]:
             " folder with such graphs or meshes, or with roads.csv"
         )
     return found
-
-
-def read(path: Path, out: Path, kind: Kind) -> None:
-    """Read a result as the experiments do."""
-    folder = path.parent.name
-    if folder == "meshes":
-        data.mesh_faces(path)
-    elif folder == "traffic_san_jose":
-        data.traffic(path)
-    elif folder == "graphs":
-        data.load(path.stem, out, weighted=True)
-    else:
-        tabular.load(path.stem, kind, out)
 
 
 def main(
@@ -220,18 +208,22 @@ def main(
         if result.exists():
             raise ValueError(f"{result} is there already: remove it, or give another --name")
         if suffix in TABLES:
-            content: Any = table(path, columns, target, drop)
+            content = table(path, columns, target, drop)
+            read = partial(tabular.load, stem, kind, out)
         elif path.is_dir():
-            content = roads(path)
+            content, read = roads(path), partial(data.traffic, result)
+        elif suffix == ".gml":
+            content = graph(path, largest_component)
+            read = partial(data.load, stem, out, weighted=True)
         else:
-            content = graph(path, largest_component) if suffix == ".gml" else mesh(path)
+            content, read = mesh(path), partial(data.mesh_faces, result)
         result.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if suffix in TABLES:
+            if isinstance(content, str):
                 result.write_text(content)
             else:
                 np.savez_compressed(result, **content)
-            read(result, out, kind)
+            read()
         except BaseException:
             result.unlink(missing_ok=True)
             raise

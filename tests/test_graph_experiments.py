@@ -36,7 +36,7 @@ def read(path):
 
 
 def test_generated_graphs_have_the_sizes_of_the_paper():
-    found = graph_data.generated()
+    found = {name: graph_data.load(name) for name in graph_data.GENERATED}
     sizes = {name: (graph.num_nodes, len(graph.indices) // 2) for name, graph in found.items()}
     assert {name: size[0] for name, size in sizes.items()} == {
         "Small ER": 20, "Larger ER": 100, "Binary tree": 127, "Ladder": 100,
@@ -70,13 +70,13 @@ def test_load(tmp_path):
     [
         (
             dict(edges=PATH, n_nodes=[3, 3]),
-            r"g.npz: n_nodes must be a positive integer, got \[3, 3\]",
+            r"g.npz: num_nodes must be a positive integer, got \[3, 3\]",
         ),
         (
             dict(edges=PATH, n_nodes=3.5),
-            r"g.npz: n_nodes must be a positive integer, got 3.5",
+            r"g.npz: num_nodes must be a positive integer, got 3.5",
         ),
-        (dict(edges=PATH, n_nodes=-3), r"g.npz: n_nodes must be a positive integer, got -3"),
+        (dict(edges=PATH, n_nodes=-3), r"g.npz: num_nodes must be a positive integer, got -3"),
         (dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
         (dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
         (dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),

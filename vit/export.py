@@ -116,7 +116,7 @@ def export(trained: use.Trained, written: Written) -> None:
     program = symbolic(trained, arrays, call, beside=written.parameters is not None)
     folder = written.program.parent
     folder.mkdir(parents=True, exist_ok=True)
-    with files.alone(folder):
+    with files.alone(folder, wait=True):
         check_new(written)
         if written.parameters is not None:
             content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,13 +38,38 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes that do so, too; wait for them."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold a folder, or a file, which is made, against other processes; it ends with the process.
+
+    Locks of files work over NFS, those of folders do not. A link is not followed. Gives whether it
+    is held: where the file system has no locks a line is printed instead.
+
+    Args:
+        path: of the folder or file.
+        wait: for another process to end, instead of raising.
+
+    Raises:
+        ValueError: when another process holds it.
+    """
+    is_folder = path.is_dir()
+    flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor, held = os.open(path, flags, 0o666), True
     try:
-        with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            holder = "" if is_folder else os.read(descriptor, 200).decode(errors="replace").strip()
+            raise ValueError(
+                f"{path} is in use by {holder or 'another process'}; wait for it, stop it, or take"
+                " another folder"
+            ) from None
+        except OSError as error:
+            held = False
+            print(f"{path} is not held against other processes: no locks here ({error.strerror})")
+        if not is_folder:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield held
     finally:
         os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""What the experiments on graphs share: generated graphs, files of graphs, meshes, traffic.
+"""Data of the experiments on graphs: generated graphs, files of graphs, meshes, traffic.
 
 A folder of data has `graphs/*.npz`, `meshes/*.npz` and `traffic_san_jose/*.npz`. The arrays of a
 file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps `weights` (E,);
@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse
 from jaxtyping import Float, Int
 
-from performer import choices
+from performer.choices import unknown
 from performer.graphs import Graph
 
 GENERATED = {
@@ -26,13 +26,9 @@ GENERATED = {
     "Binary tree": lambda: networkx.balanced_tree(2, 6),
     "Ladder": lambda: networkx.ladder_graph(50),
 }
+"""The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
 BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
-"""What there is without a folder of data."""
-
-
-def generated() -> dict[str, Graph]:
-    """The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
-    return {name: load(name) for name in GENERATED}
+"""Graphs that need no folder of data."""
 
 
 def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
@@ -50,7 +46,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     if name in made:
         return Graph.from_networkx(made[name](), weight=None)
     if data_dir is None:
-        raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
+        raise ValueError(f"{unknown('graph', name, made)}; files need --data_dir")
     path = data_dir / "graphs" / f"{name}.npz"
     parts = arrays(path, "edges", "n_nodes")
     return _graph(path, parts, weighted and "weights" in parts)
@@ -103,7 +99,7 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     """
     parts = arrays(path, "vertices", "faces")
     vertices, faces = _vectors(path, "vertices", parts), parts["faces"]
-    if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
+    if faces.shape[1:] != (3,) or not _are_nodes(faces, len(vertices)):
         raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
     edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
@@ -161,15 +157,15 @@ def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
 def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> Graph:
     """The graph of the arrays of a file; what is wrong with them names the file."""
     try:
-        count = choices.positive_integer("n_nodes", parts["n_nodes"].tolist())
-        return Graph.from_edges(parts["edges"], count, parts["weights"] if weighted else None)
+        weights = parts["weights"] if weighted else None
+        return Graph.from_edges(parts["edges"], parts["n_nodes"].tolist(), weights)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _vectors(path: Path, name: str, parts: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
     vectors = parts[name]
-    if vectors.ndim != 2 or vectors.shape[1] != 3 or not np.isfinite(vectors).all():
+    if vectors.shape[1:] != (3,) or not np.isfinite(vectors).all():
         raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
     return vectors.astype(np.float64)
 

@@ -6,33 +6,35 @@ text, or `x` and `y`; `train_images`, `x_test`, ... for splits; `class_names` if
 integers and have names.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from vit import bounded
-from vit.sources.source import Example, Source, check_class_name, png, split_of
+from vit.sources.source import Example, Source, split_of
 
 IMAGES, LABELS = {"images", "image", "x", "imgs"}, {"labels", "label", "y", "targets", "target"}
-"""What the arrays of an npz file are called."""
-GREY_OR_RGB = ((), (1,), (3,))
+"""Names of the arrays of an npz file."""
 MOST_CLASSES = 2**16
 
 
 class Arrays(NamedTuple):
-    """The pictures of a split, and their classes by number."""
+    """The pictures of a split, and their classes: numbers or text."""
 
+    split: str
     name: str
     images: np.ndarray
     labels: np.ndarray
 
 
-def idx_found(folder: Path) -> bool:
-    """Whether there are IDX files of images."""
-    return any(folder.glob("*-images-idx3-ubyte*"))
+def idx_files(folder: Path) -> list[Path]:
+    """The IDX files of images in a folder."""
+    return sorted(folder.glob("*-images-idx3-ubyte*"))
 
 
 def read_idx(source: Path) -> Source:
@@ -42,24 +44,20 @@ def read_idx(source: Path) -> Source:
         ValueError: when files are damaged or do not fit together.
     """
     found = []
-    for path in sorted(source.glob("*-images-idx3-ubyte*")):
+    for path in idx_files(source):
         prefix = path.name.split("-images-idx3-ubyte")[0]
         label_paths = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
         if not label_paths:
             raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
         images, labels = bounded.read_idx(path, 3), bounded.read_idx(label_paths[0], 1)
-        if len(images) != len(labels):
-            raise ValueError(
-                f"{path} has {len(images)} images, {label_paths[0]} {len(labels)} labels"
-            )
         split = "train" if prefix.endswith("train") else "test"
-        found.append((split, Arrays(str(path), images, labels)))
+        found.append(Arrays(split, str(path), images, labels))
     return _source(source, found, [])
 
 
-def npz_found(folder: Path) -> bool:
-    """Whether there are .npz files."""
-    return any(folder.glob("*.npz"))
+def npz_files(folder: Path) -> list[Path]:
+    """The .npz files of a folder."""
+    return sorted(folder.glob("*.npz"))
 
 
 def read_npz(source: Path) -> Source:
@@ -68,13 +66,13 @@ def read_npz(source: Path) -> Source:
     Raises:
         ValueError: for an array that cannot be used; the message lists what there is.
     """
-    found: list[tuple[str, Arrays]] = []
+    found: list[Arrays] = []
     names: list[str] = []
-    for path in sorted(source.glob("*.npz")):
+    for path in npz_files(source):
         bounded.check_npz(path)
         try:
             with np.load(path, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in file.files}
+                arrays = dict(file)
         except (TypeError, ValueError) as error:  # a broken header, an array of Python objects
             raise ValueError(f"{path} cannot be read: {error}") from error
         names = [str(name) for name in arrays.pop("class_names", names)]
@@ -82,7 +80,7 @@ def read_npz(source: Path) -> Source:
     return _source(source, found, names)
 
 
-def _pairs(path: Path, arrays: dict[str, np.ndarray]) -> list[tuple[str, Arrays]]:
+def _pairs(path: Path, arrays: dict[str, np.ndarray]) -> list[Arrays]:
     """Images and labels of each split in a file, by the names of its arrays."""
 
     def by_split(meant: set[str]) -> dict[str, str]:
@@ -97,7 +95,7 @@ def _pairs(path: Path, arrays: dict[str, np.ndarray]) -> list[tuple[str, Arrays]
             f" it holds {there}"
         )
     return [
-        (split, Arrays(f"{path}:{key}", arrays[key], _flat(arrays[labels[split]])))
+        Arrays(split, f"{path}:{key}", arrays[key], _flat(arrays[labels[split]]))
         for split, key in images.items()
     ]
 
@@ -107,30 +105,28 @@ def _flat(labels: np.ndarray) -> np.ndarray:
     return labels[:, 0] if labels.shape[1:] == (1,) else labels
 
 
-def _source(folder: Path, found: list[tuple[str, Arrays]], names: Sequence[str]) -> Source:
-    splits = dict(found)
-    if len(splits) < len(found):
-        twice = next(split for split in splits if [s for s, _ in found].count(split) > 1)
-        raise ValueError(
-            f"{folder} holds two files for the split {twice!r}: one is {splits[twice].name}"
-        )
-    for arrays in splits.values():
+def _source(folder: Path, found: list[Arrays], names: list[str]) -> Source:
+    splits: dict[str, Arrays] = {}
+    for arrays in found:
+        first = splits.setdefault(arrays.split, arrays)
+        if first is not arrays:
+            raise ValueError(
+                f"{folder} holds {first.name} and {arrays.name} for the split {arrays.split!r}:"
+                " remove one"
+            )
         _check(arrays)
-    implied = _class_names([arrays.labels for arrays in splits.values()])
-    class_names = names or implied
-    if len(class_names) < len(implied):
+    implied = _class_names([arrays.labels for arrays in found])
+    if names and len(names) < len(implied):
         raise ValueError(f"{folder}: {len(names)} class_names, but labels up to {implied[-1]}")
-    for name in class_names:
-        check_class_name(name, repr(name))
-    channels = {3 if arrays.images.shape[3:] == (3,) else 1 for arrays in splits.values()}
-    examples = {split: partial(_examples, x, class_names) for split, x in splits.items()}
-    return Source(list(class_names), max(channels), examples)
+    channels = 3 if any(arrays.images.shape[3:] == (3,) for arrays in found) else 1
+    examples = {x.split: partial(_examples, x, names or implied) for x in found}
+    return Source(names or implied, channels, examples)
 
 
 def _check(arrays: Arrays) -> None:
     """Raises ValueError for what are no pictures with a class each."""
-    name, images, labels = arrays
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in GREY_OR_RGB:
+    _, name, images, labels = arrays
+    if images.dtype != np.uint8 or images.ndim < 3 or images.shape[3:] not in ((), (1,), (3,)):
         raise ValueError(
             f"{name} is {images.dtype}{list(images.shape)}: images are uint8, 0 to 255, of shape"
             " (n, height, width), or with 1 or 3 channels behind"
@@ -159,4 +155,11 @@ def _class_names(labels: Sequence[np.ndarray]) -> list[str]:
 def _examples(arrays: Arrays, class_names: Sequence[str]) -> Iterator[Example]:
     for number, (image, label) in enumerate(zip(arrays.images, arrays.labels, strict=True)):
         name = label if arrays.labels.dtype.kind == "U" else class_names[label]
-        yield Example(f"{arrays.name}[{number}]", partial(png, image), str(name))
+        yield Example(f"{arrays.name}[{number}]", partial(_png, image), str(name))
+
+
+def _png(image: np.ndarray) -> bytes:
+    """An image (height, width), or with 1 or 3 channels behind, of uint8, as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image).save(buffer, "PNG")
+    return buffer.getvalue()

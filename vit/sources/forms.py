@@ -12,34 +12,35 @@ class Form(NamedTuple):
     """One way to keep pictures with their classes."""
 
     words: str
-    found: Callable[[Path], bool]
-    """Whether a folder shows it."""
+    found: Callable[[Path], object]
+    """True, or anything else that is not empty, where a folder shows it."""
     read: Callable[..., Source]
-    """(folder) -> what it holds; (folder, column of classes) where there are columns."""
+    """(folder) -> its source; (folder, column of classes) where there are columns."""
     has_columns: bool = False
 
 
 FORMS = (
     Form("ILSVRC2012's tar files", ilsvrc2012.found, ilsvrc2012.read),
-    Form("IDX files (*-images-idx3-ubyte)", arrays.idx_found, arrays.read_idx),
+    Form("IDX files (*-images-idx3-ubyte)", arrays.idx_files, arrays.read_idx),
     Form("class folders (train/<class>/*.jpg)", folders.splits_found, folders.read),
-    Form("a csv file that names pictures and their classes", tables.found, tables.read, True),
+    Form("a csv file that names pictures and their classes", tables.tables, tables.read, True),
     Form("class folders (<class>/*.jpg)", folders.classes_found, folders.read),
-    Form("npz files (images, labels)", arrays.npz_found, arrays.read_npz),
-    Form("parquet files", parquet.found, parquet.read, True),
+    Form("npz files (images, labels)", arrays.npz_files, arrays.read_npz),
+    Form("parquet files", parquet.files, parquet.read, True),
 )
 
 
 def form(folder: Path) -> Form | None:
-    """That of a folder; None where there is no picture with a class."""
+    """The form of a folder; None where there is no picture with a class."""
     return next((form for form in FORMS if form.found(folder)), None)
 
 
 def read(folder: Path, labels_column: str = "") -> Source:
-    """What a folder holds.
+    """The source that a folder is.
 
     Raises:
-        ValueError: when it is none, is of no form, or is damaged.
+        ValueError: when it is none, is of no form, or is damaged; for the name of a class that
+            would come back as another of the text file whose lines are the names.
     """
     if not folder.is_dir():
         raise ValueError(f"--source={folder} is no folder")
@@ -52,4 +53,11 @@ def read(folder: Path, labels_column: str = "") -> Source:
         )
     if labels_column and not its.has_columns:
         raise ValueError(f"--labels_column={labels_column}: {folder} holds {its.words}, no table")
-    return its.read(folder, labels_column) if its.has_columns else its.read(folder)
+    source = its.read(folder, labels_column) if its.has_columns else its.read(folder)
+    for name in source.class_names:
+        if name.splitlines() != [name.strip()] or not name.isprintable():
+            raise ValueError(
+                f"the class {name!r} in {folder} has a line break, an outer blank or an unprintable"
+                " character in its name, or none: rename it"
+            )
+    return source
