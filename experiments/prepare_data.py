@@ -15,7 +15,8 @@
 
 Another folder is searched for .gml, .stl and .obj files. A table may have its cells between commas,
 semicolons, tabs or spaces; --columns names them where the file has no header. Each result is read
-as the experiments read it before it stays, and no file is written over.
+as the experiments read it before it stays, and no file is written over. A ValueError names a file
+that cannot be used, and the reason.
 """
 
 import csv
@@ -34,6 +35,7 @@ from experiments.graphs import data
 
 TABLES = (".csv", ".data", ".txt", ".dat")
 FOLDERS = {".gml": "graphs", ".stl": "meshes", ".obj": "meshes"}
+KINDS = (*FOLDERS, *TABLES)
 Kind = Literal["regression", "classification"]
 Arrays = dict[str, np.ndarray]
 
@@ -42,9 +44,6 @@ def graph(path: Path, largest_component: bool) -> Arrays:
     """Read `edges`, `n_nodes` and, where the edges have values that differ, `weights`.
 
     Each edge is there once, undirected, without loops.
-
-    Raises:
-        ValueError: for a file that is no GML, or has no edge.
     """
     try:
         found = networkx.Graph(networkx.read_gml(path, label="id"))
@@ -69,9 +68,6 @@ def mesh(path: Path) -> Arrays:
 
     Equal vertices become one; faces without area, or that are there twice, and vertices without a
     face are left out. A normal is the mean of those of the faces around, weighted by their angles.
-
-    Raises:
-        ValueError: for a file that is no mesh, or has no face with an area.
     """
     import trimesh  # pyright: ignore[reportMissingImports]
 
@@ -95,9 +91,6 @@ def roads(folder: Path) -> Arrays:
     """Read roads.csv (from, to, length in metres) and sensors.csv (node, speed in mph).
 
     Nodes are any names; a road weighs the mean length over its own.
-
-    Raises:
-        ValueError: for a column that is missing, a number that is none, or a node without a road.
     """
     ends, lengths = _columns(folder / "roads.csv", "from", "to", "length")
     sensors, speeds = _columns(folder / "sensors.csv", "node", "speed")
@@ -126,11 +119,7 @@ def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray
 
 
 def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
-    """The csv file, the target last.
-
-    Raises:
-        ValueError: for a file of no rows, columns that are not there, or another number of cells.
-    """
+    """The csv file, the target last."""
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
     if not lines:
@@ -156,26 +145,6 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     return content.getvalue()
 
 
-def sources(source: Path) -> list[Path]:
-    """The files to read; a folder of roads is one.
-
-    Raises:
-        ValueError: for a source that is not there, or is of no kind that is known.
-    """
-    if (source / "roads.csv").is_file():
-        return [source]
-    if source.is_dir():
-        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
-    else:
-        found = [source] if source.suffix.lower() in (*FOLDERS, *TABLES) else []
-    if not found or not all(path.is_file() for path in found):
-        raise ValueError(
-            f"--source={source} is no file that ends in {', '.join((*FOLDERS, *TABLES))}, and no"
-            " folder with such graphs or meshes, or with roads.csv"
-        )
-    return found
-
-
 def main(
     source: Path,
     out: Path = Path("data"),
@@ -198,7 +167,15 @@ def main(
         target: the column that goes last; the last one.
         drop: columns that are left out.
     """
-    found = sources(source)
+    if source.suffix.lower() in KINDS or (source / "roads.csv").is_file():
+        found = [source]
+    else:
+        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
+    if not found or not source.exists():
+        raise ValueError(
+            f"--source={source} is no file that ends in {', '.join(KINDS)}, and no folder with such"
+            " graphs or meshes, or with roads.csv"
+        )
     if name and len(found) > 1:
         raise ValueError(f"--name={name} is one name, but {source} has {len(found)} files")
     for path in found:

@@ -314,7 +314,7 @@ def test_validation_images_that_no_label_is_for_are_left_out(tmp_path, capsys):
         (b"1\n0\n", {}, "KeyError: 0"),
         (b"1\n-1\n", {}, "KeyError: -1"),
         (b"1\nx\n", {}, "ValueError: invalid literal .* b'x'"),
-        (b"1\n", {"meta.mat": b"no table"}, "ValueError: .* mat"),
+        (b"1\n", {"meta.mat": b"no table"}, "MatReadError: .*truncated"),
         (b"1\n", {"meta.mat": None}, "KeyError: .*nowhere"),
     ],
 )
@@ -341,10 +341,6 @@ def test_archives_that_break_off_or_hold_something_else(tmp_path):
     content[second + 150] ^= 1  # its checksum: for tarfile the archive ends here
     val.write_bytes(content)
     with pytest.raises(ValueError, match=f"img_val.tar cannot be read: .* at byte {second:,}"):
-        prepare(source, tmp_path / "out")
-    val.unlink()
-    os.mkfifo(val)
-    with pytest.raises(ValueError, match="img_val.tar cannot be read: .* no regular file"):
         prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -531,7 +527,7 @@ def test_data_sets_that_are_not_what_they_say(pets):
     assert '"shardLengths": [\n        "6"' in text
     for lie in ("5", "7"):
         info.write_text(text.replace('"6"', f'"{lie}"'))
-        refused(f"train.* holds 6 records, but .*dataset_info.json says {lie}")
+        refused(f"train.* no whole .* it holds 6 records, and dataset_info.json says {lie}")
     for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
         info.write_text(damaged)
         refused("the description of 'pets' in config.data.dir=.* cannot be read")

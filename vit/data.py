@@ -66,14 +66,15 @@ def labelled_image(
             f"has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
             + " (-1 stands for a label that is kept secret)" * (label == -1)
         )
-    if rng is not None and data.max_shift:
-        image = augment.random_shift(image, rng, data.max_shift)
-    if rng is not None and data.flip:
-        image = augment.random_flip(image, rng)
-    if rng is not None and data.randaugment_layers:
-        image = augment.randaugment(image, rng, data.randaugment_layers, data.randaugment_magnitude)
-    if rng is not None and data.erase and rng.random() < data.erase:
-        image = augment.random_erasing(image, rng)
+    if rng is not None:
+        if data.max_shift:
+            image = augment.random_shift(image, rng, data.max_shift)
+        if data.flip:
+            image = augment.random_flip(image, rng)
+        if n := data.randaugment_layers:
+            image = augment.randaugment(image, rng, n, data.randaugment_magnitude)
+        if data.erase and rng.random() < data.erase:
+            image = augment.random_erasing(image, rng)
     return {"image": image, "label": np.int32(label)}
 
 
@@ -146,16 +147,14 @@ def _pixels(
     mode = "L" if channels == 1 else "RGB"
     width, height = opened.size
     left, top, right, bottom = box(width, height)
-    room = min(right - left, bottom - top) / size
-    reduction = next((r for r in (8, 4, 2) if r <= room), 1)
+    ratio = min(right - left, bottom - top) / size
+    reduction = next((r for r in (8, 4, 2) if r <= ratio), 1)
     if not opened.draft(mode, (width // reduction, height // reduction)):
         reduction = 1
-    if opened.mode not in ("L", mode):
+    if opened.mode not in ("L", mode):  # grey images are resized before they get three channels
         opened = opened.convert(mode)
     part = (left / reduction, top / reduction, right / reduction, bottom / reduction)
-    opened = opened.resize((size, size), filter, box=part)
-    if opened.mode != mode:  # grey images are resized before they get three channels
-        opened = opened.convert(mode)
+    opened = opened.resize((size, size), filter, box=part).convert(mode)
     return np.asarray(opened).reshape(size, size, channels)
 
 
@@ -231,16 +230,14 @@ def _from_tfds(data: config.Data) -> Dataset:
         builder: Any = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
         features, known = builder.info.features, builder.info.splits
         class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
+        if not class_names or channels not in (1, 3):
+            raise ValueError(f"{len(class_names)} classes, {channels} channels")
     except Exception as error:  # what is written there may be anything
         raise ValueError(
             f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
-            f" it has no image and label: {type(error).__name__}: {error}"
+            " it is not of images of 1 or 3 channels with a label:"
+            f" {type(error).__name__}: {error}"
         ) from error
-    if not class_names or channels not in (1, 3):
-        raise ValueError(
-            f"{data.name!r} has {len(class_names)} classes and {channels} channels: images of 1"
-            " or 3 channels with a class are needed"
-        )
     sources, files = [], 0
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         for name in (part.split("[")[0] for part in split.split("+")):
@@ -273,10 +270,10 @@ def _check_named(data: config.Data) -> None:
     if data.dir and not root.exists():
         raise ValueError(f"{given} does not exist")
     for folder in (root / data.name, root) if data.dir else ():
-        if words := _raw(folder):
+        if folder.is_dir() and (form := forms.find(Path(folder))):
             prepare = command("prepare", source=folder, out="data")
             raise ValueError(
-                f"{folder} holds raw pictures ({words}): make a data set of them by {prepare}"
+                f"{folder} holds raw pictures ({form[0]}): make a data set of them by {prepare}"
             )
     if root.name in _names(root.parent):
         raise ValueError(
@@ -299,17 +296,8 @@ def _names(root: epath.Path) -> list[str]:
     return sorted({str(version.parent.relative_to(root)) for version in versions})
 
 
-def _raw(folder: epath.Path) -> str:
-    """The form of raw pictures that the folder holds; empty where it holds none."""
-    try:
-        form = forms.form(Path(folder)) if folder.is_dir() else None
-    except (OSError, ValueError) as error:
-        return str(error)
-    return form.words if form else ""
-
-
 def _check_shards(split: Any) -> None:
-    """Raises ValueError for a file that holds more or fewer records than its data set says."""
+    """Raises ValueError for a damaged file, or one of more or fewer records than announced."""
     from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(path: Any, announced: int) -> None:
@@ -317,13 +305,10 @@ def _check_shards(split: Any) -> None:
             reader = array_record_module.ArrayRecordReader(os.fspath(path))
             held = reader.num_records()
             reader.close()
+            if held != announced:
+                raise ValueError(f"it holds {held} records, and dataset_info.json says {announced}")
         except Exception as error:  # array_record's own kinds
             raise ValueError(f"{path} is no whole array_record file: {error}") from error
-        if announced != held:
-            raise ValueError(
-                f"{path} holds {held} records, but the data set's dataset_info.json says"
-                f" {announced}: it is damaged, or of another version"
-            )
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(check, split.filepaths, split.shard_lengths))
@@ -382,12 +367,7 @@ def eval_batches(
 
     Images are those of `evaluated_pixels`.
 
-    Args:
-        dataset: as `train_batches`, as all others.
-        data: likewise.
-        process: likewise.
-        processes: likewise.
-        threads: likewise.
+    Args: as `train_batches`.
 
     Returns:
         The examples as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
@@ -454,15 +434,9 @@ def run_batches(
 ) -> grain.IterDataset:
     """The batches of `train_batches` and `eval_batches` in the order of a run.
 
-    Args:
-        dataset: as `train_batches`, as all others.
-        data: likewise.
-        seed: likewise.
+    Args: as `train_batches`, but for
         schedule: places of training and evaluation.
         first: the place in it to begin with.
-        process: as `train_batches`.
-        processes: likewise.
-        threads: likewise.
 
     Raises:
         ValueError: as these.
@@ -481,8 +455,8 @@ def run_batches(
 
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
     """Bytes of a batch that one of so many processes reads."""
-    example = dataset.blank(data, dataset)
-    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example.values())
+    example = dataset.blank(data, dataset).values()
+    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example)
 
 
 def _local_size(data: config.Data, processes: int) -> int:
@@ -498,12 +472,27 @@ def _training(
     dataset: Dataset, data: config.Data, seed: int, size: int, threads: int
 ) -> Callable[[int], Batch]:
     """Batches by their number, each of `size` rows."""
+    records = dataset.train
 
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
-        return _train_example(index, rng, dataset, data)
+        """The record at `index`, or the next that decodes; bad is -1, or `index`."""
+        tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
+        error = None
+        for i in tried:
+            try:
+                decoded = dataset.decode(records[i], rng, data, dataset)
+                return decoded | {"bad": np.int32(index if error else -1)}
+            except WrongLabelError as wrong:
+                raise ValueError(f"training record {i} {wrong}") from None
+            except Exception as broken:  # PIL and array_record raise many kinds for broken files
+                error = broken
+        raise ValueError(
+            f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
+            f" the last one: {error}"
+        ) from error
 
-    order = grain.MapDataset.range(len(dataset.train)).seed(seed).shuffle().repeat()
+    order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
     examples = order.random_map(example)
     return lambda number: _batch(examples.__getitem__, number, size, threads)
 
@@ -511,8 +500,21 @@ def _training(
 def _evaluation(
     dataset: Dataset, data: config.Data, size: int, threads: int
 ) -> Callable[[int], Batch]:
+    """Batches by their number, each of `size` rows."""
+    records = dataset.evaluation
+
     def example(index: int) -> Batch:
-        return _eval_example(index, dataset, data)
+        """The record at `index`; a blank one where it cannot be decoded, or there is none."""
+        bad = -1
+        try:
+            if index < len(records):
+                decoded = dataset.decode(records[index], None, data, dataset)
+                return decoded | {"mask": np.float32(1), "bad": np.int32(-1)}
+        except WrongLabelError as wrong:
+            raise ValueError(f"evaluation record {index} {wrong}") from None
+        except Exception:  # PIL and array_record raise many kinds for broken files
+            bad = index
+        return dataset.blank(data, dataset) | {"mask": np.float32(0), "bad": np.int32(bad)}
 
     return lambda number: _batch(example, number, size, threads)
 
@@ -535,48 +537,14 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="records")
 
 
-def _train_example(
-    index: int, rng: np.random.Generator, dataset: Dataset, data: config.Data
-) -> Batch:
-    """The record at `index`, or the next that decodes; bad is -1, or `index`."""
-    records = dataset.train
-    tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
-    errors: list[Exception] = []
-    for i in tried:
-        try:
-            example = dataset.decode(records[i], rng, data, dataset)
-        except WrongLabelError as error:
-            raise ValueError(f"training record {i} {error}") from None
-        except Exception as error:  # PIL and array_record raise many kinds for broken files
-            errors.append(error)
-            continue
-        return example | {"bad": np.int32(index if errors else -1)}
-    raise ValueError(
-        f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
-        f" the last one: {errors[-1]}"
-    ) from errors[-1]
-
-
-def _eval_example(index: int, dataset: Dataset, data: config.Data) -> Batch:
-    """The record at `index`; a blank one where it cannot be decoded, or there is none."""
-    bad = -1
-    if index < len(dataset.evaluation):
-        try:
-            example = dataset.decode(dataset.evaluation[index], None, data, dataset)
-            return example | {"mask": np.float32(1), "bad": np.int32(-1)}
-        except WrongLabelError as error:
-            raise ValueError(f"evaluation record {index} {error}") from None
-        except Exception:  # PIL and array_record raise many kinds for broken files
-            bad = index
-    return dataset.blank(data, dataset) | {"mask": np.float32(0), "bad": np.int32(bad)}
-
-
 def _ahead(
     batches: grain.MapDataset, dataset: Dataset, data: config.Data, processes: int, threads: int
 ) -> grain.IterDataset:
     """The batches, read by the workers before they are requested."""
     read = batches.to_iter_dataset(_read_ahead(threads))
-    workers = machine.workers(data.num_workers, batch_bytes(dataset, data, processes))
+    workers = data.num_workers
+    if workers < 0:
+        workers = machine.workers(workers, batch_bytes(dataset, data, processes))
     if workers:
         options = grain.MultiprocessingOptions(num_workers=workers)
         read = read.mp_prefetch(options, _start_worker)

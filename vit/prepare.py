@@ -34,7 +34,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,21 +197,20 @@ def encoded(
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
-
-    def begun(example: Example) -> Future[bytes]:
-        try:
-            return pool.submit(encode, example.read())
-        except Exception as error:  # of whatever kind: who asks for the picture gets it
-            failed: Future[bytes] = Future()
-            failed.set_exception(error)
-            return failed
-
     with ThreadPoolExecutor(machine.cores()) as pool:
         for example in examples:
-            waiting.append((example, begun(example).result))
+            try:
+                result = pool.submit(encode, example.read()).result
+            except Exception as error:  # of whatever kind: who asks for the picture gets it
+                result = partial(_failed, error)
+            waiting.append((example, result))
             if len(waiting) > AHEAD * machine.cores():
                 yield waiting.popleft()
         yield from waiting
+
+
+def _failed(error: Exception) -> bytes:
+    raise error
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:

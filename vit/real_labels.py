@@ -30,17 +30,13 @@ def read(path: Path, num_classes: int) -> Labels:
     """
     try:
         labels = json.loads(files.read(path))
-        fits = isinstance(labels, list) and all(
-            isinstance(each, list) and all(type(i) is int and 0 <= i < num_classes for i in each)
-            for each in labels
-        )
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not fits or not labels:
+        if not labels or not {i for each in labels for i in each} <= {*range(num_classes)}:
+            raise ValueError("another class")
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must hold a list of lists of classes, each from 0 to {num_classes - 1}: the"
-            " real.json of google-research/reassessed-imagenet"
-        )
+            f" real.json of google-research/reassessed-imagenet ({error})"
+        ) from error
     return labels
 
 

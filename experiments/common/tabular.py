@@ -111,7 +111,17 @@ def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
             x[column] = values
     if not x:
         raise ValueError(f"data set {name!r} has no column but identifiers: add one to learn from")
-    y = _target(f"target {header[-1]!r} of data set {name!r}", columns[-1], kind)
+    where, cells = f"target {header[-1]!r} of data set {name!r}", columns[-1]
+    classes = kind == "classification"
+    y, is_text = _column(where, cells, classes)
+    if not classes and is_text:
+        raise ValueError(f"{where} is text: regression needs numbers in the last column")
+    if classes and y.max() + 1 > len(cells) / 2 and None not in map(_number, cells):
+        raise ValueError(
+            f"{where} has {y.max() + 1:.0f} distinct values in {len(cells)} rows: these are no"
+            " classes; put the class last or read it as regression"
+        )
+    y = y.astype(int if classes else np.float64)
     return Table(name, np.stack(list(x.values()), axis=1), y, tuple(x))
 
 
@@ -215,17 +225,3 @@ def _column(where: str, cells: Sequence[str], classes: bool = False) -> tuple[np
     if not ranks.any():
         raise ValueError(f"{where} is constant: drop it, or choose another target")
     return np.asarray(ranks if is_text else values, np.float64), is_text
-
-
-def _target(where: str, cells: Sequence[str], kind: Kind) -> np.ndarray:
-    y, is_text = _column(where, cells, kind == "classification")
-    if kind == "regression" and is_text:
-        raise ValueError(f"{where} is text: regression needs numbers in the last column")
-    if kind == "regression":
-        return y
-    if y.max() + 1 > len(cells) / 2 and None not in map(_number, cells):
-        raise ValueError(
-            f"{where} has {y.max() + 1:.0f} distinct values in {len(cells)} rows: these are no"
-            " classes; put the class last or read it as regression"
-        )
-    return y.astype(int)

@@ -3,7 +3,8 @@
 A folder of data has `graphs/*.npz`, `meshes/*.npz` and `traffic_san_jose/*.npz`. The arrays of a
 file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps `weights` (E,);
 of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3); of traffic those
-of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled.
+of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled; a ValueError names a file whose
+arrays cannot be used.
 
 The edge probabilities of the qGRF paper's two Erdos-Renyi graphs are not in its text: 0.2 (20
 nodes) and 0.04 (100 nodes) are ours. The seeds are the first that make connected graphs.
@@ -79,11 +80,7 @@ def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarr
 
 
 def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
-    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4).
-
-    Raises:
-        ValueError: as `arrays`.
-    """
+    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4)."""
     parts = arrays(path, "edges", "vertex_normals")
     normals = _vectors(path, "vertex_normals", parts)
     return _graph(path, parts | {"n_nodes": np.asarray(len(normals))}), normals
@@ -92,10 +89,7 @@ def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     """The graph of the faces of a mesh, adjacent if they share an edge, and their unit normals.
 
-    As in VRC Fig. 4.
-
-    Raises:
-        ValueError: as `arrays`; for a face without area.
+    As in VRC Fig. 4. A face without area raises ValueError.
     """
     parts = arrays(path, "vertices", "faces")
     vertices, faces = _vectors(path, "vertices", parts), parts["faces"]
@@ -119,12 +113,7 @@ def traffic(
 ) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
     """The graph of roads, the nodes with a sensor, and the speeds there in mph.
 
-    Args:
-        path: of the file.
-        weighted: with the weights of the file; each road weighs 1 otherwise.
-
-    Raises:
-        ValueError: as `arrays`.
+    Each road has its weight in the file, or 1 if not `weighted`.
     """
     parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
     graph, nodes, speed = _graph(path, parts, weighted), parts["obs_nodes"], parts["obs_speed"]

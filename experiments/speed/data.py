@@ -116,8 +116,7 @@ def waiting(files: list[bytes]) -> list[dict[str, Any]]:
 
 def _take(stream: Iterator[Any], number: int) -> None:
     for batch in itertools.islice(stream, number):
-        assert batch.shape[1:] == (SIZE, SIZE, 3), batch.shape
-        assert batch.dtype == "uint8", batch.dtype
+        assert (batch.shape[1:], batch.dtype) == ((SIZE, SIZE, 3), "uint8")
 
 
 def _dataset(files: list[bytes]) -> data.Dataset:
@@ -161,10 +160,10 @@ def _tensorflow(files: list[bytes], batch_size: int, pipeline: str, antialias: b
         image = tf.image.random_flip_left_right(image) if training else image
         return tf.cast(image, tf.uint8)
 
-    training, options = pipeline == "training", tf.data.Options()
-    options.threading.private_threadpool_size = 1
-    options.threading.max_intra_op_parallelism = 1
+    training = pipeline == "training"
     batches = tf.data.Dataset.from_tensor_slices(files).repeat()
     batches = batches.shuffle(len(files)) if training else batches
     batches = batches.map(example).batch(batch_size, drop_remainder=True)
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
     return batches.with_options(options).as_numpy_iterator()

@@ -8,34 +8,26 @@ from vit import bounded
 from vit.sources.source import SPLITS, Example, Source, is_picture
 
 
-def splits_found(folder: Path) -> bool:
-    """Whether the folder has folders of splits, with class folders in them."""
-    return any(_pictures(part) for part in _parts(folder))
-
-
-def classes_found(folder: Path) -> bool:
-    """Whether the folder has class folders, and none that is called as a split."""
-    return not _parts(folder) and bool(_pictures(folder))
-
-
-def read(source: Path) -> Source:
-    """The classes by the names of their folders.
+def read_splits(source: Path, _: str = "") -> Source | None:
+    """The folders of splits, with class folders in them.
 
     Raises:
         ValueError: when there is no training split, a class that training has not, or a folder
             without pictures.
     """
+    parts = _parts(source)
+    if not any(map(_classes, parts)):
+        return None
     folders: dict[str, Path] = {}
-    for part in _parts(source):
+    for part in parts:
         first = folders.setdefault(SPLITS[part.name], part)
         if first != part:
             raise ValueError(
                 f"{source} has both {first.name}/ and {part.name}/: rename or remove one"
             )
-    folders = folders or {"train": source}
     if "train" not in folders:
         raise ValueError(f"{source} has no folder train/")
-    classes = {split: {p.parent.name for p in _pictures(f)} for split, f in folders.items()}
+    classes = {split: _classes(folder) for split, folder in folders.items()}
     for split, folder in folders.items():
         if not classes[split]:
             raise ValueError(f"{folder} holds no <class>/*.jpg, *.jpeg or *.png")
@@ -45,9 +37,19 @@ def read(source: Path) -> Source:
     return Source(sorted(classes["train"]), 0, examples)
 
 
+def read_classes(source: Path, _: str = "") -> Source | None:
+    """Class folders, where none is called as a split."""
+    classes = set() if _parts(source) else _classes(source)
+    return Source(sorted(classes), 0, {"train": partial(_examples, source)}) if classes else None
+
+
 def _parts(source: Path) -> list[Path]:
     """The folders that are called as splits."""
     return sorted(path for path in source.iterdir() if path.is_dir() and path.name in SPLITS)
+
+
+def _classes(folder: Path) -> set[str]:
+    return {path.parent.name for path in _pictures(folder)}
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit import bounded
 from vit.sources.source import Example, Source
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -25,12 +24,14 @@ def found(folder: Path) -> bool:
     return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
 
 
-def read(source: Path) -> Source:
+def read(source: Path, _: str = "") -> Source | None:
     """The classes by their wnids, the splits train and validation.
 
     Raises:
         ValueError: when an archive is missing or damaged.
     """
+    if not found(source):
+        return None
     for name in (TRAIN_TAR, VAL_TAR, DEVKIT_TAR):
         if not (source / name).exists():
             raise ValueError(
@@ -59,11 +60,11 @@ def read(source: Path) -> Source:
         with _tar(source / VAL_TAR) as tar:
             for image in _members(tar):  # ILSVRC2012_val_00000001.JPEG
                 number = re.search(r"_([0-9]{1,9})$", Path(image.name).stem)
-                if number and 1 <= int(number[1]) <= len(labels):
-                    label, content = labels[int(number[1]) - 1], partial(_content, tar, image)
+                place = int(number[1]) if number else 0
+                if 1 <= place <= len(labels):
+                    yield Example(image.name, partial(_content, tar, image), labels[place - 1])
                 else:
-                    label, content = "", partial(_no_number, len(labels))
-                yield Example(image.name, content, label)
+                    yield Example(image.name, partial(_no_number, len(labels)), "")
 
     return Source(sorted(classes), 3, {"train": train, "validation": validation})
 
@@ -91,10 +92,9 @@ def _validation_labels(devkit: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _tar(path: Path | str, file: Any = None) -> Iterator[tarfile.TarFile]:
-    """An open archive; a ValueError names it where it is damaged."""
+    """An open archive, of a path or in another; a ValueError names it where it is damaged."""
     try:
-        file = file or bounded.regular(Path(path))
-        with file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(path, "r:", file) as tar:
             yield tar
     except (tarfile.TarError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -117,12 +117,5 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    """The bytes of a member.
-
-    Raises:
-        KeyError, ValueError: for a link to nowhere, and for what is no file.
-    """
-    file = tar.extractfile(member)
-    if file is None:
-        raise ValueError(f"{member.name} is no file")
+    file: Any = tar.extractfile(member)
     return file.read()

@@ -40,18 +40,15 @@ class Columns(NamedTuple):
         return self.class_names[label] if self.class_names else str(label)
 
 
-def files(folder: Path) -> list[Path]:
-    """The parquet files of a folder, or of those below it."""
-    return sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
-
-
-def read(source: Path, labels_column: str = "") -> Source:
+def read(source: Path, labels_column: str = "") -> Source | None:
     """The pictures of all files.
 
     Raises:
         ValueError: when one cannot be read, or has no pictures or classes.
     """
-    paths = files(source)
+    paths = sorted(source.glob("*.parquet")) or sorted(source.glob("*/*.parquet"))
+    if not paths:
+        return None
     folders = sorted({str(path.parent) for path in paths})
     if len(folders) > 1:
         raise ValueError(
@@ -62,7 +59,7 @@ def read(source: Path, labels_column: str = "") -> Source:
     for path in paths:
         splits.setdefault(split_of(path.stem), []).append(path)
     columns = _columns(paths[0], labels_column)
-    labels = {columns.name(x, path) for path in paths for (x,) in _rows(path, columns.label)}
+    labels = {columns.name(label, path) for path in paths for label in _labels(path, columns)}
     examples = {split: partial(_examples, files, columns) for split, files in splits.items()}
     return Source(columns.class_names or in_order(labels), 0, examples)
 
@@ -73,13 +70,17 @@ def _columns(path: Path, named: str) -> Columns:
     with _opened(path) as file:
         schema = file.schema_arrow
     images = [field.name for field in schema if _is_bytes(field.type)]
-    kinds = (types.is_integer, types.is_string, types.is_large_string)
-    labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
     if len(images) != 1:
         shown = ", ".join(f"{field.name} {field.type}" for field in schema)
         raise ValueError(f"{path}: one column must hold encoded pictures; there are {shown}")
+    kinds = (types.is_integer, types.is_string, types.is_large_string)
+    labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
     label = column_of_labels(path, labels, named)
-    return Columns(images[0], label, _class_names(schema.metadata or {}, label))
+    try:  # {"info": {"features": {"label": {"names": [...]}}}}
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return Columns(images[0], label, [str(name) for name in features[label]["names"]])
+    except (KeyError, TypeError, ValueError):
+        return Columns(images[0], label, [])
 
 
 def _is_bytes(kind: Any) -> bool:
@@ -91,36 +92,20 @@ def _is_bytes(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _class_names(metadata: dict[bytes, bytes], label: str) -> list[str]:
-    """{"info": {"features": {"label": {"names": [...]}}}} in the metadata "huggingface"."""
-    try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return [str(name) for name in features[label]["names"]]
-    except (KeyError, TypeError, ValueError):
-        return []
-
-
 def _examples(paths: Sequence[Path], columns: Columns) -> Iterator[Example]:
+    """The rows one by one: one entry of a file's dictionary may stand in every row."""
     for path in paths:
-        for number, (image, label) in enumerate(_rows(path, columns.image, columns.label)):
-            yield Example(f"{path}[{number}]", partial(_bytes, image), columns.name(label, path))
+        with _opened(path) as file:
+            for number, row in enumerate(file.iter_batches(1, columns=list(columns[:2]))):
+                image, label = (row.column(name)[0].as_py() for name in columns[:2])
+                encoded = image["bytes"] if isinstance(image, dict) else image
+                name = columns.name(label, path)
+                yield Example(f"{path}[{number}]", partial(bytes, encoded), name)
 
 
-def _bytes(image: Any) -> bytes:
-    encoded = image["bytes"] if isinstance(image, dict) else image
-    if encoded is None:
-        raise ValueError("there are no bytes")
-    return encoded
-
-
-def _rows(path: Path, *columns: str) -> Iterator[tuple[Any, ...]]:
-    """The values of the columns, row by row.
-
-    They are read one by one: one entry of a file's dictionary may stand in every row.
-    """
+def _labels(path: Path, columns: Columns) -> list[Any]:
     with _opened(path) as file:
-        for row in file.iter_batches(1, columns=list(columns)):
-            yield tuple(row.column(name)[0].as_py() for name in columns)
+        return file.read([columns.label]).column(columns.label).unique().to_pylist()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
 """Of pictures, in lower case; those that cannot be read are named and counted, not passed over."""
 
 LABELS = ("label", "labels", "class_name", "class", "category", "target", "species", "class_label")
-"""Usual names of the column of classes in a table, the likeliest first."""
+"""Usual names of the column of classes in a table."""
 
 
 class Example(NamedTuple):
@@ -56,19 +56,8 @@ def split_of(name: str, otherwise: str = "train") -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), otherwise)
 
 
-def column_of_labels(
-    path: Path,
-    columns: Sequence[str],
-    named: str,
-    same: Callable[[Sequence[str]], bool] = lambda usual: False,
-) -> str:
-    """The column of the classes: that of a usual name, or the only one.
-
-    Args:
-        path: file of the table.
-        columns: columns that may be it.
-        named: the one that the user names, or empty.
-        same: whether columns divide the rows into the same classes.
+def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
+    """The column of the classes: the named one, else the only one of a usual name, else of any.
 
     Raises:
         ValueError: when the column is not there or ambiguous; the message lists the columns.
@@ -76,13 +65,13 @@ def column_of_labels(
     there = ", ".join(columns)
     if named and named not in columns:
         raise ValueError(f"--labels_column={named}: that of {path} is one of {there}")
-    usual = [column for name in LABELS for column in columns if column.lower() == name]
+    usual = [column for column in columns if column.lower() in LABELS]
     likely = [named] if named else usual or columns
-    if len(likely) == 1 or (usual and same(usual)):
-        return likely[0]
-    raise ValueError(
-        f"{path}: which column holds the classes? Say --labels_column=NAME; there are {there}"
-    )
+    if len(likely) != 1:
+        raise ValueError(
+            f"{path}: which column holds the classes? Say --labels_column=NAME; there are {there}"
+        )
+    return likely[0]
 
 
 def in_order(labels: Iterable[str]) -> list[str]:

@@ -42,39 +42,23 @@ class Table(NamedTuple):
     naming: Naming
 
 
-def tables(folder: Path) -> list[Table]:
-    """The csv files of a folder that name pictures.
-
-    Raises:
-        ValueError: when a csv file cannot be read; the message names the row.
-    """
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
-    return [table for table in map(_load, paths) if table]
-
-
-def read(source: Path, labels_column: str = "") -> Source:
+def read(source: Path, labels_column: str = "") -> Source | None:
     """The pictures that the csv file names.
 
     Raises:
-        ValueError: when several files do, one names a picture elsewhere, or the column of classes
-            is ambiguous.
+        ValueError: when a csv file cannot be read, several name pictures, one names a picture
+            elsewhere, or the column of classes is ambiguous.
     """
-    found = tables(source)
+    paths = sorted(path for path in source.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
+    found = [table for table in map(_load, paths) if table]
+    if not found:
+        return None
     if len(found) > 1:
         names = ", ".join(table.path.name for table in found)
         raise ValueError(f"{source} holds {len(found)} tables of pictures ({names}): leave one")
     ((path, columns, rows, naming),) = found
-
-    def classes(name: str) -> tuple[int, ...]:
-        numbers: dict[str, int] = {}
-        words = (row[columns.index(name)] for row in rows)
-        return tuple(numbers.setdefault(word, len(numbers)) for word in words)
-
-    def same(usual: Sequence[str]) -> bool:
-        return len(set(map(classes, usual))) == 1
-
     others = [name for number, name in enumerate(columns) if number != naming.column]
-    label = columns.index(column_of_labels(path, others, labels_column, same))
+    label = columns.index(column_of_labels(path, others, labels_column))
     for row in rows:
         if not Path(os.path.abspath(naming.path(row))).is_relative_to(os.path.abspath(source)):
             raise ValueError(f"{path} names {row[naming.column]!r}, outside {source}")
