@@ -14,8 +14,9 @@ from PIL import Image, ImageEnhance, ImageOps
 
 Box = tuple[float, float, float, float]
 """Part of an image in pixels: left, top, right, bottom."""
-Images, Targets = Float[Array, "b height width c"], Float[Array, "b classes"]
-"""A batch in float32: pixels, and probabilities of the classes."""
+Images = Float[Array, "b height width c"]
+Targets = Float[Array, "b classes"]
+"""Probabilities of the classes."""
 Blended = tuple[Images, Targets]
 Operation = Callable[[Image.Image, float], Image.Image]
 

@@ -258,7 +258,7 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
             ) from error
         sources.append(source)
-    return Dataset(*sources, class_names, channels)
+    return Dataset(*sources, class_names=class_names, channels=channels)
 
 
 def _check_named(data: config.Data) -> None:
@@ -493,7 +493,7 @@ def _training(
         ) from error
 
     order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
-    examples = order.random_map(example)
+    examples: Any = order.random_map(example)
     return lambda number: _batch(examples.__getitem__, number, size, threads)
 
 

@@ -245,7 +245,8 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     code_path = None  # TFDS would look for checksums of downloads there
 
     def __init__(self, name: str, source: Source, examples: Callable[[str], Any], out: Path):
-        self.name, self._source, self._examples = name, source, examples
+        self.name = name  # pyright: ignore[reportAttributeAccessIssue]
+        self._source, self._examples = source, examples
         super().__init__(data_dir=out, file_format=tfds.core.FileFormat.ARRAY_RECORD)
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -272,7 +273,7 @@ def main(_: list[str]) -> None:
     source, out = Path(_SOURCE.value), Path(_OUT.value)
     name = _NAME.value or default_name(source)
     options = (_VALIDATION, _SEED, _LABELS_COLUMN, _MAX_SIDE, _FILES)
-    values = {option.name: option.value for option in options}
+    values: dict[str, Any] = {option.name: option.value for option in options}
     counts = prepare(source, out, name, _MAX_BAD_FILES.value, **values)
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     print("train on it with:")

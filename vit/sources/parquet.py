@@ -6,38 +6,13 @@ train-00000-of-00002.parquet; the files lie in the folder or in one below it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vit.sources.source import Example, Source, column_of_labels, in_order, split_of
-
-
-class Columns(NamedTuple):
-    """Which columns hold what."""
-
-    image: str
-    label: str
-    class_names: Sequence[str]
-    """Of integers; empty for text, or where the names are not known."""
-
-    def name(self, label: Any, path: Path) -> str:
-        """Return the class of a label in the file.
-
-        Raises:
-            ValueError: for a missing label, or an integer that stands for no class.
-        """
-        if isinstance(label, str):
-            return label
-        if label is None or not 0 <= label < (len(self.class_names) or label + 1):
-            last = len(self.class_names) - 1 if self.class_names else "..."
-            raise ValueError(
-                f"{path}: the column {self.label!r} has {label}, but the classes are 0 to {last}:"
-                " leave out rows without a label (None, or -1 where it is secret)"
-            )
-        return self.class_names[label] if self.class_names else str(label)
 
 
 def read(source: Path, labels_column: str = "") -> Source | None:
@@ -55,16 +30,38 @@ def read(source: Path, labels_column: str = "") -> Source | None:
             f"{source} holds parquet files in several folders; give --source={folders[0]}"
             f" or another of {', '.join(folders[1:])}"
         )
-    splits: dict[str, list[Path]] = {}
+    image, label, class_names = _columns(paths[0], labels_column)
+    names: dict[Any, str] = {}
     for path in paths:
-        splits.setdefault(split_of(path.stem), []).append(path)
-    columns = _columns(paths[0], labels_column)
-    labels = {columns.name(label, path) for path in paths for label in _labels(path, columns)}
-    examples = {split: partial(_examples, files, columns) for split, files in splits.items()}
-    return Source(columns.class_names or in_order(labels), 0, examples)
+        with _opened(path) as file:
+            labels = file.read([label]).column(label).unique().to_pylist()
+        for x in labels:
+            if x is None or (isinstance(x, int) and not 0 <= x < (len(class_names) or x + 1)):
+                last = len(class_names) - 1 if class_names else "..."
+                raise ValueError(
+                    f"{path}: the column {label!r} has {x}, but the classes are 0 to {last}: leave"
+                    " out rows without a label (None, or -1 where it is secret)"
+                )
+            names[x] = class_names[x] if class_names and isinstance(x, int) else str(x)
+
+    def examples(split: str) -> Iterator[Example]:
+        for path in (path for path in paths if split_of(path.stem) == split):
+            with _opened(path) as file:
+                # One by one: one entry of a file's dictionary may stand in every row.
+                for number, row in enumerate(file.iter_batches(1, columns=[image, label])):
+                    content, x = (row.column(name)[0].as_py() for name in (image, label))
+                    encoded = content["bytes"] if isinstance(content, dict) else content
+                    yield Example(f"{path}[{number}]", partial(bytes, encoded), names[x])
+
+    splits = {split_of(path.stem): partial(examples, split_of(path.stem)) for path in paths}
+    return Source(class_names or in_order(names.values()), 0, splits)
 
 
-def _columns(path: Path, named: str) -> Columns:
+def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
+    """The columns of pictures and of classes; and the names of these, if they are known integers.
+
+    The metadata "huggingface" has them: {"info": {"features": {"label": {"names": [...]}}}}.
+    """
     from pyarrow import types
 
     with _opened(path) as file:
@@ -76,11 +73,11 @@ def _columns(path: Path, named: str) -> Columns:
     kinds = (types.is_integer, types.is_string, types.is_large_string)
     labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
     label = column_of_labels(path, labels, named)
-    try:  # {"info": {"features": {"label": {"names": [...]}}}}
+    try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-        return Columns(images[0], label, [str(name) for name in features[label]["names"]])
+        return images[0], label, [str(name) for name in features[label]["names"]]
     except (KeyError, TypeError, ValueError):
-        return Columns(images[0], label, [])
+        return images[0], label, []
 
 
 def _is_bytes(kind: Any) -> bool:
@@ -90,22 +87,6 @@ def _is_bytes(kind: Any) -> bool:
     if types.is_struct(kind):
         return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
     return types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _examples(paths: Sequence[Path], columns: Columns) -> Iterator[Example]:
-    """The rows one by one: one entry of a file's dictionary may stand in every row."""
-    for path in paths:
-        with _opened(path) as file:
-            for number, row in enumerate(file.iter_batches(1, columns=list(columns[:2]))):
-                image, label = (row.column(name)[0].as_py() for name in columns[:2])
-                encoded = image["bytes"] if isinstance(image, dict) else image
-                name = columns.name(label, path)
-                yield Example(f"{path}[{number}]", partial(bytes, encoded), name)
-
-
-def _labels(path: Path, columns: Columns) -> list[Any]:
-    with _opened(path) as file:
-        return file.read([columns.label]).column(columns.label).unique().to_pylist()
 
 
 @contextmanager
