@@ -185,7 +185,7 @@ def main(
         if result.exists():
             raise ValueError(f"{result} is there already: remove it, or give another --name")
         if suffix in TABLES:
-            content = table(path, columns, target, drop)
+            content: Any = table(path, columns, target, drop)
             read = partial(tabular.load, stem, kind, out)
         elif path.is_dir():
             content, read = roads(path), partial(data.traffic, result)

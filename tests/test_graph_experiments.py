@@ -70,13 +70,13 @@ def test_load(tmp_path):
     [
         (
             dict(edges=PATH, n_nodes=[3, 3]),
-            r"g.npz: num_nodes must be a positive integer, got \[3, 3\]",
+            r"g.npz: n_nodes must be a positive integer, got \[3, 3\]",
         ),
         (
             dict(edges=PATH, n_nodes=3.5),
-            r"g.npz: num_nodes must be a positive integer, got 3.5",
+            r"g.npz: n_nodes must be a positive integer, got 3.5",
         ),
-        (dict(edges=PATH, n_nodes=-3), r"g.npz: num_nodes must be a positive integer, got -3"),
+        (dict(edges=PATH, n_nodes=-3), r"g.npz: n_nodes must be a positive integer, got -3"),
         (dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
         (dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
         (dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),

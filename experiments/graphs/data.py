@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse
 from jaxtyping import Float, Int
 
-from performer.choices import unknown
+from performer import choices
 from performer.graphs import Graph
 
 GENERATED = {
@@ -47,7 +47,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     if name in made:
         return Graph.from_networkx(made[name](), weight=None)
     if data_dir is None:
-        raise ValueError(f"{unknown('graph', name, made)}; files need --data_dir")
+        raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
     path = data_dir / "graphs" / f"{name}.npz"
     parts = arrays(path, "edges", "n_nodes")
     return _graph(path, parts, weighted and "weights" in parts)
@@ -146,8 +146,8 @@ def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
 def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> Graph:
     """The graph of the arrays of a file; what is wrong with them names the file."""
     try:
-        weights = parts["weights"] if weighted else None
-        return Graph.from_edges(parts["edges"], parts["n_nodes"].tolist(), weights)
+        count = choices.positive_integer("n_nodes", parts["n_nodes"].tolist())
+        return Graph.from_edges(parts["edges"], count, parts["weights"] if weighted else None)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
