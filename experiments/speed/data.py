@@ -4,20 +4,15 @@ JPEG bytes to batches of uint8. `training`: inception crop to 224 x 224 and flip
 shorter side to 256, centre crop of 224. Ours is `vit.data` with one thread of grain, the other
 tf.data with one thread and `tf.io.decode_and_crop_jpeg`. They differ in:
 
-    resampling   ours filters before it takes fewer pixels (Pillow: bilinear in training, bicubic in
-                 evaluation); tf.image.resize(antialias=False) reads four pixels for each new one;
-                 "antialiased" is tf.data with antialias=True, the same work as ours in training
-    crops        ours draws the share of the area uniformly and the aspect log-uniformly; tf's
-                 sample_distorted_bounding_box the aspect uniformly, then the height
+    resampling   ours filters before it takes fewer pixels, as tf.image.resize(antialias=True) does
+                 ("antialiased"); tf's usual resizing reads four pixels for each new one
+    crops        ours draws the logarithm of the aspect uniformly, tf the aspect
     small parts  ours decodes a JPEG at 1/2, 1/4 or 1/8 where the crop remains large enough, to its
                  last byte; tf decodes at full size, and only the crop
     broken files ours names and replaces them; tf stops
 
 `waiting` measures ours alone on records that storage hands out 30 ms after they are requested, as
 a network file system may, with and without the threads that read them side by side.
-
-In one process, in turns; the best repeat is kept, of wall and of CPU time
-(`experiments.common.timing`).
 """
 
 import itertools
@@ -61,7 +56,10 @@ def read(folder: Path) -> list[bytes]:
 
 
 def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
-    """One row for each pipeline and implementation, and whether tensorflow is installed."""
+    """One row for each pipeline and implementation, and whether tensorflow is installed.
+
+    They take turns in one process, and the best repeat is kept (`experiments.common.timing`).
+    """
     try:
         import tensorflow as tf
 
@@ -71,25 +69,20 @@ def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
     except ImportError:
         others = {}
     size = min(len(files), 50)
-    batches = -(-IMAGES // size)
+    images = size * -(-IMAGES // size)
     rows = []
     for name in ("training", "evaluation"):
         streams = {"ours": _ours(files, size, name)}
         for kind, antialias in others.items():
             streams[kind] = _tensorflow(files, size, name, antialias)
-        calls = {kind: partial(_take, stream, batches) for kind, stream in streams.items()}
+        calls = {kind: partial(_take, stream, images // size) for kind, stream in streams.items()}
         best = timing.race(calls, REPEATS)
-        rows += [
-            {
-                "pipeline": name,
-                "implementation": kind,
-                "images/s": batches * size / seconds.wall,
-                "images/CPU s": batches * size / seconds.cpu,
-                "ours / this, wall": seconds.wall / best["ours"].wall,
-                "ours / this, CPU": seconds.cpu / best["ours"].cpu,
-            }
-            for kind, seconds in best.items()
-        ]
+        for kind, seconds in best.items():
+            row = {"pipeline": name, "implementation": kind}
+            row |= {"images/s": images / seconds.wall, "images/CPU s": images / seconds.cpu}
+            row["ours / this, wall"] = seconds.wall / best["ours"].wall
+            row["ours / this, CPU"] = seconds.cpu / best["ours"].cpu
+            rows.append(row)
     return rows, bool(others)
 
 
