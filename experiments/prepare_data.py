@@ -155,7 +155,7 @@ def main(
     target: str = "",
     drop: Sequence[str] = (),
 ) -> None:
-    """Writes the files and prints their paths.
+    """Write the files and print their paths.
 
     Args:
         source: a file, or a folder of them.

@@ -21,7 +21,7 @@ from vit.data import Dataset
 from vit.sources.source import holdout
 
 NAME = "arrays"
-"""What `config.data.name` says of them."""
+"""`config.data.name` of such a run."""
 
 
 def fit(
@@ -48,7 +48,7 @@ def fit(
             it, evenly over the classes, chosen by the seed of the config.
 
     Returns:
-        What `vit.load(workdir)` gives.
+        The result of `vit.load(workdir)`.
 
     Raises:
         ValueError: before anything is written, for images or labels that do not fit, an unknown

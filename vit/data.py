@@ -115,7 +115,7 @@ def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
 
 
 def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
-    """What evaluation sees of an array or encoded image, (image_size, image_size, channels) uint8.
+    """An array or encoded image as evaluation has it, (image_size, image_size, channels) uint8.
 
     The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
     centre is cut out, in one resampling; an image that has the right size passes untouched.
@@ -180,7 +180,7 @@ def load(data: config.Data) -> Dataset:
 
 
 def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
-    """Raises ValueError when training has less than a batch, or evaluation nothing."""
+    """Raise ValueError when training has less than a batch, or evaluation nothing."""
     if not len(dataset.evaluation):
         raise ValueError(f"config.data.eval_split={data.eval_split!r}{name} is empty")
     if len(dataset.train) < data.batch_size:
@@ -262,7 +262,7 @@ def _from_tfds(data: config.Data) -> Dataset:
 
 
 def _check_named(data: config.Data) -> None:
-    """Raises ValueError when the folder has no data set of that name; it lists what it has."""
+    """Raise ValueError when the folder has no data set of that name; it lists those that it has."""
     root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
     names = _names(root) if data.dir else []
     if data.name in names:
@@ -297,7 +297,7 @@ def _names(root: epath.Path) -> list[str]:
 
 
 def _check_shards(split: Any) -> None:
-    """Raises ValueError for a damaged file, or one of more or fewer records than announced."""
+    """Raise ValueError for a damaged file, or one of more or fewer records than announced."""
     from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(path: Any, announced: int) -> None:
@@ -390,7 +390,7 @@ def evaluation_length(dataset: Dataset, data: config.Data) -> int:
 
 
 class Schedule(NamedTuple):
-    """Which batches a run reads, in order: those of `every` steps, then all of evaluation, ...
+    """Order of the batches that a run reads: those of `every` steps, then all of evaluation, ...
 
     Evaluation stands after the last step, too. So the same workers read both, and the next ones of
     either kind are read while the devices are busy with the other.
@@ -411,7 +411,7 @@ class Schedule(NamedTuple):
         return step + self.evaluation_length * ((step - 1) // self.every)
 
     def at(self, place: int) -> tuple[bool, int]:
-        """Whether a batch of training stands there, and its number; else that in the evaluation."""
+        """(True, number of the batch of training) there, or (False, number in the evaluation)."""
         block, offset = divmod(place, self.every + self.evaluation_length)
         steps = min(self.every, self.num_steps - block * self.every)
         return (True, block * self.every + offset) if offset < steps else (False, offset - steps)

@@ -1,4 +1,4 @@
-"""Turns raw pictures into a TFDS data set in array_record form, without tensorflow.
+"""Turn raw pictures into a TFDS data set in array_record form, without tensorflow.
 
     python -m vit.prepare --source=DIR --out=DIR [--name=NAME] [--validation=0.1] [--max_side=320]
 

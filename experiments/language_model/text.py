@@ -23,7 +23,7 @@ class Text(NamedTuple):
 
     numbers: Int[np.ndarray, " n"]
     characters: tuple[str, ...]
-    """Of the numbers 0, 1, ..., sorted."""
+    """Characters of the numbers 0, 1, ..., sorted."""
 
 
 def read(path: str = "") -> Text:

@@ -33,7 +33,7 @@ RECORDS = 50_000
 """Records of a data set: the files again and again. Grain's shuffle of a handful would cost as much
 as decoding, since it walks through numbers of at least 16 bits until one is small enough."""
 DELAY, LATE_BATCH, LATE_BATCHES = 0.03, 128, 4
-"""Of `waiting`: seconds a record, images of a batch, batches after the first."""
+"""Parameters of `waiting`: seconds a record, images of a batch, batches after the first."""
 
 
 def sample_images() -> Path:

@@ -1,4 +1,4 @@
-"""What the experiments on tabular regression data share: splits, hyperparameters, couplings.
+"""Shared by the experiments on tabular regression data: splits, hyperparameters, couplings.
 
 The setting is that of VRC App. B.1: random splits of at most 256 training and 256 test points,
 inputs and targets standardised by the training part. For Fourier features the scales maximise the
@@ -129,7 +129,7 @@ def summed_norms(x: jax.Array) -> jax.Array:
 def check_finite(
     name: str, scheme: Scheme, quantity: str, by_coupling: dict[str, np.ndarray]
 ) -> None:
-    """Raises ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
+    """Raise ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
     for coupling, values in by_coupling.items():
         bad = np.argwhere(~np.isfinite(values))
         if len(bad):

@@ -109,7 +109,7 @@ def _source(folder: Path, found: list[Arrays], names: list[str]) -> Source | Non
 
 
 def _check(arrays: Arrays) -> None:
-    """Raises ValueError for what are no pictures with a class each."""
+    """Raise ValueError for arrays that are no pictures with a class each."""
     _, name, images, labels = arrays
     shape = images.shape
     fits = len(shape) > 2 and shape[0] and shape[3:] in ((), (1,), (3,))

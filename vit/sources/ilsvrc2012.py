@@ -20,7 +20,7 @@ DEVKIT_TAR = "ILSVRC2012_devkit_t12.tar.gz"
 
 
 def found(folder: Path) -> bool:
-    """Whether one of the two large archives lies there."""
+    """Detect one of the two large archives."""
     return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
 
 

@@ -81,7 +81,7 @@ def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
 
 
 def _is_bytes(kind: Any) -> bool:
-    """Whether values of the type may be encoded pictures."""
+    """Detect a type whose values may be encoded pictures."""
     from pyarrow import types
 
     if types.is_struct(kind):

@@ -20,7 +20,7 @@ SPLITS = {
 
 READ = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
-"""Of pictures, in lower case; those that cannot be read are named and counted, not passed over."""
+"""Suffixes of pictures; those that cannot be read are named and counted, not passed over."""
 
 LABELS = ("label", "labels", "class_name", "class", "category", "target", "species", "class_label")
 """Usual names of the column of classes in a table."""
@@ -31,7 +31,7 @@ class Example(NamedTuple):
 
     name: str
     read: Callable[[], bytes]
-    """Raises any exception where it cannot be read."""
+    """Function of no argument, which raises any exception where the bytes cannot be read."""
     label: str
 
 
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is a picture, by its suffix."""
+    """Detect a picture by its suffix."""
     return path.suffix.lower() in SUFFIXES
 
 
@@ -97,10 +97,10 @@ def with_validation(source: Source, share: float, seed: int) -> Source:
 
 
 def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
-    """Which examples are held out: a share of all, spread evenly over the classes.
+    """Mark the examples that are held out: a share of all, spread evenly over the classes.
 
     The examples are ordered by class, in each class by chance, the first of each put aside, since
-    it stays; from the rest every so manieth is taken.
+    it stays; from the rest examples at equal distances are taken.
 
     Returns:
         n bools, max(1, round(share n)) of them true if there are as many to spare.

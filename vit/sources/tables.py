@@ -22,7 +22,7 @@ LOOKED_AT = 10
 
 
 class Naming(NamedTuple):
-    """How the words of a column name pictures: `folder`/word`suffix`."""
+    """Rule by which the words of a column name pictures: `folder`/word`suffix`."""
 
     column: int
     folder: Path
@@ -95,7 +95,7 @@ def _load(path: Path) -> Table | None:
 
 
 def _naming(folder: Path, rows: Sequence[Sequence[str]]) -> Naming | None:
-    """That by which most of the rows name a picture."""
+    """The rule by which most of the rows name a picture."""
     places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())[:LOOKED_AT]]
     suffixes = ["", *SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)]
 
