@@ -452,9 +452,9 @@ def test_truncated_gzip(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (idx(np.zeros(0, np.uint8))[:4] + b"\xff" * 4, "announces 4,294,967,295 values"),
+        (idx(np.zeros(0, np.uint8))[:4] + b"\xff" * 4, "announces 4,294,967,295 values; a file of"),
         (idx(np.zeros(0, np.uint8)), "announces 0 values"),
-        (idx(np.zeros(9, np.uint8)) + b"\0", "announces 9 values"),
+        (idx(np.zeros(9, np.uint8)) + b"\0", "damaged: its header announces 9 values, more follow"),
     ],
 )
 def test_idx_files_are_bounded(tmp_path, content, message):
@@ -470,7 +470,7 @@ def test_a_gzip_bomb_takes_no_memory(tmp_path):
     header = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**20, 2**8, 2**8)
     path.write_bytes(gzip.compress(header + bytes(2**26), 9))
     tracemalloc.start()
-    with pytest.raises(ValueError, match="announces 68,719,476,736 values"):
+    with pytest.raises(ValueError, match=r"announces 68,719,476,736 values; .* 1 to 16,777,216"):
         read_idx(path, 3)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
