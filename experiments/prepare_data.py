@@ -15,12 +15,14 @@
 
 Another folder is searched for .gml, .stl and .obj files. A table may have its cells between commas,
 semicolons, tabs or spaces; --columns names them where the file has no header. Each result is read
-as the experiments read it before it stays, and no file is written over.
+as the experiments read it before it stays, and no file is written over. A ValueError names a file
+that cannot be used, and the reason.
 """
 
 import csv
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,7 @@ from experiments.graphs import data
 
 TABLES = (".csv", ".data", ".txt", ".dat")
 FOLDERS = {".gml": "graphs", ".stl": "meshes", ".obj": "meshes"}
+KINDS = (*FOLDERS, *TABLES)
 Kind = Literal["regression", "classification"]
 Arrays = dict[str, np.ndarray]
 
@@ -41,22 +44,19 @@ def graph(path: Path, largest_component: bool) -> Arrays:
     """Read `edges`, `n_nodes` and, where the edges have values that differ, `weights`.
 
     Each edge is there once, undirected, without loops.
-
-    Raises:
-        ValueError: for a file that is no GML, or has no edge.
     """
     try:
         found = networkx.Graph(networkx.read_gml(path, label="id"))
     except (networkx.NetworkXError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read as GML: {error}") from error
     found.remove_edges_from(list(networkx.selfloop_edges(found)))
-    kept = set(found)
-    if largest_component and kept:
-        kept = max(networkx.connected_components(found), key=len)
-    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
-    nodes = [node for node in found if node in kept]
     if not found.number_of_edges():
         raise ValueError(f"{path} has no edge between two nodes")
+    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
+    nodes = list(found)
+    if largest_component:
+        kept = max(networkx.connected_components(found), key=len)
+        nodes = [node for node in nodes if node in kept]
     matrix = networkx.to_scipy_sparse_array(found, nodes, weight=weight, format="csr")
     upper = scipy.sparse.triu(matrix, format="csr").tocoo()
     arrays = {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(nodes), np.int32)}
@@ -68,9 +68,6 @@ def mesh(path: Path) -> Arrays:
 
     Equal vertices become one; faces without area, or that are there twice, and vertices without a
     face are left out. A normal is the mean of those of the faces around, weighted by their angles.
-
-    Raises:
-        ValueError: for a file that is no mesh, or has no face with an area.
     """
     import trimesh  # pyright: ignore[reportMissingImports]
 
@@ -94,9 +91,6 @@ def roads(folder: Path) -> Arrays:
     """Read roads.csv (from, to, length in metres) and sensors.csv (node, speed in mph).
 
     Nodes are any names; a road weighs the mean length over its own.
-
-    Raises:
-        ValueError: for a column that is missing, a number that is none, or a node without a road.
     """
     ends, lengths = _columns(folder / "roads.csv", "from", "to", "length")
     sensors, speeds = _columns(folder / "sensors.csv", "node", "speed")
@@ -125,22 +119,18 @@ def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray
 
 
 def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
-    """The csv file, the target last.
-
-    Raises:
-        ValueError: for a file of no rows, columns that are not there, or another number of cells.
-    """
+    """The csv file, the target last."""
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
-    mark = next((mark for mark in ",;\t" if mark in "".join(lines[:1])), " ")
-    rows = list(csv.reader(lines, delimiter=mark, skipinitialspace=True))
-    if not rows:
+    if not lines:
         raise ValueError(f"{source} is empty")
+    mark = next((mark for mark in ",;\t" if mark in lines[0]), " ")
+    table = csv.reader(lines, delimiter=mark, skipinitialspace=True)
+    rows = [[cell.strip() for cell in row] for row in table]
     header = list(columns) or rows.pop(0)
     target = target or header[-1]
-    for name in (target, *drop):
-        if name not in header:
-            raise ValueError(f"{source} has no column {name!r}: it has {', '.join(header)}")
+    if missing := sorted({target, *drop} - {*header}):
+        raise ValueError(f"{source} has no column {missing[0]!r}: it has {', '.join(header)}")
     order = [i for i, name in enumerate(header) if name not in (*drop, target)]
     order.append(header.index(target))
     content = io.StringIO(newline="")
@@ -151,41 +141,8 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
                 f"row {number} of {source} has {len(row)} cells, but there are {len(header)}"
                 " columns: see --columns"
             )
-        writer.writerow([row[i].strip() for i in order])
+        writer.writerow([row[i] for i in order])
     return content.getvalue()
-
-
-def sources(source: Path) -> list[Path]:
-    """The files to read; a folder of roads is one.
-
-    Raises:
-        ValueError: for a source that is not there, or is of no kind that is known.
-    """
-    if (source / "roads.csv").is_file():
-        return [source]
-    if source.is_dir():
-        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
-    else:
-        found = [source] if source.suffix.lower() in (*FOLDERS, *TABLES) else []
-    if not found or not all(path.is_file() for path in found):
-        raise ValueError(
-            f"--source={source} is no file that ends in {', '.join((*FOLDERS, *TABLES))}, and no"
-            " folder with such graphs or meshes, or with roads.csv"
-        )
-    return found
-
-
-def read(path: Path, out: Path, kind: Kind) -> None:
-    """Read a result as the experiments do."""
-    folder = path.parent.name
-    if folder == "meshes":
-        data.mesh_faces(path)
-    elif folder == "traffic_san_jose":
-        data.traffic(path)
-    elif folder == "graphs":
-        data.load(path.stem, out, weighted=True)
-    else:
-        tabular.load(path.stem, kind, out)
 
 
 def main(
@@ -198,7 +155,7 @@ def main(
     target: str = "",
     drop: Sequence[str] = (),
 ) -> None:
-    """Writes the files and prints their paths.
+    """Write the files and print their paths.
 
     Args:
         source: a file, or a folder of them.
@@ -210,7 +167,15 @@ def main(
         target: the column that goes last; the last one.
         drop: columns that are left out.
     """
-    found = sources(source)
+    if source.suffix.lower() in KINDS or (source / "roads.csv").is_file():
+        found = [source]
+    else:
+        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
+    if not found or not source.exists():
+        raise ValueError(
+            f"--source={source} is no file that ends in {', '.join(KINDS)}, and no folder with such"
+            " graphs or meshes, or with roads.csv"
+        )
     if name and len(found) > 1:
         raise ValueError(f"--name={name} is one name, but {source} has {len(found)} files")
     for path in found:
@@ -221,17 +186,21 @@ def main(
             raise ValueError(f"{result} is there already: remove it, or give another --name")
         if suffix in TABLES:
             content: Any = table(path, columns, target, drop)
+            read = partial(tabular.load, stem, kind, out)
         elif path.is_dir():
-            content = roads(path)
+            content, read = roads(path), partial(data.traffic, result)
+        elif suffix == ".gml":
+            content = graph(path, largest_component)
+            read = partial(data.load, stem, out, weighted=True)
         else:
-            content = graph(path, largest_component) if suffix == ".gml" else mesh(path)
+            content, read = mesh(path), partial(data.mesh_faces, result)
         result.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if suffix in TABLES:
+            if isinstance(content, str):
                 result.write_text(content)
             else:
                 np.savez_compressed(result, **content)
-            read(result, out, kind)
+            read()
         except BaseException:
             result.unlink(missing_ok=True)
             raise

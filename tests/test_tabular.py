@@ -58,18 +58,21 @@ LONG = rows(range(1, 12), range(11), range(11))
 REFUSED = {
     "empty file": ("", "'t' .* cannot be read"),
     "no header": ("1,2,3\n4,5,6\n", "'t' .*t.csv.* must begin with the names of .* '1,2,3'"),
-    "no rows": ("a,b,y\n", "'t' .* has a header but no rows"),
-    "one column": ("a;b;y\n1;2;3\n", "'t' .* with commas between: it begins with 'a;b;y'"),
+    "no rows": ("a,b,y\n", "'t' .* and have rows below: it begins with 'a,b,y'"),
+    "one column": ("a;b;y\n1;2;3\n", "'t' .* with commas between, .* begins with 'a;b;y'"),
     "names twice": ("a,a,y\n1,2,3\n", "'t' .* each there once, .* 'a,a,y'"),
     "no name": (",b,y\n1,2,3\n", "'t' .* must begin with the names of .* ',b,y'"),
     "short row": (GOOD + "\n7,8\n", "row 4 of data set 't' .* 2 cells, .* header has 3: correct"),
     "long row": (GOOD + "7,8,9,10\n", "row 4 of data set 't' .* 4 cells"),
-    "empty cell": (GOOD + "7,,9\n", "column 'b' of data set 't' has no value in row 4.*fill it"),
-    "question mark": (GOOD + "?,1,9\n", r"column 'a' .* no value in row 4 \(the cell is '\?'\)"),
-    "target NaN": (GOOD + "4,1,nan\n", "target 'y' of data set 't' has no value in row 4"),
-    "infinite": (GOOD + "1,-inf,9\n", "column 'b' .* has '-inf' in row 4, .*: correct"),
-    "typing error": (f"a,b,y\n{LONG}1.2.3,4,5\n", "column 'a' .* has '1.2.3' in row 12, which"),
-    "too large": (GOOD + "1,1e200,9\n", "column 'b' .* has '1e200' in row 4, .* up to 1e.30"),
+    "empty cell": (GOOD + "7,,9\n", "column 'b' of data set 't' has '' in row 4: fill in a"),
+    "question mark": (GOOD + "?,1,9\n", r"column 'a' of data set 't' has '\?' in row 4: fill in a"),
+    "target NaN": (GOOD + "4,1,nan\n", "target 'y' of data set 't' has 'nan' in row 4: fill in a"),
+    "infinite": (GOOD + "1,-inf,9\n", "column 'b' .* has '-inf' in row 4: .*or drop the row"),
+    "typing error": (
+        f"a,b,y\n{LONG}1.2.3,4,5\n",
+        "column 'a' .* has '1.2.3' in row 12: fill in",
+    ),
+    "too large": (GOOD + "1,1e200,9\n", "column 'b' .* has '1e200' in row 4: .* up to 1e.30"),
     "underscore": (f"a,b,y\n{LONG}1_000,4,5\n", "column 'a' .* has '1_000' in row 12"),
     "no text": (GOOD + "\udcff,1,9\n", "'t' .*t.csv.* cannot be read: .*utf-8"),
     "constant": ("a,b,y\n1,2,3\n1,3,4\n", "column 'a' of data set 't' is constant: drop it"),
@@ -92,7 +95,7 @@ def test_refused(tmp_path, case):
     [
         ("a,y\n1,u\n2,u\n", "target 'y' of data set 't' is constant: .* another target"),
         ("a,y\n1,.1\n2,.2\n3,.3\n", "3 distinct values in 3 rows: .* read it as regression"),
-        ("a,y\n1,u\n2,\n3,v\n", "target 'y' of data set 't' has no value in row 2"),
+        ("a,y\n1,u\n2,\n3,v\n", "target 'y' of data set 't' has '' in row 2: fill in a value"),
     ],
 )
 def test_refused_as_classes(tmp_path, text, message):

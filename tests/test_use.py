@@ -139,7 +139,7 @@ def test_reassessed_labels_of_imagenet(run, tmp_path):
     for content, message in [
         ("[[0], [10]]", "must hold a list of lists of classes, each from 0 to 9"),
         ("[[0], 1]", "must hold a list of lists"),
-        ("[", "is no JSON"),
+        ("[", "must hold a list of lists .*Expecting value"),
         (json.dumps(labels[:1]), "file_name 'ILSVRC2012_val_0.*ReaL labels are of .*_00000001$"),
     ]:
         real.write_text(content)

@@ -21,7 +21,7 @@ from vit.data import Dataset
 from vit.sources.source import holdout
 
 NAME = "arrays"
-"""What `config.data.name` says of them."""
+"""`config.data.name` of such a run."""
 
 
 def fit(
@@ -48,7 +48,7 @@ def fit(
             it, evenly over the classes, chosen by the seed of the config.
 
     Returns:
-        What `vit.load(workdir)` gives.
+        The result of `vit.load(workdir)`.
 
     Raises:
         ValueError: before anything is written, for images or labels that do not fit, an unknown
@@ -61,13 +61,15 @@ def fit(
         config = bundled.config(config)
     config = config or recipe.for_images(len(records), len(class_names), side, channels)
     own = {"data.name": NAME, "data.dir": "", "data.num_workers": 0}
-    config = configs.with_values(config, checked(values or {}) | own)
+    for name in values or {}:
+        if name not in configs.TYPES:
+            raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
+    config = configs.with_values(config, {**(values or {}), **own})
     if isinstance(evaluation, tuple):
         held_out, _ = examples(*evaluation, class_names)
     else:
-        held = holdout(
-            [class_names[record["label"]] for record in records], evaluation, config.seed
-        )
+        names = [class_names[record["label"]] for record in records]
+        held = holdout(names, evaluation, config.seed)
         held_out = [record for record, out in zip(records, held, strict=True) if out]
         records = [record for record, out in zip(records, held, strict=True) if not out]
     dataset = Dataset(records, held_out, class_names, channels)
@@ -101,15 +103,3 @@ def examples(
         {"image": use.checked(image), "label": number[str(label)]}
         for image, label in zip(images, labels, strict=True)
     ], names
-
-
-def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, of fields that there are.
-
-    Raises:
-        ValueError: for another name.
-    """
-    for name in values:
-        if name not in configs.TYPES:
-            raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
-    return dict(values)

@@ -14,17 +14,22 @@ from PIL import Image, ImageEnhance, ImageOps
 
 Box = tuple[float, float, float, float]
 """Part of an image in pixels: left, top, right, bottom."""
+Images = Float[Array, "b height width c"]
+Targets = Float[Array, "b classes"]
+"""Probabilities of the classes."""
+Blended = tuple[Images, Targets]
+Operation = Callable[[Image.Image, float], Image.Image]
 
 
 def random_shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) -> np.ndarray:
-    """Moves the image by up to `max_shift` pixels along each axis; zeros move in."""
+    """Move the image by up to `max_shift` pixels along each axis; zeros move in."""
     padded = np.pad(image, [(max_shift, max_shift), (max_shift, max_shift), (0, 0)])
     top, left = rng.integers(0, 2 * max_shift + 1, size=2)
     return padded[top : top + image.shape[0], left : left + image.shape[1]]
 
 
 def random_flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Mirrors the image left to right with probability 1/2."""
+    """Mirror the image left to right with probability 1/2."""
     if rng.random() < 0.5:
         return image
     mirrored = np.empty_like(image)
@@ -65,11 +70,12 @@ def random_erasing(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return erased
 
 
-Bounds = tuple[float, float]
-
-
 def _random_part(
-    width: int, height: int, rng: np.random.Generator, shares: Bounds, ratios: Bounds
+    width: int,
+    height: int,
+    rng: np.random.Generator,
+    shares: tuple[float, float],
+    ratios: tuple[float, float],
 ) -> tuple[int, int, int, int] | None:
     """With bounds of its share of the area and of width / height: the first of ten that fits."""
     for _ in range(10):
@@ -104,50 +110,23 @@ def randaugment(
     return np.asarray(drawn).reshape(image.shape)
 
 
-def mixup(
-    key: Array,
-    images: Float[Array, "b height width c"],
-    targets: Float[Array, "b classes"],
-    alpha: float,
-) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+def mixup(key: Array, images: Images, targets: Targets, alpha: float) -> Blended:
     """Blends a batch with itself, moved on by one (Zhang et al. 2018, eq. 1).
 
-    lam x_i + (1 - lam) x_{i-1} for images and targets, one lam ~ Beta(alpha, alpha) for the batch.
-
-    Args:
-        key: random key.
-        images: float32.
-        targets: float32, probabilities of the classes.
-        alpha: > 0; small values keep lam near 0 or 1.
-
-    Returns:
-        The blended images and targets.
+    lam x_i + (1 - lam) x_{i-1} for images and targets, one lam ~ Beta(alpha, alpha) for the batch;
+    a small alpha > 0 keeps lam near 0 or 1.
     """
     share = jax.random.beta(key, alpha, alpha, dtype=images.dtype)
     images, targets = (share * x + (1 - share) * jnp.roll(x, 1, axis=0) for x in (images, targets))
     return images, targets
 
 
-def cutmix(
-    key: Array,
-    images: Float[Array, "b height width c"],
-    targets: Float[Array, "b classes"],
-    alpha: float,
-) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+def cutmix(key: Array, images: Images, targets: Targets, alpha: float) -> Blended:
     """A rectangle of each image is that of the one before in the batch (Yun et al. 2019, eq. 1, 2).
 
     Its centre is uniform and its sides sqrt(1 - lam) of the image's, lam ~ Beta(alpha, alpha), one
     rectangle for the batch; what reaches over the edge is cut off. Targets are blended by the share
-    of the pixels that stay.
-
-    Args:
-        key: random key.
-        images: float32.
-        targets: float32, probabilities of the classes.
-        alpha: > 0; at 1 lam is uniform, as in the paper.
-
-    Returns:
-        The images and targets.
+    of the pixels that stay. At alpha = 1 lam is uniform, as in the paper.
     """
     keys = jax.random.split(key, 3)
     side = jnp.sqrt(1 - jax.random.beta(keys[0], alpha, alpha, dtype=images.dtype))
@@ -165,12 +144,8 @@ def cutmix(
 
 
 def blended(
-    key: Array,
-    images: Float[Array, "b height width c"],
-    targets: Float[Array, "b classes"],
-    mixup_alpha: float,
-    cutmix_alpha: float,
-) -> tuple[Float[Array, "b height width c"], Float[Array, "b classes"]]:
+    key: Array, images: Images, targets: Targets, mixup_alpha: float, cutmix_alpha: float
+) -> Blended:
     """`mixup` or `cutmix`, whichever alpha is not 0; with both one of them, drawn evenly."""
     if not cutmix_alpha:
         return mixup(key, images, targets, mixup_alpha)
@@ -189,25 +164,27 @@ def to_pil(image: np.ndarray) -> Image.Image:
     return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
 
 
-def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> "Operation":
+def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     return lambda image, level: kind(image).enhance(1 + 0.9 * level)
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
     """The output pixel (x, y) is the input's (a x + b y + c, d x + e y + f), or grey outside."""
-    grey = (128,) * len(image.getbands())
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=grey)
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_grey(image))
 
 
-Operation = Callable[[Image.Image, float], Image.Image]
+def _grey(image: Image.Image) -> tuple[int, ...]:
+    return (128,) * len(image.getbands())
+
+
+SHIFT = 150 / 331
+"""Largest translation, as a share of the side."""
 
 OPERATIONS: dict[str, Operation] = {
     "identity": lambda image, level: image,
     "autocontrast": lambda image, level: ImageOps.autocontrast(image),
     "equalize": lambda image, level: ImageOps.equalize(image),
-    "rotate": lambda image, level: image.rotate(
-        30 * level, fillcolor=(128,) * len(image.getbands())
-    ),
+    "rotate": lambda image, level: image.rotate(30 * level, fillcolor=_grey(image)),
     "solarize": lambda image, level: ImageOps.solarize(image, round(256 * (1 - abs(level)))),
     "posterize": lambda image, level: ImageOps.posterize(image, 8 - round(4 * abs(level))),
     "color": _enhance(ImageEnhance.Color),
@@ -216,12 +193,8 @@ OPERATIONS: dict[str, Operation] = {
     "sharpness": _enhance(ImageEnhance.Sharpness),
     "shear_x": lambda image, level: _affine(image, 1, 0.3 * level, 0, 0, 1, 0),
     "shear_y": lambda image, level: _affine(image, 1, 0, 0, 0.3 * level, 1, 0),
-    "translate_x": lambda image, level: _affine(
-        image, 1, 0, 150 / 331 * level * image.width, 0, 1, 0
-    ),
-    "translate_y": lambda image, level: _affine(
-        image, 1, 0, 0, 0, 1, 150 / 331 * level * image.height
-    ),
+    "translate_x": lambda image, level: _affine(image, 1, 0, SHIFT * level * image.width, 0, 1, 0),
+    "translate_y": lambda image, level: _affine(image, 1, 0, 0, 0, 1, SHIFT * level * image.height),
 }
 """The operations of Cubuk et al. 2020 with the ranges of Cubuk et al. 2019.
 

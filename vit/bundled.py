@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent.parent / "experiments" / "configs"
 
 
 def names() -> list[str]:
-    """Of all of them."""
+    """Names of all configs."""
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
@@ -32,7 +32,7 @@ def path(name: str) -> Path:
 
 
 def config(name: str) -> Config:
-    """What the file returns; "my_images:data/photos" hands it what follows the colon.
+    """The config that the file makes; "my_images:data/photos" hands it the part after the colon.
 
     Raises:
         ValueError: as `path`.

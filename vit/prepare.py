@@ -1,8 +1,8 @@
-"""Turns raw pictures into a TFDS data set in array_record form, without tensorflow.
+"""Turn raw pictures into a TFDS data set in array_record form, without tensorflow.
 
     python -m vit.prepare --source=DIR --out=DIR [--name=NAME] [--validation=0.1] [--max_side=320]
 
-What the source is, is told by what lies in it:
+The format of the source is detected from its files:
 
     class folders train/<class>/*.jpg|jpeg|png, and val/ or test/ alike; or <class>/*.jpg at once
     a csv file    with a row for each picture: its file and its class
@@ -14,14 +14,13 @@ What the source is, is told by what lies in it:
                   the archives are read, never unpacked
 
 Where no part is there to evaluate on, a share of every class is held out as "validation". The
-command that trains on it is printed. A JPEG or PNG goes in as it is; another format, another colour
-model than grey or RGB, or a rotation noted in EXIF is converted. With --max_side=320 a picture
-whose shorter side is longer is resized to it, once, and a JPEG again at quality 95: training then
-decodes fewer pixels. A file that is no image, or a
-truncated one, is named and left out; more than `max_bad_files` of them are an error, and nothing is
-written then. Nor is it when the run is stopped, or the disk full; what SIGKILL leaves,
-`OUT/NAME/incomplete.*`, the next run removes. Nothing is read that would wait (a FIFO), or unpack
-to more than memory holds; nothing is executed.
+command that trains on the result is printed. A JPEG or PNG goes in as it is; another format,
+another colour model than grey or RGB, or a rotation noted in EXIF is converted. With --max_side=320
+a picture whose shorter side is longer is resized to it, once, and a JPEG again at quality 95:
+training then decodes fewer pixels. A file that is no image, or a truncated one, is named and left
+out. More than `max_bad_files` of them are an error, and nothing is written then. Nor is it when the
+run is stopped, or the disk full. The next run removes what SIGKILL leaves, `OUT/NAME/incomplete.*`.
+Nothing in the source is executed.
 """
 
 import collections
@@ -35,7 +34,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ from typing import Any
 import tensorflow_datasets as tfds
 from absl import flags, logging
 from PIL import Image, ImageOps
-from tensorflow_datasets.core import registered
 
 from vit import bounded, machine
 from vit.arguments import launch
@@ -61,10 +59,6 @@ AHEAD = 4
 """Pictures for each core that are read before they are written."""
 
 
-class TooManyBadFilesError(ValueError):
-    """More files than the limit could not be read as images."""
-
-
 def prepare(
     source: Path,
     out: Path,
@@ -77,19 +71,20 @@ def prepare(
     max_side: int = 0,
     files: int = 0,
 ) -> dict[str, int]:
-    """Writes the data set `out/name/1.0.0`.
+    """Write the data set `out/name/1.0.0`.
 
     Args:
         source: folder with raw pictures, in one of the forms above.
         out: folder of TFDS data sets; made if it does not exist.
-        name: of the data set, lower case letters, digits and underscores; `default_name` if empty.
-        max_bad_files: how many unreadable files are tolerated.
+        name: name of the data set, lower case letters, digits and underscores; `default_name` if
+            empty.
+        max_bad_files: number of unreadable files that are tolerated.
         validation: share of training that is held out; if None `VALIDATION` where there is no other
             split, and nothing where there is one.
-        seed: by which it is chosen.
-        labels_column: of a csv or parquet file; if empty it is told by its name.
-        max_side: pixels that the shorter side of a picture has at most; 0: as many as it has.
-        files: of each split, at most as many as it has pictures; 0: by their bytes, as TFDS does.
+        seed: seed of what is held out.
+        labels_column: column of classes in a csv or parquet file; detected by its name if empty.
+        max_side: pixels that the shorter side of a picture has at most; 0: no limit.
+        files: files of each split, at most as many as it has pictures; 0: by their bytes, as TFDS.
 
     Returns:
         The number of examples of each split, and under "skipped" the number of files left out.
@@ -127,7 +122,7 @@ def prepare(
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
                 if len(skipped) > max_bad_files:
-                    raise TooManyBadFilesError(
+                    raise ValueError(
                         f"more than --max_bad_files={max_bad_files} files are no readable images;"
                         f" the last one was {example.name}: {error}"
                     ) from error
@@ -148,21 +143,20 @@ def prepare(
         for leftover in target.parent.glob(f"incomplete.*_{VERSION}") if held else ():
             print(f"{leftover} is left from a run that was killed: removed", file=sys.stderr)
             shutil.rmtree(leftover)
-        builder = _builder(name, opened, examples, out)
-        announced = contextlib.redirect_stdout(io.StringIO())  # a download that there is not
-        with tempfile.TemporaryDirectory() as downloads, announced:
+        builder = _Builder(name, opened, examples, out)
+        parted = tfds.download.DownloadConfig(num_shards=files or None)
+        silent = contextlib.redirect_stdout(io.StringIO())  # TFDS announces a download
+        with tempfile.TemporaryDirectory() as downloads, silent:
             try:
-                parted = tfds.download.DownloadConfig(num_shards=files or None)
                 builder.download_and_prepare(download_dir=downloads, download_config=parted)
             except RuntimeError as error:  # array_record's, as on a full disk
                 raise OSError(f"{target} cannot be written: {error}") from error
-    return {s: info.num_examples for s, info in builder.info.splits.items()} | {
-        "skipped": len(skipped)
-    }
+    counts = {split: info.num_examples for split, info in builder.info.splits.items()}
+    return counts | {"skipped": len(skipped)}
 
 
 def default_name(source: Path) -> str:
-    """That of the folder as a data set may be called; "imagenet2012" for ILSVRC2012."""
+    """The name of the folder as a data set may be called; "imagenet2012" for ILSVRC2012."""
     if ilsvrc2012.found(source):
         return "imagenet2012"
     name = re.sub(r"[^a-z0-9]+", "_", source.resolve().name.lower()).strip("_")
@@ -175,21 +169,16 @@ def _with_channels(source: Source) -> Source:
         return source
     train = source.splits["train"]
     step = max(1, sum(1 for _ in train()) // LOOKED_AT)
-    grey = [_is_grey(example) for example in itertools.islice(train(), None, None, step)]
-    readable = [each for each in grey if each is not None]
-    return source._replace(channels=1 if readable and all(readable) else 3)
-
-
-def _is_grey(example: Example) -> bool | None:
-    """None where it cannot be read, which is told when it is written."""
-    try:
-        return bounded.image(example.read()).mode in ("1", "L", "LA")
-    except Exception:  # PIL raises many kinds for broken files
-        return None
+    modes = set()
+    for example in itertools.islice(train(), None, None, step):
+        with contextlib.suppress(Exception):  # it is named when it is written
+            modes.add(bounded.image(example.read()).mode)
+    return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
 
 
 @contextlib.contextmanager
 def _removed_if_empty(*folders: Path) -> Iterator[None]:
+    """Remove the folders where the block fails and leaves nothing in them."""
     try:
         yield
     except BaseException:
@@ -208,21 +197,20 @@ def encoded(
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
-
-    def begun(example: Example) -> Future[bytes]:
-        try:
-            return pool.submit(encode, example.read())
-        except Exception as error:  # of whatever kind: who asks for the picture gets it
-            failed: Future[bytes] = Future()
-            failed.set_exception(error)
-            return failed
-
     with ThreadPoolExecutor(machine.cores()) as pool:
         for example in examples:
-            waiting.append((example, begun(example).result))
+            try:
+                result = pool.submit(encode, example.read()).result
+            except Exception as error:  # of whatever kind: who asks for the picture gets it
+                result = partial(_failed, error)
+            waiting.append((example, result))
             if len(waiting) > AHEAD * machine.cores():
                 yield waiting.popleft()
         yield from waiting
+
+
+def _failed(error: Exception) -> bytes:
+    raise error
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
@@ -250,38 +238,30 @@ def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def _builder(
-    name: str,
-    source: Source,
-    examples: Callable[[str], Iterator[tuple[str, dict[str, Any]]]],
-    out: Path,
-) -> tfds.core.GeneratorBasedBuilder:
-    def info(self: tfds.core.GeneratorBasedBuilder) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {
-                "image": tfds.features.Image(shape=(None, None, source.channels)),
-                "label": tfds.features.ClassLabel(names=source.class_names),
-                "file_name": tfds.features.Text(),
-            }
-        )
-        return tfds.core.DatasetInfo(builder=self, features=features)
+class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """A TFDS data set of any name."""
 
-    def splits(self: tfds.core.GeneratorBasedBuilder, _: Any) -> dict[str, Any]:
-        return {split: examples(split) for split in source.splits}
+    VERSION = tfds.core.Version(VERSION)
+    code_path = None  # TFDS would look for checksums of downloads there
 
-    with registered.skip_registration():
-        builder = type(
-            name,
-            (tfds.core.GeneratorBasedBuilder,),
-            {
-                "name": name,
-                "VERSION": tfds.core.Version(VERSION),
-                "_info": info,
-                "_split_generators": splits,
-                "_generate_examples": lambda self: None,  # abstract, but splits() does its work
-            },
-        )
-    return builder(data_dir=out, file_format=tfds.core.FileFormat.ARRAY_RECORD)
+    def __init__(self, name: str, source: Source, examples: Callable[[str], Any], out: Path):
+        self.name = name  # pyright: ignore[reportAttributeAccessIssue]
+        self._source, self._examples = source, examples
+        super().__init__(data_dir=out, file_format=tfds.core.FileFormat.ARRAY_RECORD)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "image": tfds.features.Image(shape=(None, None, self._source.channels)),
+            "label": tfds.features.ClassLabel(names=list(self._source.class_names)),
+            "file_name": tfds.features.Text(),
+        }
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(self, _: Any) -> dict[str, Any]:
+        return {split: self._examples(split) for split in self._source.splits}
+
+    def _generate_examples(self) -> Any:
+        """Abstract in TFDS; `_split_generators` does its work."""
 
 
 def main(_: list[str]) -> None:
@@ -292,17 +272,9 @@ def main(_: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     source, out = Path(_SOURCE.value), Path(_OUT.value)
     name = _NAME.value or default_name(source)
-    counts = prepare(
-        source,
-        out,
-        name,
-        _MAX_BAD_FILES.value,
-        validation=_VALIDATION.value,
-        seed=_SEED.value,
-        labels_column=_LABELS_COLUMN.value,
-        max_side=_MAX_SIDE.value,
-        files=_FILES.value,
-    )
+    options = (_VALIDATION, _SEED, _LABELS_COLUMN, _MAX_SIDE, _FILES)
+    values: dict[str, Any] = {option.name: option.value for option in options}
+    counts = prepare(source, out, name, _MAX_BAD_FILES.value, **values)
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     print("train on it with:")
     print("  " + command("train", config=f"my_images:{out / name}", workdir=f"runs/{name}"))
@@ -311,21 +283,21 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _SOURCE = flags.DEFINE_string("source", None, "folder with the raw pictures", required=True)
     _OUT = flags.DEFINE_string("out", "data", "folder of TFDS data sets")
-    _NAME = flags.DEFINE_string("name", "", "of the data set; the source folder's if not given")
+    _NAME = flags.DEFINE_string("name", "", "name of the data set; that of the source if not given")
     _VALIDATION = flags.DEFINE_float(
         "validation",
         None,
         f"share of training to hold out; {VALIDATION} if not given and there is no other split",
     )
-    _SEED = flags.DEFINE_integer("seed", 0, "of what is held out", 0)
+    _SEED = flags.DEFINE_integer("seed", 0, "seed of what is held out", 0)
     _LABELS_COLUMN = flags.DEFINE_string(
-        "labels_column", "", "of a csv or parquet file; told by its name if not given"
+        "labels_column", "", "column of classes in a csv or parquet file; detected if not given"
     )
     _MAX_SIDE = flags.DEFINE_integer(
-        "max_side", 0, "pixels of the shorter side at most, as 320; 0: as they are", 0
+        "max_side", 0, "limit of the shorter side in pixels, as 320; 0: none", 0
     )
     _FILES = flags.DEFINE_integer(
-        "files", 0, "of each split, as ImageNet's 1,024; 0: by their bytes", 0
+        "files", 0, "files of each split, as ImageNet's 1,024; 0: by their bytes", 0
     )
     _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
     launch(main)

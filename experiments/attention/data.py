@@ -1,4 +1,4 @@
-"""Queries and keys of one head, drawn: what experiments on the attention error measure.
+"""Random queries and keys of one head, on which the attention error is measured.
 
 A squared norm is that of a query or key on the average. An entry of `DATA` is (squared_norm, seed)
 -> queries and keys (197, 1, 64); with `tokens` so many of them, of the same law.

@@ -95,17 +95,34 @@ def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
     names([name], kind, data_dir)
     path = _sources(kind, data_dir)[name]
     if path is None:
-        return _bundled(name, kind)
+        loaded = getattr(datasets, f"load_{name}")()
+        varying = np.ptp(loaded.data, axis=0) > 0
+        columns = tuple(map(str, np.asarray(loaded.feature_names)[varying]))
+        target = loaded.target.astype(int if kind == "classification" else np.float64)
+        return Table(name, loaded.data[:, varying], target, columns)
     header, columns = _read(f"data set {name!r} ({path})", path)
-    kept = {}
+    x = {}
     for column, cells in zip(header[:-1], columns, strict=False):
-        values = _feature(f"column {column!r} of data set {name!r}", cells)
-        if values is not None:
-            kept[column] = values
-    if not kept:
+        where = f"column {column!r} of data set {name!r}"
+        values, is_text = _column(where, cells)
+        if is_text and values.max() + 1 > 0.9 * len(cells):
+            logging.warning("%s is left out: an identifier, not a feature", where)
+        else:
+            x[column] = values
+    if not x:
         raise ValueError(f"data set {name!r} has no column but identifiers: add one to learn from")
-    y = _target(f"target {header[-1]!r} of data set {name!r}", columns[-1], kind)
-    return Table(name, np.stack(list(kept.values()), axis=1), y, tuple(kept))
+    where, cells = f"target {header[-1]!r} of data set {name!r}", columns[-1]
+    classes = kind == "classification"
+    y, is_text = _column(where, cells, classes)
+    if not classes and is_text:
+        raise ValueError(f"{where} is text: regression needs numbers in the last column")
+    if classes and y.max() + 1 > len(cells) / 2 and None not in map(_number, cells):
+        raise ValueError(
+            f"{where} has {y.max() + 1:.0f} distinct values in {len(cells)} rows: these are no"
+            " classes; put the class last or read it as regression"
+        )
+    y = y.astype(int if classes else np.float64)
+    return Table(name, np.stack(list(x.values()), axis=1), y, tuple(x))
 
 
 def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) -> Splits:
@@ -128,18 +145,17 @@ def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) ->
     n = min(train, len(table.x) // 2)
     if n < 2:
         raise ValueError(f"data set {table.name!r} has {len(table.x)} rows: at least 4 are needed")
-    parts = [_split(table, i, n, min(test, len(table.x) - n), seed) for i in range(count)]
+    parts = [_split(table, i, n, n + test, seed) for i in range(count)]
     return Splits(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _split(table: Table, number: int, n: int, k: int, seed: int) -> tuple[np.ndarray, ...]:
+def _split(table: Table, number: int, n: int, end: int, seed: int) -> tuple[Any, ...]:
     order = np.random.default_rng((seed, number)).permutation(len(table.x))
-    first, second = order[:n], order[n : n + k]
-    x, y = table.x, table.y
+    first, second = order[:n], order[n:end]
+    x, y, mean, scale = table.x, table.y, 0.0, 1.0
     constant = np.ptp(x[first], axis=0) == 0
     centre = np.where(constant, x.mean(axis=0), x[first].mean(axis=0))
     spread = np.where(constant, x.std(axis=0), x[first].std(axis=0))
-    mean, scale = 0.0, 1.0
     if not np.issubdtype(y.dtype, np.integer):
         if np.ptp(y[first]) == 0:
             raise ValueError(
@@ -149,7 +165,7 @@ def _split(table: Table, number: int, n: int, k: int, seed: int) -> tuple[np.nda
         mean, scale = y[first].mean(), y[first].std()
         y = (y - mean) / scale
     x = (x - centre) / spread
-    return x[first], y[first], x[second], y[second], np.asarray(mean), np.asarray(scale)
+    return x[first], y[first], x[second], y[second], mean, scale
 
 
 def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:
@@ -163,16 +179,6 @@ def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:
     return {**files}
 
 
-def _bundled(name: str, kind: str) -> Table:
-    loaded = getattr(datasets, f"load_{name}")()
-    x, y = np.asarray(loaded.data, np.float64), np.asarray(loaded.target)
-    varying = np.ptp(x, axis=0) > 0
-    columns = tuple(str(c) for c, kept in zip(loaded.feature_names, varying, strict=True) if kept)
-    return Table(
-        name, x[:, varying], y.astype(int if kind == "classification" else np.float64), columns
-    )
-
-
 def _read(source: str, path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
     """The header and the columns."""
     try:
@@ -181,10 +187,10 @@ def _read(source: str, path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
     named = {column for column in header if column and _number(column) is None}
-    if len(named) < max(len(header), 2):
+    if len(named) < max(len(header), 2) or not rows:
         raise ValueError(
             f"{source} must begin with the names of two columns or more, each there once, with"
-            f" commas between: it begins with {','.join(header)!r}"
+            f" commas between, and have rows below: it begins with {','.join(header)!r}"
         )
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
@@ -192,8 +198,6 @@ def _read(source: str, path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
                 f"row {number} of {source} has {len(row)} cells, but its header has"
                 f" {len(header)}: correct or drop the row"
             )
-    if not rows:
-        raise ValueError(f"{source} has a header but no rows")
     return header, list(zip(*rows, strict=True))
 
 
@@ -204,56 +208,20 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _ranks(where: str, cells: Sequence[str]) -> np.ndarray:
-    """The rank of each cell among the distinct ones: of numbers if all are, of text otherwise."""
-    for number, cell in enumerate(cells, 1):
-        if cell.lower() in MISSING:
-            raise ValueError(
-                f"{where} has no value in row {number} (the cell is {cell!r}): fill it in, or drop"
-                " the row or the column"
-            )
+def _column(where: str, cells: Sequence[str], classes: bool = False) -> tuple[np.ndarray, bool]:
+    """The column as float64, and whether it is text, or classes: ranks among the distinct cells."""
     values = [_number(cell) for cell in cells]
+    is_text = classes or values.count(None) > 0.1 * len(cells)  # car's doors: 2, 3, 4, 5more
+    for number, (cell, value) in enumerate(zip(cells, values, strict=True), 1):
+        is_number = value is not None and abs(value) <= LARGEST
+        if cell.lower() in MISSING or not (is_text or is_number):
+            needed = "value" if is_text else f"number up to {LARGEST:g}"
+            raise ValueError(
+                f"{where} has {cell!r} in row {number}: fill in a {needed}, or drop the row or the"
+                " column"
+            )
     labels: Any = cells if None in values else values
-    distinct, ranks = np.unique(labels, return_inverse=True)
-    if len(distinct) == 1:
+    ranks = np.unique(labels, return_inverse=True)[1]
+    if not ranks.any():
         raise ValueError(f"{where} is constant: drop it, or choose another target")
-    return ranks
-
-
-def _numbers(where: str, cells: Sequence[str]) -> np.ndarray | None:
-    """The cells as finite numbers, or None for a column of text."""
-    values = [_number(cell) for cell in cells]
-    if values.count(None) > 0.1 * len(cells):  # car's doors: 2, 3, 4, 5more
-        return None
-    for number, value in enumerate(values, 1):
-        if value is None or not abs(value) <= LARGEST:
-            raise ValueError(
-                f"{where} has {cells[number - 1]!r} in row {number}, which is no number up to"
-                f" {LARGEST:g}: correct the cell, or drop the row"
-            )
-    return np.asarray(values, np.float64)
-
-
-def _feature(where: str, cells: Sequence[str]) -> np.ndarray | None:
-    """The column as numbers, or None for an identifier."""
-    ranks = _ranks(where, cells)
-    if (values := _numbers(where, cells)) is not None:
-        return values
-    if ranks.max() + 1 > 0.9 * len(cells):
-        logging.warning("%s is left out: an identifier, not a feature", where)
-        return None
-    return ranks.astype(np.float64)
-
-
-def _target(where: str, cells: Sequence[str], kind: Kind) -> np.ndarray:
-    ranks, numeric = _ranks(where, cells), None not in map(_number, cells)
-    if kind == "regression":
-        if (values := _numbers(where, cells)) is None:
-            raise ValueError(f"{where} is text: regression needs numbers in the last column")
-        return values
-    if numeric and ranks.max() + 1 > len(cells) / 2:
-        raise ValueError(
-            f"{where} has {ranks.max() + 1} distinct values in {len(cells)} rows: these are no"
-            " classes; put the class last or read it as regression"
-        )
-    return ranks.astype(int)
+    return np.asarray(ranks if is_text else values, np.float64), is_text

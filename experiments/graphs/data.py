@@ -1,9 +1,10 @@
-"""What the experiments on graphs share: generated graphs, files of graphs, meshes, traffic.
+"""Data of the experiments on graphs: generated graphs, files of graphs, meshes, traffic.
 
 A folder of data has `graphs/*.npz`, `meshes/*.npz` and `traffic_san_jose/*.npz`. The arrays of a
 file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps `weights` (E,);
 of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3); of traffic those
-of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled.
+of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled; a ValueError names a file whose
+arrays cannot be used.
 
 The edge probabilities of the qGRF paper's two Erdos-Renyi graphs are not in its text: 0.2 (20
 nodes) and 0.04 (100 nodes) are ours. The seeds are the first that make connected graphs.
@@ -26,13 +27,9 @@ GENERATED = {
     "Binary tree": lambda: networkx.balanced_tree(2, 6),
     "Ladder": lambda: networkx.ladder_graph(50),
 }
+"""The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
 BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
-"""What there is without a folder of data."""
-
-
-def generated() -> dict[str, Graph]:
-    """The four made-up graphs of qGRF Fig. 2: 20, 100, 127 and 100 nodes."""
-    return {name: load(name) for name in GENERATED}
+"""Graphs that need no folder of data."""
 
 
 def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
@@ -83,11 +80,7 @@ def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarr
 
 
 def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
-    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4).
-
-    Raises:
-        ValueError: as `arrays`.
-    """
+    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4)."""
     parts = arrays(path, "edges", "vertex_normals")
     normals = _vectors(path, "vertex_normals", parts)
     return _graph(path, parts | {"n_nodes": np.asarray(len(normals))}), normals
@@ -96,14 +89,11 @@ def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     """The graph of the faces of a mesh, adjacent if they share an edge, and their unit normals.
 
-    As in VRC Fig. 4.
-
-    Raises:
-        ValueError: as `arrays`; for a face without area.
+    As in VRC Fig. 4. A face without area raises ValueError.
     """
     parts = arrays(path, "vertices", "faces")
     vertices, faces = _vectors(path, "vertices", parts), parts["faces"]
-    if faces.ndim != 2 or faces.shape[1] != 3 or not _are_nodes(faces, len(vertices)):
+    if faces.shape[1:] != (3,) or not _are_nodes(faces, len(vertices)):
         raise ValueError(f"faces of {path} must be (F, 3) numbers of its {len(vertices)} vertices")
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
     edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
@@ -123,12 +113,7 @@ def traffic(
 ) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
     """The graph of roads, the nodes with a sensor, and the speeds there in mph.
 
-    Args:
-        path: of the file.
-        weighted: with the weights of the file; each road weighs 1 otherwise.
-
-    Raises:
-        ValueError: as `arrays`.
+    Each road has its weight in the file, or 1 if not `weighted`.
     """
     parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
     graph, nodes, speed = _graph(path, parts, weighted), parts["obs_nodes"], parts["obs_speed"]
@@ -169,7 +154,7 @@ def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> 
 
 def _vectors(path: Path, name: str, parts: dict[str, np.ndarray]) -> Float[np.ndarray, "n 3"]:
     vectors = parts[name]
-    if vectors.ndim != 2 or vectors.shape[1] != 3 or not np.isfinite(vectors).all():
+    if vectors.shape[1:] != (3,) or not np.isfinite(vectors).all():
         raise ValueError(f"{name} of {path} must be (n, 3) finite numbers")
     return vectors.astype(np.float64)
 

@@ -5,7 +5,6 @@ than a window, another way in each epoch; in evaluation windows stand side by si
 """
 
 import importlib
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ class Text(NamedTuple):
 
     numbers: Int[np.ndarray, " n"]
     characters: tuple[str, ...]
-    """Of the numbers 0, 1, ..., sorted."""
+    """Characters of the numbers 0, 1, ..., sorted."""
 
 
 def read(path: str = "") -> Text:
@@ -38,10 +37,8 @@ def read(path: str = "") -> Text:
         return numbered("\n\n".join(topics[name] for name in sorted(topics)))
     try:
         return numbered(bounded.content(Path(path)).decode())
-    except OSError as error:
-        raise ValueError(f"--text={path}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text={path} is no UTF-8: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text={path} cannot be read as UTF-8: {error}") from error
 
 
 def numbered(text: str) -> Text:
@@ -69,7 +66,7 @@ def dataset(text: Text, length: int) -> Dataset:
     Raises:
         ValueError: for a text that is too short.
     """
-    n = len(text.numbers)
+    numbers, n = text.numbers, len(text.numbers)
     end = n - round(HELD_OUT * n)
     training, held_out = range(0, end - 2 * length, length), range(end, n - length, length)
     if not (training and held_out):
@@ -78,21 +75,12 @@ def dataset(text: Text, length: int) -> Dataset:
             f"the text has {n} characters: windows of {length} need at least {least}; give a longer"
             " --text or a shorter --length"
         )
-    return Dataset(
-        training,
-        held_out,
-        text.characters,
-        decode=partial(_window, text.numbers, length),
-        blank=partial(_blank, length),
-    )
 
+    def window(start: int, rng: np.random.Generator | None, *_: Any) -> Batch:
+        start += 0 if rng is None else int(rng.integers(length))
+        return {"tokens": numbers[start : start + length + 1]}
 
-def _window(
-    numbers: np.ndarray, length: int, start: int, generator: np.random.Generator | None, *_: Any
-) -> Batch:
-    start += 0 if generator is None else int(generator.integers(length))
-    return {"tokens": numbers[start : start + length + 1]}
+    def blank(*_: Any) -> Batch:
+        return {"tokens": np.zeros(length + 1, np.int32)}
 
-
-def _blank(length: int, *_: Any) -> Batch:
-    return {"tokens": np.zeros(length + 1, np.int32)}
+    return Dataset(training, held_out, text.characters, decode=window, blank=blank)

@@ -1,4 +1,4 @@
-"""What the experiments on tabular regression data share: splits, hyperparameters, couplings.
+"""Shared by the experiments on tabular regression data: splits, hyperparameters, couplings.
 
 The setting is that of VRC App. B.1: random splits of at most 256 training and 256 test points,
 inputs and targets standardised by the training part. For Fourier features the scales maximise the
@@ -76,8 +76,8 @@ def tables(
     """The data sets of these names, or all, split; they are read before any work starts."""
     names = tabular.names(data_sets, "regression", data_dir)
     loaded = [tabular.load(name, "regression", data_dir) for name in names]
-    parts = [tabular.splits(table, splits, train=points, test=points) for table in loaded]
-    yield from zip(names, parts, strict=True)
+    for table in loaded:
+        yield table.name, tabular.splits(table, splits, train=points, test=points)
 
 
 def hyperparameters(name: str, scheme: Scheme, splits: tabular.Splits) -> gp.Scales:
@@ -89,14 +89,29 @@ def hyperparameters(name: str, scheme: Scheme, splits: tabular.Splits) -> gp.Sca
     x, y = jnp.asarray(splits.train_x), jnp.asarray(splits.train_y)
     laplace = scheme.name == "Laplace"
     lengths = summed_norms(x) if laplace else jnp.full(len(x), x.shape[-1] ** 0.5, x.dtype)
-    scales = _fit(x, y, lengths, ("lengthscale",) if laplace else ())
-    for field, values in scales._asdict().items():
-        bad = np.flatnonzero(~np.isfinite(np.asarray(values)))
-        if len(bad):
-            raise ValueError(
-                f"the Gaussian process of data set {name!r}, split {bad[0]}, has no finite {field}:"
-                " look for duplicated rows with different targets, or use fewer --points"
+
+    @jax.jit
+    def all_splits(x, y, lengthscale):
+        def one(split):
+            x, y, lengthscale = split
+            scales, losses = gp.fit(
+                x,
+                y,
+                gp.Scales(lengthscale, 1.0, 0.5),
+                fixed=("lengthscale",) if laplace else (),
+                num_steps=STEPS,
+                optimizer=optax.adam(LEARNING_RATE),
             )
+            # A loss that is not finite must be seen, even where the scales are held.
+            return jax.tree.map(
+                lambda value: jnp.where(jnp.isfinite(losses[-1]), value, jnp.nan), scales
+            )
+
+        return jax.lax.map(one, (x, y, lengthscale))
+
+    scales = all_splits(x, y, lengths)
+    fields = {field: np.asarray(values) for field, values in scales._asdict().items()}
+    check_finite(name, scheme, "scales of the Gaussian process", fields)
     return scales
 
 
@@ -111,39 +126,17 @@ def summed_norms(x: jax.Array) -> jax.Array:
     return jax.lax.map(length, x)
 
 
-def _fit(x: jax.Array, y: jax.Array, lengthscale: jax.Array, fixed: tuple[str, ...]) -> gp.Scales:
-    @jax.jit
-    def all_splits(x, y, lengthscale):
-        def one(split):
-            x, y, lengthscale = split
-            scales, losses = gp.fit(
-                x,
-                y,
-                gp.Scales(lengthscale, 1.0, 0.5),
-                fixed=fixed,
-                num_steps=STEPS,
-                optimizer=optax.adam(LEARNING_RATE),
-            )
-            # A loss that is not finite must be seen, even where the scales are held.
-            return jax.tree.map(
-                lambda value: jnp.where(jnp.isfinite(losses[-1]), value, jnp.nan), scales
-            )
-
-        return jax.lax.map(one, (x, y, lengthscale))
-
-    return all_splits(x, y, lengthscale)
-
-
 def check_finite(
     name: str, scheme: Scheme, quantity: str, by_coupling: dict[str, np.ndarray]
 ) -> None:
-    """Raises ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
+    """Raise ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
     for coupling, values in by_coupling.items():
         bad = np.argwhere(~np.isfinite(values))
         if len(bad):
             raise ValueError(
                 f"the {quantity} of data set {name!r} ({scheme.name} features, {coupling}) are not"
-                f" finite in split {bad[0][0]}: drop columns with few, extreme values"
+                f" finite in split {bad[0][0]}: drop columns with few, extreme values, and"
+                " duplicated rows with different targets"
             )
 
 

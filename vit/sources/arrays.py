@@ -6,36 +6,33 @@ text, or `x` and `y`; `train_images`, `x_test`, ... for splits; `class_names` if
 integers and have names.
 """
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from vit import bounded
-from vit.sources.source import Example, Source, check_class_name, png, split_of
+from vit.sources.source import Example, Source, split_of
 
 IMAGES, LABELS = {"images", "image", "x", "imgs"}, {"labels", "label", "y", "targets", "target"}
-"""What the arrays of an npz file are called."""
-GREY_OR_RGB = ((), (1,), (3,))
+"""Names of the arrays of an npz file."""
 MOST_CLASSES = 2**16
 
 
 class Arrays(NamedTuple):
-    """The pictures of a split, and their classes by number."""
+    """The pictures of a split, and their classes: numbers or text."""
 
+    split: str
     name: str
     images: np.ndarray
     labels: np.ndarray
 
 
-def idx_found(folder: Path) -> bool:
-    """Whether there are IDX files of images."""
-    return any(folder.glob("*-images-idx3-ubyte*"))
-
-
-def read_idx(source: Path) -> Source:
+def read_idx(source: Path, _: str = "") -> Source | None:
     """The IDX files of a folder.
 
     Raises:
@@ -44,104 +41,88 @@ def read_idx(source: Path) -> Source:
     found = []
     for path in sorted(source.glob("*-images-idx3-ubyte*")):
         prefix = path.name.split("-images-idx3-ubyte")[0]
-        label_paths = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
-        if not label_paths:
+        labels = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
+        if not labels:
             raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
-        images, labels = bounded.read_idx(path, 3), bounded.read_idx(label_paths[0], 1)
-        if len(images) != len(labels):
-            raise ValueError(
-                f"{path} has {len(images)} images, {label_paths[0]} {len(labels)} labels"
-            )
         split = "train" if prefix.endswith("train") else "test"
-        found.append((split, Arrays(str(path), images, labels)))
+        arrays = bounded.read_idx(path, 3), bounded.read_idx(labels[0], 1)
+        found.append(Arrays(split, str(path), *arrays))
     return _source(source, found, [])
 
 
-def npz_found(folder: Path) -> bool:
-    """Whether there are .npz files."""
-    return any(folder.glob("*.npz"))
-
-
-def read_npz(source: Path) -> Source:
+def read_npz(source: Path, _: str = "") -> Source | None:
     """The .npz files of a folder; nothing in them is executed.
 
     Raises:
         ValueError: for an array that cannot be used; the message lists what there is.
     """
-    found: list[tuple[str, Arrays]] = []
+    found: list[Arrays] = []
     names: list[str] = []
     for path in sorted(source.glob("*.npz")):
         bounded.check_npz(path)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in file.files}
+            with np.load(path, allow_pickle=False) as file:  # some keep labels as (n, 1)
+                arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in file.items()}
         except (TypeError, ValueError) as error:  # a broken header, an array of Python objects
             raise ValueError(f"{path} cannot be read: {error}") from error
         names = [str(name) for name in arrays.pop("class_names", names)]
-        found += _pairs(path, arrays)
+        images, labels = (_by_split(path, arrays, meant) for meant in (IMAGES, LABELS))
+        if not images or images.keys() != labels.keys():
+            there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())
+            raise ValueError(
+                f"{path} must hold images and labels, or x and y, as train_images or x_test of a"
+                f" split; it holds {there}"
+            )
+        for split, key in images.items():
+            found.append(Arrays(split, f"{path}:{key}", arrays[key], arrays[labels[split]]))
     return _source(source, found, names)
 
 
-def _pairs(path: Path, arrays: dict[str, np.ndarray]) -> list[tuple[str, Arrays]]:
-    """Images and labels of each split in a file, by the names of its arrays."""
-
-    def by_split(meant: set[str]) -> dict[str, str]:
-        keys = [key for key in arrays if meant & set(key.lower().split("_"))]
-        return {split_of(key, split_of(path.stem)): key for key in keys}
-
-    images, labels = by_split(IMAGES), by_split(LABELS)
-    if not images or images.keys() != labels.keys():
-        there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())
-        raise ValueError(
-            f"{path} must hold images and labels, or x and y, as train_images or x_test of a split;"
-            f" it holds {there}"
-        )
-    return [
-        (split, Arrays(f"{path}:{key}", arrays[key], _flat(arrays[labels[split]])))
-        for split, key in images.items()
-    ]
+def _by_split(path: Path, arrays: Iterable[str], meant: set[str]) -> dict[str, str]:
+    """The names of arrays that have one of these words, by the split that they or the file name."""
+    keys = [key for key in arrays if meant & set(key.lower().split("_"))]
+    return {split_of(key, split_of(path.stem)): key for key in keys}
 
 
-def _flat(labels: np.ndarray) -> np.ndarray:
-    """Labels (n, 1), as some keep them, as (n,)."""
-    return labels[:, 0] if labels.shape[1:] == (1,) else labels
-
-
-def _source(folder: Path, found: list[tuple[str, Arrays]], names: Sequence[str]) -> Source:
-    splits = dict(found)
-    if len(splits) < len(found):
-        twice = next(split for split in splits if [s for s, _ in found].count(split) > 1)
-        raise ValueError(
-            f"{folder} holds two files for the split {twice!r}: one is {splits[twice].name}"
-        )
-    for arrays in splits.values():
+def _source(folder: Path, found: list[Arrays], names: list[str]) -> Source | None:
+    if not found:
+        return None
+    splits: dict[str, Arrays] = {}
+    for arrays in found:
+        first = splits.setdefault(arrays.split, arrays)
+        if first is not arrays:
+            raise ValueError(
+                f"{folder} holds {first.name} and {arrays.name} for the split {arrays.split!r}:"
+                " remove one"
+            )
         _check(arrays)
-    implied = _class_names([arrays.labels for arrays in splits.values()])
-    class_names = names or implied
-    if len(class_names) < len(implied):
+    if all(arrays.labels.dtype.kind in "iu" for arrays in found):
+        largest = max(int(arrays.labels.max()) for arrays in found)
+        implied = [str(number) for number in range(largest + 1)]
+    else:
+        implied = sorted({str(label) for arrays in found for label in arrays.labels})
+    if names and len(names) < len(implied):
         raise ValueError(f"{folder}: {len(names)} class_names, but labels up to {implied[-1]}")
-    for name in class_names:
-        check_class_name(name, repr(name))
-    channels = {3 if arrays.images.shape[3:] == (3,) else 1 for arrays in splits.values()}
-    examples = {split: partial(_examples, x, class_names) for split, x in splits.items()}
-    return Source(list(class_names), max(channels), examples)
+    channels = 3 if any(arrays.images.shape[3:] == (3,) for arrays in found) else 1
+    examples = {x.split: partial(_examples, x, names or implied) for x in found}
+    return Source(names or implied, channels, examples)
 
 
 def _check(arrays: Arrays) -> None:
-    """Raises ValueError for what are no pictures with a class each."""
-    name, images, labels = arrays
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in GREY_OR_RGB:
+    """Raise ValueError for arrays that are no pictures with a class each."""
+    _, name, images, labels = arrays
+    shape = images.shape
+    fits = len(shape) > 2 and shape[0] and shape[3:] in ((), (1,), (3,))
+    if images.dtype != np.uint8 or not fits:
         raise ValueError(
-            f"{name} is {images.dtype}{list(images.shape)}: images are uint8, 0 to 255, of shape"
-            " (n, height, width), or with 1 or 3 channels behind"
+            f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
+            " height, width) with n > 0, or with 1 or 3 channels behind"
         )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
+    if labels.shape != shape[:1] or labels.dtype.kind not in "iuU":
         raise ValueError(
             f"{name} has {len(images)} images, its labels are {labels.dtype}{list(labels.shape)}:"
             " a whole number or a text for each is needed"
         )
-    if not len(images):
-        raise ValueError(f"{name} is empty: remove this split, or give it images")
     if labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
         raise ValueError(
             f"{name} has labels from {labels.min()} to {labels.max()}: they must be 0 to"
@@ -149,14 +130,14 @@ def _check(arrays: Arrays) -> None:
         )
 
 
-def _class_names(labels: Sequence[np.ndarray]) -> list[str]:
-    """0, 1, ... to the largest; or the words in order."""
-    if all(x.dtype.kind in "iu" for x in labels):
-        return [str(number) for number in range(max(int(x.max()) for x in labels) + 1)]
-    return sorted({str(label) for x in labels for label in x})
-
-
 def _examples(arrays: Arrays, class_names: Sequence[str]) -> Iterator[Example]:
     for number, (image, label) in enumerate(zip(arrays.images, arrays.labels, strict=True)):
         name = label if arrays.labels.dtype.kind == "U" else class_names[label]
-        yield Example(f"{arrays.name}[{number}]", partial(png, image), str(name))
+        yield Example(f"{arrays.name}[{number}]", partial(_png, image), str(name))
+
+
+def _png(image: np.ndarray) -> bytes:
+    """An image (height, width), or with 1 or 3 channels behind, of uint8, as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,55 +1,56 @@
 """The forms of raw pictures, one row each; a folder is of the first that it shows."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from vit.sources import arrays, folders, ilsvrc2012, parquet, tables
 from vit.sources.source import Source, is_picture
 
-
-class Form(NamedTuple):
-    """One way to keep pictures with their classes."""
-
-    words: str
-    found: Callable[[Path], bool]
-    """Whether a folder shows it."""
-    read: Callable[..., Source]
-    """(folder) -> what it holds; (folder, column of classes) where there are columns."""
-    has_columns: bool = False
-
-
-FORMS = (
-    Form("ILSVRC2012's tar files", ilsvrc2012.found, ilsvrc2012.read),
-    Form("IDX files (*-images-idx3-ubyte)", arrays.idx_found, arrays.read_idx),
-    Form("class folders (train/<class>/*.jpg)", folders.splits_found, folders.read),
-    Form("a csv file that names pictures and their classes", tables.found, tables.read, True),
-    Form("class folders (<class>/*.jpg)", folders.classes_found, folders.read),
-    Form("npz files (images, labels)", arrays.npz_found, arrays.read_npz),
-    Form("parquet files", parquet.found, parquet.read, True),
-)
+FORMS = {
+    "ILSVRC2012's tar files": ilsvrc2012.read,
+    "IDX files (*-images-idx3-ubyte)": arrays.read_idx,
+    "class folders (train/<class>/*.jpg)": folders.read_splits,
+    "a csv file that names pictures and their classes": tables.read,
+    "class folders (<class>/*.jpg)": folders.read_classes,
+    "npz files (images, labels)": arrays.read_npz,
+    "parquet files": parquet.read,
+}
+"""(folder, column of classes or "") -> its source, or None where it does not show this form."""
 
 
-def form(folder: Path) -> Form | None:
-    """That of a folder; None where there is no picture with a class."""
-    return next((form for form in FORMS if form.found(folder)), None)
+def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
+    """The form of a folder, and its source; None where there is no picture with a class.
+
+    Raises:
+        ValueError: when what it holds is inconsistent or damaged; for the name of a class that
+            would come back as another of the text file whose lines are the names.
+    """
+    for words, read in FORMS.items():
+        source = read(folder, labels_column)
+        if source is None:
+            continue
+        if labels_column and read not in (tables.read, parquet.read):
+            raise ValueError(f"--labels_column={labels_column}: {folder} holds {words}, no table")
+        for name in source.class_names:
+            if name.splitlines() != [name.strip()] or not name.isprintable():
+                raise ValueError(
+                    f"the class {name!r} in {folder} has a line break, an outer blank or an"
+                    " unprintable character in its name, or none: rename it"
+                )
+        return words, source
+    return None
 
 
 def read(folder: Path, labels_column: str = "") -> Source:
-    """What a folder holds.
+    """The source that a folder is.
 
     Raises:
-        ValueError: when it is none, is of no form, or is damaged.
+        ValueError: when it is none, is of no form, or as `find`.
     """
     if not folder.is_dir():
         raise ValueError(f"--source={folder} is no folder")
-    its = form(folder)
-    if its is None:
+    found = find(folder, labels_column)
+    if found is None:
         pictures = sum(is_picture(path) for path in folder.iterdir())
         told = f" ({pictures} pictures, and nothing that says their classes)" * bool(pictures)
-        raise ValueError(
-            f"--source={folder} holds none of these{told}: " + ", ".join(f.words for f in FORMS)
-        )
-    if labels_column and not its.has_columns:
-        raise ValueError(f"--labels_column={labels_column}: {folder} holds {its.words}, no table")
-    return its.read(folder, labels_column) if its.has_columns else its.read(folder)
+        raise ValueError(f"--source={folder} holds none of these{told}: {', '.join(FORMS)}")
+    return found[1]

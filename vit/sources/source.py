@@ -1,13 +1,11 @@
-"""What a source of raw pictures is, and how a part of it is held out."""
+"""A source of raw pictures with a class each, and how a part of it is held out."""
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 SPLITS = {
     "train": "train",
@@ -18,15 +16,14 @@ SPLITS = {
     "test": "test",
     "testing": "test",
 }
-"""The split that a folder, a file or an array is of, by its name."""
+"""Split of a folder, a file or an array, by its name."""
 
 READ = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
-"""Of pictures, in lower case; those that cannot be read are named and counted, not passed over."""
-
+"""Suffixes of pictures; those that cannot be read are named and counted, not passed over."""
 
 LABELS = ("label", "labels", "class_name", "class", "category", "target", "species", "class_label")
-"""Usual names of the column of classes in a table, the likeliest first."""
+"""Usual names of the column of classes in a table."""
 
 
 class Example(NamedTuple):
@@ -34,14 +31,14 @@ class Example(NamedTuple):
 
     name: str
     read: Callable[[], bytes]
-    """Raises what it likes for a file that is none, or too large."""
+    """Function of no argument, which raises any exception where the bytes cannot be read."""
     label: str
 
 
 class Source(NamedTuple):
-    """What a folder holds: class names in order, and for each split its examples."""
+    """Class names in order, and for each split the examples of a folder."""
 
-    class_names: list[str]
+    class_names: Sequence[str]
     channels: int
     """1 or 3; 0 where the pictures must say."""
     splits: dict[str, Callable[[], Iterator[Example]]]
@@ -49,15 +46,8 @@ class Source(NamedTuple):
 
 
 def is_picture(path: Path) -> bool:
-    """By its suffix."""
+    """Detect a picture by its suffix."""
     return path.suffix.lower() in SUFFIXES
-
-
-def png(image: np.ndarray) -> bytes:
-    """An image (height, width), or with 1 or 3 channels behind, of uint8, as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def split_of(name: str, otherwise: str = "train") -> str:
@@ -66,42 +56,18 @@ def split_of(name: str, otherwise: str = "train") -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), otherwise)
 
 
-def check_class_name(name: str, where: str) -> None:
-    """The names are kept as the lines of a text file, from which outer blanks are taken off.
+def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
+    """The column of the classes: the named one, else the only one of a usual name, else of any.
 
     Raises:
-        ValueError: for one that would come back as another.
-    """
-    if name.splitlines() != [name.strip()] or not name.isprintable():
-        raise ValueError(
-            f"the class {where} has a line break, an outer blank or an unprintable character in its"
-            " name, or none: rename it"
-        )
-
-
-def column_of_labels(
-    path: Path,
-    columns: Sequence[str],
-    named: str,
-    same: Callable[[Sequence[str]], bool] = lambda usual: False,
-) -> str:
-    """Which of the columns that may be is that of the classes.
-
-    Args:
-        path: of the table.
-        columns: that may be.
-        named: by the user, or empty.
-        same: whether these columns say the same.
-
-    Raises:
-        ValueError: when that cannot be told; the message lists the columns.
+        ValueError: when the column is not there or ambiguous; the message lists the columns.
     """
     there = ", ".join(columns)
     if named and named not in columns:
         raise ValueError(f"--labels_column={named}: that of {path} is one of {there}")
-    usual = [column for name in LABELS for column in columns if column.lower() == name]
+    usual = [column for column in columns if column.lower() in LABELS]
     likely = [named] if named else usual or columns
-    if not likely or not (len(likely) == 1 or (usual and same(likely))):
+    if len(likely) != 1:
         raise ValueError(
             f"{path}: which column holds the classes? Say --labels_column=NAME; there are {there}"
         )
@@ -131,10 +97,10 @@ def with_validation(source: Source, share: float, seed: int) -> Source:
 
 
 def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
-    """Which examples are held out: a share of all, spread evenly over the classes.
+    """Mark the examples that are held out: a share of all, spread evenly over the classes.
 
     The examples are ordered by class, in each class by chance, the first of each put aside, since
-    it stays; from the rest every so manieth is taken.
+    it stays; from the rest examples at equal distances are taken.
 
     Returns:
         n bools, max(1, round(share n)) of them true if there are as many to spare.

@@ -7,6 +7,7 @@ named. A file without a header has the columns "1", "2", ...
 
 import csv
 import io
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,133 +15,95 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vit import bounded
-from vit.sources.source import (
-    SUFFIXES,
-    Example,
-    Source,
-    check_class_name,
-    column_of_labels,
-    in_order,
-)
+from vit.sources.source import SUFFIXES, Example, Source, column_of_labels, in_order, is_picture
 
 LOOKED_AT = 10
 """Rows by which columns are told apart, and folders in which their files are looked for."""
 
 
-class Table(NamedTuple):
-    """The rows of a csv file, all as long as the header."""
-
-    path: Path
-    columns: list[str]
-    rows: list[list[str]]
-
-
-class Files(NamedTuple):
-    """Where the words of a column are names of files."""
+class Naming(NamedTuple):
+    """Rule by which the words of a column name pictures: `folder`/word`suffix`."""
 
     column: int
     folder: Path
     suffix: str
 
-    def path(self, word: str) -> Path:
-        """Of the picture."""
-        return self.folder / f"{word}{self.suffix}"
+    def path(self, row: Sequence[str]) -> Path:
+        """The picture of a row."""
+        return self.folder / f"{row[self.column]}{self.suffix}"
 
 
-def found(folder: Path) -> bool:
-    """Whether a csv file of the folder names pictures."""
-    return any(_files(table) for table in map(load, _paths(folder)))
+class Table(NamedTuple):
+    """A csv file that names pictures, all its rows as long as the header."""
+
+    path: Path
+    columns: list[str]
+    rows: list[list[str]]
+    naming: Naming
 
 
-def read(source: Path, labels_column: str = "") -> Source:
+def read(source: Path, labels_column: str = "") -> Source | None:
     """The pictures that the csv file names.
 
     Raises:
-        ValueError: when several files do, or no column of classes can be told.
+        ValueError: when a csv file cannot be read, several name pictures, one names a picture
+            elsewhere, or the column of classes is ambiguous.
     """
-    tables = [table for table in map(load, _paths(source)) if _files(table)]
-    if len(tables) > 1:
-        names = ", ".join(table.path.name for table in tables)
-        raise ValueError(f"{source} holds {len(tables)} tables of pictures ({names}): leave one")
-    (table,) = tables
-    files = _files(table)
-    assert files is not None
-    column = _labels(table, files, labels_column)
-    for row in table.rows:
-        picture = Path(os.path.abspath(files.path(row[files.column])))
-        if not picture.is_relative_to(os.path.abspath(source)):
-            raise ValueError(f"{table.path} names {row[files.column]!r}, outside {source}")
-    class_names = in_order(row[column] for row in table.rows)
-    for name in class_names:
-        check_class_name(name, f"{name!r} in {table.path}")
+    paths = sorted(path for path in source.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
+    found = [table for table in map(_load, paths) if table]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(table.path.name for table in found)
+        raise ValueError(f"{source} holds {len(found)} tables of pictures ({names}): leave one")
+    ((path, columns, rows, naming),) = found
+    others = [name for number, name in enumerate(columns) if number != naming.column]
+    label = columns.index(column_of_labels(path, others, labels_column))
+    for row in rows:
+        if not Path(os.path.abspath(naming.path(row))).is_relative_to(os.path.abspath(source)):
+            raise ValueError(f"{path} names {row[naming.column]!r}, outside {source}")
 
     def examples() -> Iterator[Example]:
-        for row in table.rows:
-            path = files.path(row[files.column])
-            yield Example(str(path), partial(bounded.content, path), row[column])
+        for row in rows:
+            picture = naming.path(row)
+            yield Example(str(picture), partial(bounded.content, picture), row[label])
 
-    return Source(class_names, 0, {"train": examples})
+    return Source(in_order(row[label] for row in rows), 0, {"train": examples})
 
 
-def load(path: Path) -> Table:
-    """The whole file; its delimiter is a comma, semicolon or tabulator.
+def _load(path: Path) -> Table | None:
+    """The table of a file; None where it names no pictures.
 
-    Raises:
-        ValueError: when it is none; the message names the row.
+    Its delimiter is a comma, semicolon or tabulator.
     """
     try:
         text = bounded.content(path).decode("utf-8-sig")
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        rows = [row for row in csv.reader(io.StringIO(text, ""), delimiter=delimiter) if row]
+        lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
+        rows = [[word.strip() for word in row] for row in lines if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as a csv file: {error}") from error
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    header, *rest = [[word.strip() for word in row] for row in rows]
-    for number, row in enumerate(rest, 2):
-        if len(row) != len(header):
-            raise ValueError(f"{path}: row {number} has {len(row)} fields, the first {len(header)}")
-    numbers = [str(number) for number in range(1, len(header) + 1)]
-    if _files(Table(path, numbers, [header])):  # it names a picture: no header
-        return Table(path, numbers, [header, *rest])
-    return Table(path, header, rest)
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
+            )
+    if _naming(path.parent, rows[:1]):  # the first row names a picture: there is no header
+        rows.insert(0, [str(number) for number in range(1, len(rows[0]) + 1)])
+    naming = _naming(path.parent, rows[1 : LOOKED_AT + 1])
+    return Table(path, rows[0], rows[1:], naming) if naming else None
 
 
-def _paths(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in (".csv", ".tsv"))
-
-
-def _files(table: Table) -> Files | None:
-    """The column, folder and suffix by which most of the first rows name a file."""
-    folder = table.path.parent
+def _naming(folder: Path, rows: Sequence[Sequence[str]]) -> Naming | None:
+    """The rule by which most of the rows name a picture."""
     places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())[:LOOKED_AT]]
     suffixes = ["", *SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)]
-    tried = [Files(c, p, s) for c in range(len(table.columns)) for p in places for s in suffixes]
-    rows = table.rows[:LOOKED_AT]
 
-    def hits(files: Files) -> int:
-        return sum(_is_picture(files, row[files.column]) for row in rows)
+    def hits(naming: Naming) -> int:
+        paths = [naming.path(row) for row in rows if row[naming.column]]
+        return sum(is_picture(path) and path.is_file() for path in paths)
 
-    best = max(tried, key=hits)
-    return best if hits(best) else None
-
-
-def _is_picture(files: Files, word: str) -> bool:
-    path = files.path(word)
-    return bool(word) and path.suffix.lower() in SUFFIXES and path.is_file()
-
-
-def _labels(table: Table, files: Files, named: str) -> int:
-    """The number of the column of classes."""
-    others = [name for number, name in enumerate(table.columns) if number != files.column]
-
-    def same(usual: Sequence[str]) -> bool:
-        return len({_partition(table, table.columns.index(name)) for name in usual}) == 1
-
-    return table.columns.index(column_of_labels(table.path, others, named, same))
-
-
-def _partition(table: Table, column: int) -> tuple[int, ...]:
-    """Which rows are of one class, whatever it is called."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(row[column], len(numbers)) for row in table.rows)
+    columns = range(len(rows[0]) if rows else 0)
+    tried = itertools.starmap(Naming, itertools.product(columns, places, suffixes))
+    best = max(tried, key=hits, default=None)
+    return best if best and hits(best) else None
