@@ -102,23 +102,18 @@ class AttentionError:
 
     def __str__(self) -> str:
         """Means over batch entries and heads, and the largest."""
-
-        def shown(name: str, estimate: Estimate, uniform: PerHead | None = None) -> str:
-            value = estimate.value
-            text = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
-            return text if uniform is None else f"{text}; uniform attention {uniform.mean():.3g}"
-
-        lines = [shown("error of attention", self.attention, self.uniform_attention)]
-        if self.output is not None:
-            lines.append(shown("error of output", self.output, self.uniform_output))
-        worse = self.worse_than_uniform
-        return "\n".join(
-            [
-                *lines,
-                shown("error of row sums", self.row_sum),
-                f"worse than uniform   {worse.sum()} of {worse.size} heads",
-            ]
-        )
+        worse, lines = self.worse_than_uniform, []
+        for name, estimate, uniform in (
+            ("error of attention", self.attention, self.uniform_attention),
+            ("error of output", self.output, self.uniform_output),
+            ("error of row sums", self.row_sum, None),
+        ):
+            if estimate is not None:
+                value = estimate.value
+                line = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
+                beside = "" if uniform is None else f"; uniform attention {uniform.mean():.3g}"
+                lines.append(line + beside)
+        return "\n".join([*lines, f"worse than uniform   {worse.sum()} of {worse.size} heads"])
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ def attention_error(
 
     Bidirectional attention with positive features, in float32 whatever is given. One batch entry,
     head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never
-    t x s, and draws x m x h for the frequencies of one head.
+    t x s, and draws x k x m x h for the frequencies.
 
     Args:
         query: (..., t, n, h), with any leading axes, such as layers and batch.
@@ -214,23 +209,17 @@ def attention_error(
     lead, (t, _, h) = query.shape[:-3], query.shape[-3:]
     window = dict(exact_window=exact_window, exact_first=exact_first)
     _check(query, key, value, coupling, num_features, calibration, scale, window)
-    tokens, exists, calibration = _tokens(query, key, value, calibration, scale, mask)
-    frequencies = _draw(couplings.get(coupling), num_features, h, key.shape[-2], draws, seed)
-    log_weights = np.full(num_features, -math.log(num_features), np.float32)
-    if calibration.root is not None:  # `fold` leaves out det L, which attention does not see
-        log_det = np.linalg.slogdet(np.asarray(calibration.root, np.float64)).logabsdet
-        log_weights = log_weights + np.float32(log_det)[..., None]
-    rest = -num_features % FEATURES
-    sums, norms = _measure(
-        *tokens,
-        exists,
-        calibration,
-        jnp.pad(frequencies, [(0, 0), (0, 0), (0, rest), (0, 0)]),
-        np.pad(
-            log_weights, [*[(0, 0)] * (log_weights.ndim - 1), (0, rest)], constant_values=-np.inf
-        ),
-        tuple(window.values()) if exact_window else None,
-    )
+    tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
+    m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
+    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, h, k, draws, keys))
+    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, -m % FEATURES), (0, 0)])
+    used = np.arange(frequencies.shape[-2]) < m
+    log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
+    if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
+        log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
+        log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
+    near = tuple(window.values()) if exact_window else None
+    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
         lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
     )
@@ -274,7 +263,8 @@ def recommend(
         key: (..., s, k, h).
         coupling: as for `attention_error`.
         tolerance: above 0.
-        limit: the most features to try, at least 2. One program measures all numbers of them.
+        limit: the most features to try, at least 2. Few programs measure all of them: one
+            for each multiple of `FEATURES`.
         show: is given a line for each number that was tried; None prints them to a terminal.
         options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
             `attention_error`.
@@ -317,7 +307,7 @@ def _print(line: str) -> None:
 
 
 def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
-    """Raises ValueError for what does not fit: by the op itself, of which nothing is computed."""
+    """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
     if m < 1:
         raise ValueError(f"num_features must be at least 1, got {m}")
     if scale is not None and not scale > 0:
@@ -339,9 +329,9 @@ def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
 
 
 def _tokens(query, key, value, calibration, scale, mask):
-    """Queries and keys after sqrt(scale), and values; which keys exist (b, s); the calibration.
+    """Queries and keys times sqrt(scale), and values; existing keys (b, s); the calibration.
 
-    In float32, with one batch axis; what does not exist is 0.
+    All in float32 and with one batch axis. Keys and values that do not exist are 0.
     """
     exists = key_mask(mask, None, query.shape[:-3], key.reshape(-1, *key.shape[-3:]))
     value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
@@ -374,9 +364,23 @@ def _squared_lengths(tokens, exists, calibration) -> np.ndarray:
     return np.concatenate(lengths)
 
 
+def _frequencies(coupling: Coupling, m: int, *rest: Any) -> Float[Array, "draws k m h"]:
+    """Independent draws of the frequencies of each key head.
+
+    Where fewer frequencies are the first of more, they are cut from a multiple of `FEATURES`: so
+    few programs draw all numbers of them.
+    """
+    if isinstance(coupling, couplings.Antithetic):
+        half = _frequencies(coupling.coupling, m // 2, *rest)
+        return jnp.concatenate([half, -half], axis=-2)
+    inner = coupling.coupling if isinstance(coupling, couplings.Padded) else coupling
+    nested = isinstance(inner, couplings.Blocks | couplings.Halton)
+    return _draw(coupling, m + (-m % FEATURES if nested else 0), *rest)[..., :m, :]
+
+
 @jit_static(0, 1, 2, 3, 4)
-def _draw(coupling: Coupling, m, h, k, draws, seed) -> Float[Array, "draws k m h"]:
-    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(draws))
+def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) -> Array:
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(draws))
     return jax.vmap(lambda key: couplings.draw(key, coupling, m, h, k))(keys).astype(jnp.float32)
 
 

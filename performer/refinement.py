@@ -82,7 +82,7 @@ def performer_estimate(
     is_causal: bool = False,
     **window: int,
 ) -> Float[Array, "b n t s"]:
-    """A^ of these frequencies, maybe with `exact_window` and `exact_first`."""
+    """A^ of these frequencies; `window` is `exact_window` and `exact_first`, if any."""
     options: Any = dict(calibration=calibration, is_causal=is_causal, **window)
     return attention_weights(*sample[:2], frequencies, mask=sample.keys[:, None, None], **options)
 
@@ -126,13 +126,13 @@ LEARNED = FeatureMap(_learned, kernel="softmax")
 
 
 def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
-    """Which pairs are exact with `exact_window` and `exact_first`, in causal attention too."""
+    """Mask of the pairs that `exact_window` and `exact_first` make exact, if causal or not."""
     place = np.arange(length)
     return is_near(place, place, window, first) if window else np.zeros((length, length), bool)
 
 
 def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
-    """`near_pairs` for queries and keys at these places."""
+    """Mask of near pairs, for queries and keys at these places."""
     apart = query[:, None] // window - key // window
     return (abs(apart) <= 1) | (key < first)
 

@@ -37,11 +37,6 @@ class Hook(NamedTuple):
         setattr(self.module, self.name, nnx.data(module))
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it is one of `EXACT`, maybe with arguments bound."""
-        return _is_exact(self.function)
-
-    @property
     def in_layer(self) -> bool:
         """Whether it is that of Flax's own layer, which calls it as `PerformerAttention` is."""
         layer = isinstance(self.module, nnx.MultiHeadAttention)
@@ -53,12 +48,13 @@ def hooks(model: nnx.Module) -> Iterator[Hook]:
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             of_layer = isinstance(module, nnx.MultiHeadAttention) and name == "attention_fn"
-            if of_layer or _is_exact(value):
+            if of_layer or is_exact(value):
                 parts = path if of_layer else (*path, name)
                 yield Hook(".".join(map(str, parts)) or name, module, name)
 
 
-def _is_exact(value: Any) -> bool:
+def is_exact(value: Any) -> bool:
+    """Whether it is one of `EXACT`, maybe with arguments bound."""
     function = value.func if isinstance(value, partial) else value
     return any(function is exact for exact in EXACT)
 
@@ -143,25 +139,21 @@ class Recorder(nnx.Module):
     def __call__(self, query, key, value, bias=None, mask=None, **options):
         """What the function returns."""
         bound = self.function.keywords if isinstance(self.function, partial) else {}
-        given: dict[str, Any] = {"bias": bias, "mask": mask} | bound | options
-        call = call_of(query, key, **given)
+        given = {"bias": bias, "mask": mask} | options
+        given = {name: x for name, x in given.items() if x is not None}
+        call = call_of(query, key, **bound | given)
         new = self.record(self.path, call, key)
         if new is not None:
             self.seen = Seen(new if self.seen is None else together(self.seen.get_value(), new))
-        given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-        return self.function(query, key, value, **given, **options)
+        return self.function(query, key, value, **given)
 
 
 def together(before: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
     """Sums over calls and batches, what must hold in all of them, the first examples; or all."""
     if "moments" not in before:
         return {name: jnp.concatenate([x, new[name]]) for name, x in before.items()}
-    joined = dict(before)
-    for name in ("moments", "count"):
-        joined[name] = before[name] + new[name]
-    for name in ("by_keys", "causal"):
-        joined[name] = before[name] & new[name]
-    return joined
+    sums = {name: before[name] + new[name] for name in ("moments", "count")}
+    return before | sums | {name: before[name] & new[name] for name in ("by_keys", "causal")}
 
 
 def statistics(call: Call, key: Array) -> dict[str, Array]:

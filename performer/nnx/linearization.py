@@ -1,7 +1,7 @@
 """A trained model with exact attention -> one with random features, without retraining."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,8 +13,8 @@ from performer import calibration as calibrations
 from performer import couplings
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
-from performer.nnx.report import Report, estimate_with, head_errors, rows_of
-from performer.refinement import Sample, transfer
+from performer.nnx.report import Report, head_errors, rows_of
+from performer.refinement import Sample, performer_estimate, transfer
 from performer.typing import Coupling
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -106,17 +106,22 @@ def linearize(
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    window = Window(exact_window, exact_first)
+    window, call = Window(exact_window, exact_first), call or apply_to
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
     drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
     new = evaluated(model)
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
-        if number not in kept:
-            if refine_steps:
-                sample = _examples(model, layer.path, batches, call or apply_to)
-                refine_layer(attention, layer, sample, refine_steps)
-            _put(new, layer, attention)
+        if number in kept:
+            continue
+        if refine_steps:
+            refine_layer(
+                attention, layer, _examples(model, layer.path, batches, call), refine_steps
+            )
+        hook = _hook(new, layer.path)
+        if layer.masks or not hook.in_layer:
+            attention = hooks_.Adapter(attention, hook.function, layer.masks_are_causal)
+        hook.put(attention)
     return new, report_of(measured, drawn, kept)
 
 
@@ -135,15 +140,10 @@ def measure(
     """
     new, notes, left = evaluated(model), hooks_.Notes(), {}
     for hook in list(hooks_.hooks(new)):
-        reason = _unfit(hook, where)
-        if reason:
-            left[hook.path] = reason
-        else:
-            recorder = hooks_.Recorder(hook.function, hook.path, notes.record)
-            hook.put(recorder)
-            left[hook.path] = "not called"
-    total = added(_observed(new, batches, call or apply_to))
-    return found(total, notes, left)
+        left[hook.path] = _unfit(hook, where) or "not called"
+        if left[hook.path] == "not called":
+            hook.put(hooks_.Recorder(hook.function, hook.path, notes.record))
+    return found(added(_observed(new, batches, call or apply_to)), notes, left)
 
 
 def evaluated(model: Model) -> Model:
@@ -170,7 +170,6 @@ def check(
 ) -> None:
     """Raises ValueError for arguments of `linearize` that cannot be meant."""
     calibrations.parts(calibration, coupling)
-    couplings.get(coupling)
     counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
     for name, count in counts.items():
         if count < 0:
@@ -190,7 +189,7 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
         return "not chosen by where"
     if isinstance(hook.function, PerformerAttention | hooks_.Adapter):
         return "linear already"
-    if not hook.is_exact:
+    if not hooks_.is_exact(hook.function):
         name = getattr(hook.function, "__name__", type(hook.function).__name__)
         return f"its attention_fn is {name}, not Flax's or JAX's exact attention"
     if isinstance(hook.module, nnx.MultiHeadAttention) and hook.module.query.kernel.ndim != 3:
@@ -243,26 +242,25 @@ def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -
     """The layers that can be replaced, and why the others cannot."""
     layers = []
     for path, refused in notes.refused.items():
-        left[path] = refused or _unknown_masks(total[path])
-        layers += [] if left[path] else [_layer(path, total[path], notes)]
+        left[path] = refused
+        if refused:
+            continue
+        seen = total[path]
+        by_keys, causal = bool(seen["by_keys"]), bool(seen["causal"])
+        if not (by_keys or causal):
+            left[path] = "its masks are neither causal nor of keys alone"
+            continue
+        layers.append(
+            Layer(
+                path=path,
+                moments=seen["moments"] / seen["count"],
+                sample=Sample(*(seen[name] for name in Sample._fields)),
+                is_causal=notes.is_causal[path] or not by_keys,
+                masks=path in notes.masks,
+                masks_are_causal=not by_keys,
+            )
+        )
     return Measured(layers, {path: why for path, why in left.items() if why})
-
-
-def _unknown_masks(seen: dict[str, Array]) -> str:
-    known = bool(seen["by_keys"]) or bool(seen["causal"])
-    return "" if known else "its masks are neither causal nor of keys alone"
-
-
-def _layer(path: str, seen: dict[str, Array], notes: hooks_.Notes) -> Layer:
-    causal = not bool(seen["by_keys"])
-    return Layer(
-        path=path,
-        moments=seen["moments"] / seen["count"],
-        sample=Sample(*(seen[name] for name in Sample._fields)),
-        is_causal=notes.is_causal[path] or causal,
-        masks=path in notes.masks,
-        masks_are_causal=causal,
-    )
 
 
 def draw(
@@ -274,40 +272,29 @@ def draw(
     seed: int,
     window: Window = NO_WINDOW,
 ) -> tuple[list[PerformerAttention], set[int]]:
-    """What may take the place of each layer, and the numbers of those that stay exact."""
-    keys = jax.random.split(jax.random.key(seed), max(1, len(layers)))
-    pairs = zip(keys, layers, strict=False)
-    drawn = [_calibrated(*pair, coupling, num_features, calibration, window) for pair in pairs]
+    """Attention for each layer, and the numbers of the layers that stay exact."""
+    drawn = []
+    for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
+        heads, head_dim = layer.sample.key.shape[-2:]
+        m = num_features or 2 * head_dim
+        itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
+        attention = PerformerAttention(
+            m,
+            head_dim,
+            coupling=coupling,
+            num_heads=heads,
+            calibration=calibration,
+            use_running_average=True,
+            **(window if itself else NO_WINDOW)._asdict(),
+            rngs=nnx.Rngs(frequencies=key),
+        )
+        attention.frequencies[...] = couplings.draw(key, coupling, m, head_dim, heads)
+        if attention.calibration is not None:
+            attention.calibrate(layer.moments)
+        drawn.append(attention)
     pairs = zip(layers, drawn, strict=True)
     errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
     return drawn, set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
-
-
-def _calibrated(
-    key: Array,
-    layer: Layer,
-    coupling: str | Coupling,
-    m: int | None,
-    calibration: str,
-    window: Window,
-) -> PerformerAttention:
-    heads, head_dim = layer.sample.key.shape[-2:]
-    itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-    attention = PerformerAttention(
-        m or 2 * head_dim,
-        head_dim,
-        coupling=coupling,
-        num_heads=heads,
-        calibration=calibration,
-        use_running_average=True,
-        **(window if itself else NO_WINDOW)._asdict(),
-        rngs=nnx.Rngs(frequencies=key),
-    )
-    drawn = couplings.draw(key, coupling, m or 2 * head_dim, head_dim, heads)
-    attention.frequencies[...] = drawn
-    if attention.calibration is not None:
-        attention.calibrate(layer.moments)
-    return attention
 
 
 def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
@@ -319,13 +306,18 @@ def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Ar
 def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
     """Moves its frequencies, towards lower errors with its window."""
     attention.frequencies[...] = transfer(
-        estimate_with(attention.window),
+        _estimate_with(attention.window),
         attention.frequencies[...],
         attention.calibration,
         sample,
         steps=steps,
         is_causal=layer.is_causal,
     )
+
+
+@cache  # the same function for the same window is the same program
+def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
+    return partial(performer_estimate, **window._asdict())
 
 
 def report_of(measured: Measured, drawn: list[PerformerAttention], kept: set[int]) -> Report:
@@ -341,14 +333,6 @@ def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
     return next(hook for hook in hooks_.hooks(model) if hook.path == path)
 
 
-def _put(model: nnx.Module, layer: Layer, attention: PerformerAttention) -> None:
-    hook = _hook(model, layer.path)
-    if hook.in_layer and not layer.masks:
-        hook.put(attention)
-    else:
-        hook.put(hooks_.Adapter(attention, hook.function, layer.masks_are_causal))
-
-
 def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) -> Sample:
     """What comes to one layer in all batches."""
     model = evaluated(model)
@@ -358,6 +342,6 @@ def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) 
 
 
 def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
-    """All of them."""
-    batches = list(batches)
-    return Sample(*(jnp.concatenate([x[name] for x in batches]) for name in Sample._fields))
+    """One sample of all batches."""
+    columns = zip(*([x[name] for name in Sample._fields] for x in batches), strict=True)
+    return Sample(*map(jnp.concatenate, columns))
