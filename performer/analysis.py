@@ -333,12 +333,11 @@ def _tokens(query, key, value, calibration, scale, mask):
 
     All in float32 and with one batch axis. Keys and values that do not exist are 0.
     """
-    exists = key_mask(mask, None, query.shape[:-3], key.reshape(-1, *key.shape[-3:]))
-    value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
-    b = math.prod(query.shape[:-3])
+    lead, value = query.shape[:-3], jnp.zeros((*key.shape[:-1], 0)) if value is None else value
     query, key, value = (
-        x.reshape(b, *x.shape[-3:]).astype(jnp.float32) for x in (query, key, value)
+        x.reshape(math.prod(lead), *x.shape[-3:]).astype(jnp.float32) for x in (query, key, value)
     )
+    exists = key_mask(mask, None, lead, key)
     exists = np.ones(key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))
     if empty:
@@ -400,7 +399,7 @@ def _measure(
         _, w, tilts = fold(calibration, frequencies)
         log_weights = log_weights + (0 if tilts is None else tilts)
         log_weights = jnp.broadcast_to(log_weights, w.shape[:-1])
-        shift = jnp.zeros(h) if calibration.shift is None else calibration.shift
+        shift = jnp.zeros(h, query.dtype) if calibration.shift is None else calibration.shift
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
         shift = jnp.repeat(jnp.broadcast_to(shift, (k, h)), n // k, axis=0)
         along = jnp.sum(query * shift, axis=-1, keepdims=True)
@@ -435,13 +434,13 @@ def _block(
     key, moved_key, value, exists = keys
 
     def squares(x):
-        return (place < t) @ jnp.sum(x**2, axis=-1)
+        return jnp.sum(jnp.where(place < t, jnp.sum(x**2, axis=-1), 0))
 
     logits = jnp.where(exists, query @ key.T, -jnp.inf)
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     A = jnp.exp(logits - log_sum)
     N = jnp.sum(exists, dtype=A.dtype)
-    uniform = exists / N
+    uniform = exists.astype(A.dtype) / N
     half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
     offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
 

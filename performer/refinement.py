@@ -32,8 +32,8 @@ from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import float32_or_wider
 
-RATE = 0.1
-"""Rate of Adam at the start."""
+ADAM, RATE = optax.scale_by_adam(), 0.1
+"""What moves the parameters, and its rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
 ENTRIES = 2**24
@@ -227,10 +227,11 @@ def transfer(
     is_causal: bool = False,
     loss: str = "divergence",
     rate: float = RATE,
+    optimizer: optax.GradientTransformation = ADAM,
     seed: int = 0,
     examples: int = EXAMPLES,
 ) -> Parameters:
-    """Parameters that Adam has moved to a lower loss, on examples that they have not seen.
+    """Parameters with a lower loss than `start`, on examples that they have not seen.
 
     Args:
         estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
@@ -242,6 +243,7 @@ def transfer(
         is_causal: query i sees the keys up to i.
         loss: "divergence" or "squared"; the first led to better models.
         rate: that of the first step; it falls as half a cosine.
+        optimizer: of optax, for a rate of -1.
         seed: of the order of the examples.
         examples: of a step, at most.
 
@@ -254,7 +256,7 @@ def transfer(
     """
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    static = estimate, LOSSES[loss], is_causal, steps, examples
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
     return _transfer(*static, rate, jax.random.key(seed), start, fixed, sample)
 
 
@@ -280,7 +282,7 @@ def refine_far(
         sample: queries and keys of the layer.
         steps: of Adam, at most.
         is_causal: query i sees the keys up to i.
-        options: loss, rate, seed and examples, as of `transfer`.
+        options: loss, rate, optimizer, seed and examples, as of `transfer`.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
@@ -324,14 +326,15 @@ def at_least_near(
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _transfer(estimate, loss, is_causal, steps, examples, rate, key, start, fixed, sample):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _transfer(
+    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
+):
     training, held_out = _parted(sample)
     size, length = _size(training, examples), -(-steps // ROUNDS)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
     rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
-    optimizer = optax.scale_by_adam()
     mean_losses = partial(_mean_losses, estimate, loss, is_causal, fixed, held_out, examples)
 
     def step(carry, xs):

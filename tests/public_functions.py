@@ -464,9 +464,6 @@ rows(
 rows(
     "draws",
     {
-        "refinement.refine": lambda x: refinement.refine(
-            of_heads(), None, sample(x), steps=3, optimizer=SGD
-        ),
         "refinement.at_least_near": lambda x: refinement.at_least_near(
             refinement.learned_estimate, far(), (None, near(x)), sample(x), True
         ),
@@ -493,6 +490,11 @@ def _(x):
 @row("refinement.near_pairs", "numpy")
 def _(x):
     return refinement.near_pairs(7, 2, 1)
+
+
+@row("refinement.is_near", "numpy")
+def _(x):
+    return refinement.is_near(np.arange(7), np.arange(7), 2, 1)
 
 
 @row("nnx.redraw", "draws")
