@@ -1,4 +1,4 @@
-"""How far random-feature attention is from softmax attention on given queries and keys.
+"""Error of random-feature attention against softmax attention on given queries and keys.
 
 Notation: q_i and k_j after the factor sqrt(scale) each; mu_ij = exp(q_i.k_j), of which k^_ij is the
 estimate from m frequencies; t queries and N keys that exist; mu_i = (1/N) sum_j mu_ij;
@@ -97,7 +97,7 @@ class AttentionError:
 
     @property
     def worse_than_uniform(self) -> np.ndarray:
-        """Where `attention` is above `uniform_attention`: booleans (*b, n)."""
+        """Mask (*b, n) of the heads whose `attention` is above `uniform_attention`."""
         return self.attention.value > self.uniform_attention
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class AttentionError:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; its `str` says it in a few lines.
+    """Result of `recommend`; its `str` is a summary.
 
     Attributes:
         num_features: m, or None if no m up to the limit is enough.
@@ -140,7 +140,7 @@ class Recommendation:
     coupling: str
 
     def __str__(self) -> str:
-        """What was found, and the numbers that explain it."""
+        """The result, and the numbers that explain it."""
         found = f"{self.num_features} features of {self.coupling} are enough."
         if self.num_features is None:
             found = f"No number of features up to {self.most} is enough with {self.coupling}."
@@ -170,7 +170,7 @@ def attention_error(
     exact_first: int = 0,
     seed: int = 0,
 ) -> AttentionError:
-    """How far random-feature attention is from softmax attention on these queries and keys.
+    """Measure the error of random-feature attention on these queries and keys.
 
     Bidirectional attention with positive features, in float32 whatever is given. One batch entry,
     head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never
@@ -333,7 +333,8 @@ def _tokens(query, key, value, calibration, scale, mask):
 
     All in float32 and with one batch axis. Keys and values that do not exist are 0.
     """
-    lead, value = query.shape[:-3], jnp.zeros((*key.shape[:-1], 0)) if value is None else value
+    lead = query.shape[:-3]
+    value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
     query, key, value = (
         x.reshape(math.prod(lead), *x.shape[-3:]).astype(jnp.float32) for x in (query, key, value)
     )

@@ -73,7 +73,7 @@ Moments = Float[Array, "*n z z"]
 
 
 class Calibration(NamedTuple):
-    """What attention does to its queries, keys and frequencies; None for what is left as it is.
+    """Changes of queries, keys and frequencies before attention; None for no change.
 
     In the module's notation c, M, M^-1, mu, L. Either each leaf has a first axis with one entry for
     each key head, or none has.
@@ -284,7 +284,7 @@ def fold(
 
 
 def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
-    """For each of `num_heads` heads, of which consecutive ones share a key head."""
+    """Return one entry for each of `num_heads` heads; consecutive heads share a key head."""
     leaves = zip(calibration, RANKS, strict=True)
     return Calibration(
         *(x if x is None or x.ndim == rank else _repeated(x, num_heads) for x, rank in leaves)

@@ -56,7 +56,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def require_numbered(name: str, count: int) -> None:
-    """Raises ValueError when there are more than int32 can number, naming `name` they are."""
+    """Raise ValueError for a count of `name` that int32 cannot number."""
     if count > LARGEST:
         raise ValueError(f"{count} {name} are more than int32 can number: at most {LARGEST}")
 

@@ -33,13 +33,13 @@ from performer.features import FeatureMap
 from performer.typing import float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
-"""What moves the parameters, and its rate at the start."""
+"""Default optimizer, and its learning rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
 ENTRIES = 2**24
 """The most entries of attention matrices in a step; fewer examples where they would be more."""
 ROUNDS, PATIENCE = 20, 4
-"""How often the held-out loss is looked at, and how often in vain before the end."""
+"""Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
 
@@ -56,11 +56,11 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
-        """All of these."""
+        """Sample in which all queries and keys exist."""
         return cls(query, key, jnp.ones(query.shape[:2], bool), jnp.ones(key.shape[:2], bool))
 
     def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
-        """Which query sees which key."""
+        """Mask of the keys that each query attends to."""
         seen = self.queries[:, None, :, None] & self.keys[:, None, None]
         return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
@@ -106,13 +106,13 @@ class Far(NamedTuple):
 
     @classmethod
     def of(cls, frequencies: Float[Array, "k m h"]) -> "Far":
-        """The same frequencies for queries and keys."""
+        """Features with the same frequencies for queries and keys."""
         zeros = jnp.zeros(frequencies.shape[:2], frequencies.dtype)
         return cls(frequencies, frequencies, zeros, zeros[:, 0])
 
     @property
     def weights(self) -> Float[Array, "k m"]:
-        """Of the features, as `performer_attention` takes them."""
+        """Weights of the features, as `performer_attention` accepts them."""
         return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
 
 
@@ -184,7 +184,7 @@ def hybrid_estimate(
 
 
 learned_estimate = partial(hybrid_estimate, half=0.0)
-"""The same with the features `LEARNED`."""
+"""`hybrid_estimate` with the features `LEARNED`."""
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -315,7 +315,7 @@ def at_least_near(
     sample: Sample,
     is_causal: bool = False,
 ) -> Far:
-    """With the weight -inf for heads whose squared error, held out, is then smaller or the same."""
+    """Set the weight -inf for heads whose held-out squared error it does not raise."""
     _, held_out = _parted(sample)
     alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
     errors = [
@@ -390,7 +390,7 @@ def _size(sample: Sample, examples: int) -> int:
 
 
 def _parted(sample: Sample) -> tuple[Sample, Sample]:
-    """What is trained on, and what is held out, spread over the examples; one alone is both."""
+    """Training and held-out examples, the latter evenly spread; a single example is both."""
     number = len(sample.query)
     if number == 1:
         return sample, sample

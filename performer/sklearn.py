@@ -134,7 +134,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return tags
 
     def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> tuple[int, bool]:
-        """And whether the last has one column for two."""
+        """Number of frequencies, and True if the last has one column instead of two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
             raise ValueError(f"n_components must be a positive integer, got {n!r}; use 100, say")

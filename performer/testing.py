@@ -40,7 +40,7 @@ _BATCH = 2000
 
 
 def samples(coupling: str | Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
-    """That many draws, (draws, m, d) in float64.
+    """Independent draws of the coupling, (draws, m, d) in float64.
 
     Raises:
         AssertionError: for draws of another shape, or that are not finite.
@@ -59,7 +59,7 @@ def _draws(coupling: str | Coupling, m: int, d: int, draws: int, seed: int) -> n
 
 @lru_cache(maxsize=2)
 def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
-    """In batches of one size, so that one program makes any number of draws."""
+    """Draws in batches of one size, so that one program serves any number of draws."""
     keys = jax.random.split(jax.random.key(seed), draws)
     keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], -draws % _BATCH)])
     batches = [_batch(coupling, m, d, part) for part in keys.reshape(-1, _BATCH)]

@@ -150,7 +150,7 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
 def _parts_of_mse(
     coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
 ) -> tuple[Array, Array]:
-    """What m independent frequencies have for an error, and what their pairs add to it."""
+    """Error of m independent frequencies, and the contribution of their pairs."""
     for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),

@@ -22,21 +22,21 @@ Call = Callable[[Any, Any], Any]
 
 
 class Layer(NamedTuple):
-    """What `measure` found at one place of a model."""
+    """One layer of attention, as measured."""
 
     path: str
     moments: calibrations.Moments
     sample: Sample
-    """Of a few examples."""
+    """Queries and keys of a few examples."""
     is_causal: bool
     masks: bool
-    """Whether it is called with masks over pairs of a query and a key, """
+    """True if it is called with masks over pairs of a query and a key."""
     masks_are_causal: bool
-    """and whether these are causal."""
+    """True if these masks are causal."""
 
 
 class Measured(NamedTuple):
-    """What `measure` found: layers in the order of their calls, and path -> why it cannot be."""
+    """Layers in the order of their calls, and path -> reason for those that stay exact."""
 
     layers: list[Layer]
     left: dict[str, str]
@@ -132,7 +132,7 @@ def measure(
     where: Callable[[str], bool] | None = None,
     call: Call | None = None,
 ) -> Measured:
-    """What `linearize` needs to know of a model; its arguments are explained there.
+    """Measure the attention layers of a model for `linearize`, which explains the arguments.
 
     Example:
         >>> measured = measure(model, [x])
@@ -154,7 +154,7 @@ def evaluated(model: Model) -> Model:
 
 
 def apply_to(model: Any, batch: Any) -> Any:
-    """As `batches` of `linearize` says."""
+    """Call the model on a batch: an array, a tuple of arguments, or a dict by name."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -168,7 +168,7 @@ def check(
     keep: int,
     window: Window = NO_WINDOW,
 ) -> None:
-    """Raises ValueError for arguments of `linearize` that cannot be meant."""
+    """Raise ValueError for invalid arguments of `linearize`."""
     calibrations.parts(calibration, coupling)
     counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
     for name, count in counts.items():
@@ -184,7 +184,7 @@ def check(
 
 
 def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
-    """Why nothing is recorded there; "" if something is."""
+    """Reason why the hook is not measured, or ""."""
     if where is not None and not where(hook.path):
         return "not chosen by where"
     if isinstance(hook.function, PerformerAttention | hooks_.Adapter):
@@ -200,7 +200,7 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
 def _observed(
     model: nnx.Module, batches: Iterable[Any], call: Call
 ) -> Iterator[dict[str, dict[str, Array]]]:
-    """For each batch: path -> what the recorder there has seen."""
+    """Records of each batch, by path."""
     graph, state = nnx.split(model)
     for batch in batches:
         settings, arrays = parted(batch)
@@ -216,21 +216,21 @@ def _seen(graph, call, settings, state, arrays):
 
 
 def parted(batch: Any) -> tuple[tuple, list]:
-    """What of it is static in a program, hashable, and its arrays."""
+    """Split a batch into its static part, which is hashable, and its arrays."""
     leaves, tree = jax.tree.flatten(batch)
     settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
     return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
 
 
 def joined(settings: tuple, arrays: list) -> Any:
-    """The batch that was parted."""
+    """Inverse of `parted`."""
     tree, others = settings
     leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
     return jax.tree.unflatten(tree, leaves)
 
 
 def added(batches: Iterable[dict[str, dict[str, Array]]]) -> dict[str, dict[str, Array]]:
-    """What was seen in all batches together, by path."""
+    """Records of all batches together, by path."""
     total: dict[str, dict[str, Array]] = {}
     for seen in batches:
         both = {path: hooks_.together(total[path], seen[path]) for path in total.keys() & seen}
@@ -321,7 +321,7 @@ def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
 
 
 def report_of(measured: Measured, drawn: list[PerformerAttention], kept: set[int]) -> Report:
-    """Of all layers."""
+    """Report of all layers."""
     rows = []
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
         state = "exact" if number in kept else "linear"
@@ -334,7 +334,7 @@ def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
 
 
 def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) -> Sample:
-    """What comes to one layer in all batches."""
+    """Queries and keys of one layer in all batches."""
     model = evaluated(model)
     hook = _hook(model, path)
     hook.put(hooks_.Recorder(hook.function, hook.path, hooks_.examples))

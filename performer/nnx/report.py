@@ -1,4 +1,4 @@
-"""How far a model's attention is from what it was, layer by layer and head by head."""
+"""Attention errors of a linearized model, by layer and head."""
 
 import csv
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]
 
 @dataclass(frozen=True)
 class Report:
-    """What `linearize` did; its `str` is a table of layers, the worst heads, and what stayed exact.
+    """Result of `linearize`; its `str` is a table of layers, the worst heads and exact layers.
 
     Attributes:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
@@ -131,7 +131,7 @@ COLUMNS = {
     "|k|^2": "   |k|^2",
     "keys attended to": "keys attended to",
 }
-"""Of the table: the names of numbers, and their heads."""
+"""Numbers of the table, and the heads of their columns."""
 
 
 def rows_of(
