@@ -52,7 +52,7 @@ def minimize(
 
 
 def require_finite(losses: Float[Array, " steps"]) -> None:
-    """Raises ValueError when a loss is not finite; traced ones cannot be looked at."""
+    """Raise ValueError if a loss is not finite; traced losses are not checked."""
     if not isinstance(losses, Tracer) and not bool(jnp.isfinite(losses).all()):
         first = int(jnp.argmin(jnp.isfinite(losses)))
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How far random-feature attention is from softmax attention on given queries and keys.
+"""Error of random-feature attention against softmax attention on given queries and keys.
 
 Notation: q_i and k_j after the factor sqrt(scale) each; mu_ij = exp(q_i.k_j), of which k^_ij is the
 estimate from m frequencies; t queries and N keys that exist; mu_i = (1/N) sum_j mu_ij;
@@ -17,12 +17,21 @@ of a row are equal, the mean over j is (variance - covariance) / N^2 in the term
 `AttentionError`.
 
 With an exact window k^_ij = mu_ij for near pairs, in all of this.
+
+Everything is computed from A^_ij and rho_i, each with the row's maximum taken out, so that nothing
+overflows: k^_ij / (N mu_i) = A^_ij rho_i. Second moments over draws come from Helmert's residuals
+
+    e_d = sqrt((d - 1) / d) (x_d - mean(x_1 .. x_{d-1})),      d = 2 .. D,
+
+which are uncorrelated and have the covariance of x. The mean of their squares is exactly the sample
+variance, that with D - 1: in one pass, without cancellation, and whatever the bias of a coupling.
 """
 
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +40,18 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import _moments, couplings
-from performer._masks import Pairs, key_mask
-from performer.attention import _checks
-from performer.calibration import Calibration
-from performer.typing import Coupling
+from performer import couplings
+from performer._masks import key_mask
+from performer.attention import performer_attention
+from performer.attention.state import finite
+from performer.calibration import Calibration, fold, transform_keys, transform_queries
+from performer.refinement import is_near
+from performer.typing import Coupling, jit_static
+
+BLOCK = 256
+"""Rows of the attention matrix that exist at a time."""
+FEATURES = 64
+"""Frequencies are filled up to a multiple of this, so that few programs serve all numbers."""
 
 PerHead = Float[np.ndarray, "*b n"]
 
@@ -81,33 +97,28 @@ class AttentionError:
 
     @property
     def worse_than_uniform(self) -> np.ndarray:
-        """Where `attention` is above `uniform_attention`: booleans (*b, n)."""
+        """Mask (*b, n) of the heads whose `attention` is above `uniform_attention`."""
         return self.attention.value > self.uniform_attention
 
     def __str__(self) -> str:
         """Means over batch entries and heads, and the largest."""
-
-        def shown(name: str, estimate: Estimate, uniform: PerHead | None = None) -> str:
-            value = estimate.value
-            text = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
-            return text if uniform is None else f"{text}; uniform attention {uniform.mean():.3g}"
-
-        lines = [shown("error of attention", self.attention, self.uniform_attention)]
-        if self.output is not None:
-            lines.append(shown("error of output", self.output, self.uniform_output))
-        worse = self.worse_than_uniform
-        return "\n".join(
-            [
-                *lines,
-                shown("error of row sums", self.row_sum),
-                f"worse than uniform   {worse.sum()} of {worse.size} heads",
-            ]
-        )
+        worse, lines = self.worse_than_uniform, []
+        for name, estimate, uniform in (
+            ("error of attention", self.attention, self.uniform_attention),
+            ("error of output", self.output, self.uniform_output),
+            ("error of row sums", self.row_sum, None),
+        ):
+            if estimate is not None:
+                value = estimate.value
+                line = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
+                beside = "" if uniform is None else f"; uniform attention {uniform.mean():.3g}"
+                lines.append(line + beside)
+        return "\n".join([*lines, f"worse than uniform   {worse.sum()} of {worse.size} heads"])
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; its `str` says it in a few lines.
+    """Result of `recommend`; its `str` is a summary.
 
     Attributes:
         num_features: m, or None if no m up to the limit is enough.
@@ -129,7 +140,7 @@ class Recommendation:
     coupling: str
 
     def __str__(self) -> str:
-        """What was found, and the numbers that explain it."""
+        """The result, and the numbers that explain it."""
         found = f"{self.num_features} features of {self.coupling} are enough."
         if self.num_features is None:
             found = f"No number of features up to {self.most} is enough with {self.coupling}."
@@ -159,11 +170,11 @@ def attention_error(
     exact_first: int = 0,
     seed: int = 0,
 ) -> AttentionError:
-    """How far random-feature attention is from softmax attention on these queries and keys.
+    """Measure the error of random-feature attention on these queries and keys.
 
     Bidirectional attention with positive features, in float32 whatever is given. One batch entry,
     head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never
-    t x s, and draws x m x h for the frequencies of one head.
+    t x s, and draws x k x m x h for the frequencies.
 
     Args:
         query: (..., t, n, h), with any leading axes, such as layers and batch.
@@ -193,19 +204,41 @@ def attention_error(
         >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
-    return _errors(
-        query,
-        key,
-        value,
-        coupling,
-        num_features,
-        num_features,
-        draws,
-        calibration,
-        scale,
-        mask,
-        (exact_window, exact_first),
-        seed,
+    if draws < 3:
+        raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
+    lead, (t, _, h) = query.shape[:-3], query.shape[-3:]
+    window = dict(exact_window=exact_window, exact_first=exact_first)
+    _check(query, key, value, coupling, num_features, calibration, scale, window)
+    tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
+    m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
+    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, h, k, draws, keys))
+    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, -m % FEATURES), (0, 0)])
+    used = np.arange(frequencies.shape[-2]) < m
+    log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
+    if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
+        log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
+        log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
+    near = tuple(window.values()) if exact_window else None
+    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near)
+    sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
+        lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
+    )
+
+    def estimate(name: str, size: Any, first: int = 0) -> Estimate:
+        sample = sums[name][..., first:] / np.asarray(size)[..., None]
+        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
+
+    square, its_error = estimate("row_sum", t)
+    row_sum = np.sqrt(square)
+    return AttentionError(
+        attention=estimate("attention", norms["attention"]),
+        output=None if value is None else estimate("output", norms["output"]),
+        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
+        variance=estimate("variance", t, 1),
+        covariance=estimate("covariance", t, 1),
+        predicted=estimate("predicted", norms["attention"], 1),
+        uniform_attention=norms["uniform_attention"] / norms["attention"],
+        uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
     )
 
 
@@ -230,7 +263,8 @@ def recommend(
         key: (..., s, k, h).
         coupling: as for `attention_error`.
         tolerance: above 0.
-        limit: the most features to try, at least 2. One program measures all numbers of them.
+        limit: the most features to try, at least 2. Few programs measure all of them: one
+            for each multiple of `FEATURES`.
         show: is given a line for each number that was tried; None prints them to a terminal.
         options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
             `attention_error`.
@@ -246,19 +280,14 @@ def recommend(
         raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
     if limit < 2:
         raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
-    window = options.pop("exact_window", 0), options.pop("exact_first", 0)
-    given = dict(draws=32, calibration=None, scale=None, mask=None, seed=0) | options
-    given["window"] = window
-    most = 2 ** (limit.bit_length() - 1)
     for m in (2**i for i in range(1, limit.bit_length())):
-        error = _errors(query, key, None, coupling, m, most, **given)
+        error = attention_error(query, key, coupling=coupling, num_features=m, **options)
         mean = float(error.attention.value.mean())
         show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
         if mean <= tolerance:
             break
-    places = (given[name] for name in ("calibration", "scale", "mask", "window"))
-    tokens, *rest = _prepare(query, key, None, coupling, m, *places)
-    lengths = _squared_lengths(*tokens[:2], *rest)
+    of_tokens = (options.get(name) for name in ("calibration", "scale", "mask"))
+    lengths = _squared_lengths(*_tokens(query, key, None, *of_tokens))
     return Recommendation(
         num_features=m if mean <= tolerance else None,
         error=mean,
@@ -277,97 +306,179 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _errors(
-    query, key, value, coupling, num_features, most, draws, calibration, scale, mask, window, seed
-) -> AttentionError:
-    """`attention_error`, by a program that serves up to `most` features."""
-    if draws < 3:
-        raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
-    tokens, exists, calibration, scale = _prepare(
-        query, key, value, coupling, num_features, calibration, scale, mask, window
-    )
-    lead, (t, n, h), k = query.shape[:-3], query.shape[-3:], key.shape[-2]
-    # `fold` leaves det L out of the weights: attention does not see it, the kernel does.
-    root = np.eye(h) if calibration.root is None else np.asarray(calibration.root, np.float64)
-    log_det = np.broadcast_to(np.linalg.slogdet(root).logabsdet.astype(np.float32), k)
-    rest = -num_features + -(-most // _moments.FEATURES) * _moments.FEATURES
-    of_key_heads = []
-    for head in range(k):
-        w = _moments.drawn(coupling, num_features, most, jax.random.key(seed), head, h, draws, k)
-        w = np.pad(w, ((0, 0), (0, rest), (0, 0)))
-        settings = exists, calibration, log_det[head], scale
-        counts = np.int32(num_features), head, window if window[0] else None
-        of_key_heads.append(_moments.measure(*tokens, *settings, w, *counts))
-    sums, norms = jax.tree.map(  # (b, n / k, ...) of each key head -> (..., n, ...)
-        lambda *x: np.concatenate(x, 1, dtype=np.float64).reshape(*lead, n, *x[0].shape[2:]),
-        *of_key_heads,
-    )
-
-    def estimate(name: str, size: np.ndarray, first: int = 0) -> Estimate:
-        sample = sums[name][..., first:] / size[..., None]
-        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
-
-    rows = np.full((*lead, n), float(t))
-    square, its_error = estimate("row_sum", rows)
-    row_sum = np.sqrt(square)
-    return AttentionError(
-        attention=estimate("attention", norms["attention"]),
-        output=None if value is None else estimate("output", norms["output"]),
-        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
-        variance=estimate("variance", rows, 1),
-        covariance=estimate("covariance", rows, 1),
-        predicted=estimate("predicted", norms["attention"], 1),
-        uniform_attention=norms["uniform_attention"] / norms["attention"],
-        uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
-    )
-
-
-def _squared_lengths(query, key, exists, calibration, scale) -> np.ndarray:
-    """|M q + M^-1 (k - c)|^2 for pairs of up to 256 queries and 256 keys of every head."""
-    lengths = []
-    for head in range(key.shape[2]):
-        _, queries, keys, *_ = _moments.transform(query, key, calibration, scale, head)
-        for x, y, seen in zip(*map(np.asarray, (queries, keys, exists)), strict=True):
-            x, y = (
-                z[np.linspace(0, len(z) - 1, min(len(z), 256)).astype(int)] for z in (x, y[seen])
-            )
-            squares = np.sum(x**2, axis=-1)[..., None] + np.sum(y**2, axis=-1)
-            lengths.append(np.ravel(squares + 2 * x @ y.T))
-    return np.concatenate(lengths)
-
-
-def _prepare(query, key, value, coupling, num_features, calibration, scale, mask, window):
-    """Tokens with one batch axis, which keys exist (b, s), the calibration and the scale.
-
-    Raises ValueError for what does not fit.
-    """
-    if num_features < 1:
-        raise ValueError(f"num_features must be at least 1, got {num_features}")
-    lead, h = query.shape[:-3], query.shape[-1]
-    scale = h**-0.5 if scale is None else scale
-    if not scale > 0:
+def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
+    """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
+    if m < 1:
+        raise ValueError(f"num_features must be at least 1, got {m}")
+    if scale is not None and not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    value = jnp.zeros((*key.shape[:-1], 0), key.dtype) if value is None else value
-    if key.shape[:-3] != lead or value.shape[:-3] != lead or not query.size:
+    if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
-            f"query has shape {query.shape}, key {key.shape} and value {value.shape}: their batch"
-            " axes must be the same, and no axis empty"
+            f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"
+            " and no axis empty"
         )
-    function = couplings.get(coupling)
-    frequencies = jax.eval_shape(lambda x: function(x, num_features, h), jax.random.key(0))
-    if frequencies.shape != (num_features, h):
+    function, h = couplings.get(coupling), query.shape[-1]
+    frequencies = jax.eval_shape(lambda x: function(x, m, h), jax.random.key(0))
+    if frequencies.shape != (m, h):
         raise ValueError(
             f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
-            f" each feature, {(num_features, h)}"
+            f" each feature, {(m, h)}"
         )
-    calibration = Calibration() if calibration is None else calibration
-    tokens = _checks.with_one_batch_axis(_checks.Tokens(query, key, value))
-    estimate = _checks.Estimate(jnp.zeros((num_features, h)), calibration=calibration, scale=scale)
-    _checks.check_estimate(estimate, tokens)
-    _checks.check_exact(_checks.Exact(*window), tokens, estimate, Pairs())
-    exists = key_mask(mask, None, lead, tokens.key)
-    exists = np.ones(tokens.key.shape[:2], bool) if exists is None else np.asarray(exists)
+    attend = partial(performer_attention, calibration=calibration, scale=scale, **window)
+    jax.eval_shape(attend, query, key, key if value is None else value, frequencies)
+
+
+def _tokens(query, key, value, calibration, scale, mask):
+    """Queries and keys times sqrt(scale), and values; existing keys (b, s); the calibration.
+
+    All in float32 and with one batch axis. Keys and values that do not exist are 0.
+    """
+    lead = query.shape[:-3]
+    value = jnp.zeros((*key.shape[:-1], 0)) if value is None else value
+    query, key, value = (
+        x.reshape(math.prod(lead), *x.shape[-3:]).astype(jnp.float32) for x in (query, key, value)
+    )
+    exists = key_mask(mask, None, lead, key)
+    exists = np.ones(key.shape[:2], bool) if exists is None else np.asarray(exists)
     empty = np.sum(~exists.any(axis=1))
     if empty:
         raise ValueError(f"{empty} batch entries have no key that exists: leave them out")
-    return tokens, exists, calibration, scale
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    key, value = (jnp.where(exists[..., None, None], x, 0) for x in (key, value))
+    calibration = jax.tree.map(lambda x: x.astype(jnp.float32), calibration or Calibration())
+    return (query * root, key * root, value), exists, calibration
+
+
+def _squared_lengths(tokens, exists, calibration) -> np.ndarray:
+    """|M q + M^-1 (k - c)|^2 for pairs of up to 256 queries and 256 keys of every head."""
+
+    def some(x):
+        return x[np.linspace(0, len(x) - 1, min(len(x), 256)).astype(int)]
+
+    query, key = transform_queries(calibration, tokens[0]), transform_keys(calibration, tokens[1])
+    lengths = []
+    for x, y, seen in zip(np.asarray(query), np.asarray(key), exists, strict=True):
+        x, y = some(x), np.repeat(some(y[seen]), x.shape[1] // y.shape[1], axis=1)
+        squares = np.sum(x**2, axis=-1)[:, None] + np.sum(y**2, axis=-1)  # (t, s, n)
+        lengths.append(np.ravel(squares + 2 * np.einsum("tnh,snh->tsn", x, y)))
+    return np.concatenate(lengths)
+
+
+def _frequencies(coupling: Coupling, m: int, *rest: Any) -> Float[Array, "draws k m h"]:
+    """Independent draws of the frequencies of each key head.
+
+    Where fewer frequencies are the first of more, they are cut from a multiple of `FEATURES`: so
+    few programs draw all numbers of them.
+    """
+    if isinstance(coupling, couplings.Antithetic):
+        half = _frequencies(coupling.coupling, m // 2, *rest)
+        return jnp.concatenate([half, -half], axis=-2)
+    inner = coupling.coupling if isinstance(coupling, couplings.Padded) else coupling
+    nested = isinstance(inner, couplings.Blocks | couplings.Halton)
+    return _draw(coupling, m + (-m % FEATURES if nested else 0), *rest)[..., :m, :]
+
+
+@jit_static(0, 1, 2, 3, 4)
+def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) -> Array:
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(draws))
+    return jax.vmap(lambda key: couplings.draw(key, coupling, m, h, k))(keys).astype(jnp.float32)
+
+
+@jax.jit
+def _measure(
+    query, key, value, exists, calibration, frequencies, log_weights, window
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Sums of squares over the matrices of each head.
+
+    For each draw, (b, n, draws), and without draws, (b, n). One key head of one batch entry and one
+    block of rows exist at a time. A feature with the log-weight -inf does not count.
+    """
+    with jax.default_matmul_precision("highest"):
+        (b, t, n, h), k = query.shape, key.shape[2]
+        blocks = -(-t // BLOCK)
+        size = -(-t // blocks)
+        _, w, tilts = fold(calibration, frequencies)
+        log_weights = log_weights + (0 if tilts is None else tilts)
+        log_weights = jnp.broadcast_to(log_weights, w.shape[:-1])
+        shift = jnp.zeros(h, query.dtype) if calibration.shift is None else calibration.shift
+        # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
+        shift = jnp.repeat(jnp.broadcast_to(shift, (k, h)), n // k, axis=0)
+        along = jnp.sum(query * shift, axis=-1, keepdims=True)
+
+        def rows(x):  # (b, t, n, h) -> (b k, g blocks, size, h), with zeros at the end
+            x = jnp.pad(x, ((0, 0), (0, blocks * size - t), (0, 0), (0, 0)))
+            return jnp.moveaxis(x, 2, 1).reshape(b * k, -1, size, x.shape[-1])
+
+        def keys(x):  # (b, s, k, h) -> (b k, s, h)
+            return jnp.moveaxis(x, 2, 1).reshape(b * k, *x.shape[1::2])
+
+        place = jnp.tile(jnp.arange(blocks * size).reshape(blocks, size), (n // k, 1))
+
+        def of_head(args):
+            head, keys, rows = args
+            block = partial(_block, keys, (w[:, head], log_weights[:, head]), window, t)
+            return jax.lax.map(lambda x: block(*x), (*rows, place))
+
+        of_keys = (
+            *map(keys, (key, transform_keys(calibration, key), value)),
+            jnp.repeat(exists, k, 0),
+        )
+        of_rows = tuple(map(rows, (query, transform_queries(calibration, query), along)))
+        sums = jax.lax.map(of_head, (jnp.tile(jnp.arange(k), b), of_keys, of_rows))
+    return jax.tree.map(lambda x: x.reshape(b, n, blocks, *x.shape[2:]).sum(2), sums)
+
+
+def _block(
+    keys, features, window, t, query, moved_query, along, place
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Sums of squares over the rows of these queries, (r, h), of which those below t count."""
+    key, moved_key, value, exists = keys
+
+    def squares(x):
+        return jnp.sum(jnp.where(place < t, jnp.sum(x**2, axis=-1), 0))
+
+    logits = jnp.where(exists, query @ key.T, -jnp.inf)
+    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    A = jnp.exp(logits - log_sum)
+    N = jnp.sum(exists, dtype=A.dtype)
+    uniform = exists.astype(A.dtype) / N
+    half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
+    offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
+
+    def draw(mean, features):
+        w, log_weights, i = features
+        on_keys = moved_key @ w.T - half_norms + log_weights
+        on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)  # (s, m)
+        top_key = jnp.max(on_keys, axis=0)
+        on_queries = moved_query @ w.T + top_key  # (r, m)
+        top = jnp.max(on_queries, axis=-1, keepdims=True)
+        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
+        if window is not None:
+            near = is_near(place, jnp.arange(len(key)), *window)
+            exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
+            new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
+            kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))
+            top = new
+        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1 without a window
+        estimate = kernel / total
+        rho = total * jnp.exp(top + offset)
+        change = estimate * rho - mean
+        residual = jnp.sqrt(i / (i + 1)) * change
+        of_sum = jnp.sum(residual, axis=-1, keepdims=True)
+        return mean + change / (i + 1), {
+            "attention": squares(estimate - A),
+            "output": squares((estimate - A) @ value),
+            "row_sum": squares(rho - 1),
+            "variance": N * squares(residual),
+            "covariance": squares(of_sum),
+            "predicted": squares(residual - A * of_sum),  # VRC Eq. 45, corrected
+        }
+
+    earlier_draws = jnp.arange(len(features[0]), dtype=jnp.float32)
+    _, sums = jax.lax.scan(draw, jnp.zeros_like(A), (*features, earlier_draws))
+    return sums, {
+        "attention": squares(A),
+        "output": squares(A @ value),
+        "uniform_attention": squares(A - uniform),
+        "uniform_output": squares((A - uniform) @ value),
+    }

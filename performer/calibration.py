@@ -39,7 +39,7 @@ features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ Moments = Float[Array, "*n z z"]
 
 
 class Calibration(NamedTuple):
-    """What attention does to its queries, keys and frequencies; None for what is left as it is.
+    """Changes of queries, keys and frequencies before attention; None for no change.
 
     In the module's notation c, M, M^-1, mu, L. Either each leaf has a first axis with one entry for
     each key head, or none has.
@@ -227,37 +227,37 @@ def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
     nothing = jnp.zeros((2 * h + 1, 2 * h + 1), moments.dtype).at[0, 0].set(1)
     moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
     moments = moments / moments[..., :1, :1]
-    mean = moments[..., 0]
-    queries, keys = slice(1, h + 1), slice(h + 1, None)
-    covariance = moments - mean[..., :, None] * mean[..., None, :]
+    mean = moments[..., 1:, 0]
+    queries, keys = mean[..., :h], mean[..., h:]
+    covariance = moments[..., 1:, 1:] - mean[..., :, None] * mean[..., None, :]
     # What float32 makes of moments about zero must not leave a covariance indefinite.
-    size = jnp.diagonal(moments, axis1=-2, axis2=-1)[..., 1:].reshape(*mean.shape[:-1], 2, h)
-    rounding = jnp.repeat(ROUNDING * jnp.sum(size, axis=-1), h, axis=-1)
-    covariance = covariance[..., 1:, 1:] + rounding[..., None] * _eye(covariance[..., 1:, 1:])
+    squares = jnp.diagonal(moments, axis1=-2, axis2=-1)[..., 1:]
+    size = jnp.sum(squares.reshape(*squares.shape[:-1], 2, h), axis=-1)
+    rounding = jnp.repeat(ROUNDING * size, h, axis=-1)
+    covariance = covariance + rounding[..., None] * _eye(covariance)
     M = inverse = _eye(covariance[..., :h, :h])
-    c = jnp.zeros_like(mean[..., keys])
+    c = jnp.zeros_like(keys)
     calibration = Calibration()
     if "scale" in names:
         M, inverse = _balance(covariance[..., :h, :h], covariance[..., h:, h:])
         calibration = calibration._replace(scale=M, inverse_scale=inverse)
     if "shift" in names:
-        c = mean[..., keys] + _apply(M, _apply(M, mean[..., queries]))
+        c = keys + _apply(M, _apply(M, queries))
         calibration = calibration._replace(shift=c)
     # v = M q + M^-1 (k - c)
     to_v = jnp.concatenate([M, inverse], axis=-1)
-    mean_v = _apply(M, mean[..., queries]) + _apply(inverse, mean[..., keys] - c)
+    mean_v = _apply(M, queries) + _apply(inverse, keys - c)
     size = _dot("...xy,...yy,...xy->...", to_v, covariance, to_v)[..., None, None]
     of_v = _transform(to_v, covariance)
     of_v = of_v + ROUNDING * size * _eye(of_v)
-    if "tilt" in names or "traceless" in names:
-        root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
-        if "traceless" in names:
-            mean_eigenvalue = jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h
-            root = root / jnp.sqrt(mean_eigenvalue)
-        calibration = calibration._replace(root=root)
     if "proposal" in names:
-        calibration = calibration._replace(mean=mean_v, root=_best_root(of_v))
-    return calibration
+        return calibration._replace(mean=mean_v, root=_best_root(of_v))
+    if "tilt" not in names and "traceless" not in names:
+        return calibration
+    root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
+    if "traceless" in names:
+        root = root / jnp.sqrt(jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h)
+    return calibration._replace(root=root)
 
 
 def fold(
@@ -269,7 +269,7 @@ def fold(
     `frequencies`. Of the weights the constant factor det L is left out, which attention does not
     see; None stands for weights of 1. All float64 if an argument is, else float32.
     """
-    calibration, frequencies = _of_one_dtype(calibration, frequencies)
+    calibration, frequencies = _of_one_dtype((calibration, frequencies))
     w = frequencies
     if calibration.root is not None:
         w = _dot("...mx,...yx->...my", w, calibration.root)
@@ -284,43 +284,39 @@ def fold(
 
 
 def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
-    """For each of `num_heads` heads, of which consecutive ones share a key head."""
-
-    def repeat(leaf, rank):
-        return jnp.repeat(leaf, num_heads // leaf.shape[0], axis=0) if leaf.ndim > rank else leaf
-
+    """Return one entry for each of `num_heads` heads; consecutive heads share a key head."""
+    leaves = zip(calibration, RANKS, strict=True)
     return Calibration(
-        *(
-            None if leaf is None else repeat(leaf, rank)
-            for leaf, rank in zip(calibration, RANKS, strict=True)
-        )
+        *(x if x is None or x.ndim == rank else _repeated(x, num_heads) for x, rank in leaves)
     )
 
 
 def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
     """M^-1 (k - c); keys after the factor sqrt(scale)."""
-    calibration, key = _of_one_dtype(calibration, key)
+    calibration, key = _of_one_dtype((calibration, key))
     if calibration.shift is not None:
         key = key - jnp.broadcast_to(calibration.shift, key.shape)
-    if calibration.inverse_scale is not None:
-        heads = "k" if calibration.inverse_scale.ndim == 3 else ""
-        key = _dot(f"...kx,{heads}xy->...ky", key, calibration.inverse_scale)
-    return key
+    return _of_heads(key, calibration.inverse_scale)
 
 
 def transform_queries(
     calibration: Calibration, query: Float[Array, "*b n h"]
 ) -> Float[Array, "*b n h"]:
     """M q, in the dtype of the queries; of each head, or of those that share a key head."""
-    scale, query_heads = calibration.scale, query.shape[-2]
-    if scale is None:
-        return query
-    if scale.ndim == 3:
-        scale = jnp.repeat(scale, query_heads // scale.shape[0], axis=0)
-    heads = "n" if scale.ndim == 3 else ""
-    dtype = float32_or_wider(query, scale)
-    moved = _dot(f"...nx,{heads}xy->...ny", query.astype(dtype), scale.astype(dtype))
-    return moved.astype(query.dtype)
+    return _of_heads(*_of_one_dtype((query, calibration.scale))).astype(query.dtype)
+
+
+def _of_heads(x: Float[Array, "*b n h"], matrix: Array | None) -> Float[Array, "*b n h"]:
+    """x M for a symmetric M (h, h), or one for each head or group of heads."""
+    if matrix is None:
+        return x
+    if matrix.ndim == 2:
+        return _dot("...nx,xy->...ny", x, matrix)
+    return _dot("...nx,nxy->...ny", x, _repeated(matrix, x.shape[-2]))
+
+
+def _repeated(leaf: Array, num_heads: int) -> Array:
+    return jnp.repeat(leaf, num_heads // leaf.shape[0], axis=0)
 
 
 def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
@@ -344,16 +340,10 @@ def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...
         ValueError: for an unknown part, or for more than one law of the frequencies.
     """
     names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(
-                unknown(
-                    "calibration",
-                    name,
-                    (*METHODS, *PARTS),
-                    f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'",
-                )
-            )
+    bad = [name for name in names if name not in PARTS]
+    if bad:
+        shown = f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'"
+        raise ValueError(unknown("calibration", bad[0], (*METHODS, *PARTS), shown))
     if len(set(names) & set(SAMPLING)) > 1:
         raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
     if coupling is not None and couplings.properties(coupling).common_lengths is False:
@@ -419,9 +409,9 @@ def _eye(like: Array) -> Array:
     return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
-def _of_one_dtype(calibration: Calibration, x: Array) -> tuple[Calibration, Array]:
-    dtype = float32_or_wider(x, *jax.tree.leaves(calibration))
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), (calibration, x))
+def _of_one_dtype(arrays: Any) -> Any:
+    dtype = float32_or_wider(*jax.tree.leaves(arrays))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), arrays)
 
 
 def _transform(left: Array, moments: Array) -> Array:

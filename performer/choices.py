@@ -56,7 +56,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def require_numbered(name: str, count: int) -> None:
-    """Raises ValueError when there are more than int32 can number, naming `name` they are."""
+    """Raise ValueError for a count of `name` that int32 cannot number."""
     if count > LARGEST:
         raise ValueError(f"{count} {name} are more than int32 can number: at most {LARGEST}")
 
@@ -120,15 +120,7 @@ def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
         ValueError: naming the array and its shape, or that it has other entries.
     """
     arrays = checked_arrays(**named)
-    known = {k: x for k, x in zip(named, arrays, strict=True) if not isinstance(x, Tracer)}
-    with jax.ensure_compile_time_eval():
-        finite = _all_finite(known)
-    for name in known:
-        if not finite[name]:
+    for name, array in zip(named, arrays, strict=True):
+        if not isinstance(array, Tracer) and not np.isfinite(np.asarray(array)).all():
             raise ValueError(f"{name} has entries that are not finite")
     return arrays
-
-
-@jax.jit
-def _all_finite(arrays: dict[str, Array]) -> dict[str, Array]:
-    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}

@@ -123,7 +123,7 @@ class FeatureMap:
         return values * jnp.broadcast_to(roots, values.shape) * scale
 
     def __repr__(self) -> str:
-        """What evaluates to the map, by its name where it has one."""
+        """An expression that evaluates to the map, its name if it has one."""
         if self in NAMES:
             return f"features.{NAMES[self]}"
         shown = [f"split={expression(self.split)}"]

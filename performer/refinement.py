@@ -33,13 +33,13 @@ from performer.features import FeatureMap
 from performer.typing import float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
-"""What moves the parameters, and its rate at the start."""
+"""Default optimizer, and its learning rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
 ENTRIES = 2**24
 """The most entries of attention matrices in a step; fewer examples where they would be more."""
 ROUNDS, PATIENCE = 20, 4
-"""How often the held-out loss is looked at, and how often in vain before the end."""
+"""Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
 
@@ -56,11 +56,11 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
-        """All of these."""
+        """Sample in which all queries and keys exist."""
         return cls(query, key, jnp.ones(query.shape[:2], bool), jnp.ones(key.shape[:2], bool))
 
     def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
-        """Which query sees which key."""
+        """Mask of the keys that each query attends to."""
         seen = self.queries[:, None, :, None] & self.keys[:, None, None]
         return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
@@ -80,15 +80,11 @@ def performer_estimate(
     calibration: Calibration | None,
     sample: Sample,
     is_causal: bool = False,
+    **window: int,
 ) -> Float[Array, "b n t s"]:
-    """A^ of these frequencies."""
-    return attention_weights(
-        *sample[:2],
-        frequencies,
-        calibration=calibration,
-        mask=sample.keys[:, None, None],
-        is_causal=is_causal,
-    )
+    """A^ of these frequencies; `window` is `exact_window` and `exact_first`, if any."""
+    options: Any = dict(calibration=calibration, is_causal=is_causal, **window)
+    return attention_weights(*sample[:2], frequencies, mask=sample.keys[:, None, None], **options)
 
 
 class Far(NamedTuple):
@@ -110,13 +106,13 @@ class Far(NamedTuple):
 
     @classmethod
     def of(cls, frequencies: Float[Array, "k m h"]) -> "Far":
-        """The same frequencies for queries and keys."""
+        """Features with the same frequencies for queries and keys."""
         zeros = jnp.zeros(frequencies.shape[:2], frequencies.dtype)
         return cls(frequencies, frequencies, zeros, zeros[:, 0])
 
     @property
     def weights(self) -> Float[Array, "k m"]:
-        """Of the features, as `performer_attention` takes them."""
+        """Weights of the features, as `performer_attention` accepts them."""
         return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
 
 
@@ -130,12 +126,15 @@ LEARNED = FeatureMap(_learned, kernel="softmax")
 
 
 def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
-    """Which pairs are exact with `exact_window` and `exact_first`, in causal attention too."""
+    """Mask of the pairs that `exact_window` and `exact_first` make exact, if causal or not."""
     place = np.arange(length)
-    if not window:
-        return np.zeros((length, length), bool)
-    apart = place[:, None] // window - place // window
-    return (abs(apart) <= 1) | (place < first)
+    return is_near(place, place, window, first) if window else np.zeros((length, length), bool)
+
+
+def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
+    """Mask of near pairs, for queries and keys at these places."""
+    apart = query[:, None] // window - key // window
+    return (abs(apart) <= 1) | (key < first)
 
 
 Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
@@ -143,7 +142,7 @@ Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
 
 
 def hybrid_estimate(
-    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False, *, half: float = 0.5
 ) -> Float[Array, "b n t s"]:
     """A^ with exact near pairs, in quadratic time; positive features for the others.
 
@@ -152,21 +151,11 @@ def hybrid_estimate(
         fixed: a calibration of shift and scale, and which pairs are near.
         sample: queries and keys.
         is_causal: query i sees the keys up to i.
+        half: of |q|^2 and |k|^2, taken out of the exponents; 0 for the features `LEARNED`.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
     """
-    return _hybrid(far, fixed, sample, is_causal, half=0.5)
-
-
-def learned_estimate(
-    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
-) -> Float[Array, "b n t s"]:
-    """The same with the features `LEARNED`."""
-    return _hybrid(far, fixed, sample, is_causal, half=0.0)
-
-
-def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float) -> Array:
     calibration, near = fixed
     if calibration is not None and calibration.changes_law:
         raise ValueError(
@@ -181,20 +170,21 @@ def _hybrid(far: Far, fixed: Fixed, sample: Sample, is_causal: bool, half: float
     groups = query.shape[2] // key.shape[2]
     key = jnp.repeat(key, groups, axis=2)
     far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
-    of_query = _exponents(query, far.of_query, half)
+
+    def exponents(x, w):  # (b, t, n, h), (n, m, h) -> (b, n, t, m)
+        squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
+        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+
     bias = (far.bias + far.weight[:, None])[None, :, None]
-    of_key = _exponents(key, far.of_key, half) + bias
+    of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
     logits = jnp.where(jnp.asarray(near)[None, None], logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
 
 
-def _exponents(
-    x: Float[Array, "b t n h"], w: Float[Array, "n m h"], half: float
-) -> Float[Array, "b n t m"]:
-    squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
-    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+learned_estimate = partial(hybrid_estimate, half=0.0)
+"""`hybrid_estimate` with the features `LEARNED`."""
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -259,36 +249,15 @@ def transfer(
 
     Raises:
         ValueError: for an unknown loss.
-    """
-    if loss not in LOSSES:
-        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    key = jax.random.key(seed)
-    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
-    return _transfer(*static, rate, key, start, fixed, sample)
-
-
-def refine(
-    frequencies: Float[Array, "k m h"],
-    calibration: Calibration | None,
-    sample: Sample,
-    *,
-    steps: int,
-    **options: Any,
-) -> Float[Array, "k m h"]:
-    """Frequencies that have moved to a lower error of attention on such queries and keys.
-
-    Args:
-        frequencies: one draw for each key head.
-        calibration: that of the layer; it stays.
-        sample: queries and keys of the layer.
-        steps: of Adam, at most.
-        options: is_causal, loss, rate, optimizer and seed, as of `transfer`.
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
-        >>> refined = refine(frequencies, None, Sample.of(q, k), steps=2)
+        >>> refined = transfer(performer_estimate, frequencies, None, Sample.of(q, k), steps=2)
     """
-    return transfer(performer_estimate, frequencies, calibration, sample, steps=steps, **options)
+    if loss not in LOSSES:
+        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
+    return _transfer(*static, rate, jax.random.key(seed), start, fixed, sample)
 
 
 def refine_far(
@@ -333,8 +302,8 @@ def refine_far(
         ... )
     """
     fixed = calibration, jnp.asarray(near)
-    options = dict(is_causal=is_causal) | options
-    moved = transfer(learned_estimate, far, fixed, sample, steps=steps, **options)
+    options |= dict(steps=steps, is_causal=is_causal)
+    moved = transfer(learned_estimate, far, fixed, sample, **options)
     return at_least_near(learned_estimate, moved, fixed, sample, is_causal)
 
 
@@ -346,26 +315,15 @@ def at_least_near(
     sample: Sample,
     is_causal: bool = False,
 ) -> Far:
-    """With the weight -inf for heads whose squared error, held out, is then smaller or the same."""
+    """Set the weight -inf for heads whose held-out squared error it does not raise."""
     _, held_out = _parted(sample)
-    losses = partial(_losses, estimate, squared, is_causal, fixed)
     alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
-    errors = [_mean_losses(losses, held_out, each, 1) for each in (far, alone)]
+    errors = [
+        _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
+        for each in (far, alone)
+    ]
     kept = (errors[0] < errors[1]) | ~jnp.any(fixed[1])  # without near pairs nothing else is left
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
-
-
-class _Search(NamedTuple):
-    """Between two rounds of steps."""
-
-    trained: Any
-    optimizer: Any
-    best: Any
-    least: Array
-    """The held-out losses of `best`."""
-    round: Array
-    since: Array
-    """Rounds since a loss was the least."""
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -374,50 +332,54 @@ def _transfer(
 ):
     training, held_out = _parted(sample)
     size, length = _size(training, examples), -(-steps // ROUNDS)
-    losses = partial(_losses, estimate, loss, is_causal, fixed)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
     rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
+    mean_losses = partial(_mean_losses, estimate, loss, is_causal, fixed, held_out, examples)
 
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs
-        batch = _rows(training, jax.random.choice(key, len(training.query), (size,), replace=False))
-        gradient = jax.grad(lambda trained: jnp.sum(losses(batch, trained)))(trained)
-        updates, state = optimizer.update(gradient, state)
+        chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
+        batch = _rows(training, chosen)
+        total = lambda trained: jnp.sum(_losses(estimate, loss, is_causal, fixed, batch, trained))  # noqa: E731
+        updates, state = optimizer.update(jax.grad(total)(trained), state)
         trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
         return (trained, state), None
 
     def round_(search):
-        xs = jax.random.split(jax.random.fold_in(key, search.round), length), rates[search.round]
-        (trained, state), _ = jax.lax.scan(step, (search.trained, search.optimizer), xs)
-        reached = _mean_losses(losses, held_out, trained, examples)
-        better = reached < search.least
-        best = jax.tree.map(partial(_where, better), trained, search.best)
-        least = jnp.where(better, reached, search.least)
-        since = jnp.where(jnp.any(better), 0, search.since + 1)
-        return _Search(trained, state, best, least, search.round + 1, since)
+        number, since, moving, best, least = search
+        xs = jax.random.split(jax.random.fold_in(key, number), length), rates[number]
+        moving, _ = jax.lax.scan(step, moving, xs)
+        reached = mean_losses(moving[0])
+        better = reached < least
+        best = jax.tree.map(partial(jax.vmap(jnp.where), better), moving[0], best)
+        since = jnp.where(jnp.any(better), 0, since + 1)
+        return number + 1, since, moving, best, jnp.where(better, reached, least)
 
-    least = _mean_losses(losses, held_out, start, examples)
-    search = _Search(start, optimizer.init(start), start, least, jnp.int32(0), jnp.int32(0))
-    goes_on = lambda search: (search.round < rounds) & (search.since < PATIENCE)  # noqa: E731
-    return jax.lax.while_loop(goes_on, round_, search).best
+    def goes_on(search):
+        number, since, *_ = search
+        return (number < rounds) & (since < PATIENCE)
+
+    moving = start, optimizer.init(start)
+    search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
+    *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
+    return best
 
 
-def _where(better: Array, new: Array, old: Array) -> Array:
-    return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-
-def _losses(estimate, loss, is_causal, fixed, sample, trained) -> Float[Array, " k"]:
+def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:
     exact = softmax_attention(sample, is_causal)
     of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
     return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
 
 
-def _mean_losses(losses, sample: Sample, trained, examples: int) -> Float[Array, " k"]:
+def _mean_losses(
+    estimate, loss, is_causal, fixed, sample: Sample, examples: int, trained
+) -> Float[Array, " k"]:
     """The mean over batches of as many examples as a step has; the rest is left out."""
     size = _size(sample, examples)
     count = len(sample.query) // size
     batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
+    losses = partial(_losses, estimate, loss, is_causal, fixed)
     return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
 
 
@@ -428,7 +390,7 @@ def _size(sample: Sample, examples: int) -> int:
 
 
 def _parted(sample: Sample) -> tuple[Sample, Sample]:
-    """What is trained on, and what is held out, spread over the examples; one alone is both."""
+    """Training and held-out examples, the latter evenly spread; a single example is both."""
     number = len(sample.query)
     if number == 1:
         return sample, sample

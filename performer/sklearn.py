@@ -96,11 +96,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         X = validate_data(self, X, dtype=_DTYPES)
         kernel, d, gamma = kernels.get(self.kernel), X.shape[1], self._number_gamma(X)
         m, odd = self._num_frequencies(kernel, d)
+        if not (isinstance(self.coupling, str) or callable(self.coupling)):
+            raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")
         random = check_random_state(self.random_state)
         seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
         with jax.enable_x64(False):  # one draw, whatever the global setting
             key = jax.random.key(seed)
-            frequencies = np.array(kernel.coupled(self._coupling())(key, m, d))
+            frequencies = np.array(kernel.coupled(self.coupling)(key, m, d))
         if frequencies.shape != (m, d):
             raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
         if not np.isfinite(frequencies).all():
@@ -131,13 +133,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
-    def _coupling(self) -> Any:
-        if isinstance(self.coupling, str) or callable(self.coupling):
-            return self.coupling
-        raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")
-
     def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> tuple[int, bool]:
-        """And whether the last has one column for two."""
+        """Number of frequencies, and True if the last has one column instead of two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
             raise ValueError(f"n_components must be a positive integer, got {n!r}; use 100, say")

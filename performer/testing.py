@@ -40,24 +40,29 @@ _BATCH = 2000
 
 
 def samples(coupling: str | Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
-    """That many draws, (draws, m, d) in float64."""
+    """Independent draws of the coupling, (draws, m, d) in float64.
+
+    Raises:
+        AssertionError: for draws of another shape, or that are not finite.
+    """
     return _draws(coupling, m, d, draws, seed).astype(np.float64)
 
 
 def _draws(coupling: str | Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
     coupling = couplings.get(coupling)
-    remembered = _drawn if hashable(coupling) else _drawn.__wrapped__
-    return remembered(coupling, m, d, draws, seed)
+    drawn = (_drawn if hashable(coupling) else _drawn.__wrapped__)(coupling, m, d, draws, seed)
+    shape, bad = drawn.shape[1:], np.sum(~np.isfinite(drawn))
+    assert shape == (m, d), f"the coupling gives {shape}, expected {(m, d)}"
+    assert bad == 0, f"{bad} values of the coupling are not finite"
+    return drawn
 
 
 @lru_cache(maxsize=2)
 def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
-    """In batches of one size, so that one program makes any number of draws."""
+    """Draws in batches of one size, so that one program serves any number of draws."""
     keys = jax.random.split(jax.random.key(seed), draws)
     keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], -draws % _BATCH)])
-    batches = [
-        np.asarray(_batch(coupling, m, d, keys[i : i + _BATCH])) for i in range(0, draws, _BATCH)
-    ]
+    batches = [_batch(coupling, m, d, part) for part in keys.reshape(-1, _BATCH)]
     return np.concatenate(batches)[:draws]
 
 
@@ -94,8 +99,6 @@ def assert_gaussian_marginals(
         AssertionError: naming the row, the statistic, its value and the threshold.
     """
     drawn = samples(coupling, m, d, draws, seed)
-    _assert_shape(drawn.shape[1:], (m, d))
-    _assert_finite(int(np.sum(~np.isfinite(drawn))))
     oblique = np.random.default_rng(0).standard_normal(d)
     directions = np.stack([*np.eye(d), np.ones(d) / np.sqrt(d), oblique / np.linalg.norm(oblique)])
     places = [*(f"axis {i}" for i in range(d)), "the diagonal", "an oblique direction"]
@@ -149,12 +152,12 @@ def assert_unbiased(
     Raises:
         AssertionError: naming the pair, the mean, the kernel, and the distance in standard errors.
     """
-    names = tuple(_points(d))
-    points = np.array([_points(d)[name] for name in names])
-    estimates = _estimates(coupling, m, d, points, kernel, draws, seed)
-    for name, (x, y), estimate in zip(names, points, estimates.T, strict=True):
+    points = _points(d)
+    pairs = np.array([*points.values()])
+    estimates = _estimates(coupling, m, d, pairs, kernel, draws, seed)
+    for name, (x, y), estimate in zip(points, pairs, estimates.T, strict=True):
         fault = f"{kernel} kernel at x, y {name}: the estimate is biased"
-        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(names), fault)
+        _assert_mean(estimate, _exact(x, y, kernel), FALSE_ALARM_RATE / len(points), fault)
 
 
 def assert_mse(
@@ -248,14 +251,9 @@ def _estimates(
     seed: int,
 ) -> np.ndarray:
     """phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
-
     frequencies, pairs = _draws(coupling, m, d, draws, seed), jnp.asarray(points, jnp.float32)
-    _assert_shape(frequencies.shape[1:], (m, d))
-    _assert_finite(int(np.sum(~np.isfinite(frequencies))))
-    batches = [
-        np.asarray(_products(jnp.asarray(frequencies[i : i + _BATCH]), pairs, kernel))
-        for i in range(0, draws, _BATCH)
-    ]
+    parts = (jnp.asarray(frequencies[i : i + _BATCH]) for i in range(0, draws, _BATCH))
+    batches = [np.asarray(_products(part, pairs, kernel)) for part in parts]
     return np.concatenate(batches).astype(np.float64)
 
 
@@ -273,14 +271,6 @@ def _squared_errors(
     x, y = general_points(d)
     estimates = _estimates(coupling, m, d, np.array([[x, y]]), kernel, draws, seed)
     return (estimates[:, 0] - _exact(x, y, kernel)) ** 2
-
-
-def _assert_shape(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    assert shape == expected, f"the coupling gives {shape}, expected {expected}"
-
-
-def _assert_finite(bad: int) -> None:
-    assert bad == 0, f"{bad} values of the coupling are not finite"
 
 
 def _relative_deviation(m: int, d: int) -> float:

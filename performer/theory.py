@@ -24,7 +24,6 @@ independent, and the average runs over all pairs.
 Sources: SimRF Sec. 3, 4, App. A; VRC Sec. 3.1, App. A.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +36,8 @@ from performer.couplings import Antithetic, Blocks
 from performer.typing import Coupling
 
 Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes
+NAMES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
+"""Couplings with a theory, each also with "-antithetic"."""
 _SCORES = np.linspace(-8.5, 8.5, 273)  # trapezoid rule in the normal score: error below 1e-14
 
 
@@ -44,8 +45,7 @@ def conformity(coupling: str | Coupling, v: ArrayLike, d: int, m: int) -> Array:
     """RF-conformity rho = E exp(v.(w_i + w_j)), averaged over all ordered pairs i != j.
 
     Args:
-        coupling: iid, orf, simrf, pnc, pm or simplex*monotone, each also with "-antithetic"; by
-            name or as a value.
+        coupling: of `NAMES`, also with "-antithetic"; by name or as a value.
         v: |x + y|, any shape.
         d: dimension.
         m: number of frequencies, at least 2; even if antithetic.
@@ -150,7 +150,7 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
 def _parts_of_mse(
     coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
 ) -> tuple[Array, Array]:
-    """What m independent frequencies have for an error, and what their pairs add to it."""
+    """Error of m independent frequencies, and the contribution of their pairs."""
     for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),
@@ -190,73 +190,78 @@ def _mean_pair(
 
     All times exp(log_factor).
     """
-    log_factor = np.asarray(log_factor)
-    coupling = couplings.get(coupling)
+    f, coupling = np.asarray(log_factor), couplings.get(coupling)
     if m < 2:
         raise ValueError(f"a pair needs m >= 2 frequencies, got m = {m}")
     if not isinstance(coupling, Antithetic):
-        return np.mean(
-            [_mean_pair_of_blocks(coupling, t, d, m, s, log_factor) for s in signs], axis=0
-        )
+        return np.mean([_mean_pair_of_blocks(coupling, t, d, m, s, f) for s in signs], axis=0)
     if m % 2:
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: w with its own negative, m ordered pairs; else two rows of W, each sign twice over.
-    half = m // 2
-    own = np.mean([np.exp(log_factor + (1 - s) * t) for s in signs], axis=0)
+    own, half = np.mean([np.exp(f + (1 - s) * t) for s in signs], axis=0), m // 2
     if half == 1:
         return own
-    others = np.mean(
-        [_mean_pair_of_blocks(coupling.coupling, t, d, half, s, log_factor) for s in (1, -1)],
-        axis=0,
-    )
+    others = _mean_pair(coupling.coupling, t, d, half, (1, -1), f)
     return (m * own + 4 * half * (half - 1) * others) / (m * (m - 1))
 
 
 def _mean_pair_of_blocks(
-    coupling: Coupling, t: Array, d: int, m: int, sign: int, log_factor: Array
+    coupling: Coupling, t: Array, d: int, m: int, sign: int, f: Array
 ) -> Array:
     """Average over ordered pairs of m rows in blocks of d; different blocks are independent."""
-    if not isinstance(coupling, Blocks) or coupling not in _PAIRS:
+    if not isinstance(coupling, Blocks) or coupling not in map(couplings.get, NAMES):
         raise ValueError(
-            f"no theory of {coupling!r}; there is one of iid, orf, simrf, pnc, pm and"
-            " simplex*monotone, and of their antithetic versions"
+            f"no theory of {coupling!r}; there is one of {', '.join(NAMES)}, and of their"
+            " antithetic versions"
         )
-    if coupling.directions is directions.simplex:
-        _simplex_cosine(d)
+    within = _pair_of_a_block(coupling, t, d, sign, f)
     sizes = [min(d, m - start) for start in range(0, m, d)]
-    within = sum(size * (size - 1) for size in sizes)
+    number = sum(size * (size - 1) for size in sizes)
     coupled = sum(2 * (size // 2) for size in sizes) if coupling.norms == norms.pairwise else 0
-    total = np.zeros_like(t)
-    if m * (m - 1) > within:
-        total = total + (m * (m - 1) - within) * np.exp(t + log_factor)
-    if within > coupled:
-        total = total + (within - coupled) * _PAIRS[coupling](t, d, sign, log_factor)
-    if coupled:
-        total = total + coupled * _negatively_coupled(t, d, log_factor)
-    return total / (m * (m - 1))
+    terms = [
+        (m * (m - 1) - number, lambda: np.exp(t + f)),
+        (number - coupled, lambda: within),
+        (coupled, lambda: _negatively_coupled(t, d, f)),
+    ]
+    return sum(count * term() for count, term in terms if count) / (m * (m - 1))
 
 
-def _independent_lengths(t: Array, d: int, cosine: float, log_factor: Array) -> Array:
-    """Two chi_d lengths at a fixed angle: the mean over phi of 1F1(d; d/2; t (1 + sin cos) / 2).
+def _pair_of_a_block(coupling: Blocks, t: Array, d: int, sign: int, f: Array) -> Array:
+    """pair_s(t) for two frequencies of one block; for pnc, whose lengths are independent.
 
-    SimRF Eqs 21, 23 and 24, summed over k under the integral; with cosine 0 there is nothing to
-    average.
+    With equal lengths a, r^2 = 2 a^2 (1 + s cos), and the mean is e^{t (1 + s cos)}. Independent
+    ones give the mean over phi of 1F1(d; d/2; t (1 + sin(2 phi) s cos) / 2): SimRF Eqs 21, 23 and
+    24, summed over k under the integral.
     """
+    if coupling.directions is directions.independent:
+        return np.exp(t + f)
+    cosine = sign * _simplex_cosine(d) if coupling.directions is directions.simplex else 0.0
+    if coupling.norms == norms.monotone:
+        return np.exp(t * (1 + cosine) + f)
     if cosine == 0:
-        return _kummer(t / 2, d, log_factor)
+        return _times(f, _kummer(d, t / 2))
     sines, weights = _double_angle_rule(d)
-    return _kummer(t[..., None] / 2 * (1 + sines * cosine), d, log_factor[..., None]) @ weights
+    return _times(f, _kummer(d, t[..., None] / 2 * (1 + sines * cosine)) @ weights)
 
 
-def _negatively_coupled(t: Array, d: int, log_factor: Array) -> Array:
+def _negatively_coupled(t: Array, d: int, f: Array) -> Array:
     """An orthogonal pair with F(a) + F(b) = 1 (VRC Eq. 7), integrated over the normal score."""
     tail = special.ndtr(-np.abs(_SCORES))
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     squares = 2 * np.where(_SCORES < 0, *inverses)
     weights = np.exp(-(_SCORES**2) / 2) / np.sqrt(2 * np.pi) * (_SCORES[1] - _SCORES[0])
     z = t[..., None] / 4 * (squares + squares[::-1])
-    mean = special.hyp0f1(d / 2, np.minimum(z, 1e200)) @ weights  # far below, it is inf already
-    factor = np.exp(log_factor)
+    return _times(f, special.hyp0f1(d / 2, np.minimum(z, 1e200)) @ weights)  # inf far below 1e200
+
+
+def _kummer(d: int, s: Array) -> Array:
+    """1F1(d; d/2; s); SciPy's time grows with s, and from 710 on it is inf for any d."""
+    return special.hyp1f1(d, d / 2, np.clip(s, -1e6, 1e3))
+
+
+def _times(f: Array, mean: Array) -> Array:
+    """e^f times the mean; 0 where e^f is, whose mean may be past float64."""
+    factor = np.exp(f)
     return np.where(factor == 0, 0.0, factor * mean)
 
 
@@ -264,27 +269,6 @@ def _simplex_cosine(d: int) -> float:
     if d < 2:
         raise ValueError(f"simplex directions need d >= 2, got d = {d}")
     return -1 / (d - 1)
-
-
-# pair_s(t) for two frequencies of the same block (for pnc: of different pairs). With equal lengths
-# a at an angle, r^2 = 2 a^2 (1 + s cos) and E 0F1(; d/2; t r^2 / 4) = e^{t (1 + s cos)}. All times
-# e^f.
-_PAIRS: dict[Blocks, Callable[[Array, int, int, Array], Array]] = {
-    Blocks(directions.independent, norms.independent): lambda t, d, sign, f: np.exp(t + f),
-    Blocks(directions.orthogonal, norms.independent): lambda t, d, sign, f: _independent_lengths(
-        t, d, 0.0, f
-    ),
-    Blocks(directions.simplex, norms.independent): lambda t, d, sign, f: _independent_lengths(
-        t, d, sign * _simplex_cosine(d), f
-    ),
-    Blocks(directions.orthogonal, norms.pairwise): lambda t, d, sign, f: _independent_lengths(
-        t, d, 0.0, f
-    ),
-    Blocks(directions.orthogonal, norms.monotone): lambda t, d, sign, f: np.exp(t + f),
-    Blocks(directions.simplex, norms.monotone): lambda t, d, sign, f: np.exp(
-        t * (1 + sign * _simplex_cosine(d)) + f
-    ),
-}
 
 
 def _double_angle_rule(d: int, nodes: int = 80) -> tuple[Array, Array]:
@@ -297,33 +281,3 @@ def _double_angle_rule(d: int, nodes: int = 80) -> tuple[Array, Array]:
     sines = (1 + x) / 2
     weights = weights / np.sqrt(1 + sines)
     return sines, weights / weights.sum()
-
-
-def _kummer(s: Array, d: int, log_factor: Array) -> Array:
-    """1F1(d; d/2; s) times e^{log_factor}.
-
-    For s < 0 through e^s 1F1(-d/2; d/2; -s), whose terms stay below e^{-s}. It falls like |s|^{-d}:
-    below -700, where the terms would overflow, it stays at some 1e-9.
-    """
-    positive = _series(np.maximum(s, 0.0), lambda k: (d + k) / (d / 2 + k), np.exp(log_factor))
-    size = np.clip(-s, 0.0, 700.0)
-    negative = _series(size, lambda k: (k - d / 2) / (d / 2 + k), 1.0) * np.exp(log_factor - size)
-    return np.where(s >= 0, positive, negative)
-
-
-def _series(s: Array, ratio: Callable[[int], float], first: ArrayLike) -> Array:
-    """sum_k c_k s^k / k! with c_0 = first and c_{k+1} / c_k = ratio(k), until terms vanish.
-
-    Or until they are not finite: then neither is the sum, whatever follows.
-    """
-    total = term = np.broadcast_to(first, np.broadcast_shapes(np.shape(first), np.shape(s)))
-    floor = 1e-3 * total
-    k = 0
-    while True:
-        term = term * (ratio(k) * s / (k + 1))
-        total = total + term
-        k += 1
-        if not np.any(
-            np.isfinite(term) & (np.abs(term) > 1e-17 * np.maximum(np.abs(total), floor))
-        ):
-            return total

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 Key = PRNGKeyArray
 Size = Any
-"""Of an axis: an int, or a dimension of `jax.export.symbolic_shape`, whose type is not public."""
+"""Size of an axis: an int, or a dimension of `jax.export.symbolic_shape` (no public type)."""
 Lengths = Float[Array, " m"]
 Frequencies = Float[Array, "m d"]
 
@@ -76,7 +76,7 @@ class Value:
 
 
 def hashable(value: object) -> bool:
-    """Whether `jax.jit` can take the value as static: not one that holds an array."""
+    """True if `jax.jit` accepts the value as static: one that holds no array."""
     try:
         hash(value)
     except TypeError:

@@ -16,7 +16,6 @@ from performer.refinement import (
     learned_estimate,
     near_pairs,
     performer_estimate,
-    refine,
     refine_far,
     softmax_attention,
     squared,
@@ -66,7 +65,7 @@ def test_refining_lowers_the_error(loss):
     seen, unseen = sample(64), sample(16, seed=2)
     fitted = calibration.calibrate(*seen[:2])
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
-    refined = refine(frequencies, fitted, seen, steps=100, loss=loss)
+    refined = transfer(performer_estimate, frequencies, fitted, seen, steps=100, loss=loss)
 
     def error(frequencies):
         estimate = performer_estimate(frequencies, fitted, unseen)
@@ -78,7 +77,8 @@ def test_refining_lowers_the_error(loss):
 def test_what_gets_worse_where_it_is_held_out_is_not_kept():
     """At a rate at which everything gets worse, all stays as it was, bit for bit."""
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
-    refined = refine(frequencies, None, sample(16), steps=40, rate=1e3)
+    options = dict(steps=40, rate=1e3)
+    refined = transfer(performer_estimate, frequencies, None, sample(16), **options)
     np.testing.assert_array_equal(refined, frequencies)
 
 

@@ -1,4 +1,4 @@
-"""Where a model calls exact attention, and what is put there."""
+"""Places where a model calls exact attention, and the modules that replace it there."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from performer.typing import float32_or_wider
 
 EXACT = (nnx.dot_product_attention, jax.nn.dot_product_attention)
 EXAMPLES = 8
-"""Of the first batch, whose queries and keys are kept to measure errors on."""
+"""Examples of the first batch whose queries and keys are kept to measure errors on."""
 
 
 class Hook(NamedTuple):
@@ -29,42 +29,38 @@ class Hook(NamedTuple):
 
     @property
     def function(self) -> Any:
-        """What the attribute holds."""
+        """Value of the attribute."""
         return getattr(self.module, self.name)
 
     def put(self, module: nnx.Module) -> None:
-        """In the place of the function; Flax takes it for an attribute without arrays."""
+        """Replace the function; without `nnx.data` Flax expects an attribute without arrays."""
         setattr(self.module, self.name, nnx.data(module))
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it is one of `EXACT`, maybe with arguments bound."""
-        return _is_exact(self.function)
-
-    @property
     def in_layer(self) -> bool:
-        """Whether it is that of Flax's own layer, which calls it as `PerformerAttention` is."""
+        """True in Flax's own layer, which calls it as `PerformerAttention` is called."""
         layer = isinstance(self.module, nnx.MultiHeadAttention)
         return layer and not isinstance(self.function, partial)
 
 
 def hooks(model: nnx.Module) -> Iterator[Hook]:
-    """All of them, and the `attention_fn` of each `nnx.MultiHeadAttention`, whatever it is."""
+    """All hooks of a model, and any `attention_fn` of an `nnx.MultiHeadAttention`."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             of_layer = isinstance(module, nnx.MultiHeadAttention) and name == "attention_fn"
-            if of_layer or _is_exact(value):
+            if of_layer or is_exact(value):
                 parts = path if of_layer else (*path, name)
                 yield Hook(".".join(map(str, parts)) or name, module, name)
 
 
-def _is_exact(value: Any) -> bool:
+def is_exact(value: Any) -> bool:
+    """True for one of `EXACT`, also with arguments bound."""
     function = value.func if isinstance(value, partial) else value
     return any(function is exact for exact in EXACT)
 
 
 class Seen(nnx.Variable):
-    """Of one call of the model, or of several of one layer in it."""
+    """Record of the calls of one layer during one call of the model."""
 
 
 class Call(NamedTuple):
@@ -74,7 +70,7 @@ class Call(NamedTuple):
     mask: Bool[Array, "*b #n #t s"] | None
     is_causal: bool
     refused: str
-    """Why linear attention cannot take it; empty where it can."""
+    """Reason why linear attention does not support the call, or ""."""
 
 
 Record = Callable[[str, Call, Array], dict[str, Array] | None]
@@ -82,14 +78,14 @@ Record = Callable[[str, Call, Array], dict[str, Array] | None]
 
 
 class Notes:
-    """What was seen while the model was traced, by path, in the order of the first calls."""
+    """Static facts of the traced calls, by path, in the order of the first calls."""
 
     def __init__(self):
         self.refused: dict[str, str] = {}
         """"" where a layer can be taken."""
         self.is_causal: dict[str, bool] = {}
         self.masks: set[str] = set()
-        """Where a mask over pairs of a query and a key was given."""
+        """Paths of layers called with a mask over pairs of a query and a key."""
 
     def record(self, path: str, call: Call, key: Array) -> dict[str, Array] | None:
         """Statistics, where no call was refused so far."""
@@ -112,7 +108,7 @@ REFUSED = {
 
 
 def call_of(query, key, bias=None, mask=None, is_causal=False, scale=None, **options) -> Call:
-    """Whatever `nnx.dot_product_attention` or `jax.nn.dot_product_attention` is called with."""
+    """Parse the arguments of `nnx.` or `jax.nn.dot_product_attention`."""
     refused = [text for name, text in REFUSED.items() if options.get(name) not in (None, False)]
     if bias is not None:
         refused.append("a bias")
@@ -141,27 +137,23 @@ class Recorder(nnx.Module):
         self.seen: Seen | None = nnx.data(None)
 
     def __call__(self, query, key, value, bias=None, mask=None, **options):
-        """What the function returns."""
+        """Record the call, and return the output of the function."""
         bound = self.function.keywords if isinstance(self.function, partial) else {}
-        given: dict[str, Any] = {"bias": bias, "mask": mask} | bound | options
-        call = call_of(query, key, **given)
+        given = {"bias": bias, "mask": mask} | options
+        given = {name: x for name, x in given.items() if x is not None}
+        call = call_of(query, key, **bound | given)
         new = self.record(self.path, call, key)
         if new is not None:
             self.seen = Seen(new if self.seen is None else together(self.seen.get_value(), new))
-        given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-        return self.function(query, key, value, **given, **options)
+        return self.function(query, key, value, **given)
 
 
 def together(before: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
     """Sums over calls and batches, what must hold in all of them, the first examples; or all."""
     if "moments" not in before:
         return {name: jnp.concatenate([x, new[name]]) for name, x in before.items()}
-    joined = dict(before)
-    for name in ("moments", "count"):
-        joined[name] = before[name] + new[name]
-    for name in ("by_keys", "causal"):
-        joined[name] = before[name] & new[name]
-    return joined
+    sums = {name: before[name] + new[name] for name in ("moments", "count")}
+    return before | sums | {name: before[name] & new[name] for name in ("by_keys", "causal")}
 
 
 def statistics(call: Call, key: Array) -> dict[str, Array]:
@@ -206,7 +198,7 @@ def existing(call: Call, key: Array) -> tuple[Sample, Array | None]:
 
 
 def is_of_kind(sample: Sample, mask: Array, is_causal: bool) -> Bool[Array, ""]:
-    """Whether the mask says no more than which queries and keys exist, and causality."""
+    """True if the mask is determined by existing queries and keys, and causality."""
     _, _, t, s = mask.shape
     if t == 1:
         return jnp.array(True)
@@ -229,7 +221,7 @@ class Adapter(nnx.Module):
         self.call_of = partial(call_of, **bound) if bound else call_of
 
     def __call__(self, query, key, value, bias=None, mask=None, **options):
-        """Of the shape of exact attention.
+        """Output of linear attention, in the shape of exact attention.
 
         Raises:
             ValueError: for what linear attention cannot honour.

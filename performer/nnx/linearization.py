@@ -1,7 +1,7 @@
 """A trained model with exact attention -> one with random features, without retraining."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,8 +13,8 @@ from performer import calibration as calibrations
 from performer import couplings
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
-from performer.nnx.report import Report, estimate_with, head_errors, rows_of
-from performer.refinement import Sample, transfer
+from performer.nnx.report import Report, head_errors, rows_of
+from performer.refinement import Sample, performer_estimate, transfer
 from performer.typing import Coupling
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -22,21 +22,21 @@ Call = Callable[[Any, Any], Any]
 
 
 class Layer(NamedTuple):
-    """What `measure` found at one place of a model."""
+    """One layer of attention, as measured."""
 
     path: str
     moments: calibrations.Moments
     sample: Sample
-    """Of a few examples."""
+    """Queries and keys of a few examples."""
     is_causal: bool
     masks: bool
-    """Whether it is called with masks over pairs of a query and a key, """
+    """True if it is called with masks over pairs of a query and a key."""
     masks_are_causal: bool
-    """and whether these are causal."""
+    """True if these masks are causal."""
 
 
 class Measured(NamedTuple):
-    """What `measure` found: layers in the order of their calls, and path -> why it cannot be."""
+    """Layers in the order of their calls, and path -> reason for those that stay exact."""
 
     layers: list[Layer]
     left: dict[str, str]
@@ -106,17 +106,22 @@ def linearize(
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    window = Window(exact_window, exact_first)
+    window, call = Window(exact_window, exact_first), call or apply_to
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
     drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
     new = evaluated(model)
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
-        if number not in kept:
-            if refine_steps:
-                sample = _examples(model, layer.path, batches, call or apply_to)
-                refine_layer(attention, layer, sample, refine_steps)
-            _put(new, layer, attention)
+        if number in kept:
+            continue
+        if refine_steps:
+            refine_layer(
+                attention, layer, _examples(model, layer.path, batches, call), refine_steps
+            )
+        hook = _hook(new, layer.path)
+        if layer.masks or not hook.in_layer:
+            attention = hooks_.Adapter(attention, hook.function, layer.masks_are_causal)
+        hook.put(attention)
     return new, report_of(measured, drawn, kept)
 
 
@@ -127,7 +132,7 @@ def measure(
     where: Callable[[str], bool] | None = None,
     call: Call | None = None,
 ) -> Measured:
-    """What `linearize` needs to know of a model; its arguments are explained there.
+    """Measure the attention layers of a model for `linearize`, which explains the arguments.
 
     Example:
         >>> measured = measure(model, [x])
@@ -135,15 +140,10 @@ def measure(
     """
     new, notes, left = evaluated(model), hooks_.Notes(), {}
     for hook in list(hooks_.hooks(new)):
-        reason = _unfit(hook, where)
-        if reason:
-            left[hook.path] = reason
-        else:
-            recorder = hooks_.Recorder(hook.function, hook.path, notes.record)
-            hook.put(recorder)
-            left[hook.path] = "not called"
-    total = added(_observed(new, batches, call or apply_to))
-    return found(total, notes, left)
+        left[hook.path] = _unfit(hook, where) or "not called"
+        if left[hook.path] == "not called":
+            hook.put(hooks_.Recorder(hook.function, hook.path, notes.record))
+    return found(added(_observed(new, batches, call or apply_to)), notes, left)
 
 
 def evaluated(model: Model) -> Model:
@@ -154,7 +154,7 @@ def evaluated(model: Model) -> Model:
 
 
 def apply_to(model: Any, batch: Any) -> Any:
-    """As `batches` of `linearize` says."""
+    """Call the model on a batch: an array, a tuple of arguments, or a dict by name."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -168,9 +168,8 @@ def check(
     keep: int,
     window: Window = NO_WINDOW,
 ) -> None:
-    """Raises ValueError for arguments of `linearize` that cannot be meant."""
+    """Raise ValueError for invalid arguments of `linearize`."""
     calibrations.parts(calibration, coupling)
-    couplings.get(coupling)
     counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
     for name, count in counts.items():
         if count < 0:
@@ -185,12 +184,12 @@ def check(
 
 
 def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
-    """Why nothing is recorded there; "" if something is."""
+    """Reason why the hook is not measured, or ""."""
     if where is not None and not where(hook.path):
         return "not chosen by where"
     if isinstance(hook.function, PerformerAttention | hooks_.Adapter):
         return "linear already"
-    if not hook.is_exact:
+    if not hooks_.is_exact(hook.function):
         name = getattr(hook.function, "__name__", type(hook.function).__name__)
         return f"its attention_fn is {name}, not Flax's or JAX's exact attention"
     if isinstance(hook.module, nnx.MultiHeadAttention) and hook.module.query.kernel.ndim != 3:
@@ -201,7 +200,7 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
 def _observed(
     model: nnx.Module, batches: Iterable[Any], call: Call
 ) -> Iterator[dict[str, dict[str, Array]]]:
-    """For each batch: path -> what the recorder there has seen."""
+    """Records of each batch, by path."""
     graph, state = nnx.split(model)
     for batch in batches:
         settings, arrays = parted(batch)
@@ -217,21 +216,21 @@ def _seen(graph, call, settings, state, arrays):
 
 
 def parted(batch: Any) -> tuple[tuple, list]:
-    """What of it is static in a program, hashable, and its arrays."""
+    """Split a batch into its static part, which is hashable, and its arrays."""
     leaves, tree = jax.tree.flatten(batch)
     settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
     return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
 
 
 def joined(settings: tuple, arrays: list) -> Any:
-    """The batch that was parted."""
+    """Inverse of `parted`."""
     tree, others = settings
     leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
     return jax.tree.unflatten(tree, leaves)
 
 
 def added(batches: Iterable[dict[str, dict[str, Array]]]) -> dict[str, dict[str, Array]]:
-    """What was seen in all batches together, by path."""
+    """Records of all batches together, by path."""
     total: dict[str, dict[str, Array]] = {}
     for seen in batches:
         both = {path: hooks_.together(total[path], seen[path]) for path in total.keys() & seen}
@@ -243,26 +242,25 @@ def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -
     """The layers that can be replaced, and why the others cannot."""
     layers = []
     for path, refused in notes.refused.items():
-        left[path] = refused or _unknown_masks(total[path])
-        layers += [] if left[path] else [_layer(path, total[path], notes)]
+        left[path] = refused
+        if refused:
+            continue
+        seen = total[path]
+        by_keys, causal = bool(seen["by_keys"]), bool(seen["causal"])
+        if not (by_keys or causal):
+            left[path] = "its masks are neither causal nor of keys alone"
+            continue
+        layers.append(
+            Layer(
+                path=path,
+                moments=seen["moments"] / seen["count"],
+                sample=Sample(*(seen[name] for name in Sample._fields)),
+                is_causal=notes.is_causal[path] or not by_keys,
+                masks=path in notes.masks,
+                masks_are_causal=not by_keys,
+            )
+        )
     return Measured(layers, {path: why for path, why in left.items() if why})
-
-
-def _unknown_masks(seen: dict[str, Array]) -> str:
-    known = bool(seen["by_keys"]) or bool(seen["causal"])
-    return "" if known else "its masks are neither causal nor of keys alone"
-
-
-def _layer(path: str, seen: dict[str, Array], notes: hooks_.Notes) -> Layer:
-    causal = not bool(seen["by_keys"])
-    return Layer(
-        path=path,
-        moments=seen["moments"] / seen["count"],
-        sample=Sample(*(seen[name] for name in Sample._fields)),
-        is_causal=notes.is_causal[path] or causal,
-        masks=path in notes.masks,
-        masks_are_causal=causal,
-    )
 
 
 def draw(
@@ -274,40 +272,29 @@ def draw(
     seed: int,
     window: Window = NO_WINDOW,
 ) -> tuple[list[PerformerAttention], set[int]]:
-    """What may take the place of each layer, and the numbers of those that stay exact."""
-    keys = jax.random.split(jax.random.key(seed), max(1, len(layers)))
-    pairs = zip(keys, layers, strict=False)
-    drawn = [_calibrated(*pair, coupling, num_features, calibration, window) for pair in pairs]
+    """Attention for each layer, and the numbers of the layers that stay exact."""
+    drawn = []
+    for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
+        heads, head_dim = layer.sample.key.shape[-2:]
+        m = num_features or 2 * head_dim
+        itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
+        attention = PerformerAttention(
+            m,
+            head_dim,
+            coupling=coupling,
+            num_heads=heads,
+            calibration=calibration,
+            use_running_average=True,
+            **(window if itself else NO_WINDOW)._asdict(),
+            rngs=nnx.Rngs(frequencies=key),
+        )
+        attention.frequencies[...] = couplings.draw(key, coupling, m, head_dim, heads)
+        if attention.calibration is not None:
+            attention.calibrate(layer.moments)
+        drawn.append(attention)
     pairs = zip(layers, drawn, strict=True)
     errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
     return drawn, set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
-
-
-def _calibrated(
-    key: Array,
-    layer: Layer,
-    coupling: str | Coupling,
-    m: int | None,
-    calibration: str,
-    window: Window,
-) -> PerformerAttention:
-    heads, head_dim = layer.sample.key.shape[-2:]
-    itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-    attention = PerformerAttention(
-        m or 2 * head_dim,
-        head_dim,
-        coupling=coupling,
-        num_heads=heads,
-        calibration=calibration,
-        use_running_average=True,
-        **(window if itself else NO_WINDOW)._asdict(),
-        rngs=nnx.Rngs(frequencies=key),
-    )
-    drawn = couplings.draw(key, coupling, m or 2 * head_dim, head_dim, heads)
-    attention.frequencies[...] = drawn
-    if attention.calibration is not None:
-        attention.calibrate(layer.moments)
-    return attention
 
 
 def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
@@ -319,7 +306,7 @@ def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Ar
 def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
     """Moves its frequencies, towards lower errors with its window."""
     attention.frequencies[...] = transfer(
-        estimate_with(attention.window),
+        _estimate_with(attention.window),
         attention.frequencies[...],
         attention.calibration,
         sample,
@@ -328,8 +315,13 @@ def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, st
     )
 
 
+@cache  # the same function for the same window is the same program
+def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
+    return partial(performer_estimate, **window._asdict())
+
+
 def report_of(measured: Measured, drawn: list[PerformerAttention], kept: set[int]) -> Report:
-    """Of all layers."""
+    """Report of all layers."""
     rows = []
     for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
         state = "exact" if number in kept else "linear"
@@ -341,16 +333,8 @@ def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
     return next(hook for hook in hooks_.hooks(model) if hook.path == path)
 
 
-def _put(model: nnx.Module, layer: Layer, attention: PerformerAttention) -> None:
-    hook = _hook(model, layer.path)
-    if hook.in_layer and not layer.masks:
-        hook.put(attention)
-    else:
-        hook.put(hooks_.Adapter(attention, hook.function, layer.masks_are_causal))
-
-
 def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) -> Sample:
-    """What comes to one layer in all batches."""
+    """Queries and keys of one layer in all batches."""
     model = evaluated(model)
     hook = _hook(model, path)
     hook.put(hooks_.Recorder(hook.function, hook.path, hooks_.examples))
@@ -358,6 +342,6 @@ def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) 
 
 
 def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
-    """All of them."""
-    batches = list(batches)
-    return Sample(*(jnp.concatenate([x[name] for x in batches]) for name in Sample._fields))
+    """One sample of all batches."""
+    columns = zip(*([x[name] for name in Sample._fields] for x in batches), strict=True)
+    return Sample(*map(jnp.concatenate, columns))

@@ -1,9 +1,9 @@
-"""How far a model's attention is from what it was, layer by layer and head by head."""
+"""Attention errors of a linearized model, by layer and head."""
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.attention import attention_weights
 from performer.calibration import Calibration
 from performer.nnx.layer import NO_WINDOW, Window
-from performer.refinement import Sample, softmax_attention, squared
+from performer.refinement import Sample, performer_estimate, softmax_attention, squared
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window"))
@@ -33,32 +32,21 @@ def head_errors(
     the mean entropy of a row of A.
     """
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = estimate_with(window)(frequencies, calibration, sample, is_causal)
+    estimate = performer_estimate(frequencies, calibration, sample, is_causal, **window._asdict())
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
+    groups = sample.query.shape[2] // sample.key.shape[2]
+
+    def squared_length(x, exists):
+        lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
+        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists) / x.shape[-1] ** 0.5
+
     return {
         "attention error": squared(estimate, exact, pairs),
         "uniform attention": uniform_error(sample, is_causal),
-        "|q|^2": _squared_length(sample.query, sample.queries),
-        "|k|^2": jnp.repeat(_squared_length(sample.key, sample.keys), _groups(sample)),
+        "|q|^2": squared_length(sample.query, sample.queries),
+        "|k|^2": jnp.repeat(squared_length(sample.key, sample.keys), groups),
         "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / jnp.sum(jnp.any(pairs, -1))),
     }
-
-
-@cache
-def estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
-    """`performer.refinement.performer_estimate` with it: for the same window the same function."""
-
-    def estimate(
-        frequencies: Float[Array, "k m h"],
-        calibration: Calibration | None,
-        sample: Sample,
-        is_causal: bool = False,
-    ) -> Float[Array, "b n t s"]:
-        options: Any = dict(calibration=calibration, is_causal=is_causal, **window._asdict())
-        mask = sample.keys[:, None, None]
-        return attention_weights(*sample[:2], frequencies, mask=mask, **options)
-
-    return estimate
 
 
 def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
@@ -68,18 +56,9 @@ def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]
     return squared(uniform, exact, pairs)
 
 
-def _groups(sample: Sample) -> int:
-    return sample.query.shape[2] // sample.key.shape[2]
-
-
-def _squared_length(x: Float[Array, "b t n h"], exists: Array) -> Float[Array, " n"]:
-    lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
-    return jnp.sum(lengths, (0, 1)) / jnp.sum(exists) / x.shape[-1] ** 0.5
-
-
 @dataclass(frozen=True)
 class Report:
-    """What `linearize` did; its `str` is a table of layers, the worst heads, and what stayed exact.
+    """Result of `linearize`; its `str` is a table of layers, the worst heads and exact layers.
 
     Attributes:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
@@ -129,34 +108,39 @@ class Report:
 
     def __str__(self) -> str:
         """The table."""
-        head = f"{'layer':32} {'attention':9} {'error':>9} {'uniform':>9} {'|q|^2':>8} {'|k|^2':>8}"
-        lines = [f"{head} {'keys attended to':>16}"] if self.rows else []
+        lines = [f"{'layer':32} {'attention':9} {' '.join(COLUMNS.values())}"] if self.rows else []
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
-            numbers = {x: np.mean([row[x] for row in rows]) for x in NUMBERS}
-            widths = zip(numbers.values(), (9, 9, 8, 8, 16), strict=True)
-            shown = " ".join(f"{number:{width}.3g}" for number, width in widths)
-            lines.append(f"{path:32} {rows[0]['attention']:9} {shown}")
-        worst = [f"{r['path']} head {r['head']}: {r['attention error']:.3g}" for r in self.worst()]
-        if worst:
+            means = (f"{np.mean([r[x] for r in rows]):{len(y)}.3g}" for x, y in COLUMNS.items())
+            lines.append(f"{path:32} {rows[0]['attention']:9} {' '.join(means)}")
+        if self.rows:
+            worst = (
+                f"{r['path']} head {r['head']}: {r['attention error']:.3g}" for r in self.worst()
+            )
             above = [row["attention error"] > row["uniform attention"] for row in self.rows]
             lines += ["worst heads: " + ", ".join(worst)]
             lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
-
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
 
 
-NUMBERS = ("attention error", "uniform attention", "|q|^2", "|k|^2", "keys attended to")
+COLUMNS = {
+    "attention error": "    error",
+    "uniform attention": "  uniform",
+    "|q|^2": "   |q|^2",
+    "|k|^2": "   |k|^2",
+    "keys attended to": "keys attended to",
+}
+"""Numbers of the table, and the heads of their columns."""
 
 
 def rows_of(
     number: int, path: str, attention: str, errors: Mapping[str, Float[Array, " n"]]
 ) -> list[dict[str, Any]]:
     """The records of one layer."""
-    columns = {name: np.asarray(x) for name, x in errors.items()}
+    heads = zip(*(np.asarray(x).tolist() for x in errors.values()), strict=True)
     return [
         {"path": path, "layer": number, "head": head, "attention": attention}
-        | {name: float(x[head]) for name, x in columns.items()}
-        for head in range(len(columns["attention error"]))
+        | dict(zip(errors, numbers, strict=True))
+        for head, numbers in enumerate(heads)
     ]
