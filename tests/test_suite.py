@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import changed, faults
+from tests import changed
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,9 +67,3 @@ def test_what_a_change_reaches(path, reached, missed):
 def test_a_change_of_the_shared_set_up_reaches_everything():
     everything = changed.reached({"tests/conftest.py"})
     assert len(everything) == len(list((changed.ROOT / "tests").glob("test_*.py")))
-
-
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_can_be_planted(fault):
-    """Its place is still in the file, once; whether the tests see it, `make test-faults` says."""
-    assert (ROOT / fault.file).read_text().count(fault.old) == 1
