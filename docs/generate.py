@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import performer
-from vit import arguments, cli
 from vit import config as configs
+from vit.config import arguments, cli
 
 ROOT = Path(__file__).parent.parent
 DROP_INS = ("nnx", "linen", "sklearn")
@@ -29,13 +29,12 @@ def modules() -> dict[str, str]:
     """One page for each public module, and a list of them."""
     pages, rows, names = {}, "", (*performer.MODULES, *DROP_INS)
     for name in names:
-        parts = [path.stem for path in sorted((ROOT / "performer" / name).glob("*.py"))]
-        public = [name, *(f"{name}.{part}" for part in parts if not part.startswith("_"))]
-        shown = "\n".join(
-            f"```{{eval-rst}}\n.. automodule:: performer.{part}\n```\n" for part in public
-        )
+        home = performer.MODULES.get(name, f"performer.{name}")
+        parts = [path.stem for path in sorted((ROOT / home.replace(".", "/")).glob("[!_]*.py"))]
+        public = [home, *(f"{home}.{part}" for part in parts if part not in performer.MODULES)]
+        shown = "\n".join(f"```{{eval-rst}}\n.. automodule:: {part}\n```\n" for part in public)
         pages[f"api/{name}"] = f"# performer.{name}\n\n{shown}"
-        docstring = importlib.import_module(f"performer.{name}").__doc__ or ""
+        docstring = importlib.import_module(home).__doc__ or ""
         rows += f"- [`performer.{name}`]({name}.md): {docstring.splitlines()[0]}\n"
     hidden = "\n".join(names)
     toctree = f"```{{toctree}}\n:hidden:\n\n{hidden}\n```"

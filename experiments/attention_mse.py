@@ -26,8 +26,8 @@ from typing import Any, Literal, get_args
 from experiments.attention import errors
 from experiments.common import launch
 from performer import couplings as known
-from performer.calibration import parts as parts_of
-from vit.attention_report import report_attention
+from performer.attention.calibration import parts as parts_of
+from vit.reports.attention_report import report_attention
 
 Part = Literal["figure7", "vit", "features"]
 

@@ -31,7 +31,7 @@ import jax
 
 from experiments.common import launch, timing
 from experiments.speed import attention, data, samplers, vit
-from vit import report
+from vit.reports import report
 
 
 def of_attention(quick: bool, out: Path) -> None:

@@ -28,8 +28,8 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments.training import comparison
-from vit import devices, machine
-from vit.arguments import from_flag, launch
+from vit.config.arguments import from_flag, launch
+from vit.run import devices, machine
 
 
 def main(_: list[str]) -> None:

@@ -41,11 +41,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer._masks import key_mask
 from performer.attention import performer_attention
+from performer.attention._masks import key_mask
+from performer.attention.calibration import Calibration, fold, transform_keys, transform_queries
+from performer.attention.refinement import is_near
 from performer.attention.state import finite
-from performer.calibration import Calibration, fold, transform_keys, transform_queries
-from performer.refinement import is_near
 from performer.typing import Coupling, jit_static
 
 BLOCK = 256

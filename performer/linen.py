@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.attention._dropin import attention_fn
-from performer.calibration import Calibration
+from performer.attention.calibration import Calibration
 from performer.nnx._hooks import Notes, Record, call_of, examples, together, understood
 from performer.nnx.layer import NO_WINDOW, Window
 from performer.nnx.linearization import (

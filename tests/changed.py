@@ -23,7 +23,7 @@ EVERYTHING = {"tests/conftest.py", "tests/checker.py", "pyproject.toml", "Makefi
 
 @cache
 def files() -> dict[str, str]:
-    """{"performer.gp": "performer/gp.py", "performer": "performer/__init__.py", ...}."""
+    """{"performer.gp": "performer/kernels/gp.py", "performer": "performer/__init__.py", ...}."""
     paths = [p.relative_to(ROOT) for top in TOPS for p in sorted((ROOT / top).rglob("*.py"))]
     return {".".join(p.with_suffix("").parts).removesuffix(".__init__"): str(p) for p in paths}
 

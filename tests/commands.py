@@ -11,8 +11,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments.common import launch
-from vit import bundled, cli
 from vit import config as configs
+from vit.config import bundled, cli
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
@@ -74,7 +74,7 @@ def defined(module: str) -> flags.FlagValues:
         main = importlib.import_module(module).main
         launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
     else:
-        for text in (source(module), Path("vit/devices.py").read_text()):
+        for text in (source(module), Path("vit/run/devices.py").read_text()):
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     _define(node.func.attr, node.args, values)

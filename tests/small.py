@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from vit import checkpoint, config, data, devices, metrics
+from vit import config, data
 from vit.model import ViT, random_streams
+from vit.reports import metrics
+from vit.run import checkpoint, devices
 
 PATIENCE = 600
 """Seconds after which something is taken to hang: nine other processes may want the same core."""

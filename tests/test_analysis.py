@@ -11,7 +11,7 @@ from scipy.linalg import helmert
 from performer import analysis, couplings
 from performer.analysis import attention_error, recommend
 from performer.attention import attention_weights
-from performer.calibration import Calibration, calibrate
+from performer.attention.calibration import Calibration, calibrate
 
 T, S, N, K, H, V, M, DRAWS = 10, 12, 4, 2, 4, 3, 6, 8
 

@@ -10,7 +10,8 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from vit import arguments, bundled, config, evaluate
+from vit import config, evaluate
+from vit.config import arguments, bundled
 
 FIELDS = config.flatten(config.Config())
 

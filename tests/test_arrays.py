@@ -5,7 +5,9 @@ import pytest
 
 import vit
 from tests.small import SHALLOW, small_config
-from vit import arrays, config, data, files, loop
+from vit import config, data
+from vit.data import arrays
+from vit.run import files, loop
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,8 +15,9 @@ from jax.extend.core.primitives import dot_general_p
 import vit
 from performer import performer_attention
 from performer.attention.state import BFLOAT16
-from vit import bundled, loop
 from vit import config as configs
+from vit.config import bundled
+from vit.run import loop
 
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2

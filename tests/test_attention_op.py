@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 import performer
 from performer import performer_attention
 from performer.attention import State, _sizes, attention_weights
-from performer.calibration import Calibration
+from performer.attention.calibration import Calibration
 from tests import oracles
 from tests.attention_inputs import MAPS, H, M, V, causal, close, inputs, orthogonal
 

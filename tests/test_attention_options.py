@@ -18,7 +18,7 @@ from flax import nnx
 
 from performer import performer_attention
 from performer.attention import State, _sizes
-from performer.calibration import Calibration, calibrate, pair_moments, parts
+from performer.attention.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from tests import oracles
 from tests.attention_inputs import feature_map

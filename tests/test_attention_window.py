@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from performer import performer_attention
-from performer.calibration import calibrate
+from performer.attention.calibration import calibrate
 from tests.attention_inputs import M, close, inputs
 from tests.attention_pairs import allowed, near, oracle
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit import augment
-from vit.augment import OPERATIONS
+from vit.data import augment
+from vit.data.augment import OPERATIONS
 
 
 def test_shift_and_flip():

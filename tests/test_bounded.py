@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit import bounded, config, prepare
+from vit import config, prepare
 from vit.data import evaluated_pixels
-from vit.published import google
+from vit.run import bounded
+from vit.weights import google
 
 
 def test_regular_files_only(tmp_path):

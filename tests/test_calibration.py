@@ -13,8 +13,8 @@ from scipy import stats
 from experiments.attention.data import DATA
 from performer import calibration, couplings, directions, norms, performer_attention
 from performer.attention import attention_weights
-from performer.calibration import Calibration, calibrate, fit, pair_moments
-from performer.refinement import LEARNED
+from performer.attention.calibration import Calibration, calibrate, fit, pair_moments
+from performer.attention.refinement import LEARNED
 from tests import oracles
 
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]

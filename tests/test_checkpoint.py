@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from tests.small import PATIENCE, small_config
-from vit import checkpoint, metrics, train
+from vit import train
+from vit.reports import metrics
+from vit.run import checkpoint
 
 
 def state(seed=0):

@@ -9,7 +9,10 @@ from flax import nnx
 from sklearn.metrics import confusion_matrix
 
 from tests.small import TINY, new_vit, small_config
-from vit import class_report, classification, config, data, evaluate, runs
+from vit import config, data, evaluate
+from vit.model import classification
+from vit.reports import class_report
+from vit.run import runs
 
 CLASSES = 10
 

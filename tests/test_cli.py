@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from vit import cli
+from vit.config import cli
 
 
 def test_a_command_is_named_as_this_one_was_started(monkeypatch):

@@ -12,7 +12,9 @@ from experiments.common import statistics
 from experiments.training import comparison as compare
 from experiments.training.comparison import Result, Run, Setting
 from tests.small import TINY, small_config, stop_at
-from vit import config, evaluate, loop, metrics, report, train
+from vit import config, evaluate, train
+from vit.reports import metrics, report
+from vit.run import loop
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

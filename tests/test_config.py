@@ -13,8 +13,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from tests.small import PATIENCE, small_config
-from vit import bundled, config, data, devices, runs
-from vit.arguments import from_flag, parse_flags
+from vit import config, data
+from vit.config import bundled
+from vit.config.arguments import from_flag, parse_flags
+from vit.run import devices, runs
 
 CONFIGS = [p for p in sorted(Path("experiments/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
 
@@ -328,7 +330,7 @@ def test_every_program_refuses_what_it_would_drop():
     """`arguments.launch` starts all of them."""
     programs = [p for top in ("vit", "experiments") for p in Path(top).rglob("*.py")]
     starters = {str(p) for p in programs if "app.run(" in p.read_text()}
-    assert starters == {"vit/arguments.py"}
+    assert starters == {"vit/config/arguments.py"}
 
 
 WRONG = {

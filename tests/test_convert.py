@@ -12,7 +12,10 @@ from flax import nnx
 
 from performer.nnx import PerformerAttention, linearize
 from tests.small import PATIENCE, small_config
-from vit import classification, config, conversion, convert, data, evaluate, runs, train
+from vit import config, convert, data, evaluate, train
+from vit.model import classification
+from vit.run import runs
+from vit.weights import conversion
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

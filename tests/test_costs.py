@@ -7,8 +7,8 @@ from flax import nnx
 
 from experiments.speed import vit as vit_speed
 from tests.small import SHALLOW, small_config
-from vit import classification, config
-from vit.model import ViT, random_streams
+from vit import config
+from vit.model import ViT, classification, random_streams
 
 
 def abstract(settings, channels):

@@ -15,7 +15,10 @@ from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
 from experiments.speed import data as benchmark_data
 from tests.small import PATIENCE, small_config
-from vit import augment, bounded, classification, config, data, steps
+from vit import config, data
+from vit.data import augment
+from vit.model import classification
+from vit.run import bounded, steps
 
 
 @pytest.fixture(scope="module")

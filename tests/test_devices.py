@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, small_config, train_batches
-from vit import checkpoint, config, costs, devices, dry_run, metrics, runs, safety, steps, train
+from vit import config, train
+from vit.reports import metrics
+from vit.run import checkpoint, costs, devices, dry_run, runs, safety, steps
 
 PROGRAM = """
 import json, sys

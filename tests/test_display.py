@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from vit import display, metrics
+from vit.reports import metrics
+from vit.run import display
 
 
 @pytest.fixture

@@ -27,10 +27,9 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
 def modules():
-    for package in (performer, graphs, performer.nnx):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for module in pkgutil.walk_packages(performer.__path__, "performer."):
+        if "._" not in module.name:
             yield importlib.import_module(module.name)
-    yield importlib.import_module("performer.attention.op")
 
 
 def examples():
@@ -60,13 +59,13 @@ def namespace(module):
         "performer_attention": performer.performer_attention,
         "Graph": graphs.Graph,
     }
-    names |= {name: importlib.import_module(f"performer.{name}") for name in performer.MODULES}
+    names |= {name: getattr(performer, name) for name in performer.MODULES}
     heads = [normal(b, t, n, h) / 2 for _ in range(6)]
     names |= dict(zip(["query", "key", "value", "q", "k", "v"], heads, strict=True))
     names |= {f"next_{name}": names[name][:, :1] for name in "qkv"}
     names |= {"w": normal(128, h), "random_key": jax.random.key(0)}
     path = module.__name__
-    if path not in ("performer.attention.op", "performer.calibration", "performer.analysis"):
+    if path.split(".")[-1] not in ("op", "calibration", "analysis"):
         names["key"] = jax.random.key(0)
     names |= {path.split(".")[-1]: module} | names  # by its own name, where that is free
     return names | NEEDED.get(path, lambda normal: {})(normal)
@@ -91,12 +90,16 @@ def _linen_layer(x):
 
 
 NEEDED = {
-    "performer.butterfly": lambda normal: {"x": normal(3, 784)},
-    "performer.structured": lambda normal: {"x": normal(3, 1024)},
+    "performer.couplings.butterfly": lambda normal: {"x": normal(3, 784)},
+    "performer.couplings.structured": lambda normal: {"x": normal(3, 1024)},
     "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
-    "performer.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
-    "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
-    "performer.gp": lambda normal: {"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)},
+    "performer.kernels.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
+    "performer.kernels.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
+    "performer.kernels.gp": lambda normal: {
+        "x": _circle(),
+        "new": _circle() / 2,
+        "y": jnp.arange(9.0),
+    },
     "performer.graphs.matching": lambda normal: (
         {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),

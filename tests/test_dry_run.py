@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from tests.small import SHALLOW, small_config
-from vit import config, costs, devices, dry_run, runs, topologies
+from vit import config
+from vit.run import costs, devices, dry_run, runs, topologies
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.small import SHALLOW, final_state, small_config, stop_at
-from vit import checkpoint, config, extension, files, metrics, runs, train
+from vit import config, train
+from vit.reports import metrics
+from vit.run import checkpoint, extension, files, runs
 
 EPOCHS = 3.2 / 44
 SETTINGS = small_config(optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9))

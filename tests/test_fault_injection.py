@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 
 from tests.small import PATIENCE, SHALLOW
-from vit import checkpoint, config, devices, loop, metrics, runs
+from vit import config
+from vit.reports import metrics
+from vit.run import checkpoint, devices, loop, runs
 
 KILLS = int(os.environ.get("KILLS", "6"))
 MOMENTS = ("in a step", "while saving", "while evaluating")

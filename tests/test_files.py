@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vit import files
+from vit.run import files
 
 
 def test_a_link_is_replaced_and_its_target_stays(tmp_path):

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.small import PATIENCE
-from vit import hosts, metrics
+from vit.reports import metrics
+from vit.run import hosts
 
 PROGRAM = """
 import dataclasses, json, sys

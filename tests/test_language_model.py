@@ -14,12 +14,13 @@ from experiments.language_model import conversion, generate, text, train
 from experiments.language_model.attention import SILENT, Hybrid, Softmax
 from experiments.language_model.model import losses, rotated
 from experiments.language_model.task import layers, task
-from performer.calibration import calibrate
-from performer.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
-from vit import convert, evaluate, loop, runs
+from performer.attention.calibration import calibrate
+from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
+from vit import convert, evaluate
 from vit.config import Size, of_run, validate
-from vit.conversion import Case, exchanged
+from vit.run import loop, runs
 from vit.task import random_streams
+from vit.weights.conversion import Case, exchanged
 
 SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40

@@ -17,8 +17,8 @@ from absl import flags
 
 from experiments.common import launch
 from tests.pages import code
-from vit import cli
-from vit.arguments import parse_flags
+from vit.config import cli
+from vit.config.arguments import parse_flags
 
 
 def example(

@@ -10,8 +10,8 @@ from flax import nnx
 
 import performer
 from performer import calibration, couplings
+from performer.attention.refinement import Sample, softmax_attention
 from performer.nnx import PerformerAttention, linearize, measure
-from performer.refinement import Sample, softmax_attention
 
 B, T, WIDTH, HEADS = 3, 6, 8, 2
 X = jax.random.normal(jax.random.key(0), (2, B, T, WIDTH)) * jnp.linspace(2, 0.2, WIDTH)

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.small import small_config
-from vit import config, loggers, metrics
+from vit import config
+from vit.reports import metrics
+from vit.run import loggers
 
 RECORDS = [{"step": 5, "train_loss": 0.5}, {"step": 6, "eval_loss": 0.25}]
 

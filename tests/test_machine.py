@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tests.small import small_config
-from vit import loop, machine
+from vit.run import loop, machine
 
 PROGRAM = """
 import resource

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit import classification, metrics, steps
+from vit.model import classification
+from vit.reports import metrics
+from vit.run import steps
 
 
 def count(logits, labels, mask):

@@ -12,7 +12,7 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
-from performer.calibration import fit, pair_moments
+from performer.attention.calibration import fit, pair_moments
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
 

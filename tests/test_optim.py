@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from tests.small import new_vit, small_config
-from vit import classification, config, optim
+from vit import config
+from vit.model import classification
+from vit.run import optim
 
 
 def test_schedule():

@@ -13,7 +13,10 @@ from PIL import Image
 
 import vit
 from tests.small import TINY, new_vit, small_config
-from vit import classification, config, loop, predict, rollout
+from vit import config, predict
+from vit.model import classification
+from vit.reports import rollout
+from vit.run import loop
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,10 +17,11 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from vit import config, data, machine
-from vit.bounded import read_idx
+from vit import config, data
+from vit.data.sources.source import Example
 from vit.prepare import VERSION, encode, encoded, prepare
-from vit.sources.source import Example
+from vit.run import machine
+from vit.run.bounded import read_idx
 
 
 def idx(array):

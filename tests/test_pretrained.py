@@ -17,9 +17,11 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, small_config
-from vit import checkpoint, config, evaluate, metrics, pretrained, runs, safety, train, transfer
+from vit import config, evaluate, pretrained, train
 from vit.model import ViT, random_streams
-from vit.published import google
+from vit.reports import metrics
+from vit.run import checkpoint, runs, safety
+from vit.weights import google, transfer
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10

@@ -24,7 +24,7 @@ from tests import make_published
 from tests.small import PATIENCE, small_config
 from vit import config, convert, data, evaluate, export, pretrained, published
 from vit.model import ViT, random_streams
-from vit.published import timm
+from vit.weights import timm
 
 FILES = Path(__file__).parent / "published"
 CLASS_NAMES = tuple(f"class {x}" for x in "abcde")

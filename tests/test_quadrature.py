@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from performer import attention, features, kernels, performer_attention, quadrature
-from performer.quadrature import gram, spherical_radial, structured
+from performer.kernels.quadrature import gram, spherical_radial, structured
 
 HAAR, BUTTERFLY = "haar", "butterfly"
 STATIC = ("num_rules", "d", "orthogonal", "reflect", "reject")

@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from tests.test_prepare import write_idx
-from vit import bundled, config, data, optim, recipe, runs
+from vit import config, data
+from vit.config import bundled, recipe
 from vit.prepare import prepare
+from vit.run import optim, runs
 
 NUMBERS = (1, 2, 3, 7, 72, 80, 999, 9_999, 10_000, 60_000, 99_999, 800_000, 1_281_167, 10**8)
 SIDES = (1, 5, 7, 8, 13, 28, 32, 63, 96, 127, 224, 500, 4000)

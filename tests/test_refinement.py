@@ -7,7 +7,7 @@ import pytest
 
 from performer import calibration, couplings
 from performer.attention import attention_weights
-from performer.refinement import (
+from performer.attention.refinement import (
     LEARNED,
     Far,
     Sample,

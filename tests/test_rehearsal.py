@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit import metrics
+from vit.reports import metrics
 
 PICTURES, EVALUATED, FILES, LIMIT = 1024, 40, 1024, 1024
 """Pictures of each split; those that are evaluated, which no batch divides; files; open files."""

@@ -4,7 +4,7 @@ import csv
 
 import numpy as np
 
-from vit import class_report, report
+from vit.reports import class_report, report
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.small import PATIENCE
-from vit import safety
 from vit.config import Optim
-from vit.progress import check_finite
+from vit.run import safety
+from vit.run.progress import check_finite
 
 
 def test_the_second_signal_ends_the_process():

@@ -13,9 +13,9 @@ from PIL import Image
 
 from tests.test_prepare import write_idx
 from vit import config, data
+from vit.data.sources import forms
+from vit.data.sources.source import holdout
 from vit.prepare import prepare
-from vit.sources import forms
-from vit.sources.source import holdout
 
 
 def picture(shade, mode="RGB"):

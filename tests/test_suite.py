@@ -51,9 +51,13 @@ def test_a_damaged_cache_changes_no_result(tmp_path):
     ("path", "reached", "missed"),
     [
         ("performer/graphs/walks.py", {"graph_walks", "graph_pagerank"}, {"attention_op", "train"}),
-        ("performer/norms.py", {"couplings", "train", "norms"}, {"graph_walks", "augment"}),
+        (
+            "performer/couplings/norms.py",
+            {"couplings", "train", "norms"},
+            {"graph_walks", "augment"},
+        ),
         ("performer/attention/state.py", {"attention_op", "nnx", "train"}, {"norms", "gp"}),
-        ("vit/augment.py", {"augment", "data"}, {"couplings", "attention_op"}),
+        ("vit/data/augment.py", {"augment", "data"}, {"couplings", "attention_op"}),
         ("experiments/common/statistics.py", {"statistics", "compare"}, {"train", "couplings"}),
         ("README.md", {"readme"}, {"couplings", "train"}),
     ],

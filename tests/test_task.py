@@ -14,22 +14,11 @@ import vit
 from performer.analysis import attention_error
 from tests.sequences import DATASET, TASK, projections
 from tests.small import CALIBRATED, PATIENCE, final_state, small_config, stop_at
-from vit import (
-    attention_report,
-    config,
-    convert,
-    data,
-    devices,
-    dry_run,
-    evaluate,
-    extension,
-    metrics,
-    runs,
-    steps,
-    train,
-    transfer,
-)
+from vit import config, convert, data, evaluate, train
+from vit.reports import attention_report, metrics
+from vit.run import devices, dry_run, extension, runs, steps
 from vit.task import SUBJECTS, no_attention, random_streams
+from vit.weights import transfer
 
 SETTINGS = small_config(
     attention=config.Attention(num_features=8, coupling="pm"),

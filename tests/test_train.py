@@ -25,21 +25,10 @@ from tests.small import (
     stop_at,
     train_batches,
 )
-from vit import (
-    checkpoint,
-    config,
-    data,
-    devices,
-    display,
-    evaluate,
-    metrics,
-    optim,
-    runs,
-    safety,
-    steps,
-    train,
-)
-from vit.progress import Progress
+from vit import config, data, evaluate, train
+from vit.reports import metrics
+from vit.run import checkpoint, devices, display, optim, runs, safety, steps
+from vit.run.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

@@ -11,7 +11,10 @@ from flax import nnx
 
 from performer.nnx import Frequencies
 from tests.small import CALIBRATED, TINY, final_state, small_config, stop_at
-from vit import checkpoint, config, data, metrics, runs, train, transfer, use
+from vit import config, data, train, use
+from vit.reports import metrics
+from vit.run import checkpoint, runs
+from vit.weights import transfer
 
 SETTINGS = small_config(
     model=config.Model("XS/4"),

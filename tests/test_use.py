@@ -15,8 +15,10 @@ from PIL import Image
 import vit
 from tests import sequences
 from tests.small import TINY, small_config
-from vit import classification, config, data, evaluate, files, loop, runs, use
+from vit import config, data, evaluate, use
+from vit.model import classification
 from vit.prepare import prepare
+from vit.run import files, loop, runs
 
 SETTINGS = small_config(
     optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),

@@ -15,10 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vit.arrays import fit as fit
+    from vit.data.arrays import fit as fit
     from vit.use import load as load
 
-PLACES = {"fit": "vit.arrays", "load": "vit.use"}
+PLACES = {"fit": "vit.data.arrays", "load": "vit.use"}
 """Where the functions for users are; a module is imported when its function is first named."""
 
 __all__ = list(PLACES)

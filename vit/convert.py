@@ -38,11 +38,13 @@ import numpy as np
 from absl import flags, logging
 from flax import nnx
 
-from vit import checkpoint, conversion, devices, metrics, report, runs, safety
 from vit import config as configs
-from vit.arguments import launch
-from vit.conversion import Case, Function, Replaced
+from vit.config.arguments import launch
+from vit.reports import metrics, report
+from vit.run import checkpoint, devices, runs, safety
 from vit.task import SUBJECTS, Model, of_folder, random_streams
+from vit.weights import conversion
+from vit.weights.conversion import Case, Function, Replaced
 
 
 def metric_of(record: metrics.Record) -> str:
@@ -107,7 +109,7 @@ def compare(
     Args:
         run: with softmax attention; its data are those of the evaluation.
         model: of the run, in evaluation mode.
-        replaced: as `vit.conversion.linearized` returns.
+        replaced: as `vit.weights.conversion.linearized` returns.
         cases: with features.
         draws: how many, of the frequencies of each case.
     """
@@ -184,7 +186,7 @@ def convert(
         ValueError: before any work, for a run of another task or without softmax attention, an
             unknown coupling or method, sizes that a coupling does not admit, or an `out` that is
             not empty.
-        vit.checkpoint.SaveError: when the run cannot be written.
+        vit.run.checkpoint.SaveError: when the run cannot be written.
     """
     of_folder(workdir, *SUBJECTS)
     config = configs.of_run(workdir)

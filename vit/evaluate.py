@@ -11,7 +11,8 @@ images, and whether uniform attention would be nearer. The frequencies are new d
 coupling: refined ones of `vit.convert` are not measured here.
 
 The third one goes through the evaluation split once more, writes `classes.csv`, `classes.md` and
-`confusion.csv` into the folder of the run (see `vit.class_report`) and prints the worst classes.
+`confusion.csv` into the folder of the run (see `vit.reports.class_report`) and prints the worst
+classes.
 
 With --split, --name, --data_dir or --batch_size the evaluation is on other data than the run's own:
 another part of its data set, or another data set of the same classes or some of them, told by their
@@ -20,7 +21,7 @@ names. Nothing is written then.
     python -m vit.evaluate --workdir=runs/pm --real=real.json
 
 gives the accuracy by the reassessed labels of ImageNet's validation pictures besides (Beyer et al.
-2020, `vit.real_labels`), over those that have any.
+2020, `vit.data.real_labels`), over those that have any.
 
 The first one runs on several hosts, too: on each the same command with --distributed.
 """
@@ -35,22 +36,15 @@ import jax.numpy as jnp
 from absl import flags
 from flax import nnx
 
-from vit import (
-    class_report,
-    classification,
-    data,
-    devices,
-    machine,
-    metrics,
-    real_labels,
-    runs,
-    steps,
-    use,
-)
 from vit import config as configs
-from vit.arguments import launch
-from vit.attention_report import report_attention
-from vit.steps import evaluate
+from vit import data, use
+from vit.config.arguments import launch
+from vit.data import real_labels
+from vit.model import classification
+from vit.reports import class_report, metrics
+from vit.reports.attention_report import report_attention
+from vit.run import devices, machine, runs, steps
+from vit.run.steps import evaluate
 from vit.task import Task, of_folder
 
 FLAGS = {
@@ -108,8 +102,8 @@ def evaluate_on(
         answers where they are given.
 
     Raises:
-        ValueError: as `vit.use.load`, `vit.data.load` and `vit.real_labels.read`; or when the data
-            have a class that the run has not.
+        ValueError: as `vit.use.load`, `vit.data.load` and `vit.data.real_labels.read`; or when the
+            data have a class that the run has not.
     """
     trained = use.load(workdir, step)
     config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})

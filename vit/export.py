@@ -29,8 +29,9 @@ from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
-from vit import devices, files, use
-from vit.arguments import launch
+from vit import use
+from vit.config.arguments import launch
+from vit.run import devices, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 LARGEST = 2**31 - 2**24

@@ -8,7 +8,7 @@ Of a folder all files that look like pictures are taken, those in folders within
 that cannot be read is named and counted. With --csv the likeliest classes of every picture go into
 that file, batch by batch: a stopped run leaves what is done. Without, they are printed. With
 --attention the folder receives a picture for each: where the model looks, by its estimated
-attention and by exact attention (`vit.rollout`).
+attention and by exact attention (`vit.reports.rollout`).
 """
 
 import contextlib
@@ -26,9 +26,12 @@ from absl import flags
 from rich.console import Console
 from rich.progress import Progress
 
-from vit import cli, devices, files, rollout, safety, use
-from vit.arguments import launch
-from vit.sources.source import READ, is_picture
+from vit import use
+from vit.config import cli
+from vit.config.arguments import launch
+from vit.data.sources.source import READ, is_picture
+from vit.reports import rollout
+from vit.run import devices, files, safety
 
 READERS = 8
 """Threads that decode."""

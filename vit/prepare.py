@@ -43,12 +43,12 @@ import tensorflow_datasets as tfds
 from absl import flags, logging
 from PIL import Image, ImageOps
 
-from vit import bounded, machine
-from vit.arguments import launch
-from vit.cli import command
-from vit.files import alone
-from vit.sources import forms, ilsvrc2012
-from vit.sources.source import Example, Source, with_validation
+from vit.config.arguments import launch
+from vit.config.cli import command
+from vit.data.sources import forms, ilsvrc2012
+from vit.data.sources.source import Example, Source, with_validation
+from vit.run import bounded, machine
+from vit.run.files import alone
 
 VERSION = "1.0.0"
 VALIDATION = 0.1

@@ -22,7 +22,7 @@ known is refused. The model section of the config is then theirs, but for what t
                 range of -1 to 1 serves all; for grey pictures its colours are added up
     head        taken for the same number of classes, sorted by name where both name the same ones
 
-Of .npz (`vit.published.google`) the config's model must be that of the weights: a file without
+Of .npz (`vit.weights.google`) the config's model must be that of the weights: a file without
 positions was trained with fixed ones, --config.model.position=sincos; one without cls averages over
 patches, --config.model.pooling=mean. Positions of another image size are resampled by a second run
 that is begun from this one (`vit.train --init_from`).
@@ -36,14 +36,17 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import config_flags
 
-from vit import cli, data, devices, published, transfer
 from vit import config as configs
-from vit.arguments import from_flag, launch
+from vit import data
+from vit import weights as published
+from vit.config import cli
+from vit.config.arguments import from_flag, launch
 from vit.model import ViT
-from vit.published import google
-from vit.published.encoder import Encoder, resampled
-from vit.published.files import Arrays
+from vit.run import devices
 from vit.task import Task
+from vit.weights import google, transfer
+from vit.weights.encoder import Encoder, resampled
+from vit.weights.files import Arrays
 
 HEAD = ("head/kernel", "head/bias")
 NOWHERE = "not in the file"

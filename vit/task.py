@@ -1,7 +1,7 @@
 """What a run learns, as one value.
 
-`vit.classification.task` is the first one, and the only module that knows pictures. Another is a
-`Task` of functions, handed with its data set to `vit.loop.train`:
+`vit.model.classification.task` is the first one, and the only module that knows pictures. Another
+is a `Task` of functions, handed with its data set to `vit.run.loop.train`:
 
     train(config, workdir, data.in_memory(records, held_out), Task(create, loss, count))
 
@@ -18,9 +18,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from vit import files
 from vit.config import Config
 from vit.data import Batch, Dataset
+from vit.run import files
 
 Model = Any
 """An `nnx.Module`: only its task knows which."""
@@ -85,8 +85,9 @@ class Task(NamedTuple):
     projections: Callable[[Model, Batch], list[Triple]] = no_attention
     """(model, batch) -> what goes into the `attention_fn` of each of them."""
     replacement: Callable[..., Callable[..., Any]] | None = None
-    """(task, config, model, batches) -> (`vit.conversion.Case`) -> `vit.conversion.Replaced`, for
-    `vit.convert`; None for `vit.conversion.linearized`."""
+    """(task, config, model, batches) -> (`vit.weights.conversion.Case`) ->
+    `vit.weights.conversion.Replaced`, for `vit.convert`; None for
+    `vit.weights.conversion.linearized`."""
     is_causal: bool = False
     """Whether a query sees only the keys up to its own place."""
     distances: Callable[[Any], Any] = no_distances
@@ -94,9 +95,9 @@ class Task(NamedTuple):
     `config.optim.layer_decay` is raised."""
     by_device: bool = False
     """True if each device may compute `loss` of its own rows: nothing in the model draws for the
-    rows of a batch, or averages over them, but `vit.dropout.Dropout`, `PerformerAttention` and
-    `nnx.BatchNorm`. Then `config.optim.accumulate` adds up gradients on each device, and those of
-    all devices once."""
+    rows of a batch, or averages over them, but `vit.model.dropout.Dropout`, `PerformerAttention`
+    and `nnx.BatchNorm`. Then `config.optim.accumulate` adds up gradients on each device, and those
+    of all devices once."""
     noun: str = "example"
     """Name of a row of a batch."""
     name: str = ""
@@ -134,7 +135,7 @@ def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
     name = found.get("task")
     if found and name not in names:
         held = f"the task {name!r}" if name else "a task without a name"
-        serves = found.get("command") or "vit.runs.restore(workdir, dataset, task)"
+        serves = found.get("command") or "vit.run.runs.restore(workdir, dataset, task)"
         raise ValueError(
             f"{workdir} holds a run of {held}, not of {' or '.join(map(repr, names))}:"
             f" {serves} serves it"

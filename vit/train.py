@@ -6,7 +6,7 @@
 The folder of the run holds `config.json`, `metrics.jsonl`, `learning_curve.png` and `checkpoints/`.
 With --dry_run nothing is trained or written: the steps are compiled, and parameters, memory,
 operations and collectives printed; the exit code is 1 where they do not fit. With --topology they
-are compiled for devices that are not there (`vit.topologies`), and no data are read:
+are compiled for devices that are not there (`vit.run.topologies`), and no data are read:
 
     python -m vit.train --config=imagenet --dry_run --topology=v5e:4x4
 
@@ -21,11 +21,13 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from vit import config as configs
-from vit import devices, dry_run, extension, hosts, loggers, machine, metrics, transfer
-from vit.arguments import from_flag, launch
-from vit.cli import command
-from vit.loop import train
+from vit.config.arguments import from_flag, launch
+from vit.config.cli import command
+from vit.reports import metrics
+from vit.run import devices, dry_run, extension, hosts, loggers, machine
+from vit.run.loop import train
 from vit.task import SUBJECTS, of_folder
+from vit.weights import transfer
 
 
 def main(_: list[str]) -> None:

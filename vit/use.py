@@ -20,9 +20,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float, UInt8
 from PIL import ImageOps
 
-from vit import bounded, checkpoint, classification, data, steps
 from vit import config as configs
-from vit.model import ViT
+from vit import data
+from vit.model import ViT, classification
+from vit.run import bounded, checkpoint, steps
 from vit.task import of_folder
 
 LARGEST = 64

@@ -12,11 +12,12 @@ import numpy as np
 
 from experiments.attention import data
 from experiments.common import harness
-from performer import copula, couplings
+from performer import couplings
 from performer.analysis import attention_error
-from performer.calibration import calibrate
+from performer.attention.calibration import calibrate
+from performer.kernels import copula
 from performer.typing import Coupling
-from vit import report
+from vit.reports import report
 
 SIZES = (16, 32, 48, 64)
 FEATURES = (16, 32, 64, 128, 256, 512)

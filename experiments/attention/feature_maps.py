@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.calibration import fit, fold, transform_keys
-from performer.refinement import Sample, performer_estimate
+from performer.attention.calibration import fit, fold, transform_keys
+from performer.attention.refinement import Sample, performer_estimate
 from performer.typing import Key
 
 COUPLING = "orf-antithetic"

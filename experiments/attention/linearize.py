@@ -20,9 +20,11 @@ from flax import nnx
 
 from experiments.attention.feature_maps import METHODS
 from experiments.common import launch, statistics
+from performer.attention.refinement import Sample, divergence, softmax_attention, squared, transfer
 from performer.nnx.report import uniform_error
-from performer.refinement import Sample, divergence, softmax_attention, squared, transfer
-from vit import conversion, report, runs
+from vit.reports import report
+from vit.run import runs
+from vit.weights import conversion
 
 
 def samples(run: runs.Restored, model: nnx.Module, batches: Sequence[Any], layer: int) -> Sample:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from experiments.common import statistics
-from vit import report
+from vit.reports import report
 
 Row = dict[str, Any]
 RATIO = ("ratio", "ratio ±")

@@ -31,13 +31,13 @@ from absl import flags
 
 from experiments.common import provenance
 from performer.choices import unknown
-from vit.arguments import launch
+from vit.config.arguments import launch
 
 KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
-    """Parse the command line and call `main`; `vit.arguments.launch` reports failures.
+    """Parse the command line and call `main`; `vit.config.arguments.launch` reports failures.
 
     Args:
         main: its parameters are the flags.

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from experiments.common import timing
-from vit import files
+from vit.run import files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 

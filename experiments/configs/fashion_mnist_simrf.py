@@ -23,8 +23,7 @@ Expected: the paper prints curves only; of this data set it says that SimRF is n
 Not yet run here: it takes accelerators. `fashion_mnist` is the same with a model of size Ti.
 """
 
-from vit import bundled
-from vit.config import Config, with_values
+from vit.config import Config, bundled, with_values
 
 DATA = {"data.name": "fashion_mnist", "data.eval_split": "test", "data.image_size": 28}
 PLAIN = {"data.eval_resize": 0, "data.crop": "center"}

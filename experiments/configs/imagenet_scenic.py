@@ -39,8 +39,7 @@ Expected, if this is what the paper ran: `orf` 0.625 +- 0.003, `pnc` 0.620 +- 0.
 0.633 +- 0.003 (Table 2, means of 34 to 48 seeds). Not yet run here: it takes accelerators.
 """
 
-from vit import bundled
-from vit.config import Config, with_values
+from vit.config import Config, bundled, with_values
 
 MODEL = {"model.dropout": 0.1, "model.pre_logits": True, "model.head_bias": -10.0}
 RATE = {"optim.final_learning_rate": 0.0, "optim.constant_steps": 0}

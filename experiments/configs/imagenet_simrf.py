@@ -29,8 +29,7 @@ above that of ORF on ImageNet; it gives no accuracies. (Its "100K test set" is n
 validation split of 50,000 images, which is used here.) Not yet run here: it takes accelerators.
 """
 
-from vit import bundled
-from vit.config import Config, with_values
+from vit.config import Config, bundled, with_values
 
 MODEL = {"model.dropout": 0.1, "attention.coupling": "simrf", "attention.num_features": 130}
 OPTIM = {"optim.constant_steps": 0, "optim.weight_decay": 0.1, "optim.accumulate": 4}

@@ -20,8 +20,7 @@ Expected: the paper prints curves only; of this data set it says that SimRF is n
 Not yet run here: it takes accelerators.
 """
 
-from vit import bundled
-from vit.config import Config, with_values
+from vit.config import Config, bundled, with_values
 
 
 def get_config() -> Config:

@@ -3,11 +3,10 @@
     python -m vit.prepare --source=photos --out=data
     python -m vit.train --config=my_images:data/photos --workdir=runs/photos
 
-`vit.recipe` has the rules; any field takes another value by its flag.
+`vit.config.recipe` has the rules; any field takes another value by its flag.
 """
 
-from vit import recipe
-from vit.config import Config
+from vit.config import Config, recipe
 
 
 def get_config(where: str = "") -> Config:

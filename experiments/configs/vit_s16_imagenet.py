@@ -30,8 +30,7 @@ Expected: 0.765 with softmax (their docstring). With random features nothing is 
 paper's B/16 on m = 128 has 0.62 to 0.63 (see `imagenet`). Not yet run here: it takes accelerators.
 """
 
-from vit import bundled
-from vit.config import Config, with_values
+from vit.config import Config, bundled, with_values
 
 MODEL = {
     "model.variant": "S/16",

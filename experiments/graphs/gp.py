@@ -45,10 +45,11 @@ import scipy.sparse
 
 from experiments.common import harness, launch, statistics
 from experiments.graphs import data
-from performer import gp, graphs
+from performer import graphs
 from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
-from vit import report
+from performer.kernels import gp
+from vit.reports import report
 
 MESHES = ("teapot", "unit_sphere", "idler_riser", "fandisk")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05

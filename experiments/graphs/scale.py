@@ -31,7 +31,7 @@ import numpy as np
 from experiments.common import harness, launch, timing
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
-from vit import report
+from vit.reports import report
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4

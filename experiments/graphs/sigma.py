@@ -37,7 +37,7 @@ from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
-from vit import report
+from vit.reports import report
 
 COUPLINGS = ("independent", "antithetic", "sigma")
 Errors = dict[str, np.ndarray]

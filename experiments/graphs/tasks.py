@@ -39,7 +39,7 @@ from experiments.graphs import data
 from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import Estimate
 from performer.typing import Key
-from vit import report
+from vit.reports import report
 
 P_HALT = 0.5
 TIME, TIME_STEPS, DIFFUSION_WALKS = 1.0, 1000, 10

@@ -33,7 +33,7 @@ from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, theory
 from performer.graphs.theory import Group
-from vit import report
+from vit.reports import report
 
 WALKS, TOLERANCE = 60, 0.1
 P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)

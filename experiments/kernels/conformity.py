@@ -22,8 +22,9 @@ import numpy as np
 from scipy import integrate, optimize, special, stats
 
 from experiments.common import harness, launch, statistics
-from performer import couplings, directions, features, norms, testing, theory
-from vit import report
+from performer import couplings, features, testing, theory
+from performer.couplings import directions, norms
+from vit.reports import report
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.common import harness, launch, statistics
 from experiments.tabular import uci
 from performer import kernels
-from vit import report
+from vit.reports import report
 
 MULTIPLES = (1, 2, 4, 8, 16)
 POINTS = 64

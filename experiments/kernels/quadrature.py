@@ -43,11 +43,13 @@ import numpy as np
 from sklearn import datasets, svm
 
 from experiments.common import harness, launch, statistics, tabular, timing
-from performer import kernels, quadrature
+from performer import kernels
 from performer.choices import unknown
-from performer.quadrature import Rule
+from performer.kernels import quadrature
+from performer.kernels.quadrature import Rule
 from performer.typing import Key
-from vit import bounded, report
+from vit.reports import report
+from vit.run import bounded
 
 RULES = 5
 """n goes up to so many."""

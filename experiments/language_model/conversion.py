@@ -15,12 +15,12 @@ from jaxtyping import Array
 from experiments.language_model.attention import SILENT, Hybrid
 from experiments.language_model.model import Decoder, losses
 from performer import couplings
-from performer.calibration import Calibration, fit, fold, log_determinant, pair_moments
+from performer.attention.calibration import Calibration, fit, fold, log_determinant, pair_moments
+from performer.attention.refinement import LEARNED, Far, Sample, near_pairs, refine_far
 from performer.features import positive
-from performer.refinement import LEARNED, Far, Sample, near_pairs, refine_far
-from vit.conversion import Case, exchanged
 from vit.data import Batch
 from vit.task import Task
+from vit.weights.conversion import Case, exchanged
 
 SIZE = 0.3
 """Size of frequencies at the start of a transfer, relative to those of a coupling."""

@@ -25,8 +25,10 @@ from experiments.language_model import text
 from experiments.language_model.attention import Softmax
 from experiments.language_model.model import Decoder
 from experiments.language_model.task import NAME
-from vit import conversion, report, runs
+from vit.reports import report
+from vit.run import runs
 from vit.task import of_folder
+from vit.weights import conversion
 
 LENGTHS = (1_000, 100_000)
 PIECE = 32

@@ -11,9 +11,9 @@ from experiments.language_model import conversion, text
 from experiments.language_model.config import Settings
 from experiments.language_model.model import Attention, Decoder, losses
 from vit.config import Config
-from vit.conversion import Case, Replaced, samples
 from vit.data import Batch, Dataset
 from vit.task import SUBJECTS, Sums, Task, Triple
+from vit.weights.conversion import Case, Replaced, samples
 
 NAME, COMMAND = "language model", "python -m experiments.language_model"
 

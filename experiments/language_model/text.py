@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from vit import bounded
 from vit.data import Batch, Dataset
+from vit.run import bounded
 
 HELD_OUT = 0.1
 """Share of the text that is evaluated on."""

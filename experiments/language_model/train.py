@@ -23,9 +23,11 @@ from experiments.common import launch
 from experiments.language_model import config as configs
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, task
-from vit import loop, metrics, transfer
 from vit.config import of_run
+from vit.reports import metrics
+from vit.run import loop
 from vit.task import of_folder
+from vit.weights import transfer
 
 
 def main(

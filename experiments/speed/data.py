@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import timing
-from vit import bounded, config, data
+from vit import config, data
+from vit.run import bounded
 
 SIZE, RESIZE = 224, 256
 REPEATS = 5

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from experiments.common import timing
-from performer import couplings, structured
+from performer import couplings
+from performer.couplings import structured
 
 M, D, HEADS = 128, 64, 144
 REPEATS = 7

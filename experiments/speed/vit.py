@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from experiments.common import harness, timing
-from vit import classification, config, costs, devices, steps
+from vit import config
+from vit.model import classification
+from vit.run import costs, devices, steps
 
 M, WINDOW = 128, 16
 KINDS = {

@@ -39,8 +39,9 @@ from scipy.spatial.distance import cdist
 
 from experiments.common import harness, launch, tabular
 from experiments.common.statistics import estimate, mean_and_error, paired, plus_minus
-from performer import couplings, hadamard
-from vit import report
+from performer import couplings
+from performer.couplings import hadamard
+from vit.reports import report
 
 SIGMAS = tuple(2 ** (k / 2) for k in range(-10, 5))
 MULTIPLES = 10

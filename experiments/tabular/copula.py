@@ -26,9 +26,10 @@ from scipy import signal
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
-from performer import copula, couplings
+from performer import couplings
+from performer.kernels import copula
 from performer.typing import Coupling
-from vit import report
+from vit.reports import report
 
 SMOOTHING = 0.98  # of the running mean in the figure
 

@@ -35,8 +35,9 @@ from sklearn.linear_model import RidgeCV
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
-from performer import gp, kernels
-from vit import report
+from performer import kernels
+from performer.kernels import gp
+from vit.reports import report
 
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)

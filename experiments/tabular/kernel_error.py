@@ -31,9 +31,10 @@ from scipy.stats import qmc
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
-from performer import gp, kernels, theory
+from performer import kernels, theory
+from performer.kernels import gp
 from performer.typing import Coupling, Frequencies, Key
-from vit import report
+from vit.reports import report
 
 BITS = 23  # (2^23 - 1/2) / 2^23 is below 1 in float32
 

@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from experiments.common import harness, tabular
-from performer import couplings, features, gp, kernels
+from performer import couplings, features, kernels
+from performer.kernels import gp
 from performer.typing import Coupling, Key
 
 STEPS, LEARNING_RATE = 300, 0.05

@@ -21,9 +21,11 @@ from experiments.common import provenance, statistics
 from experiments.common.harness import band
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
-from vit import attention_report, checkpoint, data, files, loop, metrics, runs
 from vit import config as configs
-from vit import report as reports
+from vit import data
+from vit.reports import attention_report, metrics
+from vit.reports import report as reports
+from vit.run import checkpoint, files, loop, runs
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3

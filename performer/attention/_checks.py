@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from performer import _masks, features
-from performer._masks import Pairs
+from performer import features
+from performer.attention import _masks
+from performer.attention._masks import Pairs
+from performer.attention.calibration import Calibration
 from performer.attention.state import State, WindowState
-from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.typing import Size
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from performer._masks import key_mask
+from performer.attention._masks import key_mask
 from performer.attention.op import attention_weights, performer_attention
 
 

@@ -18,10 +18,10 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from performer import features
-from performer._masks import Pairs
 from performer.attention import _sizes
 from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
 from performer.attention._maps import Arguments
+from performer.attention._masks import Pairs
 from performer.attention._sizes import LANES, ROWS
 
 INTERPRET = False

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from performer import features
-from performer._masks import Pairs
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Exact, Tokens, heads_of_keys
+from performer.attention._masks import Pairs
 from performer.attention._sizes import max_dim
-from performer.attention.state import Features, Keys, extended
-from performer.calibration import (
+from performer.attention.calibration import (
     fold,
     for_heads,
     log_determinant,
     transform_keys,
     transform_queries,
 )
+from performer.attention.state import Features, Keys, extended
 from performer.typing import float32_or_wider
 
 

@@ -15,16 +15,16 @@ from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import _masks, features
-from performer._masks import Pairs
-from performer.attention import _checks, _decay, _fused, _maps, _sizes, _window
+from performer import features
+from performer.attention import _checks, _decay, _fused, _maps, _masks, _sizes, _window
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Exact, Plan, Tokens
 from performer.attention._maps import Arguments
+from performer.attention._masks import Pairs
 from performer.attention._sweep import ratio, sweep
+from performer.attention.calibration import Calibration
 from performer.attention.parallel import earlier_devices, later_devices, over_devices
 from performer.attention.state import Keys, State, WindowState, extended, pad
-from performer.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import float32_or_wider

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from performer.calibration import pair_moments
+from performer.attention.calibration import pair_moments
+from performer.attention.refinement import Sample
 from performer.nnx.layer import PerformerAttention
-from performer.refinement import Sample
 from performer.typing import float32_or_wider
 
 EXACT = (nnx.dot_product_attention, jax.nn.dot_product_attention)

@@ -10,11 +10,11 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from performer import calibration as calibrations
 from performer import couplings, features
+from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
-from performer.calibration import Calibration
+from performer.attention.calibration import Calibration
 from performer.features import FeatureMap
 from performer.typing import Coupling
 

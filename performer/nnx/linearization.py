@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from performer import calibration as calibrations
 from performer import couplings
+from performer.attention import calibration as calibrations
+from performer.attention.refinement import Sample, performer_estimate, transfer
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
 from performer.nnx.report import Report, head_errors, rows_of
-from performer.refinement import Sample, performer_estimate, transfer
 from performer.typing import Coupling
 
 Model = TypeVar("Model", bound=nnx.Module)

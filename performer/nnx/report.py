@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from performer.calibration import Calibration
+from performer.attention.calibration import Calibration
+from performer.attention.refinement import Sample, performer_estimate, softmax_attention, squared
 from performer.nnx.layer import NO_WINDOW, Window
-from performer.refinement import Sample, performer_estimate, softmax_attention, squared
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window"))

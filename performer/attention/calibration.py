@@ -1,0 +1,426 @@
+"""Calibration: exact invariances and importance sampling that lower the error of attention.
+
+The variance of an estimate of e^{q.k}, relative to its square, grows like e^{|q + k|^2}, and in a
+trained model queries and keys are long, off centre and anisotropic. What does not change softmax
+attention may be chosen to suit the estimate. With v = q + k over pairs (query, key), transformed:
+
+    shift     k -> k - c leaves softmax attention as it is; c = E k + M^2 E q makes E v = 0
+    scale     q -> M q, k -> M^-1 k leaves q.k as it is; M^2 = Cov(q)^-1 # Cov(k), with # the
+              geometric mean of matrices, makes the two covariances equal
+    proposal  frequencies w = mu + L g, where g is the coupling's draw, are N(mu, S), S = L L^T,
+              with mu = E v and S a function of Cov v
+    tilt      the same with mu = 0, and E v v^T in the place of Cov v
+    traceless the same, with S divided by its mean eigenvalue
+
+The last three are importance sampling: a feature has the weight N(w; 0, I) / N(w; mu, S), and the
+estimate of the kernel stays unbiased whatever mu and S are, if the rows of the coupling are
+N(0, I). For one pair its second moment, relative to the squared kernel, is in one dimension
+
+    s (2 s - 1)^(-1/2) exp(((2 v - mu / s)^2 s / (2 s - 1) + mu^2 / s) / 2 - v^2)
+
+and the mean of its logarithm over pairs is smallest at mu = E v and, with F = Cov v,
+2 S^2 - (3 I + 2 F) S + I = 0: S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4.
+
+Where the lengths of the frequencies are fixed, or one for a whole block, the normalisation of
+attention takes out of the weights what is common to all features, and with it the correction of a
+change of the mean length. There S must leave the mean square length as it is: `traceless`. Which
+of the two it is follows from the coupling (`couplings.properties`); not knowing it, `traceless`.
+
+The pairs are drawn from softmax attention itself, whose large entries count most: a query like any
+other, and a key as it attends to it. All is fitted from the second moment of (1, q, k) over them.
+
+Queries and keys here are those after the factor sqrt(scale) each, so that attention is
+softmax(q.k). Nothing here needs a decomposition: on CPU, several batched eigenvalue problems or
+triangular solves in one compiled program can wait for one another for ever.
+
+Sources: Likhosherstov et al. 2022 (FAVOR++, a scalar S) and 2023 (FAVOR#, dense-exponential
+features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer import couplings
+from performer.attention._masks import key_mask
+from performer.choices import unknown
+from performer.typing import Coupling, float32_or_wider
+
+PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
+SAMPLING = ("tilt", "traceless", "proposal")
+METHODS = {  # names for combinations of parts; any other is written out, as in "scale+proposal"
+    "none": "",
+    "shift": "shift",
+    "shift+scale": "shift+scale",
+    "full": "shift+scale+tilt",
+}
+RIDGE = 0.05
+"""Added to covariances before they are inverted, relative to their mean eigenvalue."""
+ROUNDING = 4 * float(np.finfo(np.float32).eps)
+"""Added to them before anything else, relative to the sum of the mean squares they come from."""
+
+Moments = Float[Array, "*n z z"]
+"""Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them.
+
+`fit` divides by the count, so that sums, means and running means serve alike.
+"""
+
+
+class Calibration(NamedTuple):
+    """Changes of queries, keys and frequencies before attention; None for no change.
+
+    In the module's notation c, M, M^-1, mu, L. Either each leaf has a first axis with one entry for
+    each key head, or none has.
+    """
+
+    shift: Float[Array, "*n h"] | None = None
+    scale: Float[Array, "*n h h"] | None = None
+    inverse_scale: Float[Array, "*n h h"] | None = None
+    mean: Float[Array, "*n h"] | None = None
+    root: Float[Array, "*n h h"] | None = None
+
+    @property
+    def changes_law(self) -> bool:
+        """True if frequencies are drawn from another law, by a tilt or a proposal."""
+        return self.mean is not None or self.root is not None
+
+
+RANKS = (1, 2, 2, 1, 2)
+"""Axes of the leaves of a `Calibration`, in its order, but for that of the heads."""
+
+
+def calibrate(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    coupling: str | Coupling | None = None,
+    method: str = "full",
+    scale: float | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+) -> Calibration:
+    """The calibration that suits these queries and keys, for each key head.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h), n a multiple of k.
+        coupling: of the frequencies it is for, by name or as a value. It decides about "tilt",
+            which is "traceless" for common or fixed lengths (pm, fixed), and for a coupling that
+            does not say, or None: right for every coupling, if not as good as it could be.
+        method: "none", "shift", "shift+scale" or "full"; or any of shift, scale, and tilt,
+            traceless or proposal joined by "+".
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        mask: which keys exist, as in `performer_attention`.
+        is_causal: only pairs whose key is not later than the query.
+
+    Raises:
+        ValueError: for an unknown method or coupling.
+
+    Example:
+        >>> calibration = calibrate(query, key, coupling="orf-antithetic")
+        >>> frequencies = performer.couplings.draw(random_key, "orf-antithetic", 128, 64, 12)
+        >>> output = performer.performer_attention(
+        ...     query, key, value, frequencies, calibration=calibration
+        ... )
+    """
+    parts(method, coupling)
+    moments = pair_moments(query, key, scale=scale, mask=mask, is_causal=is_causal)
+    return fit(moments, method=method, coupling=coupling)
+
+
+def pair_moments(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    scale: float | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    num_queries: int | None = None,
+) -> Moments:
+    """Second moment of (1, q, k) over the pairs of softmax attention.
+
+    It is a mean over queries, batch entries and the query heads of a key head. Means of it over
+    batches or devices are what `fit` takes for all of them. Needs (..., n, num_queries, s) memory.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h).
+        scale: the factor on q.k; 1 / sqrt(h) if None.
+        mask: which keys exist, as in `performer_attention`; or, bool (..., 1, t, s), which pairs.
+        is_causal: only pairs whose key is not later than the query.
+        num_queries: so many of the queries, evenly spaced; all if None.
+
+    Returns:
+        (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
+    """
+    lead = query.shape[:-3]
+    factor = key.shape[-1] ** -0.25 if scale is None else scale**0.5
+    dtype = float32_or_wider(query, key)
+    query, key = (
+        jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor
+        for x in (query, key)
+    )
+    if mask is not None and np.ndim(mask) > 1 and np.shape(mask)[-2] > 1:
+        pairs = jnp.broadcast_to(mask, (*lead, 1, query.shape[1], key.shape[1]))
+        pairs = pairs.reshape(len(query), *pairs.shape[-2:])
+    else:
+        keys = key_mask(mask, None, lead, key)
+        pairs = None if keys is None else keys[:, None]
+    return _pair_moments(query, key, pairs, is_causal, num_queries)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _pair_moments(
+    query: Array, key: Array, pairs: Array | None, is_causal: bool, num_queries: int | None
+) -> Moments:
+    t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
+    count = t if num_queries is None else min(num_queries, t)
+    position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # past 2^31 for long t
+    exists = jnp.ones((count, s), bool)
+    if is_causal:
+        exists = jnp.arange(s)[None] <= position[:, None]
+    if pairs is not None:
+        key = jnp.where(jnp.any(pairs, axis=1)[..., None, None], key, 0)
+        exists = (
+            exists[None, None] & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
+        )
+    query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
+    query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
+    key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)
+    logits = _dot("kbgth,kbsh->kbgts", query, key)
+    attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
+    attention = attention / query[0, ..., 0].size
+    of_query, of_key = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
+    query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
+    query_query = _dot("kbgt,kbgty,kbgtz->kyz", of_query, query, query)
+    query_key = _dot("kbgts,kbgty,kbsz->kyz", attention, query, key)
+    key_key = _dot("kbs,kbsy,kbsz->kyz", of_key, key, key)
+    return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
+
+
+def fit(
+    moments: Moments, method: str = "full", coupling: str | Coupling | None = None
+) -> Calibration:
+    """The calibration for these moments; the identity where no pair was counted.
+
+    Args:
+        moments: from `pair_moments`, or a mean of several.
+        method: as for `calibrate`.
+        coupling: as for `calibrate`.
+
+    Raises:
+        ValueError: for an unknown method or coupling.
+    """
+    return _fit(moments, parts(method, coupling))
+
+
+@partial(jax.jit, static_argnums=1)
+def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
+    h = (moments.shape[-1] - 1) // 2
+    # Where nothing was counted, as if all queries and keys were zero: the identity suits them.
+    nothing = jnp.zeros((2 * h + 1, 2 * h + 1), moments.dtype).at[0, 0].set(1)
+    moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
+    moments = moments / moments[..., :1, :1]
+    mean = moments[..., 1:, 0]
+    queries, keys = mean[..., :h], mean[..., h:]
+    covariance = moments[..., 1:, 1:] - mean[..., :, None] * mean[..., None, :]
+    # What float32 makes of moments about zero must not leave a covariance indefinite.
+    squares = jnp.diagonal(moments, axis1=-2, axis2=-1)[..., 1:]
+    size = jnp.sum(squares.reshape(*squares.shape[:-1], 2, h), axis=-1)
+    rounding = jnp.repeat(ROUNDING * size, h, axis=-1)
+    covariance = covariance + rounding[..., None] * _eye(covariance)
+    M = inverse = _eye(covariance[..., :h, :h])
+    c = jnp.zeros_like(keys)
+    calibration = Calibration()
+    if "scale" in names:
+        M, inverse = _balance(covariance[..., :h, :h], covariance[..., h:, h:])
+        calibration = calibration._replace(scale=M, inverse_scale=inverse)
+    if "shift" in names:
+        c = keys + _apply(M, _apply(M, queries))
+        calibration = calibration._replace(shift=c)
+    # v = M q + M^-1 (k - c)
+    to_v = jnp.concatenate([M, inverse], axis=-1)
+    mean_v = _apply(M, queries) + _apply(inverse, keys - c)
+    size = _dot("...xy,...yy,...xy->...", to_v, covariance, to_v)[..., None, None]
+    of_v = _transform(to_v, covariance)
+    of_v = of_v + ROUNDING * size * _eye(of_v)
+    if "proposal" in names:
+        return calibration._replace(mean=mean_v, root=_best_root(of_v))
+    if "tilt" not in names and "traceless" not in names:
+        return calibration
+    root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
+    if "traceless" in names:
+        root = root / jnp.sqrt(jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h)
+    return calibration._replace(root=root)
+
+
+def fold(
+    calibration: Calibration, frequencies: Float[Array, "*n m h"]
+) -> tuple[Float[Array, "*k m h"], Float[Array, "*l m h"], Float[Array, "*l m"] | None]:
+    """Frequencies for the queries, for the keys, and the logarithm of each feature's weight.
+
+    For queries as they are and keys from `transform_keys`, w = mu + L g for the rows g of
+    `frequencies`. Of the weights the constant factor det L is left out, which attention does not
+    see; None stands for weights of 1. All float64 if an argument is, else float32.
+    """
+    calibration, frequencies = _of_one_dtype((calibration, frequencies))
+    w = frequencies
+    if calibration.root is not None:
+        w = _dot("...mx,...yx->...my", w, calibration.root)
+    if calibration.mean is not None:
+        w, mean = jnp.broadcast_arrays(w, calibration.mean[..., None, :])
+        w = w + mean
+    log_weights = None
+    if w is not frequencies:
+        log_weights = jnp.sum(jnp.broadcast_to(frequencies, w.shape) ** 2 - w**2, axis=-1) / 2
+    of_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
+    return of_query, w, log_weights
+
+
+def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
+    """Return one entry for each of `num_heads` heads; consecutive heads share a key head."""
+    leaves = zip(calibration, RANKS, strict=True)
+    return Calibration(
+        *(x if x is None or x.ndim == rank else _repeated(x, num_heads) for x, rank in leaves)
+    )
+
+
+def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
+    """M^-1 (k - c); keys after the factor sqrt(scale)."""
+    calibration, key = _of_one_dtype((calibration, key))
+    if calibration.shift is not None:
+        key = key - jnp.broadcast_to(calibration.shift, key.shape)
+    return _of_heads(key, calibration.inverse_scale)
+
+
+def transform_queries(
+    calibration: Calibration, query: Float[Array, "*b n h"]
+) -> Float[Array, "*b n h"]:
+    """M q, in the dtype of the queries; of each head, or of those that share a key head."""
+    return _of_heads(*_of_one_dtype((query, calibration.scale))).astype(query.dtype)
+
+
+def _of_heads(x: Float[Array, "*b n h"], matrix: Array | None) -> Float[Array, "*b n h"]:
+    """x M for a symmetric M (h, h), or one for each head or group of heads."""
+    if matrix is None:
+        return x
+    if matrix.ndim == 2:
+        return _dot("...nx,xy->...ny", x, matrix)
+    return _dot("...nx,nxy->...ny", x, _repeated(matrix, x.shape[-2]))
+
+
+def _repeated(leaf: Array, num_heads: int) -> Array:
+    return jnp.repeat(leaf, num_heads // leaf.shape[0], axis=0)
+
+
+def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
+    """log det L of positive definite matrices, by elimination: nothing of LAPACK (see above)."""
+
+    def step(matrix, i):
+        pivot = matrix[..., i, i]
+        rows, columns = matrix[..., i, :], matrix[..., :, i] / pivot[..., None]
+        return matrix - columns[..., :, None] * rows[..., None, :], jnp.log(pivot)
+
+    _, logarithms = jax.lax.scan(step, root, jnp.arange(root.shape[-1]))
+    return jnp.sum(logarithms, axis=0)
+
+
+def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...]:
+    """ "shift+scale" -> ("shift", "scale"); "full" stands for its parts, "none" for nothing.
+
+    A tilt is traceless but for couplings that say that their lengths are not common.
+
+    Raises:
+        ValueError: for an unknown part, or for more than one law of the frequencies.
+    """
+    names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
+    bad = [name for name in names if name not in PARTS]
+    if bad:
+        shown = f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'"
+        raise ValueError(unknown("calibration", bad[0], (*METHODS, *PARTS), shown))
+    if len(set(names) & set(SAMPLING)) > 1:
+        raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
+    if coupling is not None and couplings.properties(coupling).common_lengths is False:
+        return names
+    return tuple("traceless" if name == "tilt" else name for name in names)
+
+
+def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+    """M and M^-1 with M Cov(q) M = M^-1 Cov(k) M^-1, of regularised covariances."""
+    (of_queries, a), (of_keys, b) = _regularised(of_queries), _regularised(of_keys)
+    # A^-1 # B = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2 (Bhatia 2007, Eq. 4.10)
+    root, inverse_root = _square_root(of_queries)
+    middle, _ = _square_root(_transform(root, of_keys))
+    M, inverse = _square_root(_transform(inverse_root, middle))
+    # One Newton step: the two are then inverse to each other but for rounding.
+    inverse = 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)
+    ratio = b**0.25 / a**0.25
+    return M * ratio, inverse / ratio
+
+
+def _regularised(covariance: Array) -> tuple[Array, Array]:
+    """The covariance for a mean eigenvalue of 1, and what that was."""
+    h = covariance.shape[-1]
+    mean_eigenvalue = jnp.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / h
+    ridge = RIDGE * mean_eigenvalue + 1e-6
+    size = mean_eigenvalue + ridge
+    return covariance / size + ridge / size * _eye(covariance), size
+
+
+def _best_root(F: Array) -> Array:
+    """L with L L = S, for S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4.
+
+    As (2 F + I)^2 + 8 F is the product of x = 2 F + (1 + sqrt 2)^2 I and y = 2 F + (1 - sqrt 2)^2 I
+    and x + y = 4 F + 6 I, S is (x^(1/2) + y^(1/2))^2 / 8: no square of F is formed.
+    """
+    eye = _eye(F)
+    roots = [_square_root(2 * F + (1 + sign * 2**0.5) ** 2 * eye)[0] for sign in (1, -1)]
+    return (roots[0] + roots[1]) / 8**0.5
+
+
+def _square_root(matrix: Array) -> tuple[Array, Array]:
+    """A^1/2 and A^-1/2 of positive definite matrices, by coupled Newton-Schulz iterations.
+
+    Higham 2008, Eq. 6.35. Eigenvalues below 1e-7 of the largest do not converge.
+    """
+    eye = _eye(matrix)
+    # The largest row sum bounds the eigenvalues, and squares nothing.
+    norm = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True), axis=-2, keepdims=True)
+
+    def step(_, pair):
+        root, inverse = pair
+        correction = (3 * eye - inverse @ root) / 2
+        return root @ correction, correction @ inverse
+
+    with jax.default_matmul_precision("highest"):
+        pair = (matrix / norm, eye)
+        root, inverse = jax.lax.fori_loop(0, 24, step, pair)
+    return root * jnp.sqrt(norm), inverse / jnp.sqrt(norm)
+
+
+def _eye(like: Array) -> Array:
+    """Identities in the place of these matrices."""
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+
+
+def _of_one_dtype(arrays: Any) -> Any:
+    dtype = float32_or_wider(*jax.tree.leaves(arrays))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), arrays)
+
+
+def _transform(left: Array, moments: Array) -> Array:
+    return _dot("...xy,...yz,...wz->...xw", left, moments, left)
+
+
+def _apply(matrix: Array, vector: Array) -> Array:
+    return _dot("...xy,...y->...x", matrix, vector)
+
+
+def _dot(equation: str, *operands: Array) -> Array:
+    return jnp.einsum(equation, *operands, precision="highest")

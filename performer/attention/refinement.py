@@ -1,0 +1,402 @@
+"""Attention transfer: parameters of an estimate of attention, moved towards softmax attention.
+
+Kasai et al. 2021 and Zhang et al. 2024 train feature maps so, and here frequencies move. Nothing
+but queries and keys is needed: A is softmax attention on them, A^ its estimate, and for each head
+
+    squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
+    divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
+
+is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
+parameters are kept with which its loss there was least, and when none gets better, it is over.
+What is transferred is no longer unbiased.
+
+Beside an exact window (`exact_window` of `performer_attention`) only the far pairs are estimated,
+by features of which all may move (`Far`): near pairs are exact in A^, and so have no part in what
+moves them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
+
+from performer.attention import attention_weights
+from performer.attention.calibration import Calibration, transform_keys, transform_queries
+from performer.attention.state import finite
+from performer.choices import unknown
+from performer.features import FeatureMap
+from performer.typing import float32_or_wider
+
+ADAM, RATE = optax.scale_by_adam(), 0.1
+"""Default optimizer, and its learning rate at the start."""
+EXAMPLES = 16
+"""The most in a step."""
+ENTRIES = 2**24
+"""The most entries of attention matrices in a step; fewer examples where they would be more."""
+ROUNDS, PATIENCE = 20, 4
+"""Evaluations of the held-out loss, and those without progress before early stopping."""
+HELD_OUT = 8
+"""One example of so many is held out."""
+
+Parameters = TypeVar("Parameters")
+
+
+class Sample(NamedTuple):
+    """Queries and keys of one layer, and which of them exist."""
+
+    query: Float[Array, "b t n h"]
+    key: Float[Array, "b s k h"]
+    queries: Bool[Array, "b t"]
+    keys: Bool[Array, "b s"]
+
+    @classmethod
+    def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
+        """Sample in which all queries and keys exist."""
+        return cls(query, key, jnp.ones(query.shape[:2], bool), jnp.ones(key.shape[:2], bool))
+
+    def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
+        """Mask of the keys that each query attends to."""
+        seen = self.queries[:, None, :, None] & self.keys[:, None, None]
+        return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
+
+
+def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
+    """A; rows of queries that do not exist are 0."""
+    query, key, pairs = *sample[:2], sample.pairs(is_causal)
+    b, t, n, h = query.shape
+    query = query.reshape(b, t, key.shape[2], -1, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", query, key, precision="highest") / h**0.5
+    logits = logits.reshape(b, n, t, -1)
+    return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
+
+
+def performer_estimate(
+    frequencies: Float[Array, "k m h"],
+    calibration: Calibration | None,
+    sample: Sample,
+    is_causal: bool = False,
+    **window: int,
+) -> Float[Array, "b n t s"]:
+    """A^ of these frequencies; `window` is `exact_window` and `exact_first`, if any."""
+    options: Any = dict(calibration=calibration, is_causal=is_causal, **window)
+    return attention_weights(*sample[:2], frequencies, mask=sample.keys[:, None, None], **options)
+
+
+class Far(NamedTuple):
+    """Features of far pairs; for each key head the estimate of e^{q.k}, after sqrt(scale), is
+
+        e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
+
+    times e^{-|q|^2 / 2 - |k|^2 / 2} in `hybrid_estimate`, which is unbiased for w = u of a
+    coupling, and bias and weight 0. Learned features do better without this factor, which they
+    would have to undo. With a weight of -inf all of attention is the window's.
+    """
+
+    of_query: Float[Array, "k m h"]
+    """w."""
+    of_key: Float[Array, "k m h"]
+    """u."""
+    bias: Float[Array, "k m"]
+    weight: Float[Array, " k"]
+
+    @classmethod
+    def of(cls, frequencies: Float[Array, "k m h"]) -> "Far":
+        """Features with the same frequencies for queries and keys."""
+        zeros = jnp.zeros(frequencies.shape[:2], frequencies.dtype)
+        return cls(frequencies, frequencies, zeros, zeros[:, 0])
+
+    @property
+    def weights(self) -> Float[Array, "k m"]:
+        """Weights of the features, as `performer_attention` accepts them."""
+        return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
+
+
+def _learned(projections: Array, half: Array) -> tuple[Array, None]:
+    del half
+    return projections, None
+
+
+LEARNED = FeatureMap(_learned, kernel="softmax")
+"""exp(w.x), of `learned_estimate`: it estimates e^{q.k} when it has learned to."""
+
+
+def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
+    """Mask of the pairs that `exact_window` and `exact_first` make exact, if causal or not."""
+    place = np.arange(length)
+    return is_near(place, place, window, first) if window else np.zeros((length, length), bool)
+
+
+def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
+    """Mask of near pairs, for queries and keys at these places."""
+    apart = query[:, None] // window - key // window
+    return (abs(apart) <= 1) | (key < first)
+
+
+Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
+"""Shift and scale of a calibration, and which pairs are near."""
+
+
+def hybrid_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False, *, half: float = 0.5
+) -> Float[Array, "b n t s"]:
+    """A^ with exact near pairs, in quadratic time; positive features for the others.
+
+    Args:
+        far: these features.
+        fixed: a calibration of shift and scale, and which pairs are near.
+        sample: queries and keys.
+        is_causal: query i sees the keys up to i.
+        half: of |q|^2 and |k|^2, taken out of the exponents; 0 for the features `LEARNED`.
+
+    Raises:
+        ValueError: for a calibration with a tilt or a proposal.
+    """
+    calibration, near = fixed
+    if calibration is not None and calibration.changes_law:
+        raise ValueError(
+            "features of far pairs go with a calibration of shift and scale: leave out its mean and"
+            " root (calibration._replace(mean=None, root=None)), a law that frequencies are drawn"
+            " from, and these are learned"
+        )
+    dtype = float32_or_wider(sample.query, sample.key)
+    query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
+    if calibration is not None:
+        query, key = transform_queries(calibration, query), transform_keys(calibration, key)
+    groups = query.shape[2] // key.shape[2]
+    key = jnp.repeat(key, groups, axis=2)
+    far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
+
+    def exponents(x, w):  # (b, t, n, h), (n, m, h) -> (b, n, t, m)
+        squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
+        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+
+    bias = (far.bias + far.weight[:, None])[None, :, None]
+    of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+    logits = jnp.where(jnp.asarray(near)[None, None], logits, _log_kernel(of_query, of_key))
+    pairs = sample.pairs(is_causal)
+    return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
+
+
+learned_estimate = partial(hybrid_estimate, half=0.0)
+"""`hybrid_estimate` with the features `LEARNED`."""
+
+
+def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
+    """log (sum_j e^{a_j + b_j} / m); the largest of each feature over keys is taken out, as is
+    then the largest of each query."""
+    largest = jax.lax.stop_gradient(finite(jnp.max(of_key, axis=-2, keepdims=True)))
+    towards = of_query + largest
+    most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
+    features = jnp.exp(towards - most), jnp.exp(of_key - largest)
+    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
+    positive = kernel > 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
+
+
+def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """|A^ - A|^2 / |A|^2 of each head."""
+    over = (0, 2, 3)
+    difference = jnp.where(pairs, estimate - exact, 0)
+    return jnp.sum(difference**2, over) / jnp.sum(exact**2, over)
+
+
+def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
+    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
+    seen = pairs & (exact > 0)
+    exact, estimate = (jnp.where(seen, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
+    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
+    return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
+
+
+LOSSES = {"squared": squared, "divergence": divergence}
+
+
+def transfer(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    start: Parameters,
+    fixed: Any,
+    sample: Sample,
+    *,
+    steps: int,
+    is_causal: bool = False,
+    loss: str = "divergence",
+    rate: float = RATE,
+    optimizer: optax.GradientTransformation = ADAM,
+    seed: int = 0,
+    examples: int = EXAMPLES,
+) -> Parameters:
+    """Parameters with a lower loss than `start`, on examples that they have not seen.
+
+    Args:
+        estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
+            compiled once for all layers of a shape.
+        start: pytree of arrays whose first axis is that of the key heads.
+        fixed: pytree of arrays that stay.
+        sample: of the layer, its first axis the examples; one of eight is held out.
+        steps: at most.
+        is_causal: query i sees the keys up to i.
+        loss: "divergence" or "squared"; the first led to better models.
+        rate: that of the first step; it falls as half a cosine.
+        optimizer: of optax, for a rate of -1.
+        seed: of the order of the examples.
+        examples: of a step, at most.
+
+    Raises:
+        ValueError: for an unknown loss.
+
+    Example:
+        >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
+        >>> refined = transfer(performer_estimate, frequencies, None, Sample.of(q, k), steps=2)
+    """
+    if loss not in LOSSES:
+        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
+    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
+    return _transfer(*static, rate, jax.random.key(seed), start, fixed, sample)
+
+
+def refine_far(
+    far: Far,
+    calibration: Calibration | None,
+    near: Bool[Array | np.ndarray, "t s"],
+    sample: Sample,
+    *,
+    steps: int,
+    is_causal: bool = False,
+    **options: Any,
+) -> Far:
+    """Features `LEARNED` that have moved to a lower error of attention, near pairs exact.
+
+    A head whose squared error with them is not below that of its near pairs alone gets the weight
+    -inf: on the examples that are held out none is worse than its window.
+
+    Args:
+        far: where they start: small frequencies, as a third of a draw.
+        calibration: of shift and scale, which stay.
+        near: the exact pairs, as `near_pairs` has them.
+        sample: queries and keys of the layer.
+        steps: of Adam, at most.
+        is_causal: query i sees the keys up to i.
+        options: loss, rate, optimizer, seed and examples, as of `transfer`.
+
+    Raises:
+        ValueError: for a calibration with a tilt or a proposal.
+
+    Example:
+        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12) / 3)
+        >>> near = near_pairs(q.shape[1], 4)
+        >>> fitted = calibration.calibrate(q, k, method="shift+scale")
+        >>> refined = refine_far(far, fitted, near, Sample.of(q, k), steps=2, is_causal=True)
+
+        What was learned is run by `performer_attention`:
+
+        >>> output = performer_attention(
+        ...     q, k, v, refined.of_key, query_frequencies=refined.of_query,
+        ...     weights=refined.weights, calibration=fitted, feature_map=LEARNED,
+        ...     is_causal=True, exact_window=4,
+        ... )
+    """
+    fixed = calibration, jnp.asarray(near)
+    options |= dict(steps=steps, is_causal=is_causal)
+    moved = transfer(learned_estimate, far, fixed, sample, **options)
+    return at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def at_least_near(
+    estimate: Callable[..., Float[Array, "b n t s"]],
+    far: Far,
+    fixed: Fixed,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Far:
+    """Set the weight -inf for heads whose held-out squared error it does not raise."""
+    _, held_out = _parted(sample)
+    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
+    errors = [
+        _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
+        for each in (far, alone)
+    ]
+    kept = (errors[0] < errors[1]) | ~jnp.any(fixed[1])  # without near pairs nothing else is left
+    return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _transfer(
+    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
+):
+    training, held_out = _parted(sample)
+    size, length = _size(training, examples), -(-steps // ROUNDS)
+    rounds = -(-steps // length)
+    shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
+    rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
+    mean_losses = partial(_mean_losses, estimate, loss, is_causal, fixed, held_out, examples)
+
+    def step(carry, xs):
+        (trained, state), (key, rate) = carry, xs
+        chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
+        batch = _rows(training, chosen)
+        total = lambda trained: jnp.sum(_losses(estimate, loss, is_causal, fixed, batch, trained))  # noqa: E731
+        updates, state = optimizer.update(jax.grad(total)(trained), state)
+        trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
+        return (trained, state), None
+
+    def round_(search):
+        number, since, moving, best, least = search
+        xs = jax.random.split(jax.random.fold_in(key, number), length), rates[number]
+        moving, _ = jax.lax.scan(step, moving, xs)
+        reached = mean_losses(moving[0])
+        better = reached < least
+        best = jax.tree.map(partial(jax.vmap(jnp.where), better), moving[0], best)
+        since = jnp.where(jnp.any(better), 0, since + 1)
+        return number + 1, since, moving, best, jnp.where(better, reached, least)
+
+    def goes_on(search):
+        number, since, *_ = search
+        return (number < rounds) & (since < PATIENCE)
+
+    moving = start, optimizer.init(start)
+    search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
+    *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
+    return best
+
+
+def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:
+    exact = softmax_attention(sample, is_causal)
+    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
+
+
+def _mean_losses(
+    estimate, loss, is_causal, fixed, sample: Sample, examples: int, trained
+) -> Float[Array, " k"]:
+    """The mean over batches of as many examples as a step has; the rest is left out."""
+    size = _size(sample, examples)
+    count = len(sample.query) // size
+    batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
+    losses = partial(_losses, estimate, loss, is_causal, fixed)
+    return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
+
+
+def _size(sample: Sample, examples: int) -> int:
+    """Examples in a step."""
+    b, t, n, _ = sample.query.shape
+    return min(b, examples, max(1, ENTRIES // (n * t * sample.key.shape[1])))
+
+
+def _parted(sample: Sample) -> tuple[Sample, Sample]:
+    """Training and held-out examples, the latter evenly spread; a single example is both."""
+    number = len(sample.query)
+    if number == 1:
+        return sample, sample
+    out = np.arange(number) % HELD_OUT == min(number, HELD_OUT) // 2
+    return _rows(sample, ~out), _rows(sample, out)
+
+
+def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
+    return Sample(*(x[chosen] for x in sample))

@@ -1,0 +1,353 @@
+"""Couplings: joint laws of m random frequencies in R^d, each marginally N(0, I_d).
+
+A coupling is a function `coupling(key, m, d) -> (m, d)`. It draws in float32, for a key the same
+numbers with jax_enable_x64 and without it. It is made of two parts and one wrapper: a joint law of
+the lengths (`norms`), a joint law of the directions given these lengths (`directions`), repeated
+over independent blocks of d rows (`Blocks`); and `Antithetic`. The estimates built on it are
+unbiased whatever the coupling is; their errors are not the same. (The exceptions say so:
+`norms.fixed` and `directions.HADAMARD`.)
+
+The couplings here are values: frozen, hashable, equal where their parts are, with a repr that makes
+them again; `get` makes them of words, and `properties` reports what attention must know of them. A
+function of your own is accepted wherever a built-in coupling is. To add one, write a function with
+that signature and add a row to `COUPLINGS`; the tests pick it up.
+
+Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω_i are the rows here.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from performer.choices import positive_integer, unknown
+from performer.couplings import directions, hadamard, norms
+from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Value, jit_static
+
+
+class Properties(NamedTuple):
+    """Properties of a coupling; None where they are not known."""
+
+    gaussian: bool | None = None
+    """Every row is exactly N(0, I_d)."""
+    common_lengths: bool | None = None
+    """Lengths are fixed, or one for a whole block: then see `calibration`."""
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Value):
+    """ceil(m / d) independent blocks of d frequencies, of which the first m are kept.
+
+    In a block the lengths are drawn first and handed to the directions. One program draws, outside
+    of `jax.jit`, too.
+
+    Example:
+        >>> coupling = couplings.Blocks(directions.simplex, norms.pairwise)
+        >>> frequencies = coupling(jax.random.key(0), 12, 5)  # (12, 5)
+    """
+
+    directions: Directions
+    norms: Norms
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        return _draw_blocks(self, key, *_sizes(m, d))
+
+    @property
+    def properties(self) -> Properties:
+        """Gaussian if the directions are uniform and the lengths chi_d."""
+        quantile = getattr(self.norms, "quantile", None)
+        gaussian = None if quantile is None else quantile == norms.chi
+        if self.directions in directions.HADAMARD:
+            gaussian = False
+        return Properties(gaussian, getattr(self.norms, "common", None))
+
+
+@jit_static(0, 2, 3)
+def _draw_blocks(coupling: Blocks, key: Key, m: int, d: int) -> Frequencies:
+    def block(block_key: Key) -> Frequencies:
+        norms_key, directions_key = jax.random.split(block_key)
+        lengths = coupling.norms(norms_key, d, d)
+        return lengths[:, None] * coupling.directions(directions_key, lengths, d)
+
+    keys = jax.random.split(key, -(-m // d))
+    # For directions of your own: on GPU and TPU the default matmul precision would cost three
+    # digits of orthogonality.
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(block)(keys).reshape(-1, d)[:m]
+
+
+def _sizes(m, d) -> tuple[int, int]:
+    m = positive_integer("m (the number of features)", m)
+    return m, positive_integer("d (the dimension)", d)
+
+
+@dataclass(frozen=True, repr=False)
+class Padded(Value):
+    """The coupling in the next power of two dimensions, cut to the first d coordinates.
+
+    This is what padding the inputs with zeros amounts to. A cut Gaussian is Gaussian.
+    """
+
+    coupling: Coupling
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        m, d = _sizes(m, d)
+        return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
+
+    @property
+    def properties(self) -> Properties:
+        """Properties of the coupling before the cut."""
+        return properties(self.coupling)
+
+
+@dataclass(frozen=True, repr=False)
+class Antithetic(Value):
+    """[W, -W] with W drawn from the coupling for m / 2 rows; m must be even."""
+
+    coupling: Coupling
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        m, d = _sizes(m, d)
+        if m % 2:
+            raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
+        half = self.coupling(key, m // 2, d)
+        return jnp.concatenate([half, -half])
+
+    @property
+    def properties(self) -> Properties:
+        """Properties of the coupling of one half."""
+        return properties(self.coupling)
+
+
+@dataclass(frozen=True, repr=False)
+class Halton(Value):
+    """Halton points, shifted modulo 1 by a uniform vector, through the normal quantile.
+
+    The points are SciPy's, the same in every draw; the shift, one per draw, makes each of them
+    exactly uniform, so that every row is N(0, I_d).
+    """
+
+    scramble: bool = True
+    """Permute the digits (Owen 2017). Without it few points in many dimensions lie near lines; the
+    figures of VRC Table 1 with Fourier features are those."""
+
+    def __call__(self, key: Key, m: int, d: int) -> Frequencies:
+        """The frequencies (m, d)."""
+        return _shifted_normal(key, jnp.asarray(_halton_points(*_sizes(m, d), self.scramble)))
+
+    properties = Properties(gaussian=True, common_lengths=False)
+
+
+halton = Halton()
+
+
+@jax.jit
+def _shifted_normal(key: Key, points: Frequencies) -> Frequencies:
+    points = (points + jax.random.uniform(key, (1, points.shape[1]), jnp.float32)) % 1
+    return jax.scipy.special.ndtri(jnp.clip(points, 2.0**-25, 1 - 2.0**-24))
+
+
+@lru_cache(maxsize=16)
+def _halton_points(m: int, d: int, scramble: bool) -> np.ndarray:
+    from scipy.stats import qmc  # slow to import
+
+    halton = qmc.Halton(d, scramble=scramble, rng=np.random.default_rng(0))
+    return halton.random(m).astype(np.float32)
+
+
+DIRECTIONS: dict[str, Directions] = {
+    "independent": directions.independent,
+    "orthogonal": directions.orthogonal,
+    "simplex": directions.simplex,
+    "simplex_weighted": directions.simplex_weighted,
+    "hadamard": directions.hadamard,
+    "hadamard_simplex": directions.hadamard_simplex,
+}
+NORMS: dict[str, Norms] = {
+    "independent": norms.independent,
+    "pairwise": norms.pairwise,
+    "monotone": norms.monotone,
+    "fixed": norms.fixed,
+}
+COUPLINGS: dict[str, Coupling] = {
+    "iid": Blocks(directions.independent, norms.independent),
+    "orf": Blocks(directions.orthogonal, norms.independent),
+    "simrf": Blocks(directions.simplex, norms.independent),
+    "pnc": Blocks(directions.orthogonal, norms.pairwise),
+    "pm": Blocks(directions.orthogonal, norms.monotone),
+    "simrf+": Blocks(directions.simplex_weighted, norms.independent),
+    "sorf": Padded(Blocks(directions.hadamard, norms.independent)),
+    "fast-simrf": Padded(Blocks(directions.hadamard_simplex, norms.independent)),
+    "halton": halton,
+    "fixed": Blocks(directions.orthogonal, norms.fixed),
+}
+_ANTITHETIC = "-antithetic"
+OTHER_NAMES = {
+    "independent": "iid",
+    "gaussian": "iid",
+    "random": "iid",
+    "orthogonal": "orf",
+    "favor+": "orf",
+    "simplex": "simrf",
+    "simplex_weighted": "simrf+",
+    "pairwise": "pnc",
+    "monotone": "pm",
+    "hadamard": "sorf",
+    "hadamard_simplex": "fast-simrf",
+    "qmc": "halton",
+    "antithetic": "pm-antithetic",
+}
+"""Words that are no coupling, a part alone or a name from elsewhere: the one that is meant."""
+
+
+def get(coupling: str | Coupling) -> Coupling:
+    """Return the coupling of that name; a coupling is returned as it is.
+
+    A name is a row of `COUPLINGS`; or "<directions>*<norms>" for any other pair of a row of
+    `DIRECTIONS` and a row of `NORMS`; either with "-antithetic" appended.
+
+    Raises:
+        ValueError: for an unknown name; the message lists the names and the nearest match. And for
+            what is neither a name nor a function.
+
+    Example:
+        >>> coupling = performer.couplings.get("pm-antithetic")
+        >>> frequencies = coupling(jax.random.key(0), 128, 64)  # (128, 64)
+        >>> other = performer.couplings.get("simplex*monotone")
+        >>> other
+        couplings.Blocks(directions.simplex, norms.monotone)
+    """
+    if callable(coupling):
+        return coupling
+    if not isinstance(coupling, str):
+        raise ValueError(f"coupling must be a name or a function (key, m, d), got {coupling!r}")
+    if coupling.endswith(_ANTITHETIC):
+        return Antithetic(_base(coupling.removesuffix(_ANTITHETIC), coupling))
+    return _base(coupling, coupling)
+
+
+def _base(base: str, name: str) -> Coupling:
+    if base in COUPLINGS:
+        return COUPLINGS[base]
+    if base.count("*") != 1:
+        shown = ", ".join(COUPLINGS) + ", or <directions>*<norms>"
+        shown += f", each also with {_ANTITHETIC!r} appended"
+        raise ValueError(unknown("coupling", name, names(), shown, OTHER_NAMES))
+    first, second = base.split("*")
+    if first not in DIRECTIONS:
+        raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
+    if second not in NORMS:
+        raise ValueError(unknown(f"norms in coupling {name!r}:", second, NORMS))
+    pair = Blocks(DIRECTIONS[first], NORMS[second])
+    return Padded(pair) if pair.directions in directions.HADAMARD else pair
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all couplings: every row of `COUPLINGS`, then its antithetic version."""
+    return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
+
+
+def properties(coupling: str | Coupling) -> Properties:
+    """Return the properties that the coupling declares as its attribute `properties`.
+
+    Example:
+        >>> performer.couplings.properties("pm-antithetic")
+        Properties(gaussian=True, common_lengths=True)
+    """
+    return getattr(get(coupling), "properties", Properties())
+
+
+def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Coupling:
+    """Return the coupling with another radial law of the frequencies, and so of another kernel.
+
+    Args:
+        coupling: of blocks with lengths of `norms`, padded or antithetic or not; any, where
+            the law is `norms.chi`, the usual one.
+        quantile: the law of each length, as `norms.matern(1.5)`.
+
+    Raises:
+        ValueError: for a coupling without lengths of its own, or `fixed` ones, which have no law.
+
+    Example:
+        >>> matern = couplings.with_quantile("pnc", norms.matern(1.5))
+        >>> matern.norms
+        norms.FromScores(norms.pairwise_scores, norms.matern(1.5), False)
+    """
+    coupling = get(coupling)
+    match coupling:
+        case Padded(inner) | Antithetic(inner):
+            return replace(coupling, coupling=with_quantile(inner, quantile))
+        case Blocks(_, norms.FromScores()):
+            if coupling.norms == norms.fixed:
+                raise ValueError("norms.fixed are lengths sqrt(d) without a law: take 'monotone'")
+            return replace(coupling, norms=replace(coupling.norms, quantile=quantile))
+    if quantile != norms.chi:
+        raise ValueError(
+            f"{coupling!r} draws no lengths to be given another law; take couplings.Blocks, as"
+            " 'orf' or 'pnc'"
+        )
+    return coupling
+
+
+def draw(
+    key: Key,
+    coupling: str | Coupling,
+    num_features: int,
+    head_dim: int,
+    num_heads: int | None = None,
+) -> Float[Array, "*n m h"]:
+    """Draw the frequencies of an attention layer, (m, h), or (n, m, h), independent for each head.
+
+    Args:
+        key: random key.
+        coupling: a name that `get` knows, or a coupling.
+        num_features: m.
+        head_dim: h.
+        num_heads: n, or None for one draw that all heads share.
+
+    Raises:
+        ValueError: for an unknown coupling, or sizes that it does not admit.
+    """
+    coupling = get(coupling)
+    if num_heads is None:
+        return coupling(key, num_features, head_dim)
+    keys = jax.random.split(key, positive_integer("num_heads", num_heads))
+    return jax.vmap(lambda key: coupling(key, num_features, head_dim))(keys)
+
+
+def redraw(
+    key: Key,
+    coupling: str | Coupling,
+    frequencies: Float[Array, "*n m h"],
+    step: int | Integer[Array, ""],
+    *,
+    every: int,
+) -> Float[Array, "*n m h"]:
+    """Draw new frequencies of the same shape where `every` divides the step; else keep the old.
+
+    A new draw depends on the key and the step alone. Step 0 keeps the old ones. The step may be
+    traced, and nothing is drawn at the steps between. All leading axes are of independent draws:
+    heads, and layers that `nnx.vmap` or `nnx.scan` stacks. The dtype stays that of the old ones, to
+    which the float32 draw is rounded.
+
+    Raises:
+        ValueError: when `every` is not a positive integer, or for an unknown coupling.
+    """
+    every = positive_integer("every", every)
+    step = jnp.asarray(step)
+    *lead, m, h = frequencies.shape
+
+    def new(old):
+        heads = math.prod(lead) if lead else None
+        drawn = draw(jax.random.fold_in(key, step), coupling, m, h, heads)
+        return drawn.reshape(old.shape).astype(old.dtype)
+
+    return jax.lax.cond((step % every == 0) & (step > 0), new, lambda old: old, frequencies)

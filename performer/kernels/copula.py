@@ -1,0 +1,217 @@
+"""Gaussian copulas over the lengths of the frequencies, learned by gradient.
+
+The m lengths of a block are l_i = F^{-1}(Phi(g_i)) with normal scores g ~ N(0, Sigma), Sigma a
+correlation matrix: each length keeps its law, and Sigma is the coupling. Its Cholesky factor has
+unconstrained parameters theta, one for each pair j < i:
+
+    L_ij = theta_ij / s_i  for j < i,   L_ii = 1 / s_i,   s_i^2 = 1 + sum_{j < i} theta_ij^2
+
+(VRC Eq. 34 corrected: it prints i <= j, and theta > 0, under which all correlations are positive
+and PNC cannot be expressed). Independent lengths are theta = 0; PNC has correlation -1 in the pairs
+(0, 1), (2, 3), ... and PM +1 everywhere, both limits of the family, met to any accuracy:
+
+    theta = copula.parameters(copula.pairwise(d))     # -0.999999 in pairs
+    coupling = copula.orthogonal(theta)               # an ordinary coupling
+
+`learn` moves theta down the gradient of a loss of the frequencies (the reparameterisation trick: g
+= L times independent normals, and quantiles have derivatives): `kernel_rmse` is VRC Eq. 35,
+`attention_mse` the error of attention.
+
+Source: VRC Sec. 3.2 and App. A.5. Their u_i is our Phi(g_i).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from performer import _descent, attention, couplings, features, kernels
+from performer.couplings import directions
+from performer.couplings.norms import FromScores, independent_scores
+from performer.typing import Coupling, Frequencies, Key, Value
+
+Theta = Float[Array, " pairs"]
+Loss = Callable[[Frequencies], Float[Array, ""]]
+
+_NEAR_ONE = 1 - 1e-6
+
+
+def cholesky(theta: Theta) -> Float[Array, "m m"]:
+    """L of Eq. 34 (corrected): lower triangular, rows of length 1, so that L L^T has diagonal 1.
+
+    Args:
+        theta: (m (m - 1) / 2,), the rows of the strict lower triangle one after the other.
+
+    Raises:
+        ValueError: when the size is not m (m - 1) / 2 for a whole m.
+    """
+    m = (1 + isqrt(1 + 8 * theta.size)) // 2
+    if theta.size != m * (m - 1) // 2:
+        raise ValueError(
+            f"theta has {theta.size} parameters; m lengths take m (m - 1) / 2 of them, as"
+            f" {m * (m - 1) // 2} for m = {m}"
+        )
+    rows = jnp.eye(m, dtype=theta.dtype).at[jnp.tril_indices(m, -1)].set(theta)
+    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def parameters(correlation: Float[Array, "m m"]) -> Theta:
+    """Return the theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
+
+    Args:
+        correlation: (m, m), positive definite, with ones on the diagonal.
+
+    Raises:
+        ValueError: when the matrix is no correlation matrix, or has an eigenvalue that is not
+            positive (take the limits PNC and PM from `pairwise` and `monotone`).
+    """
+    if not bool(jnp.allclose(jnp.diagonal(correlation), 1, atol=1e-5)):
+        raise ValueError("a correlation matrix has ones on its diagonal")
+    factor = jnp.linalg.cholesky(correlation)
+    if not bool(jnp.isfinite(factor).all()):
+        raise ValueError(
+            "the correlation matrix is not positive definite: its least eigenvalue is"
+            f" {float(jnp.linalg.eigvalsh(correlation)[0]):.3g}"
+        )
+    rows = factor / jnp.diagonal(factor)[:, None]
+    return rows[jnp.tril_indices(len(correlation), -1)]
+
+
+def pairwise(m: int) -> Float[Array, "m m"]:
+    """PNC, to within 1e-6: correlation -1 in the pairs (0, 1), (2, 3), ..., an odd row free."""
+    i, j = jnp.arange(m)[:, None], jnp.arange(m)[None]
+    return jnp.where((i // 2 == j // 2) & (i != j), -_NEAR_ONE, jnp.eye(m, dtype=jnp.float32))
+
+
+def monotone(m: int) -> Float[Array, "m m"]:
+    """PM, to within 1e-6: correlation 1 everywhere."""
+    return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
+
+
+@dataclass(frozen=True, repr=False)
+class Scores(Value):
+    """m normal scores with the correlation of theta: g = L n for independent normal n.
+
+    Hashable where theta is a tuple, as of a coupling that a module keeps; an array may be traced,
+    and differentiated.
+    """
+
+    theta: tuple[float, ...] | Theta
+
+    def __call__(self, key: Key, m: int) -> Float[Array, " m"]:
+        """The scores (m,), float32.
+
+        Raises:
+            ValueError: for another m than theta has.
+        """
+        factor = cholesky(jnp.asarray(self.theta, jnp.float32))
+        if m != len(factor):
+            raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
+        return jnp.matmul(factor, independent_scores(key, m), precision="highest")
+
+
+def norms(theta: Theta) -> FromScores:
+    """Return the law of m lengths with the copula of theta, for `couplings.Blocks`.
+
+    Args:
+        theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
+            are float32 whatever it is.
+
+    Raises:
+        ValueError: for a number of parameters that no m has; and, when drawn, for a block of
+            another size.
+    """
+    cholesky(theta)
+    scores = Scores(theta if isinstance(theta, Tracer) else tuple(theta.tolist()))
+    return FromScores(scores)
+
+
+def orthogonal(theta: Theta) -> couplings.Blocks:
+    """Return orthogonal directions with these lengths; `orf`, `pnc` and `pm` are special cases.
+
+    It is accepted wherever a built-in coupling is: hashable, for a layer of `performer.nnx`, say.
+    """
+    return couplings.Blocks(directions.orthogonal, norms(theta))
+
+
+def kernel_rmse(
+    x: Float[Array, "n d"],
+    feature_map: Callable[..., Array] = features.trigonometric,
+    *,
+    lengthscale: float = 1.0,
+) -> Loss:
+    """Return the root mean square error of the Gaussian kernel over all pairs (VRC Eq. 35).
+
+    Args:
+        x: points (n, d).
+        feature_map: `features.trigonometric` or `features.positive`.
+        lengthscale: of the kernel.
+    """
+    exact = kernels.gaussian(x, x, lengthscale=lengthscale)
+
+    def loss(frequencies: Frequencies) -> Float[Array, ""]:
+        phi = feature_map(x, frequencies, kernel="gaussian", lengthscale=lengthscale)
+        return jnp.sqrt(jnp.mean((jnp.matmul(phi, phi.T, precision="highest") - exact) ** 2))
+
+    return loss
+
+
+def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
+    """Return the mean squared error of the attention weights of one head, exp(q.k) normalised."""
+    exact = jax.nn.softmax(jnp.matmul(query, key.T, precision="highest"), axis=-1)
+
+    def loss(frequencies: Frequencies) -> Float[Array, ""]:
+        weights = attention.attention_weights(query[:, None], key[:, None], frequencies, scale=1.0)
+        return jnp.mean((weights[0] - exact) ** 2)
+
+    return loss
+
+
+def learn(
+    key: Key,
+    loss: Loss,
+    start: Theta,
+    *,
+    num_features: int,
+    coupling: Callable[[Theta], Coupling] = orthogonal,
+    num_draws: int = 8,
+    num_steps: int = 500,
+    optimizer: optax.GradientTransformation = optax.adam(3e-2),  # noqa: B008 (stateless)
+) -> tuple[Theta, Float[Array, " steps"]]:
+    """Learn a theta with a low mean loss over draws, by stochastic gradient descent.
+
+    Args:
+        key: random key.
+        loss: frequencies (num_features, d) -> scalar, differentiable: `kernel_rmse`,
+            `attention_mse`, or one of your own.
+        start: theta for blocks of d; zeros are independent lengths.
+        num_features: m.
+        coupling: theta -> coupling, as `lambda theta: couplings.Antithetic(orthogonal(theta))`.
+        num_draws: draws of the frequencies in each step.
+        num_steps: how many steps.
+        optimizer: of optax.
+
+    Returns:
+        Theta, and the loss of each step, each a mean over `num_draws` draws.
+
+    Raises:
+        ValueError: when the loss left the finite numbers (inside `jit` theta is NaN then).
+
+    Example:
+        >>> start = jnp.zeros(d * (d - 1) // 2)
+        >>> theta, losses = copula.learn(key, copula.kernel_rmse(x), start, num_features=d)
+        >>> frequencies = copula.orthogonal(theta)(key, d, d)
+    """
+    d = len(cholesky(start))
+
+    def mean_loss(theta: Theta, step_key: Key) -> Float[Array, ""]:
+        keys = jax.random.split(step_key, num_draws)
+        drawn = coupling(theta)
+        return jnp.mean(jax.vmap(lambda k: loss(drawn(k, num_features, d)))(keys))
+
+    return _descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)

@@ -1,0 +1,158 @@
+"""A config derived from the number of pictures, their classes, sides and colours.
+
+| training pictures | size, pixels at most | patches seen | augmentation | arithmetic |
+|---|---|---|---|---|
+| below 10,000 | XS, 128 | centre | shifts of 1/8, flips of colour pictures | float32 |
+| below 100,000 | Ti, 224 | a random part | the same flips | float32 |
+| below 1,000,000 | S, 224 | a random part | the same flips | bfloat16 |
+| more | B, 224 | a random part | the same flips | bfloat16 |
+
+The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
+of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
+tenth of them warm-up. It is evaluated 20 times. Each number is a field, which a flag overrides.
+"""
+
+import contextlib
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vit import data
+from vit.config import SIZES, Attention, Config, Data, Model, Optim
+from vit.run import bounded
+
+EPOCHS, FEWEST_STEPS = 90, 600
+LARGEST_BATCH = 4096
+EVALUATIONS = 20
+LOOKED_AT = 200
+"""Pictures of a data set whose sides are read."""
+
+
+class Row(NamedTuple):
+    """Model and training for a number of pictures."""
+
+    below: float
+    """Least number of training pictures that is too many."""
+    size: str
+    """Row of `vit.config.SIZES`."""
+    pixels: int
+    """Largest side of the input."""
+    learning_rate: float
+    dtype: str
+    num_workers: int
+
+
+ROWS = (
+    Row(1e4, "XS", 128, 2e-3, "float32", 0),
+    Row(1e5, "Ti", 224, 1e-3, "float32", -1),
+    Row(1e6, "S", 224, 1e-3, "bfloat16", -1),
+    Row(math.inf, "B", 224, 1e-3, "bfloat16", -1),
+)
+"""Rows from few pictures to many."""
+
+
+def for_images(num_examples: int, num_classes: int, side: int, channels: int) -> Config:
+    """Return a config by the rules above; its data set is yet to be named.
+
+    Args:
+        num_examples: number of training pictures.
+        num_classes: number of classes.
+        side: the shorter one of a typical picture, in pixels.
+        channels: 1 or 3.
+
+    Raises:
+        ValueError: when there is less than a picture, a class or a pixel.
+    """
+    for name, value in [("num_examples", num_examples), ("side", side), ("channels", channels)]:
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if num_classes < 2:
+        raise ValueError(f"num_classes={num_classes}: there is nothing to tell apart")
+    row = next(row for row in ROWS if num_examples < row.below)
+    image_size, patch_size = _pixels(min(side, row.pixels))
+    batch_size = _batch_size(num_examples)
+    steps_per_epoch = num_examples // batch_size
+    num_epochs = max(EPOCHS, math.ceil(FEWEST_STEPS / steps_per_epoch))
+    num_steps = num_epochs * steps_per_epoch
+    log_every = min(50, num_steps // 200)
+    eval_every = log_every * (num_steps // (EVALUATIONS * log_every))
+    few = row is ROWS[0]
+    cropped = not few and image_size >= 64
+    return Config(
+        model=Model(variant=f"{row.size}/{patch_size}", pooling="mean", dtype=row.dtype),
+        attention=Attention(num_features=2 * SIZES[row.size].head_dim),
+        data=Data(
+            image_size=image_size,
+            eval_resize=min(side, image_size * 8 // 7) if cropped else 0,
+            crop="inception" if cropped else "center",
+            max_shift=0 if cropped else image_size // 8,
+            flip=channels == 3,
+            batch_size=batch_size,
+            num_workers=row.num_workers,
+        ),
+        optim=Optim(
+            learning_rate=row.learning_rate,
+            warmup_steps=num_steps // 10,
+            weight_decay=0.05,
+            label_smoothing=0.1,
+        ),
+        num_epochs=float(num_epochs),
+        log_every=log_every,
+        eval_every=eval_every,
+        checkpoint_every=min(eval_every, 10 * log_every),
+    )
+
+
+def for_data_set(where: str) -> Config:
+    """Return a config for a prepared data set, by what it holds.
+
+    Args:
+        where: its folder, "data/photos".
+
+    Raises:
+        ValueError: as `data.load`; or without a folder, or without a split to evaluate on.
+    """
+    if not where:
+        raise ValueError("say where the data set lies, as in --config=my_images:data/photos")
+    folder = Path(where)
+    section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
+    splits = data.splits(section)
+    evaluated = next((name for name in ("validation", "test") if name in splits), None)
+    if evaluated is None or "train" not in splits:
+        raise ValueError(
+            f"{where} has the splits {', '.join(splits)}: train, and validation or test are needed"
+        )
+    dataset = data.load(section)
+    number = len(dataset.train)
+    records = (dataset.train[i] for i in range(0, number, max(1, number // LOOKED_AT)))
+    config = for_images(number, dataset.num_classes, _typical_side(records), dataset.channels)
+    named = dataclasses.replace(
+        config.data, name=section.name, dir=section.dir, eval_split=evaluated
+    )
+    return dataclasses.replace(config, data=named)
+
+
+def _typical_side(records: Iterable[dict[str, Any]]) -> int:
+    """Return the median of the shorter sides of the readable pictures."""
+    sides = []
+    for record in records:
+        with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
+            sides.append(min(bounded.image(record["image"]).size))
+    if not sides:
+        raise ValueError("none of the pictures that were looked at can be read")
+    return int(statistics.median(sides))
+
+
+def _pixels(side: int) -> tuple[int, int]:
+    """Return the side of an image and of a patch."""
+    patch_size = next(p for p in (16, 8, 4, 2, 1) if side // p >= 7 or p == 1)
+    return side // patch_size * patch_size, patch_size
+
+
+def _batch_size(num_examples: int) -> int:
+    """Return the largest power of two that is at most 2 sqrt(n), and at most n."""
+    most = min(2 * math.sqrt(num_examples), num_examples, LARGEST_BATCH)
+    return 2 ** int(math.log2(most))

@@ -1,0 +1,121 @@
+"""ILSVRC2012 as its tar files: they are read, never unpacked.
+
+ILSVRC2012_img_train.tar holds one tar for each class, ILSVRC2012_img_val.tar the images of
+evaluation in the order of the labels in ILSVRC2012_devkit_t12.tar.gz.
+"""
+
+import contextlib
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vit.data.sources.source import Example, Source
+
+TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKIT_TAR = "ILSVRC2012_devkit_t12.tar.gz"
+
+
+def found(folder: Path) -> bool:
+    """Detect one of the two large archives."""
+    return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
+
+
+def read(source: Path, _: str = "") -> Source | None:
+    """The classes by their wnids, the splits train and validation.
+
+    Raises:
+        ValueError: when an archive is missing or damaged.
+    """
+    if not found(source):
+        return None
+    for name in (TRAIN_TAR, VAL_TAR, DEVKIT_TAR):
+        if not (source / name).exists():
+            raise ValueError(
+                f"{source} lacks {name}; ILSVRC2012 needs its train, val and devkit tars"
+            )
+    with _tar(source / TRAIN_TAR), _tar(source / VAL_TAR):  # hours before their turn comes
+        labels = _validation_labels(source / DEVKIT_TAR)
+    classes = set(labels)
+
+    def train() -> Iterator[Example]:
+        with _tar(source / TRAIN_TAR) as outer:
+            for member in _members(outer):  # one tar for each class, named n01440764.tar
+                wnid = Path(member.name).stem
+                if wnid not in classes:
+                    raise ValueError(
+                        f"{source / TRAIN_TAR} holds {member.name}, which is no archive of one of"
+                        f" the {len(classes)} classes in {DEVKIT_TAR}"
+                    )
+                inside = f"{member.name} in {source / TRAIN_TAR}"
+                with _tar(inside, outer.extractfile(member)) as inner:
+                    for image in _members(inner):
+                        name = f"{member.name}/{image.name}"
+                        yield Example(name, partial(_content, inner, image), wnid)
+
+    def validation() -> Iterator[Example]:
+        with _tar(source / VAL_TAR) as tar:
+            for image in _members(tar):  # ILSVRC2012_val_00000001.JPEG
+                number = re.search(r"_([0-9]{1,9})$", Path(image.name).stem)
+                place = int(number[1]) if number else 0
+                if 1 <= place <= len(labels):
+                    yield Example(image.name, partial(_content, tar, image), labels[place - 1])
+                else:
+                    yield Example(image.name, partial(_no_number, len(labels)), "")
+
+    return Source(sorted(classes), 3, {"train": train, "validation": validation})
+
+
+def _no_number(count: int) -> bytes:
+    raise ValueError(f"the name does not end in a number from 1 to {count}, as labels have")
+
+
+def _validation_labels(devkit: Path) -> list[str]:
+    """The wnid of each validation image, in their order: the devkit's numbers through its table."""
+    from scipy.io import loadmat
+
+    try:
+        with tarfile.open(devkit) as tar:
+            members = {Path(member.name).name: member for member in tar}
+            table = _content(tar, members["meta.mat"])
+            truth = _content(tar, members["ILSVRC2012_validation_ground_truth.txt"])
+        synsets = loadmat(io.BytesIO(table), squeeze_me=True)["synsets"]
+        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+        return [wnids[int(number)] for number in truth.split()]
+    except Exception as error:  # tarfile, gzip and SciPy raise many kinds for damaged files
+        kind = type(error).__name__
+        raise ValueError(f"{devkit} cannot be read ({kind}: {error}): download it again") from error
+
+
+@contextlib.contextmanager
+def _tar(path: Path | str, file: Any = None) -> Iterator[tarfile.TarFile]:
+    """An open archive, of a path or in another; a ValueError names it where it is damaged."""
+    try:
+        with tarfile.open(path, "r:", file) as tar:
+            yield tar
+    except (tarfile.TarError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """All that are no folders.
+
+    Raises:
+        tarfile.ReadError: when the archive does not end as archives do, with a block of zeros:
+            tarfile takes a damaged header for the end.
+    """
+    for member in tar:
+        if not member.isdir():
+            yield member
+    assert tar.fileobj
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset:,}")
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file: Any = tar.extractfile(member)
+    return file.read()

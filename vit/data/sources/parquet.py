@@ -1,0 +1,102 @@
+"""Parquet files of pictures, as Hugging Face's `datasets` writes them.
+
+A column of bytes, or of structs with a field `bytes`, holds encoded pictures; that of classes has
+text, or integers, whose names the metadata may hold. The split is in the file's name, as in
+train-00000-of-00002.parquet; the files lie in the folder or in one below it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vit.data.sources.source import Example, Source, column_of_labels, in_order, split_of
+
+
+def read(source: Path, labels_column: str = "") -> Source | None:
+    """The pictures of all files.
+
+    Raises:
+        ValueError: when one cannot be read, or has no pictures or classes.
+    """
+    paths = sorted(source.glob("*.parquet")) or sorted(source.glob("*/*.parquet"))
+    if not paths:
+        return None
+    folders = sorted({str(path.parent) for path in paths})
+    if len(folders) > 1:
+        raise ValueError(
+            f"{source} holds parquet files in several folders; give --source={folders[0]}"
+            f" or another of {', '.join(folders[1:])}"
+        )
+    image, label, class_names = _columns(paths[0], labels_column)
+    names: dict[Any, str] = {}
+    for path in paths:
+        with _opened(path) as file:
+            labels = file.read([label]).column(label).unique().to_pylist()
+        for x in labels:
+            if x is None or (isinstance(x, int) and not 0 <= x < (len(class_names) or x + 1)):
+                last = len(class_names) - 1 if class_names else "..."
+                raise ValueError(
+                    f"{path}: the column {label!r} has {x}, but the classes are 0 to {last}: leave"
+                    " out rows without a label (None, or -1 where it is secret)"
+                )
+            names[x] = class_names[x] if class_names and isinstance(x, int) else str(x)
+
+    def examples(split: str) -> Iterator[Example]:
+        for path in (path for path in paths if split_of(path.stem) == split):
+            with _opened(path) as file:
+                # One by one: one entry of a file's dictionary may stand in every row.
+                for number, row in enumerate(file.iter_batches(1, columns=[image, label])):
+                    content, x = (row.column(name)[0].as_py() for name in (image, label))
+                    encoded = content["bytes"] if isinstance(content, dict) else content
+                    yield Example(f"{path}[{number}]", partial(bytes, encoded), names[x])
+
+    splits = {split_of(path.stem): partial(examples, split_of(path.stem)) for path in paths}
+    return Source(class_names or in_order(names.values()), 0, splits)
+
+
+def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
+    """The columns of pictures and of classes; and the names of these, if they are known integers.
+
+    The metadata "huggingface" has them: {"info": {"features": {"label": {"names": [...]}}}}.
+    """
+    from pyarrow import types
+
+    with _opened(path) as file:
+        schema = file.schema_arrow
+    images = [field.name for field in schema if _is_bytes(field.type)]
+    if len(images) != 1:
+        shown = ", ".join(f"{field.name} {field.type}" for field in schema)
+        raise ValueError(f"{path}: one column must hold encoded pictures; there are {shown}")
+    kinds = (types.is_integer, types.is_string, types.is_large_string)
+    labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
+    label = column_of_labels(path, labels, named)
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return images[0], label, [str(name) for name in features[label]["names"]]
+    except (KeyError, TypeError, ValueError):
+        return images[0], label, []
+
+
+def _is_bytes(kind: Any) -> bool:
+    """Detect a type whose values may be encoded pictures."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file; what pyarrow says of a damaged one, or of a missing column, names it."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+            yield file
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as a parquet file: {error}") from error

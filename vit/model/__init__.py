@@ -1,0 +1,290 @@
+"""The Vision Transformer, with exact or random-feature attention.
+
+Dosovitskiy et al. 2021, pre-norm. Its parameters do not depend on the kind of attention or on the
+coupling: with the same seed two models differ only in their frequencies, and a model trained with
+one kind can be run with the other.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Real
+
+from performer.nnx import PerformerAttention
+from vit.config import Config, exact_layers
+from vit.model.dropout import Dropout
+from vit.task import random_streams as random_streams
+
+INITS = {
+    "lecun_normal": (nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()),
+    "xavier_uniform": (nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)),
+}
+"""`config.model.mlp_init`: of kernels and of biases."""
+
+
+def swiglu(x: Float[Array, "*b twice"]) -> Float[Array, "*b half"]:
+    """SiLU of the first half of the channels times the second (Shazeer 2020)."""
+    gate, value = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * value
+
+
+ACTIVATIONS = {
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "swiglu": swiglu,
+}
+"""`config.model.activation`."""
+
+
+class ViT(nnx.Module):
+    """images (b, size, size, channels), 0 to 255 -> (logits (b, num_classes), intermediates).
+
+    Images are bytes or floats. With dtype "bfloat16" so are the activations; parameters, the sums
+    of normalisation and attention, and the logits stay float32.
+
+    A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout, stochastic
+    depth and the running statistics of calibrated attention.
+
+    Args:
+        config: the sections `model` and `attention` are read, and `data.image_size`.
+        num_classes: width of the logits.
+        channels: of the images.
+        rngs: streams `params`, `dropout`, `frequencies`; see `random_streams`.
+    """
+
+    def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
+        model, size, patch_size = config.model, config.model.size, config.model.patch_size
+        self.pooling, self.remat, self.final_norm = model.pooling, model.remat, model.final_norm
+        self.has_token, self.num_prefix = "token" in model.pooling, model.num_prefix
+        dtype = jnp.dtype(model.dtype)
+        grid = config.data.image_size // patch_size
+        self.grid, self.has_window = grid, config.attention.exact_window > 0
+        patch = (patch_size, patch_size)
+        self.embed = nnx.Conv(
+            channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
+        )
+        if model.position == "learned":
+            table = 0.02 * jax.random.normal(rngs.params(), (grid**2, size.width))
+            self.position = nnx.Param(table)
+        else:
+            self.position = nnx.Variable(sincos_positions(grid, size.width))
+        if self.has_token:
+            self.token = nnx.Param(jnp.zeros(size.width))
+        if model.registers:
+            registers = 0.02 * jax.random.normal(rngs.params(), (model.registers, size.width))
+            self.registers = nnx.Param(registers)
+        self.dropout = Dropout(model.dropout, rngs=rngs)
+        norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
+        self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
+        rates = np.linspace(0, model.drop_path, size.depth).tolist()
+        exact = exact_layers(config.attention.exact_layers)
+        blocks = [Block(config, rngs, rate, i in exact) for i, rate in enumerate(rates)]
+        self.blocks = nnx.List(blocks)
+        self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
+        self.pool = AttentionPooling(config, rngs) if self.pooling == "attention" else None
+        width = size.width * (1 + ("+" in self.pooling))
+        self.pre_logits = nnx.Linear(width, size.width, rngs=rngs) if model.pre_logits else None
+        self.head = nnx.Linear(
+            size.width if model.pre_logits else width,
+            num_classes,
+            kernel_init=nnx.initializers.zeros_init(),
+            bias_init=nnx.initializers.constant(model.head_bias),
+            rngs=rngs,
+        )
+        self.eval()
+
+    def __call__(
+        self, images: Real[Array, "b height width c"]
+    ) -> tuple[Float[Array, "b classes"], dict[str, Array]]:
+        """Logits, and by name what passed on the way.
+
+        The intermediates are "embedded", "block00/attention_input" (which the query, key and value
+        projections of that block read), "block00/output", ..., "pooled". Tokens are class token,
+        registers, and the patches in their `order`.
+        """
+        x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
+        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
+        if self.has_window:
+            x = x[:, self.order]
+        x = self.dropout(self.with_prefix(x))
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        intermediates = {"embedded": x}
+        apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        for i, block in enumerate(self.blocks):
+            x, attention_input = apply(block, x)
+            intermediates[f"block{i:02d}/attention_input"] = attention_input
+            intermediates[f"block{i:02d}/output"] = x
+        pooled = self.pooled(self.norm(x) if self.norm and self.final_norm == "before" else x)
+        if self.norm and self.final_norm == "after":
+            pooled = self.norm(pooled)
+        if self.pre_logits is not None:
+            pooled = jnp.tanh(self.pre_logits(pooled))
+        intermediates["pooled"] = pooled
+        return self.head(pooled), intermediates
+
+    @property
+    def order(self) -> Int[np.ndarray, " patches"]:
+        """Number of each patch, counted row by row, in the order of the tokens."""
+        return z_order(self.grid, self.grid) if self.has_window else np.arange(self.grid**2)
+
+    def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
+        """Class token and registers, then the patches."""
+        rows = [self.token[...][None]] if self.has_token else []
+        rows += [self.registers[...]] if self.num_prefix > self.has_token else []
+        b, dtype = patches.shape[0], patches.dtype
+        prefix = [jnp.broadcast_to(x.astype(dtype), (b, *x.shape)) for x in rows]
+        return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
+
+    def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
+        """Input of the head, by `config.model.pooling`."""
+        patches = x[:, self.num_prefix :] if self.num_prefix else x
+        if self.pool is not None:
+            return self.pool(patches)
+        if self.pooling == "token+register":
+            return jnp.concatenate([x[:, 0], x[:, 1]], axis=-1)
+        parts = [x[:, 0]] if self.has_token else []
+        parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
+        return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
+
+
+def multi_head(
+    config: Config, rngs: nnx.Rngs, attention_fn: Callable[..., Array] = nnx.dot_product_attention
+) -> nnx.MultiHeadAttention:
+    """A layer of attention."""
+    return nnx.MultiHeadAttention(
+        num_heads=config.model.size.num_heads,
+        in_features=config.model.size.width,
+        kernel_init=nnx.initializers.xavier_uniform(),
+        attention_fn=attention_fn,
+        decode=False,
+        dtype=jnp.dtype(config.model.dtype),
+        rngs=rngs,
+    )
+
+
+def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
+    """Both layers of an MLP; SwiGLU halves the channels between them."""
+    size, kernel_and_bias = config.model.size, INITS[config.model.mlp_init]
+    inits = dict(zip(("kernel_init", "bias_init"), kernel_and_bias, strict=True))
+    linear = partial(nnx.Linear, **inits, dtype=jnp.dtype(config.model.dtype), rngs=rngs)
+    hidden = size.mlp_dim * (1 + (config.model.activation == "swiglu"))
+    return linear(size.width, hidden), linear(size.mlp_dim, size.width)
+
+
+def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
+    """Random-feature attention of a block."""
+    own, size = config.attention, config.model.size
+    return PerformerAttention(
+        own.num_features,
+        size.head_dim,
+        coupling=own.coupling,
+        num_heads=None if own.share_heads else size.num_heads,
+        redraw_every=own.redraw_every,
+        calibration=own.calibration,
+        implementation="pallas" if own.implementation == "pallas" else None,
+        exact_window=own.exact_window,
+        exact_first=config.model.num_prefix if own.exact_window else 0,
+        rngs=rngs,
+    )
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    In training either summand is left out of an example with probability `drop_path`, and divided
+    by 1 - drop_path where it stays.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0, exact: bool = False):
+        model, width = config.model, config.model.size.width
+        linear = config.attention.kind == "performer" and not exact
+        attention_fn = performer(config, rngs) if linear else nnx.dot_product_attention
+        dtype = jnp.dtype(model.dtype)
+        norm = partial(nnx.LayerNorm, width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
+        self.attention = multi_head(config, rngs, attention_fn)
+        self.mlp_norm = norm()
+        self.activation = model.activation
+        self.mlp_in, self.mlp_out = mlp(config, rngs)
+        if model.layer_scale:
+            factors = jnp.full(width, model.layer_scale)
+            self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
+        self.has_scale = model.layer_scale > 0
+        self.dropout = Dropout(model.dropout, rngs=rngs)
+        # Without it there is no stream of keys either: the state is that of models of before.
+        stream = rngs if drop_path else None
+        self.drop_path = Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
+
+    def __call__(
+        self, x: Float[Array, "b s width"]
+    ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
+        """The output of the block, and the input of its attention."""
+        attention_input = self.attention_norm(x)
+        added = self.dropout(self.attention(attention_input))
+        if self.has_scale:
+            added = added * self.attention_scale[...].astype(added.dtype)
+        x = x + self.drop_path(added)
+        hidden = ACTIVATIONS[self.activation](self.mlp_in(self.mlp_norm(x)))
+        added = self.dropout(self.mlp_out(self.dropout(hidden)))
+        if self.has_scale:
+            added = added * self.mlp_scale[...].astype(added.dtype)
+        return x + self.drop_path(added), attention_input
+
+
+class AttentionPooling(nnx.Module):
+    """y + mlp(norm(y)), y the attention of one learned query over the patches (Zhai et al. 2022).
+
+    It is linear in the number of patches, and exact whatever the attention of the blocks.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        model, width = config.model, config.model.size.width
+        self.activation = model.activation
+        self.query = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, width)))
+        self.attention = multi_head(config, rngs)
+        dtype = jnp.dtype(model.dtype)
+        self.norm = nnx.LayerNorm(width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
+        self.mlp_in, self.mlp_out = mlp(config, rngs)
+
+    def __call__(self, x: Float[Array, "b s width"]) -> Float[Array, "b width"]:
+        """One vector for each image."""
+        query = jnp.broadcast_to(self.query[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
+        y = self.attention(query, x, x)
+        return (y + self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(self.norm(y)))))[:, 0]
+
+
+def z_order(rows: int, columns: int) -> Int[np.ndarray, " places"]:
+    """Places of a grid, counted row by row, in the order of a Z-order curve (Morton 1966).
+
+    That of the numbers whose bits are those of row and column in turn: if 4^k divides i, the 4^k
+    places from the ith on are a square of side 2^k, where the grid has all of it.
+
+    >>> z_order(4, 4).reshape(4, 4)
+    array([[ 0,  1,  4,  5],
+           [ 2,  3,  6,  7],
+           [ 8,  9, 12, 13],
+           [10, 11, 14, 15]])
+    """
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    bits = range(max(rows, columns).bit_length())
+    return np.argsort(sum((row >> i & 1) * 2 * 4**i + (column >> i & 1) * 4**i for i in bits))
+
+
+def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:
+    """Fixed two-dimensional position embedding (Chen et al. 2021), (grid * grid, width).
+
+    Raises:
+        ValueError: when the width is not divisible by 4 (sine and cosine of two coordinates).
+    """
+    if width % 4:
+        raise ValueError(f"sincos positions need a width divisible by 4, got {width}")
+    y, x = np.mgrid[:grid, :grid].reshape(2, -1, 1)
+    frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
+    waves = [f(c * frequencies) for c in (x, y) for f in (np.sin, np.cos)]
+    return jnp.asarray(np.concatenate(waves, axis=-1), jnp.float32)

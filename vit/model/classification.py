@@ -1,0 +1,194 @@
+"""The task of classifying images: what of a run knows pictures, labels and the `ViT`."""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from vit import data
+from vit.config import Config, exact_layers
+from vit.data import Batch, Dataset, augment
+from vit.model import ViT
+from vit.task import SUBJECTS, Sums, Task, Triple
+
+NAME = "classification"
+
+Examples = tuple[Array, Array]
+"""Images, probabilities of the classes."""
+
+
+@cache
+def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
+    """Cross entropy with smoothed labels, mixup and CutMix; top-1 and top-5 accuracy.
+
+    Args:
+        num_classes: of the labels.
+        channels: of the images.
+        kind: of the loss, `config.optim.loss`.
+    """
+    return Task(
+        create=partial(ViT, num_classes=num_classes, channels=channels),
+        loss=partial(loss, kind=kind),
+        count=partial(count, kind=kind),
+        results=results,
+        examples=partial(examples, num_classes),
+        operations=partial(forward_flops, num_classes=num_classes, channels=channels),
+        layers=layers,
+        projections=projections,
+        distances=distances,
+        by_device=True,
+        noun="image",
+        name=NAME,
+        command="performer-vit",
+    )
+
+
+def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
+    """The data set that the config names, and the task of classifying its images.
+
+    Raises:
+        ValueError: as `data.load`.
+    """
+    del described
+    dataset = data.load(config.data)
+    return dataset, task(dataset.num_classes, dataset.channels, config.optim.loss)
+
+
+SUBJECTS[NAME] = of_run
+
+
+def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:
+    """A batch of training, its labels smoothed, and blended with itself where the config says."""
+    images, labels = batch["image"], batch["label"]
+    targets = jax.nn.one_hot(labels, num_classes)
+    targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
+    alphas = config.data.mixup, config.data.cutmix
+    if any(alphas):
+        images, targets = augment.blended(key, images.astype(jnp.float32), targets, *alphas)
+    return images, targets
+
+
+def sigmoid_cross_entropy(
+    logits: Float[Array, "b classes"], targets: Float[Array, "b classes"]
+) -> Float[Array, " b"]:
+    """Sum over the classes of the cross entropy of a sigmoid each."""
+    return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)
+
+
+def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
+    """Mean cross entropy, and right answers ("accuracy"): of two blended images the larger's."""
+    images, targets = examples
+    logits, _ = model(images)
+    entropy = {"softmax": optax.losses.softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}
+    losses = entropy[kind](logits, targets)
+    right = jnp.argmax(logits, axis=-1) == jnp.argmax(targets, axis=-1)
+    return losses.mean(), {"accuracy": jnp.sum(right)}
+
+
+def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
+    """Sums over the unmasked examples of a batch: loss, top1, top5."""
+    logits, _ = model(batch["image"])
+    labels = batch["label"]
+    if kind == "softmax":
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    else:
+        losses = sigmoid_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1]))
+    sums = counts(logits, labels, batch["mask"])
+    return sums | {"loss": jnp.sum(losses * batch["mask"])}
+
+
+def counts(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
+) -> dict[str, Array]:
+    """Number of examples, and of those whose label is among the 1 or 5 likeliest classes.
+
+    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
+    than the label when its logit is at least as large.
+    """
+    rank = label_rank(logits, labels)
+    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
+    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
+
+
+def label_rank(
+    logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
+) -> Integer[Array, " b"]:
+    """Number of other classes at least as likely as the label; all of them where it is NaN."""
+    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    return jnp.sum(~(logits < label_logit), axis=-1) - 1
+
+
+def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """loss, accuracy, top5."""
+    names = {"loss": "loss", "accuracy": "top1", "top5": "top5"}
+    return {name: totals[key] / totals["examples"] for name, key in names.items()}
+
+
+def layers(model: ViT) -> list[nnx.MultiHeadAttention]:
+    """The layers of attention, in order."""
+    return [block.attention for block in model.blocks]
+
+
+def projections(model: ViT, batch: Batch) -> list[Triple]:
+    """Queries, keys and values (b, tokens, heads, head_dim) of each layer on images."""
+    _, intermediates = model(batch["image"])
+    inputs = [intermediates[f"block{i:02d}/attention_input"] for i in range(len(model.blocks))]
+    return [(a.query(x), a.key(x), a.value(x)) for a, x in zip(layers(model), inputs, strict=True)]
+
+
+def distances(params: Any) -> Any:
+    """Number of layers between each parameter and the head (Bao et al. 2022).
+
+    0 of the head, the layer before it and the last norm, 1 of the last of L blocks, ..., L of the
+    first, and L + 1 of the embedding: patches, class token and positions.
+    """
+
+    def name(path: tuple) -> tuple:
+        return tuple(getattr(key, "key", "") for key in path)
+
+    paths = [name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    depth = 1 + max(path[1] for path in paths if path[0] == "blocks")
+
+    def distance(path: tuple, _: Any) -> int:
+        top, number, *_ = name(path)
+        if top == "blocks":
+            return depth - number
+        return 0 if top in ("norm", "pool", "pre_logits", "head") else depth + 1
+
+    return jax.tree.map_with_path(distance, params)
+
+
+def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
+    """Operations of the forward pass for one image: two for each multiplication in a product.
+
+    n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
+    the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or 8 n m w for random
+    features (`exact_layers` are softmax), with 4 n w for each exact key of a query if there is a
+    window; pooling by attention is a layer with one query; 2 w^2 for `pre_logits`. A training step
+    takes three times as many; what `remat` computes again is not counted.
+    """
+    size, patch_size = config.model.size, config.model.patch_size
+    patches = (config.data.image_size // patch_size) ** 2
+    pooling, width = config.model.pooling, size.width
+    n = patches + config.model.num_prefix
+    m, window = config.attention.num_features, config.attention.exact_window
+    near = min(n, 3 * window + config.model.num_prefix) if window else 0
+    exact = size.depth
+    if config.attention.kind == "performer":
+        exact = len(set(exact_layers(config.attention.exact_layers)))
+    attention = 4 * n * width * (n * exact + (2 * m + near) * (size.depth - exact))
+    mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
+    layer = width * (8 * n * width + n * mlp)
+    pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")
+    read = width * (1 + ("+" in pooling))
+    head = read * num_classes
+    if config.model.pre_logits:
+        head = width * (read + num_classes)
+    ends = 2 * patches * patch_size**2 * channels * width + pooled + 2 * head
+    return float(size.depth * layer + attention + ends)

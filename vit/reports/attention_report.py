@@ -1,0 +1,172 @@
+"""Errors of a model's own attention against softmax attention, per layer and head.
+
+The queries and keys are those of the model on given examples; the frequencies are drawn anew, by
+the coupling and with the calibration of each layer. See `performer.analysis` for what is measured.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from performer.analysis import attention_error
+from performer.nnx import PerformerAttention
+from performer.nnx.layer import NO_WINDOW, Window
+from vit import data
+from vit.reports import metrics, report
+from vit.run import runs
+from vit.task import Task
+
+ERRORS = ("attention error", "standard error", "output error", "row sum error")
+EXACT = dict.fromkeys(ERRORS, 0.0) | {"worse than uniform": False}
+"""Columns of a layer of exact attention beside linear ones."""
+
+
+def rows(
+    task: Task,
+    model: nnx.Module,
+    batch: data.Batch,
+    *,
+    coupling: str,
+    num_features: int,
+    draws: int,
+    window: Window = NO_WINDOW,
+) -> list[metrics.Record]:
+    """One record for each layer and head: errors, means over the examples.
+
+    Beside layers with random features exact ones have errors of 0. Each query is compared over all
+    keys, also those that causal attention would hide.
+
+    Args:
+        task: of the model.
+        model: in evaluation mode.
+        batch: of examples, as `runs.evaluation_examples` gives.
+        coupling: of the frequencies that are drawn.
+        num_features: m.
+        draws: how many draws.
+        window: of near keys that are exact.
+
+    Raises:
+        ValueError: when the task says nothing of attention, or for an unknown coupling.
+    """
+    functions = [layer.attention_fn for layer in task.layers(model)]
+    linear = [isinstance(function, PerformerAttention) for function in functions]
+    triples, records = nnx.jit(task.projections)(model, batch), []
+    for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
+        error = attention_error(
+            query,
+            key,
+            value,
+            coupling=coupling,
+            num_features=num_features,
+            draws=draws,
+            calibration=function.calibration if linear[number] else None,
+            **window._asdict(),
+        )
+        assert error.output is not None
+        assert error.uniform_output is not None
+        squared_length = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
+        for head in range(query.shape[2]):
+            # The examples share the draws, so that their standard errors do not average out.
+            attention, standard_error, uniform, output, uniform_output = (
+                float(x[:, head].mean())
+                for x in (
+                    *error.attention,
+                    error.uniform_attention,
+                    error.output.value,
+                    error.uniform_output,
+                )
+            )
+            row = {
+                "layer": number,
+                "head": head,
+                "attention error": attention,
+                "standard error": standard_error,
+                "uniform attention": uniform,
+                "worse than uniform": attention > uniform,
+                "output error": output,
+                "uniform output": uniform_output,
+                "row sum error": float(np.sqrt(np.mean(error.row_sum.value[:, head] ** 2))),
+                "(|q|^2 + |k|^2) / 2": float(squared_length[head] / 2 / key.shape[-1] ** 0.5),
+            }
+            is_exact = any(linear) and not linear[number]
+            records.append(row | (EXACT if is_exact else {}))
+    return records
+
+
+def write(records: list[metrics.Record], out: Path, title: str) -> str:
+    """Writes `out`.csv, `out`.md and the heat map `out`.png; returns what to print."""
+    markdown = report.table(records, out)
+    error, uniform, is_worse = (
+        np.array([r[name] for r in records]).reshape(records[-1]["layer"] + 1, -1)
+        for name in ("attention error", "uniform attention", "worse than uniform")
+    )
+    drawn, axes = report.figure(out, columns=2)
+    names = "relative attention error", "the same over that of uniform attention"
+    for axis, values, name in zip(axes, (error, error / uniform), names, strict=True):
+        drawn.colorbar(axis.imshow(values, cmap="viridis", vmin=0), ax=axis)
+        axis.set(title=name, xlabel="head", ylabel="layer")
+        axis.set_xticks(range(values.shape[1]))
+        axis.set_yticks(range(values.shape[0]))
+        for (layer, head), worse in np.ndenumerate(is_worse):
+            text = f"{values[layer, head]:.2g}" + " *" * bool(worse)
+            color = "black" if values[layer, head] > 0.6 * values.max() else "white"
+            axis.text(head, layer, text, ha="center", va="center", fontsize=7, color=color)
+    drawn.suptitle(f"{report.literal(title)} (*: worse than uniform attention)")
+    report.save(drawn, out)
+    heads = [f"{r['layer']}.{r['head']}" for r in records if r["worse than uniform"]]
+    verdict = f"worse than uniform attention: {', '.join(heads) or 'none'} (layer.head)"
+    return f"{markdown}{len(heads)} of {len(records)} heads are {verdict}\n"
+
+
+def report_attention(
+    workdir: Path,
+    out: Path,
+    *,
+    coupling: str = "",
+    num_features: int = 0,
+    images: int = 8,
+    draws: int = 16,
+    exact_window: int | None = None,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    step: int | str | None = None,
+) -> str:
+    """Attention errors of a run's layers and heads on its evaluation examples; returns the table.
+
+    Args:
+        workdir: of the run. A softmax run is measured without a calibration.
+        out: name of the files, without suffix.
+        coupling: of the frequencies; that in the run's config if empty.
+        num_features: m; likewise if 0.
+        images: how many examples.
+        draws: of the frequencies.
+        exact_window: near keys that are exact, with class token and registers; 0 for none, that in
+            the run's config if None.
+        dataset: as `runs.restore`.
+        task: likewise.
+        step: likewise.
+
+    Raises:
+        ValueError: when there is no such run, its task says nothing of attention, or for an unknown
+            coupling.
+    """
+    run = runs.restore(workdir, dataset, task, step)
+    if exact_window is not None:
+        run = run.with_window(exact_window)
+    config, own = run.config, run.config.attention
+    coupling, m = coupling or own.coupling, num_features or own.num_features
+    near = own.exact_window
+    records = rows(
+        run.task,
+        run.model(),
+        runs.evaluation_examples(run.dataset, config, images),
+        coupling=coupling,
+        num_features=m,
+        draws=draws,
+        window=Window(near, config.model.num_prefix) if near else NO_WINDOW,
+    )
+    calibration = "none" if own.kind == "softmax" else own.calibration
+    title = f"{workdir.name}: {coupling}, m = {m}, calibration {calibration}"
+    return write(records, out, title + f", window {near}" * (near > 0))

@@ -1,0 +1,143 @@
+"""Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
+
+import json
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vit.reports import report
+from vit.run import files
+
+Record = dict[str, Any]
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one line to the log."""
+    with files.naming(path), path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a log, lines of the same step as one; damaged lines are left out."""
+    return _merged(_lines(path)[0])
+
+
+def best(log: Path, steps: Container[int]) -> int | None:
+    """Step of the best evaluation among these; the first of equals.
+
+    By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
+    """
+    evaluated = [
+        (-record.get("eval_accuracy", 0.0), record["eval_loss"], record["step"])
+        for record in read(log)
+        if record["step"] in steps and isinstance(record.get("eval_loss"), float)
+    ]
+    return min(evaluated)[-1] if evaluated else None
+
+
+def keep_up_to(path: Path, step: int) -> list[Record]:
+    """Drops the records after `step`, which a resumed run will write again; returns the others.
+
+    A damaged line is left out, too, and named; the log as it was is kept beside, in `unreadable`.
+    """
+    lines, damaged = _lines(path)
+    if damaged:
+        aside = path.parent / "unreadable" / path.name
+        aside.parent.mkdir(exist_ok=True)
+        files.write(aside, path.read_bytes())
+        numbers = ", ".join(map(str, damaged[:20]))
+        print(f"{path} is damaged in line {numbers}: left out; the log as it was is {aside}")
+    kept = [line for line in lines if line["step"] <= step]
+    files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
+    last = kept[-1]["step"] if kept else 0
+    if last < step:
+        print(f"{path} ends at step {last}, the checkpoint is of step {step}: records are missing")
+    return _merged(kept)
+
+
+def _merged(lines: list[Record]) -> list[Record]:
+    records: dict[int, Record] = {}
+    for line in lines:
+        records.setdefault(line["step"], {}).update(line)
+    return list(records.values())
+
+
+def _lines(path: Path) -> tuple[list[Record], list[int]]:
+    """The lines that can be read, and the numbers of the others, but for a last one cut off."""
+    text = files.read(path) if path.exists() else ""
+    lines = text.splitlines()
+    records, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(record)
+            records.append(record)
+        except (ValueError, TypeError, LookupError):
+            damaged.append(number)
+    if damaged[-1:] == [len(lines)] and not text.endswith("\n"):
+        damaged.pop()  # the process was killed while it wrote
+    return records, damaged
+
+
+def progress_bar(shown: bool = True) -> Progress:
+    """A bar with steps, what `status` says and the time left."""
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        disable=not shown,
+    )
+
+
+def plot_learning_curve(log: Path, png: Path) -> None:
+    """Loss and what else training measures against the step, beside the held-out examples'."""
+    records = read(log)
+    names = _loss_first({name for record in records for name in record})
+    if not names:  # the log of a finished run was removed
+        return
+    drawn, axes = report.figure(png, columns=len(names))
+    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
+        for split, marker in [("train", ""), ("eval", "o")]:
+            key = f"{split}_{name}"
+            if points := [(r["step"], r[key]) for r in records if key in r]:
+                axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=split)
+        axis.set(xlabel="step", ylabel=name)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    report.save(drawn, png)
+
+
+def _loss_first(names: Iterable[str]) -> list[str]:
+    """Names of what training measures, without the prefix "train_"."""
+    own = [name.removeprefix("train_") for name in names if name.startswith("train_")]
+    return sorted(own, key=lambda name: (name != "loss", name))
+
+
+def results(record: Record) -> str:
+    """Results of an evaluation: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
+    values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
+    shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
+    return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
+
+
+def status(record: Record, rate: str, waiting: float = 0.0) -> str:
+    """Status of the progress bar for a record.
+
+    Args:
+        record: of the log.
+        rate: the name of its throughput.
+        waiting: share of the time in which there was no batch; from a tenth on it is said.
+    """
+    mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+    bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
+    values = [f"{name} {record[f'train_{name}']:.3f}" for name in _loss_first(record)]
+    noun = rate.removesuffix("_per_second")
+    waits = f"  waiting for data {waiting:.0%}" if waiting > 0.1 else ""
+    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}{bad}"

@@ -1,0 +1,1 @@
+"""Training runs: the loop, its folder and checkpoints, devices, safety."""

@@ -1,0 +1,83 @@
+"""Several processes of one run: what each of them says, and what they must agree on to begin."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from vit.run import files
+
+PATIENCE = 60.0
+"""Seconds after which what another host wrote must be seen: NFS looks again after 30 to 60."""
+
+
+def agree(value: bool) -> bool:
+    """Return the value of process 0."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+def gathered(text: str) -> list[str]:
+    """Return the text of each process; all must call this."""
+    if jax.process_count() == 1:
+        return [text]
+    content = np.frombuffer(text.encode(errors="replace"), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(content)))
+    padded = np.pad(content, (0, 1 + int(lengths.max()) - len(content)))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def failures(reason: str) -> list[str]:
+    """Return what went wrong in each process; "" is nothing."""
+    one = jax.process_count() == 1
+    said = enumerate(gathered(reason))
+    return [text if one else f"process {number}: {text}" for number, text in said if text]
+
+
+def check_same(values: dict[str, Any]) -> None:
+    """Raise ValueError in all processes unless they have the same values, which JSON can hold."""
+    first, *others = map(json.loads, gathered(json.dumps(values)))
+    different = [
+        f"process {number}, with {name}: {other.get(name)!r:.200}, and process 0 with {name}:"
+        f" {value!r:.200}"
+        for number, other in enumerate(others, 1)
+        for name, value in first.items()
+        if other.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            "the processes were not started with the same command, data or packages:\n  "
+            + "\n  ".join(different)
+        )
+
+
+def check_same_folder(workdir: Path) -> None:
+    """Raise ValueError in all processes unless they see the folder of process 0.
+
+    That leaves a word there.
+    """
+    if jax.process_count() == 1:
+        return
+    path, lead = workdir / "hosts", jax.process_index() == 0
+    word = gathered(os.urandom(8).hex())[0]
+    if lead:
+        files.write(path, word)
+    deadline = time.monotonic() + PATIENCE
+    while not (seen := path.exists() and files.read(path) == word) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = failures("" if seen else f"{workdir.resolve()}")
+    if lead:
+        path.unlink(missing_ok=True)
+    if blind:
+        raise ValueError(
+            f"not all processes see the folder of the run that process 0 has, {workdir}: give all"
+            " of them one on a file system that they share. Another one have\n  "
+            + "\n  ".join(blind)
+        )

@@ -1,0 +1,117 @@
+"""Other loggers beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+
+    python -m vit.train --config=experiments/configs/digits.py --workdir=runs/pm --log=wandb,mlflow
+
+Each is a function of the run's folder and config: a context manager that gives a function of a
+record. Packages are imported when a logger is asked for; where they send, and as whom, their own
+environment variables and files say (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...). A resumed
+run goes on in the same run of W&B and MLflow, whose name is noted in the folder.
+"""
+
+import contextlib
+import importlib
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from performer.choices import unknown
+from vit import config as configs
+from vit.reports import metrics
+from vit.run import files
+
+Write = Callable[[metrics.Record], object]
+"""Function of a record of the log."""
+
+
+@contextlib.contextmanager
+def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
+    """Log to the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
+    del config
+    records = metrics.read(workdir / "metrics.jsonl")
+    ahead = records[-1]["step"] + 1 if records else 0
+    writer = _module("tensorboard").SummaryWriter
+    with writer(str(workdir / "tensorboard"), purge_step=ahead) as board:
+
+        def write(record: metrics.Record) -> None:
+            for name, value in record.items():
+                board.add_scalar(name, value, record["step"])
+
+        yield write
+
+
+@contextlib.contextmanager
+def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
+    """Log to a run of W&B by the folder's name, which ignores steps that it has already."""
+    path = workdir / "wandb.json"
+    noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
+    files.note(path, noted)
+    run = _module("wandb").init(
+        id=noted["id"],
+        name=workdir.resolve().name,
+        dir=str(workdir),
+        config=configs.flatten(config),
+        resume="allow",
+        allow_val_change=True,  # of an extended run num_epochs and restarts
+    )
+    with run:
+        yield lambda record: run.log(record, step=record["step"])
+
+
+@contextlib.contextmanager
+def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
+    """Log to a run of MLflow by the folder's name."""
+    package, path = _module("mlflow"), workdir / "mlflow.json"
+    noted = files.noted(path) or {"id": None}
+    with package.start_run(run_id=noted["id"], run_name=workdir.resolve().name) as run:
+        if noted["id"] is None:  # later a parameter cannot be changed
+            package.log_params(configs.flatten(config))
+            files.note(path, {"id": run.info.run_id})
+        yield lambda record: package.log_metrics(record, step=record["step"])
+
+
+LOGGERS: dict[str, Callable[[Path, configs.Config], Any]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "mlflow": mlflow,
+}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check(names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is no logger, or not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(unknown("--log", name, LOGGERS))
+        _module(name)
+
+
+@contextlib.contextmanager
+def writer(
+    names: Sequence[str], workdir: Path, config: configs.Config, lead: bool = True
+) -> Iterator[Write]:
+    """Give a function that adds a record to the log of the run and sends it to these loggers.
+
+    With several processes only one of them, the `lead`, does anything.
+    """
+    if not lead:
+        yield lambda record: None
+        return
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(LOGGERS[name](workdir, config)) for name in names]
+
+        def write(record: metrics.Record) -> None:
+            metrics.append(workdir / "metrics.jsonl", record)
+            for each in writers:
+                each(record)
+
+        yield write
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(PACKAGES[name])
+    except ImportError as error:
+        raise ValueError(
+            f"--log={name} needs {PACKAGES[name]}: pip install 'performer-jax[{name}]'"
+        ) from error

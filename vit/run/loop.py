@@ -1,0 +1,194 @@
+"""The training loop: one step after another; evaluations and checkpoints when they are due.
+
+What is learned is described by a `Task`.
+"""
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from vit import config as configs
+from vit import data
+from vit.reports import metrics
+from vit.run import (
+    checkpoint,
+    costs,
+    devices,
+    extension,
+    files,
+    hosts,
+    loggers,
+    machine,
+    runs,
+    safety,
+    steps,
+)
+from vit.run.display import Display, display
+from vit.run.progress import Progress
+from vit.task import Task
+
+PROFILED = 5
+"""Traced steps: no viewer opens the file of many more."""
+
+
+def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
+    """Compile the function of state and batch, of which shapes suffice; show how long it took."""
+    shown.status(f"compiling {function.__name__}")
+    start = time.perf_counter()
+    function.lower(state, batch).compile()
+    shown.status(f"compiled {function.__name__} in {time.perf_counter() - start:.1f} s")
+
+
+def due(step: int, every: int, num_steps: int) -> bool:
+    """Return true at the end, and after each so many steps."""
+    return step == num_steps or (step > 0 and step % every == 0)
+
+
+def train(
+    config: configs.Config,
+    workdir: Path,
+    dataset: data.Dataset | None = None,
+    task: Task | None = None,
+    *,
+    profile: bool = False,
+    log: Sequence[str] = (),
+) -> metrics.Record:
+    """Train to the end, from the newest readable checkpoint in `workdir` if there is one.
+
+    Ctrl-C and SIGTERM finish the step, save and exit with code `safety.STOPPED`; the same call
+    resumes. A resumed run ends with the same parameters as an uninterrupted one (on CPU bit for
+    bit), wherever it was stopped or killed.
+
+    Args:
+        config: of the run.
+        workdir: its folder; on several hosts one that all of them see.
+        dataset: as `runs.subject`.
+        task: likewise. Fields of the config that mean nothing to it must be valid
+            all the same.
+        profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
+        log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
+
+    Returns:
+        The last record of the log: step, epoch, seconds, train_loss, eval_loss and what else
+        the task measures.
+
+    Raises:
+        ValueError: for a config that cannot work, a workdir that holds another run, is in use or
+            has lost its checkpoints, more unreadable records than `config.data.max_bad_records`,
+            or hosts that were not started alike or do not see one folder.
+        FloatingPointError: when loss, gradients or parameters are not finite, in more steps in a
+            row than `config.optim.skip_nonfinite` passes over; nothing is saved.
+        vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
+    """
+    # Check everything before anything is written.
+    config = extension.as_extended(config, workdir)
+    configs.validate(config)
+    checkpoint.check_path(workdir)
+    loggers.check(log)
+    dataset, task = runs.subject(config, dataset, task, workdir)
+    hosts.check_same(runs.said_by_all(config, dataset, task))
+    mesh = devices.mesh(config)
+    batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
+    machine.check_shared_memory(batch_bytes, machine.workers(config.data.num_workers, batch_bytes))
+    steps_per_epoch, num_steps = runs.length(config, dataset)
+    lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
+    rate = runs.rate(config, dataset)
+    if lead:
+        print("building the model", flush=True)
+    program = runs.program(config, dataset, task, mesh)
+
+    with contextlib.ExitStack() as stack:
+        if lead:
+            workdir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(files.alone(workdir / "lock"))
+            runs.claim(workdir, config, dataset, task)
+        stopping = stack.enter_context(safety.interruption())
+
+        # Resume from the newest readable checkpoint.
+        hosts.check_same_folder(workdir)  # so that all know that process 0 holds it
+        first, state = runs.resume(workdir, program.abstract)
+        if lead and state is not None:
+            print(f"{workdir}: at step {first} of {num_steps}")
+        state = program.initial() if state is None else state
+        checkpoints = stack.enter_context(
+            checkpoint.open_checkpoints(workdir, write=True, keep_every=config.keep_every)
+        )
+        past = metrics.keep_up_to(path, first) if lead else []
+        start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
+        write = stack.enter_context(loggers.writer(log, workdir, config, lead))
+        evaluate_now = due(first, config.eval_every, num_steps) and not hosts.agree(
+            bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]
+        )
+        shown = stack.enter_context(display(lead, first, num_steps))
+        names = list(costs.parameters(program.abstract))
+        progress = Progress(config, task, rate, steps_per_epoch, names, write, shown, start)
+        tracing = stack.enter_context(contextlib.ExitStack())
+        step, saved, evaluated = first, first, False
+        traced = first + config.log_every if profile else -1  # the step before the traced ones
+
+        batches = iter(())
+        if evaluate_now or step < num_steps:
+            batches = stack.enter_context(
+                runs.batches(dataset, config, mesh, step, num_steps, evaluate_first=evaluate_now)
+            )
+        if step < num_steps:
+            compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), shown)
+        while evaluate_now or step < num_steps:
+            if evaluate_now:
+                record = {"step": step, "epoch": step / steps_per_epoch}
+                length = data.evaluation_length(dataset, config.data)
+                evaluation = safety.until(stopping, itertools.islice(batches, length))
+                with contextlib.suppress(safety.Stopped):
+                    if not evaluated:
+                        masked = runs.abstract_batch(dataset, config, mesh, mask=True)
+                        compiled(program.evaluate, state, masked, shown)
+                        evaluated = True
+                    record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
+                    write(record | {"seconds": progress.seconds()})
+                    evaluate_now = False
+                    shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
+            else:
+                if step == traced:
+                    progress.read()
+                    tracing.enter_context(jax.profiler.trace(str(workdir / "profile")))
+                asked = time.perf_counter()
+                batch = next(batches)
+                waited = time.perf_counter() - asked
+                state, values = program.train(state, batch)
+                step += 1
+                progress.add(step, values, asked, waited)
+                shown.advance()
+                if step == traced + PROFILED:
+                    progress.read()
+                    tracing.close()
+                evaluate_now = due(step, config.eval_every, num_steps)
+            saving = due(step, config.checkpoint_every, num_steps)
+            if saving or evaluate_now or progress.too_many_bad:
+                progress.read()
+            if stop := stopping():
+                progress.read()
+            if step != saved and (stop or saving or progress.too_many_bad):
+                checkpoint.save(checkpoints, step, state)
+                saved = step
+            if progress.too_many_bad:
+                raise ValueError(
+                    f"{len(progress.bad)} records of {config.data.train_split!r} cannot be decoded,"
+                    f" more than config.data.max_bad_records={config.data.max_bad_records}; their"
+                    f" numbers are {sorted(progress.bad)[:20]}"
+                )
+            if stop and (evaluate_now or step < num_steps):
+                checkpoint.finish(checkpoints)
+                print(f"stopped at step {step} of {num_steps}; the same command resumes")
+                sys.exit(safety.STOPPED)
+        checkpoint.finish(checkpoints)
+
+    if lead:
+        metrics.plot_learning_curve(path, workdir / "learning_curve.png")
+    return metrics.read(path)[-1]

@@ -1,0 +1,202 @@
+"""A trained softmax model, and what becomes of it with another attention.
+
+`vit.convert` is the command. The layers of a task are replaced by `performer.nnx.linearize`, or as
+its own `Task.replacement` does it; attention errors are measured alike for every task.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from performer import performer_attention
+from performer.attention.refinement import Sample, softmax_attention, squared
+from performer.nnx import linearize, measure
+from performer.nnx.layer import NO_WINDOW, Window
+from performer.nnx.linearization import Measured
+from performer.nnx.report import Report
+from vit import config as configs
+from vit import data
+from vit.reports import metrics
+from vit.run.steps import count, evaluate
+from vit.task import Model, Task
+
+ERROR_EXAMPLES = 8
+"""Examples of the evaluation split whose attention errors are measured."""
+
+
+class Case(NamedTuple):
+    """The attention that takes the place of softmax."""
+
+    coupling: str
+    calibration: str
+    refine_steps: int
+    window: int
+    """Tokens of a chunk of near keys that are exact; 0 for none."""
+    num_features: int
+    """m; 0 for the exact keys alone."""
+    keep: int = 0
+    """Number of layers that stay exact, those with the largest errors."""
+    seed: int = 0
+
+
+class Replaced(NamedTuple):
+    """A model with another attention, its parameters as they were."""
+
+    model: Model
+    task: Task
+    """Task whose `create` makes such a model."""
+    heads: Report | None = None
+    """Errors of each head on the training examples, where the task has them."""
+
+
+class Function(nnx.Module):
+    """(query, key, value, *own) -> output as an `attention_fn`; other arrays, the same program."""
+
+    def __init__(self, function: Callable[..., Array], own: tuple = ()):
+        self.function, self.own = function, nnx.Variable(own)
+
+    def __call__(self, query: Array, key: Array, value: Array, **_: Any) -> Array:
+        """The output; masks and dropout are ignored."""
+        return self.function(query, key, value, *self.own.get_value())
+
+
+def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
+    """A copy of the model with these `attention_fn`, one for each layer."""
+    new = nnx.clone(model)
+    for layer, function in zip(task.layers(new), functions, strict=True):
+        layer.attention_fn = nnx.data(function) if isinstance(function, nnx.Module) else function
+    return new
+
+
+def uniform(query: Array, key: Array, value: Array) -> Array:
+    """The mean of all values."""
+    return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
+
+
+def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
+    """The mean of the values up to each place."""
+    return jnp.cumsum(value, axis=-3) / jnp.arange(1, value.shape[-3] + 1)[:, None, None]
+
+
+@cache  # the same function for the same window is the same program
+def window_alone(window: Window) -> Callable[..., Array]:
+    """Softmax over the exact keys: one feature, of weight 0, for all others."""
+
+    def attend(query: Array, key: Array, value: Array) -> Any:
+        frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
+        options: Any = window._asdict()
+        return performer_attention(query, key, value, frequencies, weights=weights, **options)
+
+    return attend
+
+
+def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
+    """The task's layers as `measure` finds them; others, as pooling by attention, stay exact."""
+    own = {id(layer) for layer in task.layers(model)}
+    found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
+    paths = {".".join(map(str, path)) for path in found}
+    return measure(model, batches, call=task.count, where=paths.__contains__)
+
+
+def linearized(
+    task: Task, config: configs.Config, model: Model, batches: Sequence[data.Batch]
+) -> Callable[[Case], Replaced]:
+    """(case) -> the model with a Performer's attention, by `performer.nnx.linearize`.
+
+    Args:
+        task: of the model.
+        config: of the run; its prefix tokens are exact beside a window.
+        model: in evaluation mode, its tokens in the order of a window.
+        batches: of training examples, which calibrate and refine.
+    """
+    measured = measured_layers(task, model, batches)
+
+    def replaced(case: Case) -> Replaced:
+        window = Window(case.window, config.model.num_prefix) if case.window else NO_WINDOW
+        if not case.num_features:
+            alone = [Function(window_alone(window)) for _ in task.layers(model)]
+            return Replaced(exchanged(task, model, alone), task)
+        new, heads = linearize(
+            model,
+            batches,
+            coupling=case.coupling,
+            num_features=case.num_features,
+            calibration=case.calibration,
+            refine_steps=case.refine_steps,
+            keep=case.keep,
+            **window._asdict(),
+            call=task.count,
+            measured=measured,
+            seed=case.seed,
+        )
+        return Replaced(new, task, heads)
+
+    return replaced
+
+
+def results(run: Any, model: Model) -> metrics.Record:
+    """Results of a model on the evaluation split of a run, as `vit.run.steps.evaluate`
+    returns them.
+
+    Args:
+        run: `vit.run.runs.Restored`.
+        model: in evaluation mode; one that differs in its arrays alone is the same program.
+    """
+    counting = partial(_count, run.task, *nnx.split(model))
+    return evaluate(run.task, counting, data.eval_batches(run.dataset, run.config.data))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _count(task, graph, state, batch):
+    return count(task, nnx.merge(graph, state), batch)
+
+
+def accuracy(run: Any, model: Model, layers: Sequence[tuple[Callable[..., Array], tuple]]) -> float:
+    """Accuracy with (query, key, value, *arguments) -> output in each layer, and its arguments."""
+    new = exchanged(run.task, model, [Function(*layer) for layer in layers])
+    return results(run, new)["eval_accuracy"]
+
+
+def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
+    """Queries and keys of each layer of a model."""
+    projections = nnx.jit(task.projections)
+    layers = zip(*(projections(model, batch) for batch in batches), strict=True)
+    parts = [list(zip(*layer, strict=True))[:2] for layer in layers]
+    return [Sample.of(*map(jnp.concatenate, layer)) for layer in parts]
+
+
+def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[float]:
+    """The relative squared error of each layer's attention matrix, the mean over its heads.
+
+    Args:
+        task: of the models.
+        old: with exact attention; a layer of `new` that is of its kind has the error 0.
+        new: with another attention.
+        seen: queries and keys of each layer of `old`.
+    """
+    pairs = zip(task.layers(old), task.layers(new), seen, strict=True)
+    return [
+        0.0 if is_same(*layers) else float(_error(task.is_causal, layers[1].attention_fn, sample))
+        for *layers, sample in pairs
+    ]
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """Return true if both layers have attention of one kind."""
+    return type(old.attention_fn) is type(new.attention_fn)
+
+
+@partial(nnx.jit, static_argnums=0)
+def _error(is_causal: bool, attention_fn: Any, sample: Sample) -> Float[Array, ""]:
+    query, key = sample[:2]
+    b, s, n, _ = key.shape
+    # Values of unit vectors give the rows of the matrix: (b, t, n, s) -> (b, n, t, s)
+    units = jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, n, s))
+    estimate = jnp.moveaxis(attention_fn(query, key, units), -2, -3)
+    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
+    return jnp.mean(squared(estimate, exact, pairs))
