@@ -158,7 +158,7 @@ def test_what_is_trained_has_a_folder():
 
 FAILING = """
 import sys
-from vit import arguments
+from vit.config import arguments
 def main(_):
     raise {error}
 arguments.launch(main)
@@ -203,7 +203,7 @@ def test_another_split_is_refused_by_the_flag_that_was_given(monkeypatch):
         )
 
     trained = type("Trained", (), {"config": config.Config()})
-    monkeypatch.setattr(evaluate.use, "load", lambda workdir: trained)
+    monkeypatch.setattr(evaluate.use, "load", lambda workdir, step=None: trained)
     monkeypatch.setattr(evaluate.data, "load", load)
     fields = {"data.name": "birds", "data.eval_split": "nope"}
     with pytest.raises(ValueError, match="^--split='nope' is no split of 'birds'$"):

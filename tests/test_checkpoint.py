@@ -168,7 +168,7 @@ def test_every_single_changed_word_changes_its_checksum():
 FULL = """
 import resource, signal, sys, time
 from pathlib import Path
-from vit import checkpoint
+from vit.run import checkpoint
 from tests.test_checkpoint import state
 workdir = Path(sys.argv[1])
 checkpoints = checkpoint.open_checkpoints(workdir, write=True)

@@ -43,7 +43,7 @@ def test_an_unknown_program(monkeypatch):
 PROGRAM = """
 import sys
 print(__name__, sys.argv[1:])
-from vit import cli
+from vit.config import cli
 print(cli.command("next"))
 if __name__ == "__main__":
     print("runs")

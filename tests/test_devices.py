@@ -22,7 +22,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import jax
-from vit import devices
+from vit.run import devices
 arguments = json.loads(sys.argv[1])
 if "coordinator" in arguments:
     devices.initialize(arguments["coordinator"], 2, arguments["process"])

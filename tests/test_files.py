@@ -67,7 +67,7 @@ def test_an_error_without_a_number_keeps_its_words(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from vit import files
+from vit.run import files
 with files.alone(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

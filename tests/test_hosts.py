@@ -15,11 +15,12 @@ from vit.run import hosts
 PROGRAM = """
 import dataclasses, json, sys
 from pathlib import Path
-from vit import devices
+from vit.run import devices
 coordinator, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 devices.initialize(coordinator, 2, process)
 from tests.small import SHALLOW, small_config
-from vit import checkpoint, config, evaluate, hosts, train
+from vit.run import checkpoint, hosts
+from vit import config, evaluate, train
 from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW

@@ -17,7 +17,7 @@ PROGRAM = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 from tests.small import small_config
-from vit import loop, machine
+from vit.run import loop, machine
 machine.allow_open_files(1024)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

@@ -47,7 +47,7 @@ CLOSED = """
 import fcntl, signal, sys, termios, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, as the tests may be
 from pathlib import Path
-from vit import safety
+from vit.run import safety
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.stdout = safety.lasting(sys.stdout)
 with safety.interruption() as stopping:
@@ -130,7 +130,7 @@ def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):
     code = f"""
 from pathlib import Path
 import os, signal
-from vit import safety
+from vit.run import safety
 with safety.appearing(Path({str(folder)!r}), "--out") as folder:
     (folder / "checkpoints").mkdir()
     (folder / "config.json").write_text("{{}}")
