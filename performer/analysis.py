@@ -403,7 +403,7 @@ def _measure(
         shift = jnp.zeros(h, query.dtype) if calibration.shift is None else calibration.shift
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
         shift = jnp.repeat(jnp.broadcast_to(shift, (k, h)), n // k, axis=0)
-        along = jnp.sum(query * shift, axis=-1, keepdims=True)
+        along = jnp.sum(query * shift[None, None], axis=-1, keepdims=True)
 
         def rows(x):  # (b, t, n, h) -> (b k, g blocks, size, h), with zeros at the end
             x = jnp.pad(x, ((0, 0), (0, blocks * size - t), (0, 0), (0, 0)))

@@ -15,6 +15,7 @@ given is computed in `float32_or_wider` of these points, and everything else is 
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -57,8 +58,12 @@ def expression(value: object) -> str:
     """
     if not isinstance(value, FunctionType):
         return repr(value)
-    module = (value.__module__ or "__main__").removeprefix("performer.")
-    return f"{module}.{value.__qualname__}"
+    return f"{_public(value.__module__ or '__main__')}.{value.__qualname__}"
+
+
+def _public(module: str) -> str:
+    """The name by which `performer` has a module: "gp" for performer.kernels.gp."""
+    return re.sub(r"^performer\.(?:(?:attention|couplings|kernels)\.)?", "", module)
 
 
 class Value:
@@ -67,7 +72,7 @@ class Value:
     def __repr__(self) -> str:
         """The name of an equal value in the module of the class, or a call with the fields."""
         kind = type(self)
-        module = kind.__module__.removeprefix("performer.")
+        module = _public(kind.__module__)
         for name, value in vars(sys.modules[kind.__module__]).items():
             if type(value) is kind and hashable(value) and value == self:
                 return f"{module}.{name}"

@@ -19,6 +19,14 @@ COMMAND = re.compile(
     r"((?: \\\n|[^\n`])*)"
 )
 FIELDS = configs.flatten(configs.Config())
+SHARED = {
+    "experiments.language_model": {
+        "convert": "vit.convert",
+        "evaluate": "vit.evaluate",
+        "resume": "vit.train",
+    }
+}
+"""Commands of vit under the name of a task."""
 programs = cache(cli.programs)
 
 
@@ -36,6 +44,8 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
         folder = Path(*module.split("."))
         if words and (folder / f"{words[0]}.py").exists():  # in a folder
             module = f"{module}.{words.pop(0)}"
+        elif words and module in SHARED and words[0] in SHARED[module]:
+            module = SHARED[module][words.pop(0)]
         yield module, words
 
 

@@ -27,7 +27,7 @@ def draws():
     key = jax.random.key(1)
     yield [couplings.get(name)(key, 5, 3) for name in couplings.COUPLINGS]
     yield couplings.with_quantile("pnc", norms.matern(1.5))(key, 6, 4)
-    yield [quadrature.method(key, name, 1, 3, reflect=True) for name in quadrature.METHODS]
+    yield [rule(key, 1, 3, reflect=True) for rule in quadrature.METHODS.values()]
 
 
 def test_draws_have_the_same_bits():

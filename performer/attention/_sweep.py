@@ -366,11 +366,11 @@ def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
     return jnp.concatenate([x] * groups, axis)
 
 
-def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, "*c t s"] | None:
+def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, "#b #c t s"] | None:
     """Which near keys a query sees; None for all."""
     s, allowed = x.keys.key.shape[-2], None
     if is_causal:
-        allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)
+        allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)[None, None]
     if x.ids is not None:
         same = x.ids[..., :, None] == cast(Array, x.near_ids)[..., None, :]
         allowed = same if allowed is None else same & allowed

@@ -61,7 +61,7 @@ def attention(
     begin = jnp.zeros((1, 1), jnp.int32) if ids is None else _begins(ids)
     if plan.axis_name is not None:
         begin = begin - t * jax.lax.axis_index(plan.axis_name)
-    place = jnp.arange(t) - begin
+    place = jnp.arange(t, dtype=begin.dtype)[None] - begin
     others = _without_first(keys, place, f)
     if plan.axis_name is not None:
         rows = _over_devices(maps, query, others, nothing, scale, exact.window, is_causal, plan)
@@ -257,7 +257,7 @@ def _first(keys: Keys, ids: Array | None, begin: Array, f: int, axis_name: str |
 
 def _reached(place: Int[Array, "#b t"], f: int) -> Bool[Array, "#b t f"]:
     """Which of the first keys a causal query sees."""
-    return jnp.arange(f) <= place[..., None]
+    return jnp.arange(f, dtype=place.dtype)[None, None] <= place[..., None]
 
 
 def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:

@@ -188,7 +188,7 @@ def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_hal
         left = jnp.where(length >= 0, load, 0)
         last = step == length
         done = step >= length
-        carry = (turn + done, jnp.where(done, 0, step + 1), node, load)
+        carry = (turn + done.astype(turn.dtype), jnp.where(done, 0, step + 1), node, load)
         return carry, (start, node, step, left, last)
 
     zeros = jnp.zeros_like(walkers[0])
@@ -208,7 +208,7 @@ def _step(graph, thresholds, node, bits):
     degree, last = end - begin, jnp.maximum(end - 1, begin)
     if thresholds is None:
         place = begin + _high_word(bits, degree.astype(jnp.uint32)).astype(jnp.int32)
-        factor = graph.weights[place] * degree
+        factor = graph.weights[place] * degree.astype(graph.weights.dtype)
     else:
         above, strengths = thresholds
         place = _first_above(above, begin, last, bits)

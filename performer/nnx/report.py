@@ -34,25 +34,27 @@ def head_errors(
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
     estimate = performer_estimate(frequencies, calibration, sample, is_causal, **window._asdict())
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
+    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
     groups = sample.query.shape[2] // sample.key.shape[2]
 
     def squared_length(x, exists):
         lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
-        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists) / x.shape[-1] ** 0.5
+        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists, dtype=x.dtype) / x.shape[-1] ** 0.5
 
     return {
         "attention error": squared(estimate, exact, pairs),
         "uniform attention": uniform_error(sample, is_causal),
         "|q|^2": squared_length(sample.query, sample.queries),
         "|k|^2": jnp.repeat(squared_length(sample.key, sample.keys), groups),
-        "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / jnp.sum(jnp.any(pairs, -1))),
+        "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / rows),
     }
 
 
 def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
     """`squared` of the mean over all keys that a query sees."""
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    uniform = pairs / jnp.maximum(jnp.sum(pairs, axis=-1, keepdims=True), 1)
+    seen = pairs.astype(exact.dtype)
+    uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
     return squared(uniform, exact, pairs)
 
 
