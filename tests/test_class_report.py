@@ -105,11 +105,6 @@ def test_ties_and_nan_are_counted_as_the_metrics_do():
         assert int(rank[row] < 5) == int(counts["top5"])
 
 
-def test_one_class():
-    predicted, rank = class_report.outcomes(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32))
-    assert (predicted.tolist(), rank.tolist()) == ([0, 0], [0, 0])
-
-
 def test_files(tmp_path):
     confusion = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 2]])
     counted = class_report.Tally(confusion, np.array([4, 0, 3]))
