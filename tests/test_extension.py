@@ -29,7 +29,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers
 def test_the_config_says_how_long_and_where_the_rate_starts_anew(folder):
     longer = extension.extend(folder, 2.0, SETTINGS)
     assert config.load(folder / "config.json") == longer
