@@ -133,13 +133,20 @@ def test_a_failure_is_one_line(tmp_path):
         "def main(argv): raise eval(argv[1])\narguments.launch(main, words=True)\n"
     )
     lines = [["failing", error] for error in failures]
-    lines.append(["vit.train", "--config=digits"])
-    lines.append(["vit.train", "--config=places365", "--dry_run", f"--config.data.dir={tmp_path}"])
-    *outcomes, train, dry = commands.start_all(lines, ("vit.train",), tmp_path)
-    assert [(code, err) for code, _, err in outcomes] == list(failures.values())
-    missing = "--workdir is missing: folder of the run; made if it does not exist\n"
-    assert train == (1, "", missing)
-    assert "holds no data set; one is made of pictures by" in dry[2]
+    places = "--config=places365 --dry_run --config.data.dir"
+    trained = {
+        "--config=digits": "--workdir is missing: folder of the run; made if it does not exist\n",
+        f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
+        "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
+        "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology is for --dry_",
+    }
+    lines += [["vit.train", *words.split()] for words in trained]
+    outcomes = commands.start_all(lines, ("vit.train",), tmp_path)
+    assert [(code, err) for code, _, err in outcomes[:4]] == list(failures.values())
+    for (code, output, said), begin in zip(outcomes[4:], trained.values(), strict=True):
+        assert (code, output) == (1, "")
+        assert said.startswith(begin)
+        assert said.count("\n") == 1
     made = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
     assert made == {"experiments", "failing.py"}
 

@@ -153,18 +153,3 @@ def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path):
     assert found["device"].startswith(kind)
     assert found["fits"]
     assert found["train"]["collectives"]["all-reduce"][1] > 4 * 200_000
-
-
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
-    """And trains nothing."""
-    workdir = f"--workdir={tmp_path / 'run'}"
-    lines = [
-        ["vit.train", workdir, "--config=imagenet", "--dry_run", "--topology=v5e:4x"],
-        ["vit.train", workdir, "--config=digits", "--topology=v5e:4x4"],
-    ]
-    wrong, misplaced = commands.start_all(lines, ("vit.train",))
-    assert wrong[:2] == (1, "")
-    assert wrong[2].startswith("ValueError: --topology=v5e:4x: a TPU slice")
-    assert wrong[2].count("\n") == 1
-    assert misplaced[2] == "ValueError: --topology is for --dry_run, which is not given\n"
-    assert not (tmp_path / "run").exists()

@@ -148,6 +148,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
 
 
+@pytest.mark.thorough
 def test_commands_name_the_task_of_a_folder_in_one_line(tmp_path):
     runs.claim(tmp_path / "run", SETTINGS, DATASET, OTHER)
     words = {
