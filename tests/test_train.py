@@ -214,7 +214,11 @@ def fragile():
 
 def floats(state):
     arrays = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(state)}
-    return {p: np.array(x) for p, x in arrays.items() if jax.numpy.issubdtype(x.dtype, float)}
+    return {
+        p: np.array(x)
+        for p, x in arrays.items()
+        if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    }
 
 
 SKIPPING = small_config(
