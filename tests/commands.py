@@ -1,9 +1,13 @@
-"""The commands that texts print, and the flags of the programs that they name."""
+"""The commands that texts print, the flags of the programs that they name, and starting them."""
 
 import ast
 import importlib
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -106,3 +110,59 @@ def _define(kind: str, arguments: list[ast.expr], values: flags.FlagValues) -> N
         getattr(flags, kind)(name, None, "", flag_values=values)
     elif name != "config":
         flags.DEFINE_multi_string(name, None, "", flag_values=values)
+
+
+# A process that imports once, then starts every command line in a copy of itself.
+START_ALL = """
+import importlib, json, os, runpy, sys, tempfile, traceback, warnings
+imported, lines = json.loads(sys.argv[1])
+for module in imported:
+    importlib.import_module(module)
+warnings.simplefilter("ignore")  # runpy's, that a module is imported already
+outcomes = []
+for program, *given in lines:
+    out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+    if not os.fork():
+        os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+        sys.argv, code = [program, *given], 0
+        try:
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            code = 1
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    out.seek(0), err.seek(0)
+    outcomes.append((code, out.read(), err.read()))
+print(json.dumps(outcomes))
+"""
+
+
+def start_all(
+    lines: list[list[str]], imported: tuple[str, ...] = (), folder: Path = Path()
+) -> list[tuple[int, str, str]]:
+    """Return exit status, output and errors of each command line, as `python -m` starts it.
+
+    Args:
+        lines: module or file of each program, and its arguments.
+        imported: modules that they need, to be imported once.
+        folder: where they are started, the last place in which modules are looked for.
+    """
+    path = os.pathsep.join([str(Path.cwd()), str(folder.resolve())])
+    done = subprocess.run(
+        [sys.executable, "-c", START_ALL, json.dumps([imported, lines])],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [(code, out, err) for code, out, err in json.loads(done.stdout)]

@@ -47,6 +47,13 @@ def _made(fields, _, seed, num_classes):
     return nnx.merge(nnx.graphdef(nnx.eval_shape(new)), jax.jit(lambda: nnx.state(new()))())
 
 
+def shapes(settings, num_classes, channels):
+    """A ViT of shapes alone: nothing is drawn or compiled."""
+    return nnx.eval_shape(
+        lambda: ViT(settings, num_classes=num_classes, channels=channels, rngs=random_streams(0))
+    )
+
+
 def train_batches(dataset, settings, mesh):
     """The training batches of a run, on the devices."""
     stream = data.train_batches(dataset, settings.data, settings.seed)
@@ -61,6 +68,15 @@ def final_state(run, workdir):
         return np.asarray(jax.random.key_data(x) if is_key else x)
 
     return jax.tree.map(number, checkpoint.restore(workdir, run.abstract)[1])
+
+
+def assert_same_losses(log, other):
+    """Steps, losses and accuracies of two logs; some records have those of an evaluation."""
+    names = ("step", "train_loss", "eval_loss", "eval_accuracy")
+    for one, two in zip(log, other, strict=True):
+        assert one.keys() == two.keys()
+        a, b = ([record[name] for name in names if name in record] for record in (one, two))
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def stop_at(monkeypatch, step, end=SystemExit):

@@ -1,8 +1,6 @@
 """The command line: what --help says, what a flag is called elsewhere, configs by name."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
+from tests import commands
 from vit import config, evaluate
 from vit.config import arguments, bundled
 
@@ -73,12 +72,6 @@ def test_what_is_missing_or_out_of_place_is_told():
     assert message("--config=digits", "runs/a") == "'runs/a' is no flag: see --help"
 
 
-def test_programs_without_a_config_suggest_their_own_flags():
-    values = flags.FlagValues()
-    flags.DEFINE_string("couplings", "", "names", flag_values=values)
-    assert arguments.nearest("coupling", values) == "--couplings"
-
-
 def test_words_are_taken_where_they_are_files():
     argv, values, _ = program("--workdir=x", "a.jpg", "b.jpg")
     assert arguments.parse_flags(argv, values, words=True) == ["program", "a.jpg", "b.jpg"]
@@ -99,13 +92,6 @@ def test_help_lists_every_field(flag, capsys):
     assert "--steps_shown of them; 3 if not given" in words
     assert text.index("--workdir") < text.index(arguments.FIELDS)
     assert max(map(len, text.splitlines())) <= 120
-
-
-def test_every_field_says_what_it_means():
-    told = config.MEANINGS
-    assert set(told) == set(FIELDS)
-    assert not [field for field, text in told.items() if not text]
-    assert told["attention.redraw_every"].startswith("Steps between new draws")
 
 
 def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
@@ -129,55 +115,40 @@ def test_a_config_that_there_is_not_lists_those_that_there_are():
     assert "say where the data set lies, as in --config=my_images:data" in message(
         "--config=my_images"
     )
+    assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
 
 
-def test_a_folder_with_experiments_of_the_users_own_is_no_obstacle(tmp_path):
+def test_a_failure_is_one_line(tmp_path):
+    """A package `experiments` of the user's own, in the current folder, is no obstacle."""
+    failures = {
+        "ValueError('m=0 must be positive')": (1, "ValueError: m=0 must be positive\n"),
+        "OSError(28, 'No space left', 'x')": (1, "OSError: [Errno 28] No space left: 'x'\n"),
+        "FloatingPointError('nan')": (1, "FloatingPointError: nan\n"),
+        "KeyboardInterrupt": (130, "interrupted\n"),
+    }
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    command = [sys.executable, "-m", "vit.train", "--config=places365"]
-    done = subprocess.run(
-        [*command, "--dry_run", f"--config.data.dir={tmp_path}"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
+    (tmp_path / "failing.py").write_text(
+        "import sys\nfrom vit.config import arguments\n"
+        "def main(argv): raise eval(argv[1])\narguments.launch(main, words=True)\n"
     )
-    assert "holds no data set; one is made of pictures by" in done.stderr
-    assert "the wrong one" not in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["experiments"]
-
-
-def test_what_is_trained_has_a_folder():
-    command = [sys.executable, "-m", "vit.train", "--config=digits"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr.strip().endswith(
-        "--workdir is missing: folder of the run; made if it does not exist"
-    )
-    assert done.returncode == 1
-
-
-FAILING = """
-import sys
-from vit.config import arguments
-def main(_):
-    raise {error}
-arguments.launch(main)
-"""
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        ("ValueError('m=0 must be positive')", 1, "ValueError: m=0 must be positive\n"),
-        ("OSError(28, 'No space left', 'x')", 1, "OSError: [Errno 28] No space left: 'x'\n"),
-        ("FloatingPointError('nan')", 1, "FloatingPointError: nan\n"),
-        ("KeyboardInterrupt", 130, "interrupted\n"),
-    ],
-)
-def test_a_failure_is_one_line(error, code, told):
-    program = [sys.executable, "-c", FAILING.format(error=error)]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (code, told)
+    lines = [["failing", error] for error in failures]
+    places = "--config=places365 --dry_run --config.data.dir"
+    trained = {
+        "--config=digits": "--workdir is missing: folder of the run; made if it does not exist\n",
+        f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
+        "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
+        "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology is for --dry_",
+    }
+    lines += [["vit.train", *words.split()] for words in trained]
+    outcomes = commands.start_all(lines, ("vit.train",), tmp_path)
+    assert [(code, err) for code, _, err in outcomes[:4]] == list(failures.values())
+    for (code, output, said), begin in zip(outcomes[4:], trained.values(), strict=True):
+        assert (code, output) == (1, "")
+        assert said.startswith(begin)
+        assert said.count("\n") == 1
+    made = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    assert made == {"experiments", "failing.py"}
 
 
 def test_an_empty_flag_is_not_a_default():
@@ -188,10 +159,6 @@ def test_an_empty_flag_is_not_a_default():
     assert arguments.parse_flags(["program", "--name="], values) == ["program"]
     with pytest.raises(SystemExit, match="--out= is empty: leave it out"):
         arguments.parse_flags(["program", "--out="], values)
-
-
-def test_a_config_that_takes_no_argument():
-    assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
 
 
 def test_another_split_is_refused_by_the_flag_that_was_given(monkeypatch):

@@ -199,15 +199,17 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     assert restored(tmp_path) == 1
 
 
-@pytest.mark.parametrize("name", ["train[:50%]", "a*b", "what?", "back\\slash", "\udce9"])
-def test_a_path_that_could_not_be_read_again_is_refused(tmp_path, name):
+def test_a_path_that_could_not_be_read_again_is_refused(tmp_path):
     """Orbax takes it for a pattern, and finds nothing to put together."""
-    workdir = tmp_path / name
-    with pytest.raises(ValueError, match="cannot hold checkpoints, for its path contains"):
-        checkpoint.open_checkpoints(workdir, write=True)
-    with pytest.raises(ValueError, match="cannot hold checkpoints, for its path contains"):
-        train.train(small_config(), workdir)
-    assert not workdir.exists()
+    for name in ("train[:50%]", "a*b", "what?", "back\\slash", "\udce9"):
+        for use in (lambda path: checkpoint.open_checkpoints(path, write=True), train_small):
+            with pytest.raises(ValueError, match="cannot hold checkpoints, for its path contains"):
+                use(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def train_small(workdir):
+    train.train(small_config(), workdir)
 
 
 def test_other_names_of_folders_hold_checkpoints(tmp_path):

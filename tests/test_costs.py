@@ -6,26 +6,16 @@ import pytest
 from flax import nnx
 
 from experiments.speed import vit as vit_speed
-from tests.small import SHALLOW, small_config
+from tests.small import SHALLOW, shapes, small_config
 from vit import config
-from vit.model import ViT, classification, random_streams
-
-
-def abstract(settings, channels):
-    """Shapes alone: nothing is drawn."""
-    return nnx.eval_shape(
-        lambda: ViT(settings, num_classes=10, channels=channels, rngs=random_streams(0))
-    )
+from vit.model import classification
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("softmax", {"pooling": "token"}),
         ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
-        ("performer", {"pooling": "mean"}),
-        ("performer", {"pooling": "token+mean", "pre_logits": True}),
-        ("performer", {"pooling": "mean", "exact_layers": "1,3"}),
+        ("performer", {"pooling": "token+mean", "pre_logits": True, "exact_layers": "1"}),
         ("performer", {"pooling": "mean", "exact_window": 32}),
     ],
 )
@@ -34,11 +24,11 @@ def test_operations_are_those_that_xla_counts(kind, options):
     options = dict(options)
     own = {name: options.pop(name) for name in ("exact_layers", "exact_window") if name in options}
     settings = small_config(
-        model=config.Model("XS/4", **options),
+        model=config.Model("XS/4", depth=2, **options),
         attention=config.Attention(kind, num_features=256, **own),
         data=config.Data(image_size=64),
     )
-    graph, state = nnx.split(abstract(settings, channels=3))
+    graph, state = nnx.split(shapes(settings, 10, 3))
     images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
     compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, images).compile()
     counted = compiled.cost_analysis()["flops"] / 2
@@ -57,6 +47,7 @@ def test_b16_takes_what_is_published():
     assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
     """Two kinds of attention at 5 and 17 tokens; the state goes on from call to call."""
     monkeypatch.setitem(config.SIZES, "Ti", SHALLOW)

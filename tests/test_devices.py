@@ -1,70 +1,32 @@
-"""Eight devices, two processes and sharded parameters train as one device does."""
+"""Eight devices and sharded parameters train as one device does."""
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
-from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, small_config, train_batches
+from tests.small import (
+    CALIBRATED,
+    SHALLOW,
+    STEADY,
+    assert_same_losses,
+    small_config,
+    train_batches,
+)
 from vit import config, train
 from vit.reports import metrics
-from vit.run import checkpoint, costs, devices, dry_run, runs, safety, steps
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-import jax
-from vit.run import devices
-arguments = json.loads(sys.argv[1])
-if "coordinator" in arguments:
-    devices.initialize(arguments["coordinator"], 2, arguments["process"])
-from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit import config, train
-
-config.SIZES["XS"] = SHALLOW
-for workdir, changes in arguments["runs"].items():
-    train.train(small_config(attention=CALIBRATED, optim=STEADY, **changes), Path(workdir))
-"""
-
-
-def start(arguments):
-    environment = os.environ | {"PYTHONPATH": "."}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def losses(workdir):
-    return [
-        (r["step"], r["train_loss"], r.get("eval_loss"), r.get("eval_accuracy"))
-        for r in metrics.read(workdir / "metrics.jsonl")
-    ]
+from vit.run import costs, devices, dry_run, runs, steps
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
+    """The log of three steps on one device."""
     workdir = tmp_path_factory.mktemp("one") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.SIZES, "XS", SHALLOW)
         train.train(small_config(attention=CALIBRATED, optim=STEADY), workdir)
-    return losses(workdir)
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert [x is None for x in a] == [x is None for x in b]
-        np.testing.assert_allclose(
-            [x for x in a if x is not None], [x for x in b if x is not None], rtol=1e-5
-        )
+    return metrics.read(workdir / "metrics.jsonl")
 
 
 def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
@@ -73,7 +35,7 @@ def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_dev
     monkeypatch.setattr(devices, "SMALLEST", 1)
     settings = small_config(attention=CALIBRATED, optim=STEADY, fsdp=4)
     train.train(settings, tmp_path / "run")
-    assert_same(losses(tmp_path / "run"), one_device)
+    assert_same_losses(metrics.read(tmp_path / "run" / "metrics.jsonl"), one_device)
     run = runs.program(settings, *runs.subject(settings), devices.mesh(settings))
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
@@ -135,54 +97,24 @@ def test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once(monkeypatch,
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_train_as_one_and_stop_together(one_device, tmp_path):
-    """Two processes on loopback; SIGTERM to one stops both after the same step."""
-    runs = {str(tmp_path / "run"): {"num_epochs": 400.2 / 44, "checkpoint_every": 1000}}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    pair = [
-        start({"coordinator": coordinator, "process": process, "runs": runs})
-        for process in range(2)
-    ]
-    log, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + PATIENCE
-    while len(metrics.read(log)) < 5 and time.time() < deadline:
-        time.sleep(0.05)
-    pair[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=PATIENCE) for process in pair]
-    assert [process.returncode for process in pair] == [safety.STOPPED] * 2, outputs
-    assert_same(losses(tmp_path / "run")[:3], one_device)
-    last = metrics.read(log)[-1]["step"]
-    assert 5 <= last < 400
-    assert checkpoint.found(tmp_path / "run") == [last]
-
-
-@pytest.mark.parametrize(
-    ("count", "changes", "message"),
-    [
+def test_what_cannot_be_divided_is_named():
+    in_parts = {"optim": config.Optim(accumulate=8)}
+    for count, changes, message in [
         (3, {}, "batch_size=32 is not divisible by the 3 devices"),
         (8, {"fsdp": 3}, "config.fsdp=3 does not divide the 8 devices"),
-        (
-            8,
-            {"optim": config.Optim(accumulate=8)},
-            "not divisible by the 8 devices times config.optim.accumulate=8",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_named(count, changes, message):
-    with pytest.raises(ValueError, match=message):
-        devices.mesh(small_config(**changes), [object()] * count)
+        (8, in_parts, "not divisible by the 8 devices times config.optim.accumulate=8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            devices.mesh(small_config(**changes), [object()] * count)
 
 
-def test_processes_are_all_described_or_not_at_all(monkeypatch):
+def test_processes_are_all_described_or_not_at_all():
     for given in (("localhost:1", 2), (None, 4), (None, None, 0), ("", 2)):
         with pytest.raises(ValueError, match="give all three, or none"):
             devices.initialize(*given)
     for given in (("localhost", 2, 0), ("", 2, 0), ("a:1", 2, 2), ("a:1", 2, -1), ("a:1", 0, 0)):
         with pytest.raises(ValueError, match="--process_id=.*; the coordinator is HOST:PORT, the"):
             devices.initialize(*given)
-    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_one_worker_of_a_slice_is_refused_instead_of_waiting_for_the_others(monkeypatch):

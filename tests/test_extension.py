@@ -1,7 +1,6 @@
 """A finished run is trained longer: the same bits as one planned so, never by accident."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -36,6 +35,8 @@ def test_the_config_says_how_long_and_where_the_rate_starts_anew(folder):
     assert longer == dataclasses.replace(SETTINGS, num_epochs=EPOCHS + 2, restarts=repr(EPOCHS))
     assert runs.restarts(longer, 44) == (3,)
     assert metrics.read(folder / "metrics.jsonl") == [{"step": 3, "num_epochs": EPOCHS + 2}]
+    with pytest.raises(ValueError, match="no checkpoint can be read"):  # and no other config
+        train.train(SETTINGS, folder)
     ten = dataclasses.replace(SETTINGS, num_epochs=10.0)
     config.save(ten, folder / "config.json")
     (folder / "checkpoints" / "440").mkdir()
@@ -73,6 +74,7 @@ def test_a_run_that_another_process_trains_is_not_extended(folder):
         extension.extend(folder, 1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
 def test_an_extended_run_is_bitwise_one_that_was_planned_so(tmp_path, monkeypatch):
     """Stopped within the extension, and resumed by the command that began the run."""
@@ -94,20 +96,3 @@ def test_an_extended_run_is_bitwise_one_that_was_planned_so(tmp_path, monkeypatc
     assert [[r["step"] for r in log] for log in logs] == [[*range(1, 7)]] * 2
     assert [r["train_loss"] for r in logs[0]] == [r["train_loss"] for r in logs[1]]
     assert "eval_loss" in logs[1][2]  # at the end that it had first
-
-
-def test_a_config_of_before_has_the_fields_of_now(tmp_path):
-    """That of a run of the version without restarts and recipes, which then goes on."""
-    new = {
-        "model": ["drop_path", "mlp_init", "pre_logits", "head_bias"],
-        "data": ["cutmix", "erase"],
-        "optim": ["layer_decay", "loss", "b2", "skip_nonfinite"],
-    }
-    values = dataclasses.asdict(SETTINGS)
-    del values["restarts"], values["keep_every"]
-    for section, fields in new.items():
-        for field in fields:
-            del values[section][field]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert config.load(tmp_path / "config.json") == SETTINGS
-    runs.claim(tmp_path, SETTINGS, *runs.subject(SETTINGS))

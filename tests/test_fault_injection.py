@@ -1,7 +1,7 @@
 """Runs that are killed, and files that are damaged: the same bits in the end, or one clear line.
 
 The slow tier kills a run of scikit-learn's digits `KILLS` times (an environment variable; 6), and
-does every damage to every file of a small run; the fast tier does four damages.
+does every damage to every file of a small run; the thorough tier does four damages.
 """
 
 import itertools
@@ -223,6 +223,7 @@ def damaged(whole, tmp_path, monkeypatch, capsys):
     signal.signal(signal.SIGALRM, handler)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "damage", "want"),
     [

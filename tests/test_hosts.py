@@ -1,16 +1,20 @@
-"""Two processes of a run: what they do not agree on is said by both, before they wait for ever."""
+"""Several processes of a run train as one; what they do not agree on is refused by all of them."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
+import jax
 import pytest
 
-from tests.small import PATIENCE
+from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, assert_same_losses, small_config
+from vit import config, train
 from vit.reports import metrics
-from vit.run import hosts
+from vit.run import checkpoint, hosts, safety
 
 PROGRAM = """
 import dataclasses, json, sys
@@ -18,14 +22,14 @@ from pathlib import Path
 from vit.run import devices
 coordinator, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 devices.initialize(coordinator, 2, process)
-from tests.small import SHALLOW, small_config
+from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
 from vit.run import checkpoint, hosts
 from vit import config, evaluate, train
 from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW
 hosts.PATIENCE = 2.0
-settings = small_config()
+settings = small_config(attention=CALIBRATED, optim=STEADY)
 
 def start(settings, workdir):
     try:
@@ -48,13 +52,17 @@ if process == 1:
 start(settings, "run")
 ocp.load_checkpointables = load
 print("evaluated", json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
+start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000), "long")
 """
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What both have printed, and the folder: another workdir, another seed, then alike; at last
-    one of them cannot read the newest checkpoint."""
+    """What two processes on loopback have printed, and their folder.
+
+    They are given different folders, then different seeds, then the same; one of them cannot read
+    the newest checkpoint. In a long run SIGTERM to one stops both.
+    """
     folder = tmp_path_factory.mktemp("hosts")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -69,12 +77,16 @@ def outputs(tmp_path_factory):
         )
         for process in range(2)
     ]
+    log, deadline = folder / "long" / "metrics.jsonl", time.time() + PATIENCE
     try:
+        while len(metrics.read(log)) < 5 and pair[1].poll() is None and time.time() < deadline:
+            time.sleep(0.05)
+        pair[1].send_signal(signal.SIGTERM)
         done = [process.communicate(timeout=PATIENCE) for process in pair]
     finally:
         for process in pair:
             process.kill()
-    assert [process.returncode for process in pair] == [0, 0], done
+    assert [process.returncode for process in pair] == [safety.STOPPED] * 2, done
     return [out for out, _ in done], folder
 
 
@@ -82,6 +94,7 @@ def errors(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith('"')]
 
 
+@pytest.mark.thorough
 def test_both_say_that_one_has_another_folder(outputs):
     printed, folder = outputs
     for output in printed:
@@ -91,14 +104,14 @@ def test_both_say_that_one_has_another_folder(outputs):
     assert not (folder / "run" / "hosts").exists()
 
 
+@pytest.mark.thorough
 def test_both_say_that_one_has_another_flag(outputs):
+    difference = "process 1, with config.seed: 1, and process 0 with config.seed: 0"
     for output in outputs[0]:
-        assert (
-            "process 1, with config.seed: 1, and process 0 with config.seed: 0"
-            in (errors(output)[1])
-        )
+        assert difference in errors(output)[1]
 
 
+@pytest.mark.thorough
 def test_both_go_back_to_what_both_can_read(outputs):
     printed, folder = outputs
     for output in printed:
@@ -110,6 +123,7 @@ def test_both_go_back_to_what_both_can_read(outputs):
     assert [r["step"] for r in log] == [1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_several_processes_evaluate_what_was_trained(outputs):
     printed, folder = outputs
     last = metrics.read(folder / "run" / "metrics.jsonl")[-1]
@@ -119,9 +133,41 @@ def test_several_processes_evaluate_what_was_trained(outputs):
     assert records[0]["eval_accuracy"] == last["eval_accuracy"]
 
 
+@pytest.mark.thorough
+def test_two_processes_train_as_one_and_stop_together(outputs, tmp_path, monkeypatch):
+    """Both stop after the same step."""
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    train.train(small_config(attention=CALIBRATED, optim=STEADY), tmp_path / "run")
+    workdir = outputs[1] / "long"
+    alone, log = (metrics.read(path / "metrics.jsonl") for path in (tmp_path / "run", workdir))
+    assert_same_losses(log[:3], alone)
+    assert 5 <= log[-1]["step"] < 400
+    assert checkpoint.found(workdir) == [log[-1]["step"]]
+
+
 def test_one_process_agrees_with_itself(tmp_path):
     assert hosts.gathered("é") == ["é"]
     assert hosts.failures("") == []
     assert hosts.failures("no") == ["no"]
     hosts.check_same({"seed": 1})
     hosts.check_same_folder(tmp_path / "none")
+
+
+def test_a_second_process_that_differs_is_refused(tmp_path, monkeypatch):
+    """As process 1 of two; process 0 has seed 0, and has left a word in its folder."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(hosts, "gathered", lambda text: ['{"seed": 0}', text])
+    hosts.check_same({"seed": 0})
+    with pytest.raises(ValueError, match="process 1, with seed: 1, and process 0 with seed: 0"):
+        hosts.check_same({"seed": 1})
+
+    def gathered(text):
+        return ["word" if len(text) == 16 else "", text]  # 8 random bytes, or a failure
+
+    monkeypatch.setattr(hosts, "gathered", gathered)
+    monkeypatch.setattr(hosts, "PATIENCE", 0.0)
+    with pytest.raises(ValueError, match=f"process 1: {tmp_path}"):
+        hosts.check_same_folder(tmp_path)
+    (tmp_path / "hosts").write_text("word")
+    hosts.check_same_folder(tmp_path)

@@ -1,12 +1,8 @@
 """The flags of a command are the parameters of its main, and say what is wrong with them."""
 
 import importlib
-import inspect
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,6 +12,7 @@ import pytest
 from absl import flags
 
 from experiments.common import launch
+from tests import commands
 from tests.pages import code
 from vit.config import cli
 from vit.config.arguments import parse_flags
@@ -100,9 +97,7 @@ def test_a_bad_value_ends_in_one_line(given, said):
 
 
 def test_the_help_is_that_of_the_docstring():
-    told = launch.meanings(example)
-    assert told["sizes"] == "each m; even numbers"
-    assert list(told) == list(inspect.signature(example).parameters)
+    assert launch.meanings(example)["sizes"] == "each m; even numbers"
 
 
 def test_at_least():
@@ -143,26 +138,22 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.parametrize(
-    ("main", "quick", "given", "said"),
-    [
+def test_a_program(tmp_path):
+    unknown = "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"
+    cases = [
         ("words", {"draws": 2}, ["--out=y", "a", "--quick"], "a 2 y/quick"),
         ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
-        ("words", None, ["c"], "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"),
+        ("words", None, ["c"], unknown),
         ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
         ("others", None, ["--config.depth=1", "--draws=5", "--x"], "('--config.depth=1', '--x') 5"),
-    ],
-)
-def test_a_program(main, quick, given, said, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM.replace("{}, {}", f"{main}, {quick}"))
-    done = subprocess.run(
-        [sys.executable, str(path), *given],
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout + done.stderr).strip() == said
+    ]
+    lines = []
+    for number, (main, quick, given, _) in enumerate(cases):
+        path = tmp_path / f"program{number}.py"
+        path.write_text(PROGRAM.replace("{}, {}", f"{main}, {quick}"))
+        lines.append([str(path), *given])
+    outcomes = commands.start_all(lines, ("experiments.common.launch",))
+    assert [(out + err).strip() for _, out, err in outcomes] == [case[-1] for case in cases]
 
 
 LAUNCHED = [
@@ -172,22 +163,20 @@ LAUNCHED = [
 ]
 
 
-@pytest.mark.parametrize("module", LAUNCHED)
-def test_every_flag_of_every_experiment_is_told(module):
-    main = importlib.import_module(module).main
-    values, told = flags.FlagValues(), launch.meanings(main)
-    parameters = launch.define(main, None, values)
-    assert list(told) == [p.name for p in parameters]
-    assert all(told.values())
-    for p in parameters:  # the default is one that the command line can say
-        if p.name in values and p.default not in (None, p.empty, (), ""):
-            text = launch.Parser(p.annotation).serialize(p.default)
-            if p.annotation is not bool:
-                assert launch.Parser(p.annotation).parse(text) == p.default
-
-
-def test_there_are_experiments():
+def test_every_experiment_starts_and_explains_its_flags():
+    """Its default of a flag is one that the command line can give."""
     assert len(LAUNCHED) >= 18
+    for module in LAUNCHED:
+        main = importlib.import_module(module).main
+        values, told = flags.FlagValues(), launch.meanings(main)
+        parameters = launch.define(main, None, values)
+        assert list(told) == [p.name for p in parameters]
+        assert all(told.values())
+        for p in parameters:
+            given = p.name in values and p.default not in (None, p.empty, (), "")
+            if given and p.annotation is not bool:
+                parser = launch.Parser(p.annotation)
+                assert parser.parse(parser.serialize(p.default)) == p.default
 
 
 def test_the_recipe_runs(tmp_path):
@@ -204,8 +193,7 @@ def test_the_recipe_runs(tmp_path):
 
 def test_tables_say_what_made_them(tmp_path):
     """run.json: the command that can be typed again, versions; none where no table was written."""
-    program = tmp_path / "program.py"
-    program.write_text(
+    (tmp_path / "program.py").write_text(
         "from pathlib import Path\n"
         "from experiments.common import launch\n"
         "def main(out: Path, draws: int = 1):\n"
@@ -214,26 +202,15 @@ def test_tables_say_what_made_them(tmp_path):
         "    draws and (out / 'table.csv').write_text('a')\n"
         "launch.run(main)\n"
     )
-    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
-    runs = (
-        (["--draws=2"], True),
-        (["--draws=3"], True),
-        (["--draws=2"], True),
-        (["--draws=0"], False),
-    )
-    for flags_, made in runs:
-        out = tmp_path / f"out {made}"
-        typed = ["-m", "program", f"--out={out}", *flags_]
-        subprocess.run([sys.executable, *typed], check=True, env=environment)
-        assert (out / "run.json").exists() == made
-    records = json.loads((tmp_path / "out True" / "run.json").read_text())
-    assert [shlex.split(each["command"])[-1] for each in records] == ["--draws=3", "--draws=2"]
-    record = records[-1]
-    assert shlex.split(record["command"]) == [
-        "python",
-        "-m",
-        "program",
-        *shlex.split(f"'--out={tmp_path / 'out True'}' --draws=2"),
-    ]
-    assert record["jax"] == jax.__version__
-    assert len(record["date"]) == 10
+    out, none = tmp_path / "out with a space", tmp_path / "none"
+    lines = [["program", f"--out={out}", f"--draws={draws}"] for draws in (2, 3, 2)]
+    lines.append(["program", f"--out={none}", "--draws=0"])
+    outcomes = commands.start_all(lines, ("experiments.common.launch",), tmp_path)
+    assert outcomes == [(0, "", "")] * 4
+    assert not (none / "run.json").exists()
+    records = json.loads((out / "run.json").read_text())
+    typed = [shlex.split(each["command"]) for each in records]
+    started = ["python", "-m", "program", f"--out={out}"]
+    assert typed == [[*started, "--draws=3"], [*started, "--draws=2"]]
+    assert records[-1]["jax"] == jax.__version__
+    assert len(records[-1]["date"]) == 10

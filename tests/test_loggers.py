@@ -1,8 +1,7 @@
 """Other loggers get what the log gets, with stand-ins for their packages; a resumed run goes on."""
 
-import contextlib
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -12,6 +11,7 @@ from vit.reports import metrics
 from vit.run import loggers
 
 RECORDS = [{"step": 5, "train_loss": 0.5}, {"step": 6, "eval_loss": 0.25}]
+SENT = [mock.call(record, step=record["step"]) for record in RECORDS]
 
 
 def logged(workdir, *names):
@@ -21,86 +21,49 @@ def logged(workdir, *names):
             write(record)
 
 
-def test_tensorboard(tmp_path, monkeypatch):
-    seen = []
+@pytest.fixture
+def package(monkeypatch):
+    """Stands for the package of each logger; it notes the calls."""
+    package = mock.MagicMock()
+    for name in loggers.PACKAGES.values():
+        monkeypatch.setitem(sys.modules, name, package)
+    return package
 
-    class Board:
-        def __init__(self, folder, purge_step):
-            seen.append((folder, purge_step))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            seen.append("closed")
-
-        def add_scalar(self, *scalar):
-            seen.append(scalar)
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+def test_tensorboard(tmp_path, package):
     metrics.append(tmp_path / "metrics.jsonl", {"step": 4})
     logged(tmp_path, "tensorboard")
-    assert seen == [
-        (str(tmp_path / "tensorboard"), 5),
-        ("step", 5, 5),
-        ("train_loss", 0.5, 5),
-        ("step", 6, 6),
-        ("eval_loss", 0.25, 6),
-        "closed",
+    package.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=5)
+    board = package.SummaryWriter.return_value
+    assert [call.args for call in board.__enter__().add_scalar.mock_calls] == [
+        *(("step", 5, 5), ("train_loss", 0.5, 5), ("step", 6, 6), ("eval_loss", 0.25, 6))
     ]
+    board.__exit__.assert_called_once()
     assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 4}, *RECORDS]
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    runs, ended = [], []
-
-    class Run:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            ended.append(self)
-
-        def log(self, record, step):
-            runs[-1][1].append((record, step))
-
-    def init(**options):
-        runs.append((options, []))
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for _ in range(2):
-        logged(tmp_path / "run", "wandb")
-    (first, records), (second, _) = runs
+def test_wandb_goes_on_in_the_same_run(tmp_path, package):
+    for name in ("run", "run", "other"):
+        logged(tmp_path / name, "wandb")
+    first, second, other = (call.kwargs for call in package.init.call_args_list)
     assert first == second
     assert (first["name"], first["resume"]) == ("run", "allow")
     assert first["config"]["attention.num_features"] == 8
-    assert records == [(record, record["step"]) for record in RECORDS]
-    assert len(ended) == 2
-    logged(tmp_path / "other", "wandb")
-    assert runs[2][0]["id"] != first["id"]
+    assert other["id"] != first["id"]
+    run = package.init.return_value
+    assert run.log.mock_calls == SENT * 3
+    assert run.__enter__.call_count == run.__exit__.call_count == 3
 
 
-def test_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_mlflow_goes_on_in_the_same_run(tmp_path, package):
     """And gives its parameters once: MLflow refuses another value, as an extended run has."""
-    calls = []
-
-    @contextlib.contextmanager
-    def start_run(run_id, run_name):
-        calls.append((run_id, run_name))
-        yield SimpleNamespace(info=SimpleNamespace(run_id="abc"))
-
-    package = SimpleNamespace(
-        start_run=start_run,
-        log_params=lambda params: calls.append(len(params)),
-        log_metrics=lambda record, step: calls.append((record, step)),
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", package)
+    package.start_run.return_value.__enter__.return_value.info.run_id = "abc"
     for _ in range(2):
         logged(tmp_path / "run", "mlflow")
-    sent = [(record, record["step"]) for record in RECORDS]
-    fields = len(config.flatten(small_config()))
-    assert calls == [(None, "run"), fields, *sent, ("abc", "run"), *sent]
+    begun = [mock.call(run_id=known, run_name="run") for known in (None, "abc")]
+    assert package.start_run.call_args_list == begun
+    package.log_params.assert_called_once_with(config.flatten(small_config()))
+    assert package.log_metrics.mock_calls == SENT * 2
 
 
 def test_a_logger_that_is_not_installed_is_told_before_anything_starts(monkeypatch):

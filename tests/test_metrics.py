@@ -1,6 +1,5 @@
 """Counts under a mask, ties and NaN; the log; the plot."""
 
-import json
 import os
 
 import jax.numpy as jnp
@@ -72,28 +71,9 @@ def test_the_right_answer_of_a_blend_is_the_larger_share():
 
 
 def test_log(tmp_path):
+    """Lines of a step are one record; the last line may be cut, by a kill."""
     log = tmp_path / "metrics.jsonl"
     assert metrics.read(log) == []
-    for step in (1, 2, 3):
-        metrics.append(log, {"step": step, "train_loss": 1 / step})
-    with log.open("a") as file:
-        file.write('{"step": 4, "tra')  # the process was killed here
-    assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
-    metrics.keep_up_to(log, 2)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
-
-
-def test_plot(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        metrics.append(log, {"step": step, "train_loss": 1.0, "train_accuracy": 0.5})
-    metrics.append(log, {"step": 3, "eval_loss": 1.0, "eval_accuracy": 0.5})
-    metrics.plot_learning_curve(log, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_lines_of_a_step_are_one_record_and_a_cut_line_is_dropped(tmp_path):
-    log = tmp_path / "metrics.jsonl"
     for record in ({"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 2, "b": 3}):
         metrics.append(log, record)
     with log.open("a") as file:
@@ -102,6 +82,7 @@ def test_lines_of_a_step_are_one_record_and_a_cut_line_is_dropped(tmp_path):
     assert metrics.keep_up_to(log, 2) == metrics.read(log)
     assert log.read_text().count("\n") == 3  # lines stay as they were written
     assert metrics.keep_up_to(log, 1) == [{"step": 1, "a": 1}]
+    assert log.read_text() == '{"step": 1, "a": 1}\n'
 
 
 LOG = [{"step": step, "train_loss": 1 / step} for step in (1, 2, 3, 4)]
@@ -139,3 +120,9 @@ def test_a_pipe_in_the_place_of_a_log_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="metrics.jsonl is no file; move it away"):
         metrics.read(tmp_path / "metrics.jsonl")
+
+
+def test_the_share_of_time_without_a_batch_is_said():
+    record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
+    for share, end in [(0.09, "5 images/s"), (0.832, "5 images/s  waiting for data 83%")]:
+        assert metrics.status(record, "images_per_second", share).endswith(end)

@@ -1,5 +1,7 @@
 """The ViT: shapes, variants, positions, what depends on the seed and what on the coupling."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies, Statistics
-from tests.small import CALIBRATED, TINY, new_vit, small_config
+from tests.small import CALIBRATED, SHALLOW, TINY, new_vit, shapes, small_config
 from vit import config
-from vit.model import ViT, random_streams, sincos_positions, z_order
+from vit.model import sincos_positions, z_order
 
 pytestmark = pytest.mark.usefixtures("tiny")
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
@@ -24,8 +26,7 @@ def forward(model):
     return model(jnp.asarray(IMAGES))
 
 
-@pytest.mark.parametrize("pooling", ["token", "mean"])
-@pytest.mark.parametrize("position", ["learned", "sincos"])
+@pytest.mark.parametrize(("pooling", "position"), [("token", "learned"), ("mean", "sincos")])
 def test_shapes_and_intermediates(pooling, position):
     model = vit(model=config.Model("XS/2", pooling=pooling, position=position))
     logits, intermediates = forward(model)
@@ -51,35 +52,27 @@ def test_variants_have_the_published_sizes(variant, millions):
         attention=config.Attention(kind="softmax"),  # the parameters are the same
         data=config.Data(image_size=224),
     )
-    model = nnx.eval_shape(
-        lambda: ViT(settings, num_classes=1000, channels=3, rngs=random_streams(0))
-    )
+    model = shapes(settings, 1000, 3)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     head = (config.SIZES[variant.split("/")[0]].width + 1) * 1000
     assert (count - head) / 1e6 == pytest.approx(millions, rel=0.05)
 
 
 def test_only_the_frequencies_depend_on_coupling_and_kind():
-    states = [
-        nnx.state(vit(attention=attention), nnx.Param)
-        for attention in (
-            config.Attention(coupling="pm", num_features=8),
-            config.Attention(coupling="iid-antithetic", num_features=4, share_heads=True),
-            config.Attention(kind="softmax"),
-        )
-    ]
+    """Layers and heads have their own, unless heads share them."""
+    shared = config.Attention(coupling="iid-antithetic", num_features=4, share_heads=True)
+    own = config.Attention(coupling="pm", num_features=8)
+    states, frequencies = [], []
+    for attention in (own, shared, config.Attention(kind="softmax")):
+        model = vit(attention=attention)
+        states.append(nnx.state(model, nnx.Param))
+        frequencies.append(jax.tree.leaves(nnx.state(model, Frequencies)))
     for other in states[1:]:
         assert jax.tree.structure(states[0]) == jax.tree.structure(other)
         jax.tree.map(np.testing.assert_array_equal, states[0], other)
-
-
-def test_layers_and_heads_have_frequencies_of_their_own():
-    draws = jax.tree.leaves(nnx.state(vit(), Frequencies))
-    assert [x.shape for x in draws] == [(2, 8, 8)] * 2
-    flat = np.concatenate([np.asarray(x) for x in draws])
-    assert len({x.tobytes() for x in flat}) == 4
-    shared = vit(attention=config.Attention(num_features=8, share_heads=True))
-    assert [x.shape for x in jax.tree.leaves(nnx.state(shared, Frequencies))] == [(8, 8)] * 2
+    shapes = [[x.shape for x in each] for each in frequencies]
+    assert shapes == [[(2, 8, 8)] * 2, [(4, 8)] * 2, []]
+    assert len({np.asarray(x).tobytes() for x in np.concatenate(frequencies[0])}) == 4
 
 
 def test_performer_with_many_features_is_the_softmax_twin():
@@ -111,9 +104,7 @@ def test_the_z_order_curve_is_that_of_interleaved_bits(rows, columns):
 
 KINDS = {
     "token": config.Model("XS/1", pooling="token"),
-    "mean": config.Model("XS/2", pooling="mean", position="sincos"),
-    "attention": config.Model("XS/2", pooling="attention"),
-    "registers": config.Model("XS/2", pooling="token+mean", registers=2),
+    "registers": config.Model("XS/2", pooling="token+mean", position="sincos", registers=2),
 }
 
 
@@ -136,26 +127,25 @@ def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
         np.testing.assert_allclose(ordered[name], want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way():
-    """65 and 19 tokens; class token and registers are exact for all."""
-    for kind in ("token", "registers"):
-        outputs = {}
-        for name, attention in {
-            "softmax": config.Attention(kind="softmax"),
-            "whole": config.Attention(num_features=8, exact_window=65),
-            "near": config.Attention(num_features=8, exact_window=4),
-            "none": config.Attention(num_features=8),
-        }.items():
-            model = vit(model=KINDS[kind], attention=attention)
-            for block in model.blocks:  # what attention adds at first is next to nothing
-                block.attention.query.kernel[...] *= 4
-            if name in ("whole", "near"):
-                window = model.blocks[0].attention.attention_fn.window
-                assert window == (attention.exact_window, KINDS[kind].num_prefix)
-            outputs[name] = forward(model)[1]["pooled"]
-        np.testing.assert_allclose(outputs["whole"], outputs["softmax"], atol=1e-4)
-        near, none = (np.linalg.norm(outputs[x] - outputs["softmax"]) for x in ("near", "none"))
-        assert 0 < near < none
+def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monkeypatch):
+    """16 patches; class token and registers are exact for all."""
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    outputs = {}
+    for name, attention in {
+        "softmax": config.Attention(kind="softmax"),
+        "whole": config.Attention(num_features=8, exact_window=19),
+        "near": config.Attention(num_features=8, exact_window=4),
+        "none": config.Attention(num_features=8),
+    }.items():
+        model = vit(model=KINDS["registers"], attention=attention)
+        model.blocks[0].attention.query.kernel[...] *= 4  # at first it adds next to nothing
+        if name in ("whole", "near"):
+            window = model.blocks[0].attention.attention_fn.window
+            assert window == (attention.exact_window, 3)
+        outputs[name] = forward(model)[1]["pooled"]
+    np.testing.assert_allclose(outputs["whole"], outputs["softmax"], atol=1e-4)
+    near, none = (np.linalg.norm(outputs[x] - outputs["softmax"]) for x in ("near", "none"))
+    assert 0 < near < none
 
 
 def test_options_of_the_head_and_the_mlp(monkeypatch):
@@ -244,8 +234,10 @@ def test_a_block_without_its_summands_is_the_identity():
 
 def test_without_stochastic_depth_there_is_no_stream_for_it():
     """The state is that of a model of before: old checkpoints are read."""
-    off, on = (vit(model=config.Model("XS/4", drop_path=p)) for p in (0.0, 0.1))
-    paths = [{p for p, _ in nnx.to_flat_state(nnx.state(model))} for model in (off, on)]
+    paths = []
+    for probability in (0.0, 0.1):
+        model = shapes(small_config(model=config.Model("XS/4", drop_path=probability)), 5, 1)
+        paths.append({path for path, _ in nnx.to_flat_state(nnx.state(model))})
     assert {p for p in paths[1] - paths[0]} == {
         ("blocks", 1, "drop_path", "rngs", name) for name in ("count", "key")
     }
@@ -262,6 +254,7 @@ def test_sincos_positions_are_distinct_and_of_unit_amplitude():
         sincos_positions(2, 6)
 
 
+@cache
 def gradients(**model):
     """Loss and gradients in training mode, and what the pass left in the model."""
     net = vit(model=config.Model("XS/4", dropout=0.1, **model), attention=CALIBRATED)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.small import new_vit, small_config
+from tests.small import shapes, small_config
 from vit import config
 from vit.model import classification
 from vit.run import optim
@@ -47,12 +47,17 @@ def test_restarts_are_cycles():
         optim.schedule(section, 42, restarts=(10, 16))
 
 
+def ones(settings):
+    """Parameters of a ViT, all of them 1."""
+    params = nnx.state(shapes(settings, 5, 1), nnx.Param)
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+
+
 def test_layers_learn_by_their_distance_from_the_head(tiny):
     """Rate and decay of weights, against AdamW alone: 0.5 of it for each layer in between."""
     settings = small_config(model=config.Model("XS/4", pre_logits=True))
-    params = nnx.state(new_vit(settings), nnx.Param)
-    params = jax.tree.map(lambda x: x + 1.0, params)
-    gradients = jax.tree.map(jnp.ones_like, params)
+    params = ones(settings)
+    gradients = params
 
     def updates(**fields):
         section = config.Optim(weight_decay=0.1, clip_norm=0.0, **fields)
@@ -87,8 +92,7 @@ def test_b2_is_that_of_adam():
 
 
 def test_only_weights_of_linear_maps_decay(tiny):
-    model = new_vit(small_config())
-    params = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    params = ones(small_config())
     transform = optim.optimizer(config.Optim(weight_decay=0.1), optax.constant_schedule(1.0))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(lambda: transform.update(zeros, transform.init(params), params))()

@@ -13,13 +13,13 @@ from vit.config import bundled, recipe
 from vit.prepare import prepare
 from vit.run import optim, runs
 
-NUMBERS = (1, 2, 3, 7, 72, 80, 999, 9_999, 10_000, 60_000, 99_999, 800_000, 1_281_167, 10**8)
-SIDES = (1, 5, 7, 8, 13, 28, 32, 63, 96, 127, 224, 500, 4000)
+NUMBERS = (1, 2, 7, 80, 999, 9_999, 60_000, 800_000, 1_281_167, 10**8)
+SIDES = (1, 7, 8, 13, 32, 63, 96, 127, 224, 4000)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_config_is_valid_and_its_run_has_a_length(number):
-    for side, channels in itertools.product(SIDES, (1, 3)):
+    for side, channels in zip(SIDES, itertools.cycle((1, 3)), strict=False):
         derived = recipe.for_images(number, 10, side, channels)
         config.validate(derived)
         dataset = data.Dataset(range(number), range(1))

@@ -78,6 +78,18 @@ def test_a_terminal_that_closes_asks_to_stop(tmp_path):
     assert (tmp_path / "end").read_text() == "saved"
 
 
+def test_output_whose_reader_is_gone_is_dropped():
+    """As `| head -1` leaves it: printing is no error, then or later."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, safety.lasting(stream) as output:
+        print("read", file=output, flush=True)
+        assert os.read(reader, 9) == b"read\n"
+        os.close(reader)
+        for _ in range(2):
+            print("unread", file=output, flush=True)
+        assert output.buffer.raw.unread
+
+
 def test_until():
     taken: list[int] = []
     items = safety.until(lambda: len(taken) == 2, range(9))

@@ -1,8 +1,6 @@
 """The seam between the loop and what is learned: a task that no file of `vit` knows."""
 
 import dataclasses
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -12,8 +10,9 @@ from flax import nnx
 
 import vit
 from performer.analysis import attention_error
+from tests import commands
 from tests.sequences import DATASET, TASK, projections
-from tests.small import CALIBRATED, PATIENCE, final_state, small_config, stop_at
+from tests.small import CALIBRATED, final_state, small_config, stop_at
 from vit import config, convert, data, evaluate, train
 from vit.reports import attention_report, metrics
 from vit.run import devices, dry_run, extension, runs, steps
@@ -65,8 +64,11 @@ def test_evaluation_is_that_of_the_sequences_without_padding(finished):
     d = np.asarray(nnx.jit(lambda model: model(x))(model), np.float64) - y
     assert report["eval_loss"] == pytest.approx(np.mean(d**2), rel=1e-5)
     assert report["eval_error"] == pytest.approx(np.mean(np.abs(d)), rel=1e-5)
+    with pytest.raises(ValueError, match="holds a run of a task without a name, not of"):
+        evaluate.evaluate_run(workdir)
 
 
+@pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, end):
@@ -117,15 +119,6 @@ def test_the_report_has_the_calibration_of_the_layer():
     np.testing.assert_allclose([row["attention error"] for row in rows], want, rtol=1e-4)
 
 
-def test_a_run_of_another_task_is_refused_and_stays_as_it_is(finished):
-    workdir, _ = finished
-    before = sorted(path.name for path in workdir.rglob("*"))
-    for call in (evaluate.evaluate_run, partial(train.train, SETTINGS)):
-        with pytest.raises(ValueError, match="holds a run of a task without a name, not of"):
-            call(workdir)
-    assert sorted(path.name for path in workdir.rglob("*")) == before
-
-
 OTHER = TASK._replace(name="regression", command="python -m regression")
 
 
@@ -155,6 +148,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
 
 
+@pytest.mark.thorough
 def test_commands_name_the_task_of_a_folder_in_one_line(tmp_path):
     runs.claim(tmp_path / "run", SETTINGS, DATASET, OTHER)
     words = {
@@ -164,22 +158,14 @@ def test_commands_name_the_task_of_a_folder_in_one_line(tmp_path):
         "convert": "--coupling=orf",
         "export": "--out=program.stablehlo",
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"vit.{program}", f"--workdir={tmp_path / 'run'}", word],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for program, word in words.items()
-    ]
+    modules = tuple(f"vit.{program}" for program in words)
+    workdir = f"--workdir={tmp_path / 'run'}"
+    lines = [[module, workdir, word] for module, word in zip(modules, words.values(), strict=True)]
     line = (
         f"ValueError: {tmp_path / 'run'} holds a run of the task 'regression', not of"
         " 'classification': python -m regression serves it\n"
     )
-    for program in started:
-        assert program.communicate(timeout=PATIENCE) == ("", line)
-        assert program.returncode == 1
+    assert commands.start_all(lines, modules) == [(1, "", line)] * 5
 
 
 def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
@@ -220,17 +206,15 @@ def test_programs_of_equal_tasks_are_built_once():
     assert runs.subject(digits)[1] is runs.subject(digits)[1]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (data.in_memory(DATASET.train[:31], DATASET.evaluation), "larger than .* 31 records"),
-        (data.in_memory(DATASET.train, []), "eval_split='test' is empty"),
-    ],
-)
-def test_a_data_set_that_is_too_small_is_refused(tmp_path, dataset, message):
-    with pytest.raises(ValueError, match=message):
-        train.train(SETTINGS, tmp_path / "run", dataset, TASK)
-    assert not (tmp_path / "run").exists()
+def test_a_data_set_that_is_too_small_is_refused(tmp_path):
+    for (train_records, evaluation), message in {
+        (31, 40): "larger than .* 31 records",
+        (96, 0): "eval_split='test' is empty",
+    }.items():
+        few = data.in_memory(DATASET.train[:train_records], DATASET.evaluation[:evaluation])
+        with pytest.raises(ValueError, match=message):
+            train.train(SETTINGS, tmp_path / "run", few, TASK)
+        assert not (tmp_path / "run").exists()
 
 
 def test_streams_are_those_of_flax_and_never_ask_a_tracer_for_its_sharding(monkeypatch):

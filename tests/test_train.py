@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -47,11 +46,11 @@ def finished(tmp_path_factory):
         return workdir, train.train(small_config(), workdir)
 
 
-def program(settings, num_steps=3):
-    """Functions and data of a run."""
-    (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
+def program(settings, task=None):
+    """Functions and data of a run of three steps."""
+    (dataset, own), mesh = runs.subject(settings), devices.mesh(settings)
     batches = train_batches(dataset, settings, mesh)
-    return steps.build(settings, task, num_steps, mesh), batches
+    return steps.build(settings, task or own, 3, mesh), batches
 
 
 def frequencies(state):
@@ -72,20 +71,15 @@ def test_three_steps(finished):
     assert (workdir / "learning_curve.png").exists()
     assert checkpoint.found(workdir) == [2, 3]
 
+    run, _ = program(small_config())
+    before, after = frequencies(run.initial()), frequencies(final_state(run, workdir))
+    np.testing.assert_array_equal(before, after)  # saved, and not trained
+
     report = evaluate.evaluate_run(workdir)
     assert report["step"] == 3
     assert evaluate.evaluate_run(workdir, step="best") == report
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
-
-
-def test_the_share_of_time_without_a_batch_is_said():
-    record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
-    for share, text in [
-        (0.09, "loss 1.000  5 images/s"),
-        (0.832, "5 images/s  waiting for data 83%"),
-    ]:
-        assert metrics.status(record, "images_per_second", share).endswith(text)
 
 
 def test_metrics_are_read_while_the_next_steps_compute():
@@ -131,38 +125,6 @@ def test_five_steps_are_traced(tmp_path, monkeypatch):
     assert traced == [str(tmp_path / "run" / "profile")]
 
 
-def test_compiled_functions_have_names():
-    """In profiles and in the log of compilations."""
-    run, _ = program(small_config())
-    compiled = run.initial, run.train, run.evaluate
-    assert [f.__name__ for f in compiled] == ["initial", "train_step", "eval_step"]
-    assert "module @jit_initial" in run.initial.lower().as_text()
-
-
-def test_off_a_terminal_a_run_says_what_it_does(tmp_path, capsys):
-    """Compiling and its seconds, a line of progress, each evaluation."""
-    train.train(small_config(), tmp_path / "run")
-    lines = capsys.readouterr().out.splitlines()
-    patterns = [
-        "compiling train_step",
-        r"compiled train_step in [\d.]+ s",
-        r"step 1 of 3: loss 2\.303  accuracy .* images/s.*  0:00:\d\d left",
-        "compiling eval_step",
-        r"compiled eval_step in [\d.]+ s",
-        "step 3: test accuracy .*",
-    ]
-    for pattern in patterns:
-        assert any(re.fullmatch(pattern, line) for line in lines), (pattern, lines)
-
-
-def test_frequencies_are_saved_and_not_trained(finished):
-    run, _ = program(small_config())
-    before, after = frequencies(run.initial()), frequencies(final_state(run, finished[0]))
-    assert len(before) == 1
-    for a, b in zip(before, after, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.optimised("asserts bits")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
@@ -192,13 +154,6 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
 
 
-def test_a_finished_run_only_reports(finished):
-    workdir, first = finished
-    log = (workdir / "metrics.jsonl").read_text()
-    assert train.train(small_config(), workdir) == first
-    assert (workdir / "metrics.jsonl").read_text() == log
-
-
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints")
@@ -209,7 +164,8 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
     assert not (workdir / "checkpoints").exists()
 
 
-def test_a_finished_run_with_a_damaged_log_says_so_and_evaluates_again(finished, tmp_path, capsys):
+def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path, capsys):
+    """Or with a damaged one, which is named."""
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     log = workdir / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -218,30 +174,15 @@ def test_a_finished_run_with_a_damaged_log_says_so_and_evaluates_again(finished,
     assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
     assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
     assert f"damaged in line {len(lines)}: left out" in capsys.readouterr().out
+    log.unlink()
+    assert train.train(small_config(), workdir)["eval_accuracy"] == record["eval_accuracy"]
 
 
-def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path):
-    workdir = shutil.copytree(finished[0], tmp_path / "run")
-    (workdir / "metrics.jsonl").unlink()
-    record = train.train(small_config(), workdir)
-    assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
-
-
-def test_a_config_is_written_through_no_link(tmp_path):
-    thesis = tmp_path / "thesis.tex"
-    thesis.write_text("years of work")
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    for name in ("config.tmp", "config.json.tmp"):
-        (workdir / name).symlink_to(thesis)
-    dataset, task = runs.subject(small_config())
-    runs.claim(workdir, small_config(), dataset, task)
-    assert thesis.read_text() == "years of work"
-    assert config.load(workdir / "config.json") == small_config()
-
-
-def test_another_config_is_refused_with_the_difference(finished):
-    workdir, _ = finished
+def test_a_finished_run_only_reports_and_refuses_another_config(finished):
+    workdir, first = finished
+    log = (workdir / "metrics.jsonl").read_text()
+    assert train.train(small_config(), workdir) == first
+    assert (workdir / "metrics.jsonl").read_text() == log
     other = small_config(attention=config.Attention(coupling="orf", num_features=8))
     with pytest.raises(ValueError, match="attention.coupling: 'pm-antithetic' -> 'orf'"):
         train.train(other, workdir)
@@ -260,37 +201,64 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     assert checkpoint.found(tmp_path / "run") == [1, 2]
 
 
-def poisoned(monkeypatch, *numbers):
-    """The task of a run in whose steps of those numbers loss and gradients are not finite."""
-    run_batches = data.run_batches
-
-    def batches(dataset, section, seed, schedule, first, *share):
-        stream = run_batches(dataset, section, seed, schedule, first, *share)
-        for place, batch in enumerate(stream, first):
-            training, step = schedule.at(place)
-            black = training and step + 1 in numbers
-            yield batch | ({"image": np.zeros_like(batch["image"])} if black else {})
-
-    dataset, task = runs.subject(small_config())
+def fragile():
+    """The task of a run: of black images loss and gradients are not finite."""
+    _, task = runs.subject(small_config())
 
     def loss(model, examples):
         value, sums = task.loss(model, examples)
         return value / jax.numpy.any(examples[0] != 0), sums
 
-    monkeypatch.setattr(data, "run_batches", batches)
-    return dataset, task._replace(loss=loss)
+    return task._replace(loss=loss)
 
 
+def floats(state):
+    arrays = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(state)}
+    return {
+        p: np.array(x)
+        for p, x in arrays.items()
+        if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    }
+
+
+SKIPPING = small_config(
+    attention=CALIBRATED,
+    optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9, skip_nonfinite=1),
+)
+
+
+def test_steps_that_are_not_finite_are_passed_over():
+    """Parameters, moments, running mean and statistics stay; the step counts."""
+    run, batches = program(SKIPPING, fragile())
+    batch = next(batches)
+    state, values = run.train(run.initial(), batch)
+    before = floats(state)
+    assert not values["skipped"]
+    state, values = run.train(state, batch | {"image": jax.numpy.zeros_like(batch["image"])})
+    assert values["skipped"]
+    assert len(before) > 30
+    jax.tree.map(np.testing.assert_array_equal, floats(state), before)
+    _, optimizer = nnx.merge(run.graph, state)
+    assert int(optimizer.step[...]) == 2
+
+
+@pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
-def test_steps_that_are_not_finite_are_passed_over(tmp_path, monkeypatch, capsys):
-    """Parameters, moments and statistics stay; the step counts; a resumed run is bitwise the same.
+def test_a_run_that_passes_over_a_step_resumes_bitwise(tmp_path, monkeypatch, capsys):
+    """Two in a row are too many for one that may pass over one; the same command, allowed more,
+    ends."""
+    run_batches, black = data.run_batches, {2}
 
-    Two in a row are too many for one that may pass over one; the same command, allowed more, ends.
-    """
-    optimiser = config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9, skip_nonfinite=1)
-    settings = small_config(attention=CALIBRATED, optim=optimiser)
-    subject = poisoned(monkeypatch, 2)
-    train.train(settings, tmp_path / "whole", *subject)
+    def batches(dataset, section, seed, schedule, first, *share):
+        stream = run_batches(dataset, section, seed, schedule, first, *share)
+        for place, batch in enumerate(stream, first):
+            training, step = schedule.at(place)
+            bad = training and step + 1 in black
+            yield batch | ({"image": np.zeros_like(batch["image"])} if bad else {})
+
+    monkeypatch.setattr(data, "run_batches", batches)
+    subject = runs.subject(SKIPPING)[0], fragile()
+    train.train(SKIPPING, tmp_path / "whole", *subject)
     assert "not finite: passed over steps [2]" in capsys.readouterr().out
     log = metrics.read(tmp_path / "whole" / "metrics.jsonl")
     assert [r["skipped_steps"] for r in log] == [0, 1, 0]
@@ -299,29 +267,18 @@ def test_steps_that_are_not_finite_are_passed_over(tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         with pytest.raises(SystemExit):
-            train.train(settings, tmp_path / "parts", *subject)
-    train.train(settings, tmp_path / "parts", *subject)
+            train.train(SKIPPING, tmp_path / "parts", *subject)
+    train.train(SKIPPING, tmp_path / "parts", *subject)
     run = runs.restore(tmp_path / "whole", *subject).program
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *(final_state(run, tmp_path / name) for name in ("whole", "parts")),
-    )
+    states = [final_state(run, tmp_path / name) for name in ("whole", "parts")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
-    black = poisoned(monkeypatch, 2, 3)
+    black.add(3)
     with pytest.raises(FloatingPointError, match=r"inf at step 3, after 1 such .*nonfinite=3$"):
-        train.train(settings, tmp_path / "ends", *black)
-    (_, first), (number, second) = (
-        checkpoint.restore(tmp_path / "ends", run.abstract, step) for step in (1, 2)
-    )
-    arrays = dict(jax.tree.leaves_with_path(first))
-    for path, new in jax.tree.leaves_with_path(second):
-        if jax.numpy.issubdtype(new.dtype, jax.numpy.floating):
-            np.testing.assert_array_equal(new, arrays[path])
-    _, optimizer = nnx.merge(run.graph, second)
-    assert (number, int(optimizer.step[...])) == (2, 2)
-    optimiser = dataclasses.replace(optimiser, skip_nonfinite=2)
-    allowed = dataclasses.replace(settings, optim=optimiser)
-    assert train.train(allowed, tmp_path / "ends", *black)["skipped_steps"] == 1
+        train.train(SKIPPING, tmp_path / "ends", *subject)
+    allowed = dataclasses.replace(SKIPPING.optim, skip_nonfinite=2)
+    allowed = dataclasses.replace(SKIPPING, optim=allowed)
+    assert train.train(allowed, tmp_path / "ends", *subject)["skipped_steps"] == 1
 
 
 def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
@@ -394,24 +351,16 @@ def test_a_batch_in_parts_gives_the_same_step(programs):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
 
 
-def test_mixup_is_in_the_step(monkeypatch):
+def test_mixup_is_in_the_step():
     """What the loss is of: images and targets blended with their neighbours by one share."""
     settings = small_config(data=config.Data(batch_size=8, mixup=0.4))
-    _, task = runs.subject(settings)
-    graph, state = nnx.split(steps.create(settings, task, lambda step: 0.0, 0))
-    images, seen = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8), []
-
-    def stop(task, model, examples, parts, mesh):
-        seen.extend(examples)
-        raise InterruptedError
-
-    monkeypatch.setattr(steps, "loss_and_gradients", stop)
+    images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8)
     batch = {"image": jax.numpy.asarray(images), "label": jax.numpy.arange(8)}
-    with pytest.raises(InterruptedError):
-        steps.train_step(settings, task, graph, 0, state, batch)
-    share = float(seen[1][0, 0])
+    task = runs.subject(settings)[1]
+    examples = task.examples(settings, jax.random.key(0), batch)
+    share = float(examples[1][0, 0])
     assert 0 < share < 1
-    for got, x in zip(seen, (images.astype(float), np.eye(10)[:8]), strict=False):
+    for got, x in zip(examples, (images.astype(float), np.eye(10)[:8]), strict=True):
         want = share * x + (1 - share) * np.roll(x, 1, axis=0)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
@@ -447,80 +396,58 @@ def test_undecodable_records_are_counted_and_too_many_stop_the_run(tmp_path, mon
     assert checkpoint.found(tmp_path / "few")
 
 
-def test_evaluate_refuses_a_folder_without_a_run(tmp_path):
-    with pytest.raises(ValueError, match="holds no run"):
-        evaluate.evaluate_run(tmp_path)
-    config.save(small_config(), tmp_path / "config.json")
-    with pytest.raises(ValueError, match="no checkpoint yet"):
-        evaluate.evaluate_run(tmp_path)
-
-
-FLAGS = [
-    "--config=tests/small.py",
-    "--config.num_epochs=2",
-    "--config.log_every=2",
-    "--config.eval_every=88",
-    "--config.checkpoint_every=4",
+COMMAND = [
+    *(sys.executable, "-m", "vit.train", "--config=tests/small.py", "--config.num_epochs=2"),
+    *("--config.log_every=2", "--config.eval_every=88", "--config.checkpoint_every=4"),
 ]
-
-
-COMMAND = [sys.executable, "-m", "vit.train", *FLAGS]
 ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-def test_a_killed_process_resumes(tmp_path):
+def reached(workdir, process):
+    """The last step in the log of a process, when it has written five records or has ended."""
+    log, deadline = workdir / "metrics.jsonl", time.time() + PATIENCE
+    while len(metrics.read(log)) < 5 and process.poll() is None and time.time() < deadline:
+        time.sleep(0.05)
+    return metrics.read(log)[-1]["step"]
+
+
+def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
     """kill -9 between two checkpoints, at the real command line."""
     workdir = tmp_path / "run"
     command = [*COMMAND, f"--workdir={workdir}"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
-    )
-    log = workdir / "metrics.jsonl"
-    deadline = time.time() + PATIENCE
-    while len(metrics.read(log)) < 5 and time.time() < deadline:
-        time.sleep(0.05)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    process = subprocess.Popen(command, **quiet)
+    step = reached(workdir, process)
     process.kill()
     process.wait()
-    reached = metrics.read(log)[-1]["step"]
-    assert 10 <= reached < 88
+    assert 10 <= step < 88
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr
     assert "at step" in done.stdout
     assert "test accuracy" in done.stdout
-    assert [r["step"] for r in metrics.read(log)] == list(range(2, 89, 2))
+    log = metrics.read(workdir / "metrics.jsonl")
+    assert [r["step"] for r in log] == list(range(2, 89, 2))
+    assert evaluate.evaluate_run(workdir)["eval_accuracy"] == log[-1]["eval_accuracy"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_dead_reader_of_the_log_stops_nothing(tmp_path, stopped):
     """`| head -1`, and `| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
     workdir = tmp_path / "run"
-    command = [*COMMAND, f"--workdir={workdir}"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT
+        [*COMMAND, f"--workdir={workdir}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
     )
     assert process.stdout
     assert process.stdout.readline() == b"building the model\n"
     process.stdout.close()
-    log, deadline = workdir / "metrics.jsonl", time.time() + PATIENCE
-    while len(metrics.read(log)) < 5 and process.poll() is None and time.time() < deadline:
-        time.sleep(0.05)
+    reached(workdir, process)
     if stopped:
         process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == (safety.STOPPED if stopped else 0)
     assert (checkpoint.found(workdir)[-1] == 88) != stopped
-
-
-def test_flags_of_a_dry_run_train_nothing(tmp_path):
-    done = subprocess.run(
-        [*COMMAND, f"--workdir={tmp_path / 'run'}", "--topology=v5e:4x4"],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    assert (done.returncode, done.stderr) == (
-        1,
-        "ValueError: --topology is for --dry_run, which is not given\n",
-    )
-    assert not (tmp_path / "run").exists()
