@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard as scipy_hadamard
 
-from performer import couplings, hadamard, structured
+from performer import couplings
+from performer.couplings import hadamard, structured
 
 
 @pytest.mark.parametrize("p", [1, 2, 8, 16, 32, 512])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
-from performer import couplings, testing, theory
+from performer import testing, theory
+from tests.draws import drawn
 
 V = np.array([0.0, 0.1, 1.0, 3.0])
 BASES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
@@ -88,12 +89,15 @@ def test_order_at_small_v():
 def test_errors_agree_with_simulation(name):
     """Both kernels and both feature maps, in float64 NumPy; 24 x 4 tests at 5 standard errors.
 
-    d = 5 and m = 12: two whole blocks and a part of one. The first 6 of 12 are a draw of 6.
+    d = 5 and m = 12: two whole blocks and a part of one. The first 6 of 12 are a draw of 6, and
+    the half of an antithetic one.
     """
     d, draws = 5, 33_000
     x, y = testing.general_points(d)
-    twelve = testing.samples(couplings.get(name), 12, d, draws, seed=11)
-    six = [0, 1, 2, 6, 7, 8] if name.endswith("antithetic") else range(6)
+    twelve = drawn(BASES, 12, d, draws, 11)[name.removesuffix("-antithetic")].astype(np.float64)
+    six = list(range(6))
+    if name != name.removesuffix("-antithetic"):
+        twelve, six = np.concatenate([twelve[:, :6], -twelve[:, :6]], axis=1), [0, 1, 2, 6, 7, 8]
     squares = x @ x + y @ y
     exact = {"gaussian": np.exp(-np.sum((x - y) ** 2) / 2), "softmax": np.exp(x @ y)}
     for W in (twelve, twelve[:, six]):
