@@ -5,7 +5,7 @@ from functools import cache
 import jax
 import numpy as np
 
-from performer import couplings
+from performer import couplings, testing
 
 BATCH = 2000
 
@@ -17,17 +17,15 @@ def drawn(names, m, d, draws, seed=0):
     @jax.jit
     @jax.vmap
     def draw(key):
-        return {name: couplings.get(name)(key, m, d) for name in names}
+        return [couplings.get(name)(key, m, d) for name in names]
 
     keys = jax.random.split(jax.random.key(seed), draws)
     batches = [draw(keys[i : i + BATCH]) for i in range(0, draws, BATCH)]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    return dict(zip(names, map(np.concatenate, zip(*batches, strict=True)), strict=True))
 
 
 def serve(monkeypatch, names, m, d, draws):
     """Let the assertions of `performer.testing` have these draws."""
-    from performer import testing
-
     table = {couplings.get(name): values for name, values in drawn(names, m, d, draws).items()}
 
     def given(coupling, *asked):

@@ -30,7 +30,7 @@ def draws_of(name):
     return drawn(GAUSSIAN, 12, 5, 10_000)[name][:DRAWS].astype(np.float64)
 
 
-@pytest.mark.parametrize(("m", "d"), [(2, 3), (13, 4), (128, 64)])
+@pytest.mark.parametrize(("m", "d"), [(13, 4), (128, 64)])
 def test_draws_are_deterministic_and_prefixes(m, d):
     """With one key, fewer features are the first of more: common random numbers over m."""
 
@@ -253,7 +253,7 @@ def unchecked(name):
         (partial(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf, simrf, pnc, pm"),
         (partial(couplings.get, "PM"), "did you mean 'pm'"),
         (partial(couplings.get, "pm-antitetic"), "did you mean 'pm-antithetic'"),
-        (partial(couplings.get, ""), "unknown coupling '': .*Choices: iid"),
+        (partial(couplings.get, ""), "unknown coupling '';.* Choices: iid"),
         (partial(couplings.get.__wrapped__, 3), "must be a name or a function .* got 3"),
         (partial(couplings.get, "iid*pairwise"), r"directions in .* 'iid\*pairwise': 'iid'.*indep"),
         (partial(couplings.get, "simplex*pm"), "unknown norms .* 'pm'; .*Choices: independent, pa"),

@@ -39,11 +39,11 @@ def test_simrf_is_simrf_eq_24(d):
     np.testing.assert_allclose(theory.conformity("simrf", v, d, d), total, rtol=1e-9)
 
 
-@pytest.mark.parametrize("d", [3, 64])
-def test_monotone_lengths_have_closed_forms(d):
-    np.testing.assert_allclose(theory.conformity("pm", V, d, d), np.exp(V**2), rtol=1e-14)
-    want = np.exp(V**2 * (d - 2) / (d - 1))
-    np.testing.assert_allclose(theory.conformity("simplex*monotone", V, d, d), want, rtol=1e-14)
+def test_monotone_lengths_have_closed_forms():
+    for d in (3, 64):
+        for name, exponent in (("pm", 1), ("simplex*monotone", (d - 2) / (d - 1))):
+            want = np.exp(V**2 * exponent)
+            np.testing.assert_allclose(theory.conformity(name, V, d, d), want, rtol=1e-14)
 
 
 @pytest.mark.parametrize("d", [2, 7, 64])
@@ -62,14 +62,14 @@ def test_a_negatively_coupled_pair_by_adaptive_quadrature(d):
         np.testing.assert_allclose(theory.conformity("pnc", v, d, 2), 2 * want, rtol=1e-9)
 
 
-@pytest.mark.parametrize("d", [19, 20])
 @pytest.mark.parametrize("name", ["orf", "simrf", "pnc", "pm-antithetic"])
-def test_far_points(name, d):
+def test_far_points(name):
     """Where the Gaussian kernel is 0 the terms of trigonometric estimates are uncorrelated."""
-    x = np.array([[5.0], [8.0], [15.0], [40.0]]) * np.eye(d)[0]
-    errors = theory.kernel_mse(name, x, 0 * x, 20, features="trigonometric")
     base = 1 / 40 if name == "pm-antithetic" else 0.0  # cos(w.x) is there twice
-    np.testing.assert_allclose(errors[1:], 1 / 40 + base, rtol=0.02)
+    for d in (19, 20):
+        x = np.array([[8.0], [15.0], [40.0]]) * np.eye(d)[0]
+        errors = theory.kernel_mse(name, x, 0 * x, 20, features="trigonometric")
+        np.testing.assert_allclose(errors, 1 / 40 + base, rtol=0.02)
 
 
 def test_pairs_of_truncated_blocks_are_counted():
@@ -77,12 +77,6 @@ def test_pairs_of_truncated_blocks_are_counted():
     pair, orf = (theory.conformity(n, 1.0, 3, 2) for n in ("pnc", "orf"))
     want = (4 * pair + 8 * orf + 30 * np.e) / 42
     assert theory.conformity("pnc", 1.0, 3, 7) == pytest.approx(want, rel=1e-12)
-
-
-def test_order_at_small_v():
-    values = [theory.conformity(name, 0.5, 8, 8) for name in ("simrf", "pnc", "orf", "iid")]
-    assert values == sorted(values)
-    assert theory.conformity("pm", 0.5, 8, 8) == theory.conformity("iid", 0.5, 8, 8)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,27 +154,24 @@ def test_broadcasting():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("arguments", "message"),
     [
-        (lambda: theory.conformity("sorf", 1.0, 4, 4), "no theory of couplings.Padded"),
-        (lambda: theory.conformity("orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
-        (
-            lambda: theory.conformity("orf-antithetic", 1.0, 4, 5),
-            "even number of features, got m = 5",
-        ),
-        (lambda: theory.conformity("simrf", 1.0, 1, 4), "d >= 2, got d = 1"),
-        (lambda: theory.pair_length_pdf.__wrapped__("pm", 1.0, 4), "unknown coupling 'pm'"),
-        (
-            lambda: theory.kernel_mse.__wrapped__(
-                "orf", np.ones(3), np.ones(3), 4, kernel="cosine"
-            ),
-            "unknown kernel 'cosine'",
-        ),
+        (("sorf", 1.0, 4, 4), "no theory of couplings.Padded"),
+        (("orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
+        (("orf-antithetic", 1.0, 4, 5), "even number of features, got m = 5"),
+        (("simrf", 1.0, 1, 4), "d >= 2, got d = 1"),
     ],
 )
-def test_bad_input(call, message):
+def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        theory.conformity(*arguments)
+
+
+def test_bad_words():
+    with pytest.raises(ValueError, match="unknown coupling 'pm'"):
+        theory.pair_length_pdf.__wrapped__("pm", 1.0, 4)
+    with pytest.raises(ValueError, match="unknown kernel 'cosine'"):
+        theory.kernel_mse.__wrapped__("orf", np.ones(3), np.ones(3), 4, kernel="cosine")
 
 
 @pytest.mark.parametrize("name", NAMES)
