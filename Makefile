@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: install demo docs test test-changed test-faults test-slow lint format clean
+.PHONY: install demo docs test test-all test-thorough test-changed test-faults test-slow lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -17,8 +17,13 @@ install: .venv/installed
 demo: install  ## train a small Performer-ViT on scikit-learn's digits: two minutes on two cores, installation included
 	$(BIN)/python -m vit.train --config=experiments/configs/digits.py --workdir=runs/demo
 
-test: install  ## the test suite without the long statistical runs
+test: install  ## finds a fault of every promised property
 	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+test-thorough: install  ## what `make test` leaves to test-all: whole commands, wheels, crossings
+	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal -m "thorough and not slow"
+
+test-all: test test-thorough  ## everything but the long statistical runs
 
 test-faults: install  ## plants faults, one at a time, and sees whether the tests fail
 	$(BIN)/python -m tests.faults

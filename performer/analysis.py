@@ -204,6 +204,91 @@ def attention_error(
         >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
+    options = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
+    window = dict(exact_window=exact_window, exact_first=exact_first)
+    return _error(query, key, value, coupling, num_features, num_features, **options, **window)
+
+
+def recommend(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    *,
+    coupling: str | Coupling,
+    tolerance: float,
+    limit: int = 1024,
+    show: Callable[[str], Any] | None = None,
+    **options: Any,
+) -> Recommendation:
+    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
+
+    That is: the mean over all batch entries and heads of the relative attention error
+    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
+    noise of its draws.
+
+    Args:
+        query: (..., t, n, h).
+        key: (..., s, k, h).
+        coupling: as for `attention_error`.
+        tolerance: above 0.
+        limit: the most features to try, at least 2. One program measures all of them.
+        show: is given a line for each number that was tried; None prints them to a terminal.
+        options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
+            `attention_error`.
+
+    Raises:
+        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
+
+    Example:
+        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+    """
+    show = show or _print
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
+    if limit < 2:
+        raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
+    for m in (2**i for i in range(1, limit.bit_length())):
+        error = _error(query, key, None, coupling, m, limit, **options)
+        mean = float(error.attention.value.mean())
+        show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
+        if mean <= tolerance:
+            break
+    of_tokens = (options.get(name) for name in ("calibration", "scale", "mask"))
+    lengths = _squared_lengths(*_tokens(query, key, None, *of_tokens))
+    return Recommendation(
+        num_features=m if mean <= tolerance else None,
+        error=mean,
+        most=m,
+        tolerance=tolerance,
+        uniform=float(error.uniform_attention.mean()),
+        median=float(np.median(lengths)),
+        largest=float(np.max(lengths)),
+        coupling=getattr(coupling, "__name__", str(coupling)),
+    )
+
+
+def _print(line: str) -> None:
+    """Progress: on a terminal alone, beside what the program writes."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
+def _error(
+    query,
+    key,
+    value,
+    coupling,
+    num_features,
+    most,
+    *,
+    draws=32,
+    calibration=None,
+    scale=None,
+    mask=None,
+    exact_window=0,
+    exact_first=0,
+    seed=0,
+) -> AttentionError:
+    """`attention_error` by a program that serves all numbers of features up to `most`."""
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, (t, _, h) = query.shape[:-3], query.shape[-3:]
@@ -211,8 +296,8 @@ def attention_error(
     _check(query, key, value, coupling, num_features, calibration, scale, window)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
-    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, h, k, draws, keys))
-    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, -m % FEATURES), (0, 0)])
+    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
+    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, most + -most % FEATURES - m), (0, 0)])
     used = np.arange(frequencies.shape[-2]) < m
     log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
     if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
@@ -240,70 +325,6 @@ def attention_error(
         uniform_attention=norms["uniform_attention"] / norms["attention"],
         uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
     )
-
-
-def recommend(
-    query: Float[Array, "*b t n h"],
-    key: Float[Array, "*b s k h"],
-    *,
-    coupling: str | Coupling,
-    tolerance: float,
-    limit: int = 1024,
-    show: Callable[[str], Any] | None = None,
-    **options: Any,
-) -> Recommendation:
-    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
-
-    That is: the mean over all batch entries and heads of the relative attention error
-    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
-    noise of its draws.
-
-    Args:
-        query: (..., t, n, h).
-        key: (..., s, k, h).
-        coupling: as for `attention_error`.
-        tolerance: above 0.
-        limit: the most features to try, at least 2. Few programs measure all of them: one
-            for each multiple of `FEATURES`.
-        show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
-            `attention_error`.
-
-    Raises:
-        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
-
-    Example:
-        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
-    """
-    show = show or _print
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
-    if limit < 2:
-        raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
-    for m in (2**i for i in range(1, limit.bit_length())):
-        error = attention_error(query, key, coupling=coupling, num_features=m, **options)
-        mean = float(error.attention.value.mean())
-        show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
-        if mean <= tolerance:
-            break
-    of_tokens = (options.get(name) for name in ("calibration", "scale", "mask"))
-    lengths = _squared_lengths(*_tokens(query, key, None, *of_tokens))
-    return Recommendation(
-        num_features=m if mean <= tolerance else None,
-        error=mean,
-        most=m,
-        tolerance=tolerance,
-        uniform=float(error.uniform_attention.mean()),
-        median=float(np.median(lengths)),
-        largest=float(np.max(lengths)),
-        coupling=getattr(coupling, "__name__", str(coupling)),
-    )
-
-
-def _print(line: str) -> None:
-    """Progress: on a terminal alone, beside what the program writes."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr)
 
 
 def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
@@ -364,18 +385,17 @@ def _squared_lengths(tokens, exists, calibration) -> np.ndarray:
     return np.concatenate(lengths)
 
 
-def _frequencies(coupling: Coupling, m: int, *rest: Any) -> Float[Array, "draws k m h"]:
-    """Independent draws of the frequencies of each key head.
+def _frequencies(coupling: Coupling, m: int, most: int, *rest: Any) -> Float[Array, "draws k m h"]:
+    """Independent draws of m frequencies for each key head.
 
-    Where fewer frequencies are the first of more, they are cut from a multiple of `FEATURES`: so
-    few programs draw all numbers of them.
+    Where fewer frequencies are the first of more, they are cut from `most`: one program draws all.
     """
     if isinstance(coupling, couplings.Antithetic):
-        half = _frequencies(coupling.coupling, m // 2, *rest)
+        half = _frequencies(coupling.coupling, m // 2, most // 2, *rest)
         return jnp.concatenate([half, -half], axis=-2)
     inner = coupling.coupling if isinstance(coupling, couplings.Padded) else coupling
     nested = isinstance(inner, couplings.Blocks | couplings.Halton)
-    return _draw(coupling, m + (-m % FEATURES if nested else 0), *rest)[..., :m, :]
+    return _draw(coupling, most if nested else m, *rest)[..., :m, :]
 
 
 @jit_static(0, 1, 2, 3, 4)
