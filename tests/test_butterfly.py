@@ -100,13 +100,6 @@ def z_scores(a, b, expected):
     return (mean - expected) / np.sqrt(np.maximum(square - mean**2, 1e-12) / count)
 
 
-def diagonal_z_score(matrices, expected):
-    """Of the fourth moment of B (1, ..., 1) / sqrt(d), over the 3 / (d (d + 2)) of uniform laws."""
-    d = matrices.shape[-1]
-    samples = np.mean((matrices.sum(axis=-1) / d**0.5) ** 4 * d * (d + 2) / 3, axis=1)
-    return (samples.mean() - expected) / (samples.std() / np.sqrt(len(samples)))
-
-
 @pytest.mark.parametrize("d", [1, 2, 4, 16])
 def test_matrix_is_the_recursion_of_def_3_1(d):
     butterfly = example(d, 1)
@@ -178,6 +171,12 @@ def test_squared_cosines_are_beta():
     assert np.abs(np.corrcoef(share.T) - np.eye(7)).max() < 5 / np.sqrt(len(share))
 
 
+def diagonal_moments(d, products, count):
+    """Of each draw: the mean fourth moment of B (1, ..., 1) / sqrt(d), over the uniform one."""
+    _, b = draws(d, products, count)
+    return np.mean((b.sum(axis=-1) / d**0.5) ** 4 * d * (d + 2) / 3, axis=1)
+
+
 @pytest.mark.parametrize("d", [4, 8])
 def test_one_matrix_is_not_haar(d):
     """At x = (1, ..., 1) / sqrt(d) the fourth moment is (d + 1)(d + 2) / (6 d) of the uniform one.
@@ -185,18 +184,25 @@ def test_one_matrix_is_not_haar(d):
     With cos^2 ~ Beta(k/2, k/2) each level contributes E (c - s)^4 = (2k + 1) / (k + 1). At d = 4,
     E (B x)_0^4 = 5/32 = 0.156 where uniform is 0.125. 5 standard errors: false-alarm rate 1e-6.
     """
-    _, b = draws(d, 1, 40_000)
-    assert abs(diagonal_z_score(b, (d + 1) * (d + 2) / (6 * d))) < 5
-    assert abs(diagonal_z_score(b, 1)) > 50
+    found = diagonal_moments(d, 1, 40_000)
+    assert abs(off(found, (d + 1) * (d + 2) / (6 * d))) < 5
+    assert abs(off(found, 1)) > 50
 
 
 @pytest.mark.parametrize(("d", "count"), [(4, 40_000), (15, 20_000)])
 def test_products_are_nearly_uniform(d, count):
     """At the same x, where one B is 1.25 and 2.2 times off, B P B P B P shows nothing.
 
-    The mean over the coordinates, at 5 standard errors of 0.002 to 0.003: false-alarm rate 2e-6.
+    The mean over the coordinates, at 5 standard errors of 0.002 to 0.003: false-alarm rate 1e-6.
     """
-    assert abs(diagonal_z_score(draws(d, 3, count)[1], 1)) < 5
+    found = diagonal_moments(d, 3, count)
+    assert found.std() / np.sqrt(count) < 0.003
+    assert abs(off(found, 1)) < 5
+
+
+def off(samples, expected):
+    """By how many standard errors the mean is off."""
+    return (samples.mean() - expected) / (samples.std() / np.sqrt(len(samples)))
 
 
 def test_cut_columns_are_deficient_until_multiplied():

@@ -97,6 +97,13 @@ def test_permutations_of_high_order_reach_the_optimal_transport():
     assert 0 < values[64] - least < 0.01 * (values[1] - least)
 
 
+def test_the_costs_count_pairs_that_halt_together():
+    """Eq. 82 for a path of two nodes: after l steps a walk is where the parity of l says."""
+    two = Graph.from_edges([(0, 1)], 2)
+    found = pagerank.learn(two, p_halt=0.5, order=2)
+    assert found.tolist() == [1, 0], "length 0 with the rest, for they halt apart more often"
+
+
 def test_a_graph_without_edges():
     """Walks stay, and every node ranks alike."""
     graph = Graph.from_edges(np.zeros((0, 2), int), 3)

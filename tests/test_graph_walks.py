@@ -219,6 +219,33 @@ def test_estimates_are_unbiased(coupling):
     assert np.abs(samples[:, 5, 5] - 1).max() < 1e-5, "a node alone is exactly 1"
 
 
+def test_every_kernel_is_estimated():
+    """By the same walks: two ensembles of them."""
+    graph, options = copies(example(), COPIES), dict(num_walks=4, p_halt=P_HALT)
+    pair = [features.sample(jax.random.key(seed), graph, **options) for seed in (6, 7)]
+    for name in ("RegularisedLaplacian", "Diffusion", "RandomWalk", "Matern"):
+        kernel = getattr(kernels, name)()
+        left, right = (features.modulate(sampled, kernel).to_scipy() for sampled in pair)
+        product = left @ right.T
+        expected = np.asarray(kernel.dense(example()))
+        scores = z_scores(blocks((product + product.T) / 2, COPIES), expected)
+        assert np.abs(scores).max() < limit(scores), name
+
+
+def test_one_ensemble_is_too_large_on_the_diagonal_alone():
+    """qGRF App. 8.7."""
+    graph = copies(example(), COPIES)
+    kernel = kernels.RegularisedLaplacian(d=2, sigma=0.7)
+    phi = graph_random_features(
+        jax.random.key(7), graph, kernel, num_walks=2, p_halt=P_HALT
+    ).left.to_scipy()
+    scores = z_scores(blocks(phi @ phi.T, COPIES), np.asarray(kernel.dense(example())))
+    connected = np.delete(np.arange(NUM_NODES), 5)
+    assert (np.diag(scores)[connected] > 3).all()
+    off = scores[~np.eye(NUM_NODES, dtype=bool)]
+    assert np.abs(off).max() < limit(off)
+
+
 def test_weights_as_they_are():
     """(I - U)^{-2} of a graph with a negative weight."""
     graph = Graph.from_edges(np.array(EDGES), NUM_NODES, 0.1 * np.array([1, -2, 1, 3, 1, 2, 1]))

@@ -188,13 +188,19 @@ def test_values_that_are_not_finite_stay_in_their_place(name):
         assert (found[3:] >= found[2:-1]).all()  # nor is any other NaN
 
 
-def test_conformity_of_far_points():
-    """Where e^{v^2} is past float64 but the pairs of a block are not."""
-    assert theory.conformity("orf", 30.0, 4, 4) == pytest.approx(special.hyp1f1(4, 2, 450.0))
-    want = np.exp(900.0 * 2 / 3)
-    assert theory.conformity("simplex*monotone", 30.0, 4, 4) == pytest.approx(want)
-    assert theory.conformity("orf", 30.0, 4, 5) == np.inf
-    assert theory.conformity("pm-antithetic", 30.0, 4, 2) == 1
+def test_far_and_near_ends():
+    """Where e^{v^2} is past float64 but the pairs of a block are not; densities at length 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert theory.conformity("orf", 30.0, 4, 4) == pytest.approx(special.hyp1f1(4, 2, 450.0))
+        simplex = theory.conformity("simplex*monotone", 30.0, 4, 4)
+        assert simplex == pytest.approx(np.exp(900.0 * 2 / 3))
+        assert theory.conformity("orf", 30.0, 4, 5) == np.inf
+        assert theory.conformity("pm-antithetic", 30.0, 4, 2) == 1
+        assert theory.transport_cost([1e3, 1e3], 1e3, 4) == np.inf
+        assert theory.pair_length_pdf("orf", 0.0, 3) == 0
+        ends = [theory.pair_length_pdf("iid", 0.0, d) for d in (1, 2)]
+    np.testing.assert_allclose(ends, [1 / np.sqrt(np.pi), 0])
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -216,12 +222,3 @@ def test_orthogonality_gap_of_near_equal_errors():
     x = np.array([3.0, 0, 0, 0])
     want = (1 - np.exp(-36) * special.hyp1f1(4, 2, 18.0)) * 3 / 4
     assert theory.orthogonality_gap(x, x, 4) == pytest.approx(want, rel=1e-9)
-
-
-def test_densities_and_costs_at_their_ends():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ends = [theory.pair_length_pdf("iid", 0.0, d) for d in (1, 2)]
-        assert theory.pair_length_pdf("orf", 0.0, 3) == 0
-    np.testing.assert_allclose(ends, [1 / np.sqrt(np.pi), 0])
-    assert theory.transport_cost([1e3, 1e3], 1e3, 4) == np.inf
