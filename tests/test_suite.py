@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.arange(6.0).reshape(2, 3)).tolist())
 """
 
 
+@pytest.mark.thorough
 def test_a_damaged_cache_changes_no_result(tmp_path):
     """A byte changed, an entry cut, an entry of another program: compiled again, same numbers."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
