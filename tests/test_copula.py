@@ -37,9 +37,9 @@ def test_scores_have_the_correlation():
     assert (abs(got - want) < 5 / 200).all()
 
 
-@pytest.mark.parametrize("theta", [THETA, 30 * THETA], ids=["weak", "strong"])
-def test_rows_are_normal(theta):
-    testing.assert_gaussian_marginals(copula.orthogonal(theta), 2 * D, D)
+def test_rows_are_normal():
+    """With correlations near 1 and -1."""
+    testing.assert_gaussian_marginals(copula.orthogonal(30 * THETA), 2 * D, D)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("pnc", copula.pairwise), ("pm", copula.monotone)])
@@ -65,12 +65,6 @@ def test_expresses(name, limit):
     )
     assert abs(squares.mean() - want) < 5 * error
     assert abs(of_orf - want) > 20 * error
-
-
-def test_pairs_of_the_limit_are_those_of_pnc():
-    lengths = copula.norms(copula.parameters(copula.pairwise(5)))(jax.random.key(3), 5, 5)
-    u = stats.chi(5).cdf(np.asarray(lengths, np.float64))
-    np.testing.assert_allclose(u[[0, 2]] + u[[1, 3]], 1, atol=5e-3)
 
 
 def test_learning_recovers_pnc_from_a_random_start():

@@ -13,7 +13,7 @@ from tests import oracles
 from tests.small import PATIENCE
 
 
-@pytest.mark.parametrize(("m", "d"), [(1, 1), (3, 3), (2, 5), (64, 64)])
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (2, 5), (64, 64)])
 def test_haar_rows_are_orthonormal(m, d):
     rows = np.asarray(directions.haar(jax.random.key(1), m, d), np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.eye(m), atol=2e-6)
@@ -55,14 +55,11 @@ def test_simplex_keeps_the_angles_and_is_rotated():
     a, b = (directions.simplex(jax.random.key(i), jnp.ones(8), 8) for i in (0, 1))
     np.testing.assert_allclose(a @ a.T, b @ b.T, atol=1e-5)
     assert np.abs(a - b).max() > 0.1
-
-
-def test_simplex_needs_two_dimensions():
     with pytest.raises(ValueError, match="d = 1"):
         directions.simplex(jax.random.key(0), jnp.ones(1), 1)
 
 
-@pytest.mark.parametrize("d", [3, 16, 64])
+@pytest.mark.parametrize("d", [3, 64])
 def test_simplex_weighted_is_at_its_optimum(d):
     """SimRF Eq. 16: each vector points away from the resultant of the others."""
     lengths = norms.independent(jax.random.key(1), d, d)
@@ -83,7 +80,7 @@ def test_simplex_weighted_with_one_dominant_length():
     np.testing.assert_allclose(units[1:] @ units[0], -1, atol=1e-4)
 
 
-@pytest.mark.parametrize("d", [2, 16, 64])
+@pytest.mark.parametrize("d", [2, 64])
 def test_hadamard_rows_are_orthonormal(d):
     rows = np.asarray(directions.hadamard(jax.random.key(0), jnp.ones(d), d), np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.eye(d), atol=1e-6)
@@ -103,6 +100,7 @@ def test_hadamard_moments(d, ratio):
     assert abs(fourth.mean() - ratio) < 5 * fourth.std() / np.sqrt(draws)
 
 
+@pytest.mark.thorough
 def test_draws_of_twelve_layers_in_one_jit_end():
     """With directions drawn by batched QR calls this hangs on two CPU cores."""
     program = (

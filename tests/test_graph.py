@@ -28,27 +28,27 @@ def test_edges_scipy_and_networkx_give_the_same_graph():
 
 
 def test_it_is_a_pytree_that_multiplies_under_jit():
-    v = np.random.default_rng(0).standard_normal((NUM_NODES, 3))
-    multiply = jax.jit(lambda graph, v: graph @ v)
-    np.testing.assert_allclose(multiply(example(), jnp.asarray(v)), weights_matrix() @ v, rtol=1e-5)
-    np.testing.assert_allclose(example() @ jnp.asarray(v[:, 0]), weights_matrix() @ v[:, 0], 1e-5)
+    v, multiply = (
+        np.random.default_rng(0).standard_normal((NUM_NODES, 3)),
+        jax.jit(Graph.__matmul__),
+    )
+    for x in (v, v[:, 0]):
+        found = multiply(example(), jnp.asarray(x))
+        np.testing.assert_allclose(found, weights_matrix() @ x, rtol=1e-5)
 
 
 def test_parallel_edges_add_up_and_a_loop_counts_once():
     graph = Graph.from_edges([(0, 1), (1, 0), (1, 1)], 2, [1.0, 2.0, 5.0])
     assert graph.to_dense().tolist() == [[0, 3], [3, 5]]
+    without = Graph.from_edges(np.zeros((0, 2), int), 3)
+    assert without.to_dense().tolist() == np.zeros((3, 3)).tolist()
+    assert without.normalised().to_dense().tolist() == np.eye(3).tolist()
 
 
 def test_normalised_is_one_minus_the_laplacian():
     found = example().normalised().to_dense()
     np.testing.assert_allclose(found, np.eye(NUM_NODES) - laplacian(weights_matrix()), atol=1e-7)
     assert found[5, 5] == 1, "a node alone has Laplacian 0"
-
-
-def test_a_graph_without_edges():
-    graph = Graph.from_edges(np.zeros((0, 2), int), 3)
-    assert graph.to_dense().tolist() == np.zeros((3, 3)).tolist()
-    assert graph.normalised().to_dense().tolist() == np.eye(3).tolist()
 
 
 FORMATS = ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")
@@ -129,16 +129,11 @@ def test_rounding_is_no_asymmetry():
         (lambda: Graph.from_networkx(networkx.DiGraph([(0, 1)])), "directed; take"),
         (lambda: Graph.from_edges([(0, 1)], 0), "num_nodes must be a positive integer, got 0"),
         (lambda: Graph.from_edges([], 2**31), "2147483648 nodes are more than int32 can number"),
-        (lambda: Graph.from_edges([(True, False)], 2), "integer node ids, got bool"),
         (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),
         (lambda: Graph.from_edges([(0, 1)], 2, [1j]), "must be real numbers, got complex128"),
-        (lambda: Graph.from_edges([(0, 1)], 2, ["1"]), "must be real numbers, got <U1"),
         (lambda: Graph.from_edges([(0, 1)], 2, [1e39]), "not finite in float32"),
-        (lambda: Graph.from_edges([(0, 1)] * 2, 2, [1e308] * 2), "not finite"),
         (lambda: Graph.from_edges([(0, 1)] * 2, 2, [np.inf, -np.inf]), "not finite"),
         (lambda: Graph.from_scipy(np.ones(3)), r"square, this one is \(3,\)"),
-        (lambda: Graph.from_scipy(np.ones((0, 0))), r"square, this one is \(0, 0\)"),
-        (lambda: Graph.from_scipy(1j * np.ones((2, 2))), "must be real numbers, got complex128"),
         (lambda: Graph.from_scipy(np.array([["a"]])), "must be real numbers, got <U1"),
         (lambda: Graph.from_scipy(1j * scipy.sparse.eye_array(2)), "got complex128"),
         (lambda: Graph.from_scipy([[0, 1e9, 0], [1e9, 0, 1], [0, 0, 0]]), r"\[1, 2\] is 1 and"),

@@ -5,9 +5,6 @@ A covering array: for any two options and any values of the two, some row has bo
 means of Phi v and of K v, for three vectors v, with what eigenvalues of a matrix written here say.
 """
 
-import itertools
-import random
-
 import jax
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from jax.sharding import AxisType
 from scipy import stats
 
 from performer.graphs import Graph, couplings, graph_random_features, kernels
+from tests.covering import covering_array
 from tests.graph_examples import blocks, laplacian
 
 ALARM = 1e-6
@@ -50,30 +48,12 @@ FACTORS = {
 OPTIONS = ("num_walks", "steps", "adjacency", "unbiased_diagonal")
 
 
-def pairs_of(row):
-    return set(itertools.combinations(row.items(), 2))
-
-
-def covering(factors):
-    """Rows that have all pairs of values, by the best of 40 random rows for an open pair."""
-    chance, rows = random.Random(0), []
-    options = [[(name, value) for value in values] for name, values in factors.items()]
-    missing = {p for a, b in itertools.combinations(options, 2) for p in itertools.product(a, b)}
-    while missing:
-        wanted = dict(min(missing, key=str))
-        tried = [{n: chance.choice(v) for n, v in factors.items()} | wanted for _ in range(40)]
-        rows.append(max(tried, key=lambda row: len(pairs_of(row) & missing)))
-        missing -= pairs_of(rows[-1])
-    return rows
-
-
 def all_rows():
     """Of the mixed graph; and of those where nothing is drawn, in one coupling and kernel."""
     fixed = {"coupling": "antithetic", "kernel": "Matern", "num_walks": 1, "parallel": False}
     few = {"graph": ["no edges", "one node"]} | {n: v for n, v in FACTORS.items() if n not in fixed}
-    return [row | {"graph": "mixed"} for row in covering(FACTORS)] + [
-        row | fixed for row in covering(few)
-    ]
+    mixed, others = (covering_array(factors, lambda *_: False) for factors in (FACTORS, few))
+    return [row | {"graph": "mixed"} for row in mixed] + [row | fixed for row in others]
 
 
 ROWS = all_rows()

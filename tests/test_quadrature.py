@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from performer import attention, features, kernels, performer_attention, quadrature
+from performer import features, kernels, quadrature
 from performer.kernels.quadrature import gram, spherical_radial, structured
 
 HAAR, BUTTERFLY = "haar", "butterfly"
@@ -22,7 +22,7 @@ def vertices(d):
     return quadrature.multiply_vertices(jnp.eye(d)).T
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 784])
+@pytest.mark.parametrize("d", [1, 2, 15, 784])
 def test_vertices(d):
     V = np.asarray(vertices(d), np.float64)
     np.testing.assert_allclose(V @ V.T, (1 + 1 / d) * np.eye(d + 1) - 1 / d, atol=2e-6)
@@ -38,7 +38,7 @@ def moment(powers):
 
 
 @pytest.mark.parametrize("orthogonal", [HAAR, BUTTERFLY])
-@pytest.mark.parametrize("d", [1, 2, 5])
+@pytest.mark.parametrize("d", [1, 5])
 def test_exact_on_monomials_to_degree_three(d, orthogonal):
     """Whatever the draw; without reflected points on the even ones alone."""
     for reflect in (True, False):
@@ -65,7 +65,7 @@ def off(samples, want):
     return (samples.mean(axis=0) - want) / (samples.std(axis=0) / np.sqrt(len(samples)))
 
 
-@pytest.mark.parametrize("d", [1, 3, 8])
+@pytest.mark.parametrize("d", [1, 8])
 def test_unbiased(d):
     """Two-sided false-alarm rate 1e-4 for each of four values at each d."""
     limit = stats.norm.isf(0.5e-4)
@@ -96,29 +96,33 @@ def test_rejection_is_biased():
 
 
 @pytest.mark.parametrize("d", [4, 16])
-@pytest.mark.parametrize("l", [0.5, 1.0, 2.0])
-def test_variance_is_below_the_bounds(d, l):  # noqa: E741
+def test_variance_is_below_the_bounds(d):
     """Prop. 2.2, and the bound of the module in the place of Prop. 2.1's, for the Gaussian kernel.
 
     x and y are opposite at norm l; n = 1 rule; all partial derivatives are at most 1.
     """
-    x = jnp.zeros((2, d)).at[:, 0].set(jnp.array([l, -l]))
-    samples = draws(d, 20_000, lambda rule: gram(x, x, rule)[0, 1], reflect=False)
-    printed = (
-        0.66 * l**8 * d / ((d + 1) * (d + 2))
-        + 53 * l**6 / (d * (d + 1) * (d + 2))
-        + 6 * l**4 / ((d + 1) * (d**2 - 4))
-    )
-    assert samples.var() < 4 / (d - 2)
-    assert samples.var() < 140 / 3 * l**8 * d / (d + 6)
-    if (d, l) == (16, 0.5):
-        assert samples.var() > 2 * printed
+    norms = np.array([0.5, 1.0, 2.0])
+    x = jnp.zeros((6, d)).at[:, 0].set(jnp.asarray([*norms, *-norms]))
+    opposite = np.arange(3), np.arange(3, 6)
+    variances = draws(d, 20_000, lambda r: gram(x, x, r)[opposite], reflect=False).var(axis=0)
+    for l, variance in zip(norms, variances, strict=True):  # noqa: E741
+        assert variance < 4 / (d - 2)
+        assert variance < 140 / 3 * l**8 * d / (d + 6)
+        printed = (
+            0.66 * l**8 * d / ((d + 1) * (d + 2))
+            + 53 * l**6 / (d * (d + 1) * (d + 2))
+            + 6 * l**4 / ((d + 1) * (d**2 - 4))
+        )
+        assert variance > 2 * printed or (d, l) != (16, 0.5)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_features_of_every_kernel(kernel):
-    """Means over 10,000 rules within 5 standard errors, in every pair, scales included."""
-    x = jax.random.normal(jax.random.key(3), (4, 5))
+    """Means over 10,000 rules within 5 standard errors, in every pair, scales included.
+
+    At the origin, where f does not depend on w, every rule is exact.
+    """
+    x = jax.random.normal(jax.random.key(3), (5, 5)).at[4].set(0)
     options = dict(lengthscale=1.3, output_scale=0.7)
     reflect = not kernels.get(kernel).even
     samples = draws(5, 10_000, lambda r: gram(x, x, r, kernel, **options), reflect=reflect)
@@ -126,16 +130,7 @@ def test_features_of_every_kernel(kernel):
     errors = samples.std(axis=0) / np.sqrt(len(samples))
     assert (abs(samples.mean(axis=0) - exact) < 5 * errors + 1e-5).all()
     assert abs(samples.mean(axis=0) - exact).max() < 0.05
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_exact_at_the_origin(kernel):
-    """Where f does not depend on w, every rule gives it."""
-    origin = jnp.zeros((1, 4))
-    for seed in range(4):
-        rule = rule_of(jax.random.key(seed), num_rules=1, d=4)
-        want = kernels.get(kernel)(origin, origin)
-        np.testing.assert_allclose(gram(origin, origin, rule, kernel), want, atol=1e-6)
+    np.testing.assert_allclose(samples[:4, 4, 4], exact[4, 4], atol=1e-6)
 
 
 def test_the_sign_of_the_constant_is_on_one_side():
@@ -150,7 +145,7 @@ def test_the_sign_of_the_constant_is_on_one_side():
         np.testing.assert_allclose(left[0] @ right[1], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 784])
+@pytest.mark.parametrize("d", [1, 3, 16, 784])
 def test_structured_rules(d):
     """Products are those of the points, which are simplices of the lengths, and their negatives."""
 
@@ -177,24 +172,27 @@ def test_structured_rules_are_those_of_spherical_radial():
     fast = jax.jit(structured, static_argnums=(1, 2))(jax.random.key(5), 2, 3)
     rule = rule_of(jax.random.key(5), 2, 3, orthogonal=BUTTERFLY)
     np.testing.assert_allclose(fast.apply(jnp.eye(3)).T, rule.points, atol=1e-5)
+    assert fast.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 16)
     np.testing.assert_allclose(fast.weights, rule.weights, rtol=1e-6)
     assert float(fast.constant) == pytest.approx(float(rule.constant), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", quadrature.METHODS)
-def test_methods(name):
-    for reflect in (False, True):
-        draw = jax.jit(lambda key, r=reflect: quadrature.METHODS[name](key, 2, 4, reflect=r))
-        rule = draw(jax.random.key(7))
+@pytest.mark.parametrize("reflect", [False, True])
+def test_methods(reflect):
+    @jax.jit
+    def draw(key):
+        return {name: f(key, 2, 4, reflect=reflect) for name, f in quadrature.METHODS.items()}
+
+    for name, rule in draw(jax.random.key(7)).items():
         assert rule.points.shape == (10 * (1 + reflect), 4)
         assert rule.points.dtype == rule.weights.dtype == jnp.float32
         assert bool((rule.weights > 0).all())
         assert float(rule.weights.sum() + rule.constant) == pytest.approx(1, abs=1e-5)
-    lengths = jnp.linalg.norm(rule.points, axis=1)
-    if name == "ROM":
-        np.testing.assert_allclose(lengths, 2, rtol=1e-5)
-    else:
-        assert float(lengths.std()) > 0.1
+        lengths = np.linalg.norm(rule.points, axis=1)
+        if name == "ROM":
+            np.testing.assert_allclose(lengths, 2, rtol=1e-5)
+        else:
+            assert lengths.std() > 0.1
 
 
 def test_gauss_hermite_moments():
@@ -208,8 +206,8 @@ def test_gauss_hermite_moments():
 
 
 def test_attention_without_the_constant():
-    """An unbiased estimate of exp(q.k), and what performer_attention makes of it is its ratio."""
-    query, key, value = 0.5 * jax.random.normal(jax.random.key(9), (3, 6, 1, 4))
+    """Positive features of its points estimate exp(q.k) without a bias."""
+    query, key = 0.5 * jax.random.normal(jax.random.key(9), (2, 6, 1, 4))
     samples = draws(
         4,
         20_000,
@@ -220,14 +218,6 @@ def test_attention_without_the_constant():
     )
     exact = np.exp(np.asarray(query[:, 0]) @ np.asarray(key[:, 0]).T)
     assert abs(off(samples, exact)).max() < 5
-    rule = rule_of(jax.random.key(10), 3, 4)
-    phi, psi = (features.positive(x[:, 0], rule.points, weights=rule.weights) for x in (query, key))
-    want = (phi @ psi.T) / (phi @ psi.T).sum(axis=1, keepdims=True)
-    options = dict(weights=rule.weights, scale=1.0)
-    found = attention.attention_weights(query, key, rule.points, **options)[0]
-    np.testing.assert_allclose(found, want, rtol=1e-4)
-    output = performer_attention(query, key, value, rule.points, **options)
-    np.testing.assert_allclose(output[:, 0], want @ value[:, 0], rtol=1e-3, atol=1e-5)
 
 
 def test_jit_vmap_and_gradients():
@@ -259,8 +249,3 @@ def test_bad_input():
     for kernel in (kernels.matern(1.5), kernels.softmax):
         with pytest.raises(ValueError, match=r"frequencies N\(0, I\), not kernels.*take"):
             quadrature.feature_maps(x, rule, kernel)
-
-
-def test_no_inputs_at_all():
-    rule = quadrature.structured(jax.random.key(0), 2, 3)
-    assert rule.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 16)

@@ -13,14 +13,13 @@ from sklearn.exceptions import NotFittedError
 from sklearn.kernel_approximation import RBFSampler
 from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import rbf_kernel
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 from sklearn.utils.estimator_checks import check_estimator
 
-import performer.sklearn
-from performer import couplings, kernels
+from performer import kernels
 from performer.features import hyperbolic
 from performer.sklearn import RandomFeatures
 
@@ -97,23 +96,6 @@ def test_other_kernels(kernel):
     assert pickle.loads(pickle.dumps(features)).transform(x).shape == (4, 6)
 
 
-def test_kernels_in_a_grid_and_in_the_repr():
-    grid = {"kernel": ["rbf", kernels.matern(1.5)], "n_components": [3, 4]}
-    search = GridSearchCV(make_pipeline(RandomFeatures(random_state=0), Ridge()), {
-        f"randomfeatures__{name}": values for name, values in grid.items()
-    }, cv=2)  # fmt: skip
-    search.fit(X, X[:, 0])
-    assert "kernel=kernels.matern(1.5)" in repr(RandomFeatures(kernel=kernels.matern(1.5)))
-
-
-def test_a_name_and_its_function_are_the_same():
-    named, function = (
-        RandomFeatures(coupling, random_state=3).fit(X).frequencies_
-        for coupling in ("halton", couplings.get("halton"))
-    )
-    np.testing.assert_allclose(named, function, rtol=1e-5, atol=1e-6)
-
-
 def test_gamma_scale_is_that_of_rbf_sampler():
     for x in (X, X.astype(np.float32), np.ones((4, 2))):
         features = RandomFeatures("halton", gamma="scale").fit(x)
@@ -166,69 +148,26 @@ def test_random_state():
     assert not np.allclose(features.fit_transform(X), features.fit_transform(X))
 
 
-def test_pickles():
-    features = RandomFeatures(random_state=0).fit(X)
-    again = pickle.loads(pickle.dumps(features))
-    np.testing.assert_array_equal(again.transform(X), features.transform(X))
-
-
-def test_names_of_the_columns():
-    features = RandomFeatures("halton", n_components=4).fit(X)
-    want = [f"randomfeatures{i}" for i in range(4)]
-    assert features.get_feature_names_out().tolist() == want
-
-
-def test_couplings_have_lower_errors():
-    """Mean square errors of a Gram matrix, 200 draws of 8 frequencies in 8 dimensions.
-
-    "pnc" has 0.36 of the error of "iid" and 0.28 of `RBFSampler`'s, each to within 0.02 (one
-    standard error of the ratio).
-    """
-    x = np.random.default_rng(0).normal(size=(6, 8))
-    exact = rbf_kernel(x, gamma=0.1)
-
-    def error(features):
-        grams = (
-            phi @ phi.T
-            for phi in (features.set_params(random_state=i).fit_transform(x) for i in range(200))
-        )
-        return np.mean([(gram - exact) ** 2 for gram in grams])
-
-    pnc, iid = (error(RandomFeatures(c, n_components=16, gamma=0.1)) for c in ("pnc", "iid"))
-    assert pnc < 0.5 * iid
-    assert pnc < 0.4 * error(RBFSampler(n_components=16, gamma=0.1))
-
-
 def test_in_pipelines_and_searches():
     """R^2 of a prediction by the mean is at most 0; in both halves it is above 0.45."""
     x, y = load_diabetes(return_X_y=True)
     features = RandomFeatures("halton", n_components=200, gamma=0.01, random_state=0)
     model = make_pipeline(StandardScaler(), features, Ridge())
-    assert cross_val_score(model, x, y, cv=2).min() > 0.3
-
     names = ["iid", "halton"]
     search = GridSearchCV(model, {"randomfeatures__coupling": names}, cv=2).fit(x, y)
     assert search.cv_results_["mean_test_score"].min() > 0.3
     assert search.best_params_["randomfeatures__coupling"] in names
-    assert search.best_estimator_[1].transform(x).shape == (442, 200)
-
-
-def test_a_shape_is_compiled_once():
-    RandomFeatures("halton", gamma=0.2).fit_transform(X)
-    compiled = performer.sklearn._features._cache_size()
-    for gamma in (0.3, "scale"):
-        RandomFeatures("halton", gamma=gamma, random_state=5).fit_transform(X)
-    assert performer.sklearn._features._cache_size() == compiled
+    fitted = search.best_estimator_[1]
+    assert fitted.transform(x).shape == (442, 200)
+    assert fitted.get_feature_names_out().tolist() == [f"randomfeatures{i}" for i in range(200)]
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"n_components": 0}, "n_components must be a positive integer, got 0; use 100"),
-        ({"n_components": -2}, "n_components must be a positive integer, got -2; use 100"),
         ({"n_components": 10.0}, "n_components must be.*integer.*got 10.0; use 100"),
         ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
-        ({"gamma": 0.0}, "gamma must be .*got 0.0"),
         ({"gamma": float("inf")}, "gamma must be .*got inf"),
         ({"gamma": float("nan")}, "gamma must be .*got nan"),
         ({"gamma": "foo"}, "gamma must be a positive, finite number or 'scale', got 'foo'"),

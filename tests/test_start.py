@@ -28,10 +28,10 @@ def test_importing_adds_a_fifth_to_jax_at_most():
     assert "performer.attention.op" in added
 
 
-@pytest.mark.parametrize("name", performer.MODULES)
-def test_every_module_is_there_when_it_is_named(name):
-    assert getattr(performer, name).__name__.split(".")[-1] == name
-    assert name in dir(performer)
+def test_every_module_is_there_when_it_is_named():
+    for name in performer.MODULES:
+        assert getattr(performer, name).__name__.split(".")[-1] == name
+        assert name in dir(performer)
 
 
 def test_other_names_are_not():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard as scipy_hadamard
 
-from performer import couplings, hadamard, structured
+from performer import couplings
+from performer.couplings import hadamard, structured
 
 
 @pytest.mark.parametrize("p", [1, 2, 8, 16, 32, 512])
@@ -14,11 +15,6 @@ def test_transform_is_the_hadamard_matrix(p):
     x = np.random.default_rng(0).standard_normal((3, p)).astype(np.float32)
     want = x.astype(np.float64) @ scipy_hadamard(p) / np.sqrt(p)
     np.testing.assert_allclose(hadamard.transform(jnp.asarray(x)), want, atol=1e-5)
-
-
-def test_transform_needs_a_power_of_two():
-    with pytest.raises(ValueError, match="power of two, got size 6"):
-        hadamard.transform(jnp.ones(6))
 
 
 def test_multiply_is_three_hd_blocks():
@@ -31,7 +27,7 @@ def test_multiply_is_three_hd_blocks():
 
 
 @pytest.mark.parametrize("name", ["sorf", "fast-simrf"])
-@pytest.mark.parametrize(("m", "d"), [(8, 8), (20, 8), (5, 12), (40, 12)])
+@pytest.mark.parametrize(("m", "d"), [(8, 8), (40, 12)])
 def test_apply_is_the_product_with_the_coupling(name, m, d):
     key = jax.random.key(4)
     frequencies = structured.draw(key, m, d, simplex=name == "fast-simrf")
@@ -42,13 +38,10 @@ def test_apply_is_the_product_with_the_coupling(name, m, d):
     np.testing.assert_allclose(got, x @ W.T, atol=5e-5)
 
 
-def test_widths_must_match():
-    with pytest.raises(ValueError, match="width 7 but frequencies have 8"):
-        structured.draw(jax.random.key(0), 8, 8).apply.__wrapped__(
-            structured.draw(jax.random.key(0), 8, 8), jnp.ones(7)
-        )
-
-
-def test_no_inputs_at_all():
+def test_what_is_refused():
     frequencies = structured.draw(jax.random.key(0), 6, 3)
     assert frequencies.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 6)
+    with pytest.raises(ValueError, match="width 7 but frequencies have 3"):
+        frequencies.apply.__wrapped__(frequencies, jnp.ones(7))
+    with pytest.raises(ValueError, match="power of two, got size 6"):
+        hadamard.transform(jnp.ones(6))
