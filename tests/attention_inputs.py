@@ -52,6 +52,16 @@ def far_apart(norm, t=14):
     return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
 
 
+SLOPES = np.array([0.5, 0.3, 0.0, 2.0], np.float32)
+"""Of ALiBi, one for each of the four heads."""
+
+
+def random_decays(b=2, t=14, n=2, seed=0):
+    """Log-decays for each token and key head."""
+    rng = np.random.default_rng(seed)
+    return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
+
+
 def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 

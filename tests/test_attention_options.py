@@ -32,7 +32,7 @@ FACTORS = {
     "tokens": ("closed over", "traced"),
     "frequencies": ("closed over", "traced"),
     "heads of the frequencies": ("none of 2", "key of 1", "key of 2", "query of 2"),  # grouped
-    "order": ("t < s", "t = s", "causal t = s", "causal t < s"),
+    "order": ("t < s", "t = s", "causal t = s", "causal t < s", "t > s", "causal t > s"),
     "mask": ARRAY,
     "kind of mask": ("(b, 1, 1, s) bool", "(b, 1, 1, s) float", "(s,) bool"),
     "lengths": ARRAY,
@@ -66,7 +66,6 @@ ARGUMENTS = {
 """What a factor gives to `performer_attention`, where its name is another."""
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
-    "order": (*FACTORS["order"], "t > s", "causal t > s"),
     "key_log_weights": (*FACTORS["key_log_weights"], "heads traced"),
     "segments": (*FACTORS["segments"], "same closed over"),
     **{
@@ -145,7 +144,8 @@ def sizes_of(case, rng=None):
     """Sizes that all differ, or random ones."""
     short, long = (5, 7) if rng is None else sorted(map(int, rng.integers(1, 14, 2)))
     if rng is None:
-        sizes = dict(k=3, h=4, v=2, m=6, scale=1.0, block=(2, 4))
+        sizes = dict(k=3, h=4, v=2, m=6, scale=1.0)
+        sizes["block"] = {"one axis": (2, 4), "none": (3, 3), "two axes": (5, 15)}[case["batch"]]
     else:
         chunk = int(rng.integers(1, 6))
         sizes = {name: int(rng.integers(1, 7)) for name in "khvm"}
@@ -239,34 +239,14 @@ def arrays_of(case, size, rng):
 
 def pairs_of(case, size, arrays):
     """What the oracle takes for the factors exact and place: exact pairs, and their biases."""
-    (b, t, s), segments = (size.b, size.t, size.s), arrays.get("segments")
-    ids = np.zeros((b, t), int) if segments is None else segments[0]
-    same = (
-        (np.tril(np.ones((t, t), bool), -1) & (ids[:, :, None] == ids[:, None])) if t == s else None
-    )
-    pairs = {}
+    ids, pairs = arrays.get("segments", [np.zeros((size.b, size.t), int)])[0], {}
     if case["exact"] != "none":
-        window, first = window_of(case, size).values()
-        chunk = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1) // window
-        near = abs(chunk[:, :, None] - chunk[:, None]) <= 1
-        pairs["exact"] = near | (same.sum(axis=2) < first)[:, None]
-    if case["place"] == "none":
-        return pairs
+        pairs["exact"] = oracles.exact_pairs(ids, *window_of(case, size).values())
     if "alibi_slopes" in arrays:
-        rank = same.sum(axis=2)[:, None]
-        slopes = arrays["alibi_slopes"].astype(np.float64)[:, None, None]
-        return pairs | {"bias": -slopes * abs(rank[..., None] - rank[..., None, :])}
-    decay = np.repeat(
-        arrays["log_decay"].astype(np.float64), size.n // arrays["log_decay"].shape[2], 2
-    )
-    bias = np.zeros((b, size.n, t, t))
-    for i, j in np.ndindex(t, t):
-        low, high = min(i, j), max(i, j)
-        between = (np.arange(t) > low) & (np.arange(t) <= high)
-        # Tokens of other segments that stand between do not count.
-        counted = between & (ids == ids[:, [high]])
-        bias[:, :, i, j] = np.where(counted[..., None], decay, 0).sum(axis=1)
-    return pairs | {"bias": bias}
+        pairs["bias"] = oracles.alibi(ids, arrays["alibi_slopes"])
+    elif "log_decay" in arrays:
+        pairs["bias"] = oracles.decay(ids, arrays["log_decay"], size.n)
+    return pairs
 
 
 def window_of(case, size):

@@ -247,8 +247,7 @@ def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:implementation='pallas'")
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     """Without one: a program with one kernel each way and no exponential of XLA's."""
     monkeypatch.setattr(_fused, "INTERPRET", False)

@@ -156,19 +156,6 @@ def test_masks_are_known_by_their_values(mask, options):
     np.testing.assert_allclose(got[exists], want[exists], atol=1e-5)
 
 
-def test_a_causal_layer_decodes_with_its_cache():
-    model = Model()
-    causal = {"is_causal": True}
-    new, report = linearize(model, [{"x": x} | causal for x in BATCHES], num_features=16)
-    assert not report.left
-    want = new(X[0], is_causal=True)
-    np.testing.assert_allclose(want, by_hand(model, X, **causal)[:B], atol=1e-5)
-    new.attention.init_cache((B, T, WIDTH))
-    for i in range(T):
-        last = new(X[0][:, i : i + 1], decode=True)
-    np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
-
-
 class Bare(nnx.Module):
     """A module of a user's own."""
 

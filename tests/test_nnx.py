@@ -34,16 +34,6 @@ def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=No
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 
 
-def test_is_performer_attention_between_the_projections():
-    module = layer(decode=False)
-    frequencies = module.attention_fn.frequencies[...]
-    assert frequencies.shape == (2, 16, 4)
-    want = module.out(
-        performer_attention(module.query(X), module.key(X), module.value(X), frequencies)
-    )
-    np.testing.assert_allclose(module(X), want, atol=1e-6)
-
-
 def test_frequencies_are_state_but_no_parameters():
     module = layer(decode=False)
     _, params, frequencies, _ = nnx.split(module, nnx.Param, Frequencies, ...)
@@ -63,21 +53,9 @@ def test_heads_and_layers_draw_their_own():
     assert not np.allclose(first[0], first[1])
 
 
-def test_one_draw_shared_by_the_heads():
-    module = layer(num_heads=None, decode=False)
-    assert module.attention_fn.frequencies[...].shape == (16, 4)
-    assert module(X).shape == X.shape
-
-
 def test_parameters_do_not_depend_on_the_coupling():
     params = [nnx.state(layer(c, decode=False), nnx.Param) for c in ("iid", "pm-antithetic")]
     jax.tree.map(np.testing.assert_array_equal, *params)
-
-
-def test_key_masks_are_honoured():
-    module = layer(decode=False)
-    mask = jnp.arange(5)[None, None, None] < 3
-    np.testing.assert_allclose(module(X, mask=mask)[:, :3], module(X[:, :3]), atol=1e-6)
 
 
 def test_the_dtype_of_the_layer_is_that_of_its_attention():
@@ -87,15 +65,6 @@ def test_the_dtype_of_the_layer_is_that_of_its_attention():
     want = attention_fn(*(x.astype(jnp.bfloat16) for x in heads))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, want)
-
-
-def test_decoding_attends_to_the_cache():
-    """Flax's cache: one token at a time; the last output is that of attention over all tokens."""
-    module = layer(decode=True)
-    module.init_cache(X.shape)
-    for i in range(X.shape[1]):
-        out = module(X[:, i : i + 1])
-    np.testing.assert_allclose(out, module(X, decode=False)[:, -1:], atol=1e-5)
 
 
 def test_causal_and_grouped_heads():
@@ -121,35 +90,25 @@ def test_causal_and_grouped_heads():
     np.testing.assert_array_equal(changed[:, :4], got[:, :4])
 
 
-def test_decoding_is_causal_attention():
-    """Token by token through Flax's cache, with its float mask: the causal outputs."""
-    module = layer(decode=True)
-    module.init_cache(X.shape)
-    steps = [module(X[:, i : i + 1]) for i in range(X.shape[1])]
-    want = module(X, decode=False, is_causal=True)
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
-
-
 WINDOW: dict = dict(exact_window=2, exact_first=1)
 SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
-PLACES = pytest.mark.parametrize("options", [WINDOW, SLOPES, WINDOW | SLOPES])
+PLACES = WINDOW | SLOPES
 """What depends on the places of queries and keys."""
 
 
-@PLACES
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_windows_and_slopes_are_those_of_the_operator(is_causal, options):
-    module = layer(options=options, decode=False)
+def test_windows_and_slopes_are_those_of_the_operator(is_causal):
+    module = layer(options=PLACES, decode=False)
     heads = [getattr(module, name)(X) for name in ("query", "key", "value")]
     W = module.attention_fn.frequencies[...]
-    want = module.out(performer_attention(*heads, W, is_causal=is_causal, **options))
+    want = module.out(performer_attention(*heads, W, is_causal=is_causal, **PLACES))
     got = module(X, is_causal=is_causal)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert not np.allclose(got, layer(decode=False)(X, is_causal=is_causal), atol=1e-3)
 
 
-@PLACES
-def test_decoding_with_places_is_causal_attention_with_them(options):
+@pytest.mark.parametrize("options", [{}, PLACES], ids=["plain", "places"])
+def test_decoding_is_causal_attention(options):
     """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
     module = layer(options=options, decode=True)
     module.init_cache(X.shape)
