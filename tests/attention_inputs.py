@@ -27,11 +27,12 @@ def feature_map(name):
     return OWN if name == "own" else name
 
 
-def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
+def inputs(b=2, t=7, s=None, n=4, k=2, h=H, v=V, m=M, frequency_heads=None, scale=1.0, seed=0):
+    """Standard normal arrays, the queries and keys times `scale`."""
     s = t if s is None else s
     rng = np.random.default_rng(seed)  # NumPy's: nothing to compile for each new shape
-    lead = (M, H) if frequency_heads is None else (frequency_heads, M, H)
-    shapes = [(b, t, n, H), (b, s, k, H), (b, s, k, V), lead]
+    lead = (m, h) if frequency_heads is None else (frequency_heads, m, h)
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, v), lead]
     query, key, value, frequencies = (rng.standard_normal(shape, np.float32) for shape in shapes)
     scale = np.float32(scale)
     return tuple(map(jnp.asarray, (scale * query, scale * key, value, frequencies)))

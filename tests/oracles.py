@@ -95,25 +95,6 @@ def simplex_rows(d):
     return np.array(rows)
 
 
-def pair_moments(query, key, allowed=None):
-    """Mean of (1, q, k) (1, q, k)^T over the pairs of one head, (b, t, h) and (b, s, h), scaled.
-
-    Query by query, whose weight is spread over the keys as softmax attention spreads it, over those
-    alone that it may see, `allowed` (t, s).
-    """
-    h = query.shape[-1]
-    total = np.zeros((2 * h + 1, 2 * h + 1))
-    for queries, keys in zip(np.asarray(query, float), np.asarray(key, float), strict=True):
-        for i, q in enumerate(queries):
-            seen = [j for j in range(len(keys)) if allowed is None or allowed[i, j]]
-            attention = np.exp([q @ keys[j] for j in seen])
-            weights = attention / attention.sum()
-            for weight, j in zip(weights, seen, strict=True):
-                z = np.concatenate([[1], q, keys[j]])
-                total += weight * np.outer(z, z)
-    return total / total[0, 0]
-
-
 def calibration(moments, parts, ridge=0.05):
     """c, M, mu, S of `performer.calibration` from moments, by eigenvectors."""
     h = len(moments) // 2
@@ -459,7 +440,7 @@ def decay(ids, log_decay, heads):
     return np.where(between[:, None], of_tokens, 0).sum(axis=-1)
 
 
-def masked_pair_moments(query, key, *, mask=None, is_causal=False, positions=None, scale=None):
+def pair_moments(query, key, *, mask=None, is_causal=False, positions=None, scale=None):
     """Sum over pairs of (1, q, k) (1, q, k)^T as softmax attention weighs them, over the queries.
 
     Query by query, in float64: (b, t, n, h), (b, s, k, h), mask (b, s), the positions of the

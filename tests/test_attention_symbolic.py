@@ -118,15 +118,6 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
     assert masks("cpu", "cuda") == {"4", "8"}
 
 
-def test_blocks_are_those_of_numbers_but_for_those_without_padding():
-    (t,) = export.symbolic_shape("t")
-    blocks = _sizes.blocks(t, 12, 4)
-    for number in (1, 11, 12, 13, 50, 97):
-        least = -(-number // 12)
-        got = [size._evaluate({"t": number}) for size in blocks]
-        assert got == [least, -(-number // (least * 4)) * 4]
-
-
 @pytest.mark.slow  # its program is large
 def test_packed_sequences():
     def packed(*given):

@@ -12,7 +12,6 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
-from performer.attention.calibration import fit, pair_moments
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 
 
@@ -224,40 +223,6 @@ def calibrated(num_heads: int | None = 2, method="full", **kwargs):
     )
 
 
-def statistics(module):
-    return jax.tree.map(jnp.asarray, nnx.to_pure_dict(nnx.state(module, Statistics)))
-
-
-def test_running_statistics_move_in_training_and_stay_in_evaluation():
-    module = calibrated(momentum=0.75)
-    frequencies = module.attention_fn.frequencies[...]
-    heads = module.query(X), module.key(X), module.value(X)
-    first = module(X)  # nothing is known yet: the identity
-    want = module.out(performer_attention(*heads, frequencies))
-    np.testing.assert_allclose(first, want, atol=1e-5)
-    moments = pair_moments(*heads[:2])
-    np.testing.assert_allclose(
-        module.attention_fn.statistics["moments"][...], 0.25 * moments, atol=1e-5
-    )
-    second = module(X)  # with what the first call saw, whatever the weight of it
-    fitted = fit(moments, coupling=module.attention_fn.coupling)
-    want = module.out(performer_attention(*heads, frequencies, calibration=fitted))
-    np.testing.assert_allclose(second, want, atol=1e-4)
-    assert np.max(np.abs(second - first)) > 1e-3
-
-    module.eval()
-    before = statistics(module)
-    third = module(X + 1)
-    chex.assert_trees_all_equal(statistics(module), before)
-    assert third.shape == X.shape
-    module.train()
-    module(X + 1)
-    assert not np.array_equal(
-        statistics(module)["attention_fn"]["statistics"]["moments"],
-        before["attention_fn"]["statistics"]["moments"],
-    )
-
-
 def test_statistics_are_state_but_not_trained():
     module = calibrated()
     _, params, state, _ = nnx.split(module, nnx.Param, Statistics, ...)
@@ -295,13 +260,12 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
         calibrated(method="ful")
 
 
-@pytest.mark.parametrize("feature_map", ["hyperbolic", "trigonometric"])
-def test_shift_and_scale_serve_other_maps_of_softmax(feature_map):
-    module = calibrated(method="shift+scale", feature_map=feature_map)
+def test_shift_and_scale_serve_other_maps_of_softmax():
+    module = calibrated(method="shift+scale", feature_map="hyperbolic")
     module(X)
     fitted, frequencies = module.attention_fn.calibration, module.attention_fn.frequencies[...]
     heads = module.query(X), module.key(X), module.value(X)
-    options = dict(calibration=fitted, feature_map=feature_map)
+    options = dict(calibration=fitted, feature_map="hyperbolic")
     want = module.out(performer_attention(*heads, frequencies, **options))
     np.testing.assert_allclose(module(X), want, atol=1e-5)
     assert np.abs(fitted.shift).max() > 0
