@@ -16,7 +16,7 @@ from performer import performer_attention
 from performer.attention import State, attention_weights
 from performer.attention.calibration import Calibration, calibrate
 from tests import oracles
-from tests.attention_inputs import SLOPES, H, M, V, close, inputs
+from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 
 # Limits
 
@@ -54,6 +54,39 @@ def test_fixed_lengths_have_a_floor():
     coupling = performer.couplings.get("fixed-antithetic")
     few, many = (softmax_error(coupling(jax.random.key(1), m, H)) for m in (256, 16384))
     assert many > few / 2
+
+
+def test_is_two_softmax_attentions_through_landmarks():
+    """The same numbers from jax.nn.dot_product_attention, which knows nothing of the stabiliser.
+
+    The features attend over the keys: queries w, keys k sqrt(scale), bias -scale k^2 / 2. Then the
+    queries attend over the features: keys w, bias = the log normaliser of the first attention.
+    """
+    query, key, value, frequencies = inputs(t=5, s=9, n=3, k=3, v=H, frequency_heads=3)
+    root = H**-0.25
+    landmarks = jnp.broadcast_to(frequencies.swapaxes(0, 1), (2, M, 3, H))
+    key_bias = -jnp.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[:, :, None] / 2
+    pooled = jax.nn.dot_product_attention(landmarks, root * key, value, bias=key_bias, scale=1.0)
+    logits = jnp.einsum("bmnh,bsnh->bnms", landmarks, root * key) + key_bias
+    feature_bias = jax.nn.logsumexp(logits, axis=-1)[:, :, None]
+    want = jax.nn.dot_product_attention(
+        root * query, landmarks, pooled, bias=feature_bias, scale=1.0
+    )
+    np.testing.assert_allclose(performer_attention(query, key, value, frequencies), want, atol=2e-5)
+
+
+def test_google_is_biased_and_looks_into_the_future():
+    """Far from the estimate it claims to compute; early outputs move with the last key alone."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (1, 64, 1, 64)) for k in keys[:3])
+    frequencies = orthogonal(keys[3], 128, 64)
+    attend = partial(performer_attention, frequencies=frequencies, scale=0.25)
+    exact, google = (attend(query, key, value, stabilizer=s) for s in ("exact", "google"))
+    assert np.linalg.norm(google - exact) > 0.5 * np.linalg.norm(exact)
+    attend = partial(attend, is_causal=True, stabilizer="google")
+    early = attend(query, key, value)[:, :32]
+    moved = attend(query, key.at[:, -1].multiply(3.0), value)[:, :32]
+    assert np.linalg.norm(moved - early) > 0.5 * np.linalg.norm(early)
 
 
 # States and neutral arguments
