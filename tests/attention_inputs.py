@@ -27,11 +27,12 @@ def feature_map(name):
     return OWN if name == "own" else name
 
 
-def inputs(b=2, t=7, s=None, n=4, k=2, frequency_heads=None, scale=1.0, seed=0):
+def inputs(b=2, t=7, s=None, n=4, k=2, h=H, v=V, m=M, frequency_heads=None, scale=1.0, seed=0):
+    """Standard normal arrays, the queries and keys times `scale`."""
     s = t if s is None else s
     rng = np.random.default_rng(seed)  # NumPy's: nothing to compile for each new shape
-    lead = (M, H) if frequency_heads is None else (frequency_heads, M, H)
-    shapes = [(b, t, n, H), (b, s, k, H), (b, s, k, V), lead]
+    lead = (m, h) if frequency_heads is None else (frequency_heads, m, h)
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, v), lead]
     query, key, value, frequencies = (rng.standard_normal(shape, np.float32) for shape in shapes)
     scale = np.float32(scale)
     return tuple(map(jnp.asarray, (scale * query, scale * key, value, frequencies)))
@@ -50,6 +51,16 @@ def far_apart(norm, t=14):
     key = np.where(np.arange(4)[:, None] < 2, key, -query)
     unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)]
     return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
+
+
+SLOPES = np.array([0.5, 0.3, 0.0, 2.0], np.float32)
+"""Of ALiBi, one for each of the four heads."""
+
+
+def random_decays(b=2, t=14, n=2, seed=0):
+    """Log-decays for each token and key head."""
+    rng = np.random.default_rng(seed)
+    return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
 
 
 def close(got, want, tolerance=1e-5):

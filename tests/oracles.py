@@ -21,37 +21,6 @@ def softmax_attention(query, key, value, mask=None):
     return out
 
 
-def performer_attention(query, key, value, frequencies, mask=None, scale=None):
-    """Ratio of kernel estimates, k(q, k) = mean_j e^{w.q - q^2/2} e^{w.k - k^2/2}, in float64.
-
-    The estimates are formed for every pair (q, k), stabilised by nothing but a common factor of the
-    row, which the ratio does not see.
-    """
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    frequencies = np.asarray(frequencies, np.float64)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    root = math.sqrt(scale)
-    out = np.zeros((*query.shape[:3], value.shape[-1]))
-    for b in range(query.shape[0]):
-        for n in range(query.shape[2]):
-            w = frequencies if frequencies.ndim == 2 else frequencies[n]
-            for t in range(query.shape[1]):
-                seen = [s for s in range(key.shape[1]) if mask is None or mask[b, s]]
-                exponents = np.array(
-                    [
-                        w @ (root * (query[b, t, n] + key[b, s, n]))
-                        - scale * (key[b, s, n] @ key[b, s, n]) / 2
-                        for s in seen
-                    ]
-                )
-                if not seen:
-                    continue
-                kernel = np.exp(exponents - exponents.max()).mean(axis=1)
-                for weight, s in zip(kernel / kernel.sum(), seen, strict=True):
-                    out[b, t, n] += weight * value[b, s, n]
-    return out
-
-
 def kernel_matrix(
     query, key, frequencies, *, allowed=None, feature_map="positive", scale=None, weights=None
 ):
@@ -105,28 +74,6 @@ def kernel_attention(query, key, value, frequencies, **options):
     return np.einsum("bnts,bsnv->btnv", kernel / np.where(total == 0, 1, total), value)
 
 
-def public_attention(query, key, value, frequencies, is_causal=False, epsilon=1e-6):
-    """FAVOR+ with the public code's stabiliser, after its description:
-
-    features e^{w.x - x^2/2 - max} + epsilon, the maximum of w.q over the features for a query, of
-    w.k over features and keys for all keys of a batch entry and head; float64.
-    """
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    root = query.shape[-1] ** -0.25
-    out = np.zeros((*query.shape[:3], value.shape[-1]))
-    for b, n in np.ndindex(query.shape[0], query.shape[2]):
-        w = np.asarray(frequencies if frequencies.ndim == 2 else frequencies[n], np.float64)
-        q, k = root * query[b, :, n], root * key[b, :, n]
-        top = (k @ w.T).max()
-        phi_k = [np.exp(w @ y - y @ y / 2 - top) + epsilon for y in k]
-        for t, x in enumerate(q):
-            phi_q = np.exp(w @ x - x @ x / 2 - (w @ x).max()) + epsilon
-            seen = range(t + 1) if is_causal else range(len(k))
-            kernel = np.array([phi_q @ phi_k[s] for s in seen])
-            out[b, t, n] = kernel @ value[b, list(seen), n] / kernel.sum()
-    return out
-
-
 def positive_features(x, frequencies, kernel):
     """sqrt(1/m) exp(w.x - c |x|^2), c = 1/2 (softmax) or 1 (gaussian)."""
     factor = {"softmax": 0.5, "gaussian": 1.0}[kernel]
@@ -146,25 +93,6 @@ def simplex_rows(d):
         rows.append(row)
     rows.append(np.append(np.ones(d - 1), 0) / math.sqrt(d - 1))
     return np.array(rows)
-
-
-def pair_moments(query, key, allowed=None):
-    """Mean of (1, q, k) (1, q, k)^T over the pairs of one head, (b, t, h) and (b, s, h), scaled.
-
-    Query by query, whose weight is spread over the keys as softmax attention spreads it, over those
-    alone that it may see, `allowed` (t, s).
-    """
-    h = query.shape[-1]
-    total = np.zeros((2 * h + 1, 2 * h + 1))
-    for queries, keys in zip(np.asarray(query, float), np.asarray(key, float), strict=True):
-        for i, q in enumerate(queries):
-            seen = [j for j in range(len(keys)) if allowed is None or allowed[i, j]]
-            attention = np.exp([q @ keys[j] for j in seen])
-            weights = attention / attention.sum()
-            for weight, j in zip(weights, seen, strict=True):
-                z = np.concatenate([[1], q, keys[j]])
-                total += weight * np.outer(z, z)
-    return total / total[0, 0]
 
 
 def calibration(moments, parts, ridge=0.05):
@@ -479,7 +407,40 @@ def full_attention(
     return out, bound
 
 
-def masked_pair_moments(query, key, *, mask=None, is_causal=False, positions=None, scale=None):
+def exact_pairs(ids, window, first=0):
+    """Which pairs a window counts exactly, (b, t, t): chunks side by side, and the first keys.
+
+    ids: (b, t), the numbers of the segments; chunks are those of the tokens sorted by them.
+    """
+    chunk = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1) // window
+    near = abs(chunk[:, :, None] - chunk[:, None]) <= 1
+    return near | (_ranks(ids) < first)[:, None]
+
+
+def _ranks(ids):
+    """The number of earlier tokens of the same segment, (b, t)."""
+    t = ids.shape[1]
+    return np.sum(np.tril(np.ones((t, t), bool), -1) & (ids[:, :, None] == ids[:, None]), axis=2)
+
+
+def alibi(ids, slopes):
+    """Press et al. 2022: -slope |i - j| of each pair, (b, n, t, t)."""
+    rank, slopes = _ranks(ids)[:, None], np.asarray(slopes, np.float64)[:, None, None]
+    return -slopes * abs(rank[..., None] - rank[..., None, :])
+
+
+def decay(ids, log_decay, heads):
+    """a_(j+1) + ... + a_i of each pair, over the tokens of its segment; (b, heads, t, t)."""
+    log_decay = np.repeat(np.asarray(log_decay, np.float64), heads // log_decay.shape[2], axis=2)
+    t = np.arange(ids.shape[1])
+    low, high = np.minimum(t[:, None], t), np.maximum(t[:, None], t)
+    between = (t > low[..., None]) & (t <= high[..., None])
+    between = between & (ids[:, None, None] == ids[:, high][..., None])
+    of_tokens = log_decay.swapaxes(1, 2)[:, :, None, None]
+    return np.where(between[:, None], of_tokens, 0).sum(axis=-1)
+
+
+def pair_moments(query, key, *, mask=None, is_causal=False, positions=None, scale=None):
     """Sum over pairs of (1, q, k) (1, q, k)^T as softmax attention weighs them, over the queries.
 
     Query by query, in float64: (b, t, n, h), (b, s, k, h), mask (b, s), the positions of the

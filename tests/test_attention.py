@@ -1,4 +1,9 @@
-"""performer_attention: against the float64 oracle, against softmax, masks, precision, gradients."""
+"""performer_attention: limits, states, dtypes, transformations, memory and refusals.
+
+The values of each option with every other one are in `test_attention_options`.
+"""
+
+from functools import partial
 
 import chex
 import jax
@@ -8,58 +13,20 @@ import pytest
 
 import performer
 from performer import performer_attention
+from performer.attention import State, attention_weights
+from performer.attention.calibration import Calibration, calibrate
 from tests import oracles
+from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 
-B, T, S, N, H, V, M = 2, 5, 9, 3, 8, 4, 16
-
-
-def inputs(scale=1.0, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = [(B, T, N, H), (B, S, N, H), (B, S, N, V), (N, M, H)]
-    query, key, value, frequencies = map(jax.random.normal, keys, shapes)
-    return scale * query, scale * key, value, frequencies
+# Limits
 
 
-def as64(*arrays):
-    return [np.asarray(x, np.float64) for x in arrays]
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0, 5.0])
-def test_matches_the_oracle(scale):
-    args = inputs(scale)
-    np.testing.assert_allclose(
-        performer_attention(*args), oracles.performer_attention(*as64(*args)), rtol=1e-4, atol=2e-5
-    )
-
-
-def test_frequencies_shared_by_the_heads_and_no_batch():
-    query, key, value, frequencies = inputs()
-    shared = performer_attention(query, key, value, frequencies[0])
-    np.testing.assert_allclose(
-        shared, oracles.performer_attention(*as64(query, key, value, frequencies[0])), atol=2e-5
-    )
-    single = performer_attention(query[0], key[0], value[0], frequencies[0])
-    np.testing.assert_allclose(single, shared[0], atol=1e-6)
-
-
-def test_is_two_softmax_attentions_through_landmarks():
-    """The same numbers from jax.nn.dot_product_attention, which knows nothing of the stabiliser.
-
-    The features attend over the keys: queries w, keys k sqrt(scale), bias -scale k^2 / 2. Then the
-    queries attend over the features: keys w, bias = the log normaliser of the first attention.
-    """
-    query, key, _, frequencies = inputs()
-    value = jax.random.normal(jax.random.key(9), key.shape)
-    root = H**-0.25
-    landmarks = jnp.broadcast_to(frequencies.swapaxes(0, 1), (B, M, N, H))
-    key_bias = -jnp.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[:, :, None] / 2
-    pooled = jax.nn.dot_product_attention(landmarks, root * key, value, bias=key_bias, scale=1.0)
-    logits = jnp.einsum("bmnh,bsnh->bnms", landmarks, root * key) + key_bias
-    feature_bias = jax.nn.logsumexp(logits, axis=-1)[:, :, None]
-    want = jax.nn.dot_product_attention(
-        root * query, landmarks, pooled, bias=feature_bias, scale=1.0
-    )
-    np.testing.assert_allclose(performer_attention(query, key, value, frequencies), want, atol=2e-5)
+def softmax_error(frequencies):
+    """The distance from softmax attention of short queries and keys, relative to its norm."""
+    query, key, value, _ = inputs(t=5, s=9, n=3, k=3, scale=0.5)
+    want = oracles.softmax_attention(*(np.asarray(x, np.float64) for x in (query, key, value)))
+    got = performer_attention(query, key, value, frequencies)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
 CONVERGENT = [name for name in performer.couplings.COUPLINGS if name != "fixed"]
@@ -72,154 +39,346 @@ def test_converges_to_softmax(name):
     The antithetic version too. With fixed lengths the kernel is biased, and attention does not
     converge: see below.
     """
-    query, key, value, _ = inputs(0.5)
-    want = oracles.softmax_attention(*as64(query, key, value))
     draw = performer.couplings.get(name)(jax.random.key(1), 8192, H)
-
-    def error(frequencies):
-        got = performer_attention(query, key, value, frequencies)
-        return np.linalg.norm(got - want) / np.linalg.norm(want)
 
     def antithetic(m):
         return jnp.concatenate([draw[: m // 2], -draw[: m // 2]])
 
     for few, many in [(draw[:64], draw), (antithetic(64), antithetic(8192))]:
-        assert error(many) < 0.06
-        assert error(many) < error(few) / 2
+        assert softmax_error(many) < 0.06
+        assert softmax_error(many) < softmax_error(few) / 2
 
 
 def test_fixed_lengths_have_a_floor():
     """The bias that norms.fixed states: 64 times the features do not halve the error."""
-    query, key, value, _ = inputs(0.5)
-    want = oracles.softmax_attention(*as64(query, key, value))
     coupling = performer.couplings.get("fixed-antithetic")
+    few, many = (softmax_error(coupling(jax.random.key(1), m, H)) for m in (256, 16384))
+    assert many > few / 2
 
-    def error(m):
-        return np.linalg.norm(
-            performer_attention(query, key, value, coupling(jax.random.key(1), m, H)) - want
+
+def test_is_two_softmax_attentions_through_landmarks():
+    """The same numbers from jax.nn.dot_product_attention, which knows nothing of the stabiliser.
+
+    The features attend over the keys: queries w, keys k sqrt(scale), bias -scale k^2 / 2. Then the
+    queries attend over the features: keys w, bias = the log normaliser of the first attention.
+    """
+    query, key, value, frequencies = inputs(t=5, s=9, n=3, k=3, v=H, frequency_heads=3)
+    root = H**-0.25
+    landmarks = jnp.broadcast_to(frequencies.swapaxes(0, 1), (2, M, 3, H))
+    key_bias = -jnp.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[:, :, None] / 2
+    pooled = jax.nn.dot_product_attention(landmarks, root * key, value, bias=key_bias, scale=1.0)
+    logits = jnp.einsum("bmnh,bsnh->bnms", landmarks, root * key) + key_bias
+    feature_bias = jax.nn.logsumexp(logits, axis=-1)[:, :, None]
+    want = jax.nn.dot_product_attention(
+        root * query, landmarks, pooled, bias=feature_bias, scale=1.0
+    )
+    np.testing.assert_allclose(performer_attention(query, key, value, frequencies), want, atol=2e-5)
+
+
+def test_google_is_biased_and_looks_into_the_future():
+    """Far from the estimate it claims to compute; early outputs move with the last key alone."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (1, 64, 1, 64)) for k in keys[:3])
+    frequencies = orthogonal(keys[3], 128, 64)
+    attend = partial(performer_attention, frequencies=frequencies, scale=0.25)
+    exact, google = (attend(query, key, value, stabilizer=s) for s in ("exact", "google"))
+    assert np.linalg.norm(google - exact) > 0.5 * np.linalg.norm(exact)
+    attend = partial(attend, is_causal=True, stabilizer="google")
+    early = attend(query, key, value)[:, :32]
+    moved = attend(query, key.at[:, -1].multiply(3.0), value)[:, :32]
+    assert np.linalg.norm(moved - early) > 0.5 * np.linalg.norm(early)
+
+
+# States and neutral arguments
+
+
+def test_attention_weights_are_the_matrix():
+    query, key, value, frequencies = inputs(t=3, s=9)
+    matrix = attention_weights(query, key, frequencies)
+    assert matrix.shape == (2, 4, 3, 9)
+    grouped = matrix.reshape(2, 2, 2, 3, 9)
+    got = jnp.einsum("bkgts,bskv->btkgv", grouped, value).reshape(2, 3, 4, V)
+    close(got, performer_attention(query, key, value, frequencies))
+
+
+NEUTRAL = (
+    dict(
+        mask=np.ones((2, 1, 1, 7), bool),
+        key_value_seq_lengths=np.full(2, 7),
+        shift=jnp.zeros(H),
+        weights=jnp.ones(M),
+        scale=H**-0.5,
+        key_log_weights=np.zeros(7, np.float32),
+        initial_state=State(
+            jnp.full((2, 2, M), -jnp.inf), jnp.zeros((2, 2, M)), jnp.zeros((2, 2, M, V))
+        ),
+    ),
+    dict(
+        segment_ids=np.zeros((2, 7), np.int32),
+        alibi_slopes=np.zeros(4, np.float32),
+        calibration=Calibration(jnp.zeros(H), jnp.eye(H), jnp.eye(H), jnp.zeros(H), jnp.eye(H)),
+    ),
+)
+
+
+@pytest.mark.parametrize("options", NEUTRAL, ids=["arrays", "segments and calibration"])
+def test_a_neutral_argument_is_none(options):
+    """So that one program with neutral arguments may serve a table of cases."""
+    args = inputs()
+    close(performer_attention(*args, **options), performer_attention(*args), 1e-6)
+
+
+def test_states_serve_bidirectional_attention_and_combine():
+    query, key, value, frequencies = inputs(t=12)
+    attend = partial(performer_attention, frequencies=frequencies, return_state=True)
+    want, whole = attend(query, key, value)
+    _, first = attend(query, key[:, :6], value[:, :6])
+    got, both = attend(query, key[:, 6:], value[:, 6:], initial_state=first)
+    close(got, want)
+    _, second = attend(query, key[:, 6:], value[:, 6:])
+    combined = performer.attention.combine(first, second)
+    chex.assert_trees_all_close(combined, whole, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(both, whole, rtol=1e-5, atol=1e-5)
+    nothing = performer_attention(query, key[:, :0], value[:, :0], frequencies, initial_state=whole)
+    close(nothing, want)
+
+
+@pytest.mark.parametrize("sizes", [dict(b=0), dict(t=0, s=3), dict(t=3, s=0)], ids=str)
+def test_empty_arrays(sizes):
+    """As in `jax.nn.dot_product_attention`: nothing for no query, zeros where there is no key."""
+    query, key, value, frequencies = inputs(**(dict(b=2, t=3) | sizes))
+    segments = tuple(np.zeros(x.shape[:2], np.int32) for x in (query, key))
+    options = [{}, dict(is_causal=True), dict(segment_ids=segments), dict(feature_map="relu")]
+    for option in options:
+        got = performer_attention(query, key, value, frequencies, **option)
+        assert got.shape == (*query.shape[:3], V)
+        assert not got.any()
+    assert performer_attention(query, key, value[..., :0], frequencies).shape[-1] == 0
+    weights = attention_weights(query, key, frequencies)
+    assert weights.shape == (len(query), query.shape[2], query.shape[1], key.shape[1])
+
+
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (3, 2), (1, 0)])
+def test_a_piece_without_tokens_leaves_the_state(window, first):
+    """The same before the first token, and in a call without states."""
+    tokens, state = inputs(t=4), None
+    options = dict(is_causal=True, exact_window=window, exact_first=first)
+    for start, end in [(0, 0), (0, 4), (4, 4)]:
+        piece, before = [x[:, start:end] for x in tokens[:3]], state
+        output, state = performer_attention(
+            *piece, tokens[3], initial_state=state, return_state=True, **options
         )
-
-    assert error(16384) > error(256) / 2
-
-
-def test_rows_sum_to_one_and_are_not_negative():
-    query, key, _, frequencies = inputs()
-    weights = performer_attention(
-        query, key, jnp.stack([jnp.eye(S)] * B)[:, :, None] * jnp.ones((N, 1)), frequencies
-    )
-    assert weights.min() >= 0
-    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+        assert output.shape == (2, end - start, 4, V)
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    assert performer_attention(*piece, tokens[3], **options).shape == (2, 0, 4, V)
 
 
-MASKS = {
-    "two missing": [[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1, 1, 1, 1]],
-    "one key left": [[0, 0, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]],
-    "none left": [[0] * 9, [1] * 9],
-}
+def test_states_without_a_batch_or_without_values():
+    args = inputs(t=3)
+    for empty in (inputs(b=0, t=3)[:3], (*args[:2], args[2][..., :0])):
+        _, state = performer_attention(*empty, args[3], is_causal=True, return_state=True)
+        assert state.numerator.shape == (len(empty[0]), 2, M, empty[2].shape[-1])
 
 
-@pytest.mark.parametrize("dtype", [bool, np.float32])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_masked_keys_are_as_if_they_were_not_there(mask, dtype):
-    query, key, value, frequencies = inputs()
-    mask = np.array(mask, dtype)
-    want = oracles.performer_attention(*as64(query, key, value, frequencies), mask=mask)
-    got = performer_attention(query, key, value, frequencies, mask=mask[:, None, None])
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
-    if not mask[0].any():
-        np.testing.assert_array_equal(got[0], 0)
-
-
-def test_a_masked_key_leaves_the_maximum_too():
-    """A masked key 10^4 long would otherwise push all others to underflow."""
-    query, key, value, frequencies = inputs()
-    mask = np.ones((B, 1, 1, S), bool)
-    mask[:, :, :, 3] = False
-    huge = key.at[:, 3].set(frequencies[:, 0] * 10)
-    np.testing.assert_array_equal(
-        performer_attention(query, huge, value, frequencies, mask=mask),
-        performer_attention(query, key, value, frequencies, mask=mask),
-    )
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("norm", [0.0, 1.0, 1e2, 1e4])
-def test_outputs_and_gradients_are_finite(dtype, norm):
-    query, key, value, frequencies = inputs()
-    query, key = (norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
-    mask = np.ones((B, 1, 1, S), bool)
-    mask[0] = False
-
-    def loss(query, key, value):
-        out = performer_attention(query, key, value, frequencies, mask=mask)
-        return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-    gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-    assert out.dtype == dtype
-    chex.assert_tree_all_finite((out, gradients))
-
-
-def test_low_precision_is_near_float32():
-    query, key, value, frequencies = (x.astype(jnp.bfloat16) for x in inputs())
-    want = performer_attention(*(x.astype(jnp.float32) for x in (query, key, value, frequencies)))
-    got = performer_attention(query, key, value, frequencies).astype(jnp.float32)
-    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
-
-
-def test_gradients_are_those_of_the_unstabilised_estimate():
-    """The maxima cancel, so no gradient may pass through them."""
-    query, key, value, frequencies = inputs()
-
-    def plain(query, key, value):
-        x, y = (H**-0.25 * a for a in (query, key))
-        phi_q, phi_k = (
-            jnp.exp(
-                jnp.einsum("bsnh,nmh->bnsm", a, frequencies)
-                - jnp.sum(a**2, -1).swapaxes(1, 2)[..., None] / 2
-            )
-            for a in (x, y)
-        )
-        kernel = phi_q @ phi_k.swapaxes(-1, -2)
-        return jnp.einsum("bnts,bsnv->btnv", kernel / kernel.sum(-1, keepdims=True), value)
-
-    def gradient(attention):
-        return jax.grad(lambda args: jnp.sum(jnp.sin(attention(*args))))((query, key, value))
-
-    got = gradient(lambda q, k, v: performer_attention(q, k, v, frequencies))
-    chex.assert_trees_all_close(got, gradient(plain), rtol=1e-3, atol=1e-5)
-
-
-def test_jit_vmap_and_scale():
-    query, key, value, frequencies = inputs()
-    want = performer_attention(query, key, value, frequencies, scale=0.3)
-    np.testing.assert_allclose(
-        want,
-        oracles.performer_attention(*as64(query, key, value, frequencies), scale=0.3),
-        atol=2e-5,
-    )
-    mapped = jax.jit(jax.vmap(lambda q, k, v: performer_attention(q, k, v, frequencies, scale=0.3)))
-    np.testing.assert_allclose(mapped(query, key, value), want, atol=1e-6)
+# Precision, transformations, memory
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(key=jnp.ones((B, S, N, H + 1))), "query has shape .* key has"),
-        (dict(value=jnp.ones((B, S + 1, N, V))), "value has .* lengths and heads"),
-        (
-            dict(frequencies=jnp.ones((M, H + 1))),
-            f"for the head_dim {H}, or",
-        ),
-        (dict(frequencies=jnp.ones((N + 1, M, H))), "one draw for each of the 3 heads"),
-        (dict(mask=jnp.ones((T, S), bool)), "honours masks over keys only"),
-        (dict(mask=jnp.ones((B, N, 1, S), bool)), "honours masks over keys only"),
-        (dict(mask=jnp.ones((B, 1, 1, S - 1), bool)), "honours masks over keys only"),
-        (dict(scale=0.0), "scale must be positive, got 0.0"),
-    ],
+    ("dtype", "is_causal"), [(jnp.bfloat16, True), (jnp.float16, True), (jnp.float16, False)]
 )
-def test_bad_input_names_the_sizes(change, message):
+def test_low_precision(dtype, is_causal):
+    """The output has the dtype of the values, the state is float32, errors are of rounding."""
+    args = [x.astype(dtype) for x in inputs(t=70)]
+    out, state = performer_attention(*args, is_causal=is_causal, return_state=True)
+    assert out.dtype == dtype
+    assert {x.dtype for x in state} == {jnp.dtype(jnp.float32)}
+    want = performer_attention(*(x.astype(jnp.float32) for x in args), is_causal=is_causal)
+    assert np.linalg.norm(out.astype(jnp.float32) - want) < 0.02 * np.linalg.norm(want)
+    huge = [1e4 * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in inputs(t=70)[:2]]
+
+    def loss(q, k):
+        out = performer_attention(q, k, *args[2:], is_causal=is_causal)
+        return jnp.sum(out.astype(jnp.float32))
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    chex.assert_tree_all_finite(run(*(jnp.asarray(x, dtype) for x in huge)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_transformations(is_causal, small_chunks):
+    """Forward mode, forward over reverse, remat, vmap and scan give one and the same."""
+    query, key, value, frequencies = inputs(t=14)
+    attend = partial(performer_attention, is_causal=is_causal)
+
+    def loss(query):
+        return jnp.sum(jnp.sin(attend(query, key, value, frequencies)))
+
+    along = jax.jit(lambda x: jax.jvp(jax.value_and_grad(loss), (x,), (x,)))
+    (_, gradient), (slope, curvature) = along(query)
+    np.testing.assert_allclose(slope, jnp.vdot(gradient, query), rtol=1e-3, atol=1e-4)
+    close(jax.jit(jax.grad(jax.checkpoint(loss)))(query), gradient)
+    chex.assert_tree_all_finite(curvature)
+    both = jnp.stack([frequencies, -frequencies])
+    mapped = jax.jit(jax.vmap(attend))(query, key, value, both)
+    for i in range(2):
+        close(mapped[i], attend(query, key, value, both[i])[i])
+
+    def step(_, query):
+        return None, attend(query, key, value, frequencies)
+
+    _, scanned = jax.jit(lambda queries: jax.lax.scan(step, None, queries))(
+        jnp.stack([query, 2 * query])
+    )
+    close(scanned[1], attend(2 * query, key, value, frequencies))
+
+
+@pytest.mark.optimised("asserts memory")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_features_are_never_stored(is_causal):
+    """Temporary memory of forward + backward: linear in the length, below one set of features."""
+
+    def temporary(t, m=512):
+        arrays = [jax.ShapeDtypeStruct((1, t, 1, 16), jnp.float32)] * 3
+        frequencies = jax.ShapeDtypeStruct((m, 16), jnp.float32)
+        run = jax.grad(
+            lambda q, k, v, w: jnp.sum(performer_attention(q, k, v, w, is_causal=is_causal) ** 2),
+            argnums=(0, 1, 2),
+        )
+        compiled = jax.jit(run).lower(*arrays, frequencies).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    features = 65536 * 512 * 4
+    long = temporary(65536)
+    assert long < features
+    assert long < 4.2 * temporary(16384)
+
+
+def test_constants_under_jit_and_vmap():
+    """Masks, weights, lengths and segments that a traced function closes over."""
+    query, key, value, frequencies = inputs()
+    mask = jnp.arange(7.0)[None, None, None] > 2
+    for options in [
+        dict(
+            mask=mask.astype(jnp.float32),
+            weights=jnp.arange(M, dtype=jnp.float32),
+            key_value_seq_lengths=np.array([4, 5]),
+        ),
+        dict(mask=np.asarray(mask), segment_ids=np.zeros((2, 7), int)),
+    ]:
+        attend = lambda q, o=options: performer_attention(q, key, value, frequencies, **o)  # noqa: E731
+        close(jax.jit(jax.vmap(attend))(query[None])[0], attend(query))
+
+
+# Bad input
+
+
+def ones(*shape, dtype=np.float32):
+    return jnp.asarray(np.ones(shape, dtype))
+
+
+SHORT = dict(query=ones(2, 3, 4, H))
+REFUSED = [
+    (dict(bias=1.0), "cannot add a bias to q.k; use exact attention"),
+    (dict(feature_map="postive"), "unknown feature map 'postive'; did you mean 'positive'"),
+    (dict(stabilizer="googel"), "unknown stabilizer 'googel'; did you mean 'google'"),
+    (dict(implementation="dirct"), "unknown implementation 'dirct'; did you mean 'direct'"),
+    (dict(scale=float("nan")), "scale must be positive, got nan"),
+    (dict(scale=0.0), "scale must be positive, got 0.0"),
+    # Shapes
+    (dict(query=ones(2, 7, 3, H)), "heads of query a multiple of those of key"),
+    (dict(query=ones(2, 7, 4, H, dtype=int)), "query has dtype int.*; attention takes float32"),
+    (dict(key=ones(2, 7, 2, H + 1)), "query has shape .* key has"),
+    (dict(key=ones(1, 7, 2, H)), "batch and head_dim must be the same"),
+    (dict(value=ones(2, 8, 2, V)), "value has .* lengths and heads"),
+    (dict(frequencies=ones(M, H + 1)), f"for the head_dim {H}, or"),
+    (dict(frequencies=ones(3, M, H)), "one draw for each of the 2 key or 4 heads"),
+    (dict(query_frequencies=ones(3, H)), "query_frequencies have shape"),
+    (dict(weights=ones(M + 1)), "weights have shape"),
+    (dict(weights=-ones(M)), "weights must not be negative, got -1.0"),
+    (dict(weights=np.nan * ones(M)), "weights must not be negative, got nan"),
+    (dict(shift=ones(H + 1)), "shift has shape"),
+    (dict(shift=ones(H), feature_map="relu"), "a shift or a calibration needs a feature_map"),
+    # Masks
+    (dict(mask=np.tril(ones(7, 7))), "pass is_causal=True"),
+    (dict(mask=ones(2, 4, 1, 7)), "honours masks over keys only"),
+    (dict(mask=ones(2, 1, 1, 6)), "honours masks over keys only"),
+    (dict(mask=np.array([0.0, -1e9] + [0.0] * 5)), "pass that as key_log_weights"),
+    (dict(key_value_seq_lengths=ones(3, dtype=int)), r"key_value_seq_lengths has shape \(3,\)"),
+    (dict(segment_ids=np.zeros((2, 6), int)), r"segment_ids have the shapes"),
+    (dict(key_log_weights=ones(7, 2)), r"expected one that broadcasts to \(batch, keys\)"),
+    (dict(key_log_weights=ones(2, 7, 4)), r"\(batch, keys, key heads\) = \(2, 7, 2\)"),
+    (
+        dict(key_log_weights=ones(7, dtype=bool)),
+        "dtype bool and the entry None; expected floats",
+    ),
+    (dict(key_log_weights=np.full(7, np.nan)), "the entry (nan|inf); expected floats"),
+    (dict(key_log_weights=np.full((2, 7), np.inf)), "the entry (nan|inf); expected floats"),
+    # States, devices, stabilisers
+    (dict(stabilizer="google", feature_map="relu"), "is for feature_map=features.positive"),
+    (dict(stabilizer="google", return_state=True), "use stabilizer='exact' for streaming"),
+    (dict(segment_ids=np.zeros((2, 7), int), return_state=True), "do not go together"),
+    (SHORT | dict(is_causal=True, return_state=True), "3 queries and 7"),
+    (dict(axis_name="i", key_value_seq_lengths=3), "split a mask as the keys"),
+    (dict(axis_name="i", stabilizer="google"), "it has no state to keep"),
+    # Windows and decay
+    (dict(exact_window=-1), "must not be negative"),
+    (dict(exact_first=2), "goes with an exact_window"),
+    (dict(exact_window=2, feature_map="relu"), "needs an estimate of softmax"),
+    (dict(exact_window=2, stabilizer="google"), "stabilizer='exact'"),
+    (dict(exact_window=2, return_state=True), "state in causal attention alone"),
+    (SHORT | dict(exact_window=2), "one key for each query"),
+    (dict(alibi_slopes=SLOPES, log_decay=0 * ones(2, 7, 2)), "pass one"),
+    (dict(alibi_slopes=SLOPES[:3]), r"alibi_slopes has shape \(3,\)"),
+    (dict(alibi_slopes=-SLOPES), "the entry -0.5; expected finite floats"),
+    (dict(log_decay=0 * ones(2, 6, 2)), r"log_decay has shape \(2, 6, 2\)"),
+    (dict(log_decay=ones(2, 7, 2)), "the entry 1.0; expected floats"),
+    (dict(log_decay=np.nan * ones(2, 7, 2)), "the entry nan; expected floats"),
+    (dict(alibi_slopes=SLOPES, stabilizer="google"), "stabilizer='exact', got 'google'"),
+    (dict(alibi_slopes=SLOPES, return_state=True), "state in causal attention alone"),
+    (SHORT | dict(alibi_slopes=SLOPES), "one key for each query"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_bad_input_names_the_fix(change, message):
     query, key, value, frequencies = inputs()
     args = dict(query=query, key=key, value=value, frequencies=frequencies) | change
     with pytest.raises(ValueError, match=message):
         performer_attention.__wrapped__(**args)
+
+
+def test_frequencies_of_queries_go_with_no_law_of_frequencies():
+    query, key, value, frequencies = inputs()
+    fitted = calibrate(query, jnp.repeat(key, 2, axis=2), coupling="orf", method="full")
+    fitted = jax.tree.map(lambda x: x[0], fitted)
+    with pytest.raises(ValueError, match="go with a calibration of shift and scale"):
+        performer_attention(
+            query, key, value, frequencies, query_frequencies=frequencies, calibration=fitted
+        )
+
+
+WINDOW, PLACE = dict(exact_window=2), dict(alibi_slopes=SLOPES)
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_call", "message"),
+    [
+        ({}, dict(b=1), "initial_state holds arrays of shape"),
+        (WINDOW, dict(exact_window=3), r"exact_window, exact_first = \(2, 0\), this one has \(3"),
+        (WINDOW, {}, "this one has"),
+        (WINDOW | PLACE, WINDOW, "both have alibi_slopes or log_decay, or neither"),
+    ],
+)
+def test_states_of_other_options_are_refused(of_state, of_call, message):
+    options, of_call = dict(is_causal=True, return_state=True), dict(of_call)
+    _, state = performer_attention(*inputs(), **options, **of_state)
+    args = inputs(b=of_call.pop("b", 2))
+    with pytest.raises(ValueError, match=message):
+        performer_attention(*args, initial_state=state, **options, **of_call)
+
+
+def test_a_matrix_has_no_state_and_no_devices():
+    query, key, _, frequencies = inputs()
+    for name, level in [("axis_name", "i"), ("return_state", True)]:
+        with pytest.raises(ValueError, match=f"attention_weights has no {name}"):
+            attention_weights(query, key, frequencies, **{name: level})

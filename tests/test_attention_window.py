@@ -1,4 +1,8 @@
-"""performer_attention with exact near keys, against a float64 oracle of all pairs."""
+"""performer_attention with exact near keys, decay and log-weights of keys.
+
+`test_attention_options` crosses them with every other option. Here is what stands beside that:
+softmax attention, unbiasedness, chunks, streams and extremes, against a float64 oracle.
+"""
 
 from functools import partial
 
@@ -9,96 +13,56 @@ import pytest
 from scipy import stats
 
 from performer import performer_attention
+from performer.attention import _decay
 from performer.attention.calibration import calibrate
-from tests.attention_inputs import M, close, inputs
-from tests.attention_pairs import allowed, near, oracle
-
-SIZES = ((13, 3, 0), (12, 4, 2), (7, 2, 1), (5, 9, 2), (1, 2, 1))
-"""Tokens, window, first keys."""
+from performer.attention.state import State, combine
+from tests import oracles
+from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs, random_decays
 
 
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_near_pairs_are_exact_and_far_ones_estimated(is_causal):
-    """Windows that divide the length and that do not, longer than it, one token."""
-    for t, w, f in SIZES:
-        tokens = inputs(t=t)
-        got = performer_attention(*tokens, is_causal=is_causal, exact_window=w, exact_first=f)
-        close(got, oracle(*tokens, near(t, w, f, is_causal), allowed(t, is_causal)))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_window_as_long_as_the_sequence_is_softmax(is_causal):
+def test_within_the_window_it_is_softmax(is_causal, slopes):
+    """A window as long as the sequence, or longer, with the bias of ALiBi or without."""
     query, key, value, frequencies = inputs(t=24, k=4, scale=2.0)
     value = jnp.concatenate([value, value[..., :3]], axis=-1)
-    want = jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
-    attend = partial(performer_attention, query, key, value, frequencies, is_causal=is_causal)
-    for window in (24, 25, 100):
-        close(attend(exact_window=window), want, 1e-6)
+    bias = None
+    if slopes is not None:
+        bias = jnp.asarray(oracles.alibi(np.zeros((2, 24)), slopes), jnp.float32)
+    want = jax.nn.dot_product_attention(query, key, value, bias, is_causal=is_causal)
+    options = dict(is_causal=is_causal, alibi_slopes=slopes)
+    for window in (24, 100):
+        got = performer_attention(query, key, value, frequencies, exact_window=window, **options)
+        close(got, want, 1e-6)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("method", ["shift", "shift+scale", "full", "shift+scale+proposal"])
-def test_calibration(method, is_causal):
-    """The determinant of L and the query's half norm do not cancel here."""
-    query, key, value, frequencies = inputs(t=13, k=2, scale=1.5)
-    key = key + np.linspace(0, 1, key.shape[-1], dtype=np.float32)
-    fitted = calibrate(query, key, coupling="orf", method=method)
-    if fitted.mean is not None:
-        fitted = fitted._replace(mean=jnp.zeros_like(fitted.mean))
+@pytest.mark.parametrize("window", [0, 3])
+def test_decay_of_the_data(is_causal, window, small_chunks):
+    """Over several chunks, with gates that close; beside masks and log-weights of keys."""
+    tokens, log_decay = inputs(t=23), random_decays(t=23)
+    log_decay[0, 6] = log_decay[1, 18, 1] = -np.inf
+    log_decay[1, 3] = -60.0
+    log_weights = np.random.default_rng(1).standard_normal((2, 23, 2)).astype(np.float32)
+    log_weights[0, 2] = -np.inf
+    first = 2 if window else 0
     got = performer_attention(
-        query, key, value, frequencies, calibration=fitted, is_causal=is_causal, exact_window=3
+        *tokens,
+        is_causal=is_causal,
+        log_decay=log_decay,
+        key_log_weights=log_weights,
+        exact_window=window,
+        exact_first=first,
     )
-    leaves = [None if x is None else np.asarray(x, np.float64) for x in fitted]
-    pairs = near(13, 3, 0, is_causal), allowed(13, is_causal)
-    close(got, oracle(query, key, value, frequencies, *pairs, calibration=leaves), 2e-5)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_log_weights_and_masks(is_causal):
-    tokens, rng = inputs(t=14), np.random.default_rng(3)
-    log_weights = 2 * rng.standard_normal((2, 14, 2)).astype(np.float32)
-    log_weights[0, 3:6] = log_weights[1, :7, 0] = -np.inf
-    attend = partial(performer_attention, is_causal=is_causal, exact_window=3, exact_first=1)
-    got = attend(*tokens, key_log_weights=log_weights)
-    pairs = near(14, 3, 1, is_causal), allowed(14, is_causal)
-    close(got, oracle(*tokens, *pairs, log_weights=log_weights))
-    # A mask hides what stands there, whatever it is.
-    mask = log_weights[..., :1] > -np.inf
-    key, value = (jnp.where(mask[..., None], x, 1e3) for x in tokens[1:3])
-    hidden = attend(tokens[0], key, value, tokens[3], mask=mask[:, None, None, :, 0])
-    weights = np.where(mask, 0, -np.inf).repeat(2, axis=-1)
-    close(hidden, oracle(*tokens, *pairs, log_weights=weights))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_segments_have_windows_and_first_keys_of_their_own(is_causal):
-    """In any order: chunks are those of the tokens sorted by segment."""
-    tokens = inputs(t=17)
-    ids = np.stack([np.arange(17) * 3 // 17, np.random.default_rng(0).integers(0, 4, 17)])
-    got = performer_attention(
-        *tokens, segment_ids=ids, is_causal=is_causal, exact_window=3, exact_first=2
+    ids = np.zeros((2, 23), int)
+    want, _ = oracles.full_attention(
+        *tokens,
+        is_causal=is_causal,
+        log_weights=log_weights,
+        bias=oracles.decay(ids, log_decay, 4),
+        exact=oracles.exact_pairs(ids, window, first) if window else None,
     )
-    exact, seen = [], []
-    for row in ids:
-        place = np.argsort(np.argsort(row, kind="stable"), kind="stable")
-        same = row[:, None] == row
-        rank = np.array([np.sum((row == row[i]) & (np.arange(17) < i)) for i in range(17)])
-        exact.append(near(17, 3, 0, False, place) | (rank < 2))
-        seen.append(same & allowed(17, is_causal))
-    close(got, oracle(*tokens, np.stack(exact), np.stack(seen)))
-
-
-@pytest.mark.parametrize("feature_map", ["hyperbolic", "trigonometric"])
-def test_other_maps_of_softmax_are_on_the_same_scale(feature_map):
-    """Near keys at a distance of the far ones' logits: with many features the two agree."""
-    query, key, value, _ = inputs(t=20, scale=0.5)
-    value = jnp.concatenate([value, value[..., :3]], axis=-1)
-    frequencies = jnp.asarray(np.random.default_rng(1).standard_normal((40_000, 8)), jnp.float32)
-    got = performer_attention(
-        query, key, value, frequencies, feature_map=feature_map, exact_window=4
-    )
-    heads = [jnp.repeat(x, 2, axis=2) for x in (key, value)]
-    close(got, jax.nn.dot_product_attention(query, *heads), 0.01)
+    close(got, want)
 
 
 def test_the_kernel_estimate_is_unbiased():
@@ -125,198 +89,150 @@ def test_the_kernel_estimate_is_unbiased():
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
 
 
-@pytest.mark.parametrize("pieces", [(5, 8), (1,) * 13, (4, 1, 1, 6, 1), (13,)])
-def test_streaming(pieces):
-    """In pieces of any length, token by token too, it is the whole; the state keeps its size."""
-    query, key, value, frequencies = inputs(t=13)
-    log_weights = np.random.default_rng(0).standard_normal((2, 13)).astype(np.float32)
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("pieces", [(5, 9), (1,) * 14, (4, 1, 1, 7, 1)])
+def test_streaming(pieces, window):
+    """In pieces of any length it is the whole, and the state keeps its size.
+
+    A state fades over chunks without a key, too: whole ones of 3 are masked.
+    """
+    query, key, value, frequencies = tokens = inputs(t=14)
+    log_decay, mask = random_decays(), np.ones((2, 14), bool)
+    log_decay[0, 7] = -np.inf
+    mask[0, 6:9] = mask[1, 2:10] = False
+    first = 2 if window else 0
     fitted = calibrate(query, key, coupling="orf")
-    attend = jax.jit(
-        partial(
-            performer_attention,
-            calibration=fitted,
-            is_causal=True,
-            exact_window=3,
-            exact_first=2,
-            return_state=True,
-        )
+    options = dict(is_causal=True, exact_window=window, exact_first=first, calibration=fitted)
+    ids = np.zeros((2, 14), int)
+    want, _ = oracles.full_attention(
+        *tokens,
+        is_causal=True,
+        mask=mask,
+        calibration=oracle_leaves(fitted),
+        bias=oracles.decay(ids, log_decay, 4),
+        exact=oracles.exact_pairs(ids, window, first) if window else None,
     )
-    options = dict(calibration=fitted, is_causal=True, exact_window=3, exact_first=2)
-    want = performer_attention(
-        query, key, value, frequencies, key_log_weights=log_weights, **options
-    )
+    attend = jax.jit(partial(performer_attention, return_state=True, **options))
     outputs, state, start, shapes = [], None, 0, set()
     for length in pieces:
         part = slice(start, start + length)
         output, state = attend(
             *(x[:, part] for x in (query, key, value)),
             frequencies,
-            key_log_weights=log_weights[:, part],
+            mask=mask[:, None, None, part],
+            log_decay=log_decay[:, part],
             initial_state=state,
         )
         outputs.append(output)
         start += length
         shapes.add(tuple(x.shape for x in jax.tree.leaves(state)))
-    close(jnp.concatenate(outputs, axis=1), want)
+    close(jnp.concatenate(outputs, axis=1), want, 2e-5)
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize(("window", "first"), [(3, 2), (1, 0)])
-def test_a_piece_without_tokens_leaves_the_state(window, first):
-    """The same before the first token, and in a call without states."""
-    tokens, state = inputs(t=4), None
-    options = dict(is_causal=True, exact_window=window, exact_first=first)
-    for start, end in [(0, 0), (0, 4), (4, 4)]:
-        piece, before = [x[:, start:end] for x in tokens[:3]], state
-        output, state = performer_attention(
-            *piece, tokens[3], initial_state=state, return_state=True, **options
-        )
-        assert output.shape == (2, end - start, 4, 5)
-    jax.tree.map(np.testing.assert_array_equal, state, before)
-    assert performer_attention(*piece, tokens[3], **options).shape == (2, 0, 4, 5)
+def oracle_leaves(fitted):
+    """The leaves of a calibration in float64, identities where there is none."""
+    h = 8
+    defaults = (np.zeros(h), np.eye(h), np.eye(h), np.zeros(h), np.eye(h))
+    pairs = zip(fitted, defaults, strict=True)
+    return [default if x is None else np.asarray(x, np.float64) for x, default in pairs]
 
 
-@pytest.mark.parametrize("first", [2, 40])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_split_over_devices(is_causal, first, eight_devices):
-    """Each device's first and last chunks have neighbours on other devices."""
-    tokens = inputs(t=32)
-    mesh = jax.make_mesh((4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.P(None, "s")
-    options = dict(is_causal=is_causal, exact_window=4, exact_first=first)
-    split = jax.shard_map(
-        partial(performer_attention, axis_name="s", **options),
-        mesh=mesh,
-        in_specs=(spec, spec, spec, jax.P()),
-        out_specs=spec,
-    )
-    close(jax.jit(split)(*tokens), performer_attention(*tokens, **options))
+@pytest.mark.parametrize("rate", [0.003, 0.5])
+def test_a_million_tokens_lose_no_digit(rate):
+    """The state of keys that are alike: the sums of a geometric series, after 10^6 steps.
+
+    A sum of the 1 / rate keys that count is rounded by as many halves of a unit, so is this one:
+    the tokens before add nothing. The rates are no powers of 2: decay that is added to the maxima
+    alone is off by 7e-5 here. The first key weighs e^99 times as much as the others; where the
+    maxima forget nothing, those are 0.
+    """
+    one = State(jnp.full((1, 4), 0.7), jnp.ones((1, 4)), jnp.ones((1, 4, 2)))
+    heavy = one._replace(maximum=one.maximum + 99)
+
+    def step(_, state):
+        faded = _decay.faded(state, jnp.array([-rate], jnp.float32))
+        return combine(faded, one)
+
+    state = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, step, x))(heavy)
+    size = np.asarray(state.normaliser, np.float64) * np.exp(np.asarray(state.maximum, np.float64))
+    rate = float(np.float32(rate))
+    np.testing.assert_allclose(size, np.exp(0.7) / -np.expm1(-rate), rtol=2**-24 / rate + 1e-6)
+    np.testing.assert_allclose(state.numerator[..., 0], state.normaliser, rtol=1e-5)
 
 
-@pytest.mark.optimised("asserts bits")
-def test_the_future_changes_nothing_bit_for_bit():
-    query, key, value, frequencies = inputs(t=14)
-    attend = partial(performer_attention, is_causal=True, exact_window=3, exact_first=2)
-    want = attend(query, key, value, frequencies)
-    for last in range(1, 14):
-        changed = [x.at[:, last:].multiply(-7.0) for x in (query, key, value)]
-        got = attend(*changed, frequencies)
-        np.testing.assert_array_equal(got[:, :last], want[:, :last])
+# Extremes
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"segment_ids": "three"}])
-def test_gradients(options):
-    """Of all arrays along a direction, against differences of the oracle in float64."""
-    tokens = inputs(t=14)
-    ids = np.repeat([[0, 1, 2]], [5, 2, 7], axis=1).repeat(2, axis=0)
-    seen = allowed(14, options.get("is_causal", False))
-    exact = near(14, 3, 1, False)
-    if options.get("segment_ids"):
-        options, seen = {"segment_ids": ids}, ids[:, :, None] == ids[:, None]
-        begin = np.array([0, 5, 7])[ids[0]]
-        exact = near(14, 3, 0, False) | (np.arange(14) - begin < 1)
-
-    def loss(*tokens):
-        output = performer_attention(*tokens, exact_window=3, exact_first=1, **options)
-        return jnp.sum(jnp.sin(output))
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*tokens)
-    wide = [np.asarray(x, np.float64) for x in tokens]
-    for number in range(4):
-        along = np.random.default_rng(number).standard_normal(wide[number].shape)
-
-        def moved(step, number=number, along=along):
-            args = [x + step * along if i == number else x for i, x in enumerate(wide)]
-            return np.sin(oracle(*args, exact, seen)).sum()
-
-        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-        size = np.linalg.norm(gradients[number])
-        assert abs(np.vdot(gradients[number], along) - slope) < 1e-4 * size, number
-        assert size > 0.05
+IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 
 
-def test_norms_that_lose_rows_without_a_window():
+@pytest.mark.parametrize("case", ["log-weights", "packed log-weights", "alibi", "elu+1"])
+def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
+    """Within the first-order bound of float32 up to norms where the default loses rows."""
+    given, oracle = dict(is_causal=True), dict(is_causal=True, scale=1.0)
+    if "packed" in case:
+        given, oracle = dict(segment_ids=IDS), dict(segments=(IDS, IDS), scale=1.0)
+    if "log-weights" in case:
+        rng = np.random.default_rng(7)
+        log_weights = 100 * rng.standard_normal((2, 14, 4)).astype(np.float32)
+        log_weights[0, 3:6, 0] = -np.inf
+        given["key_log_weights"] = oracle["log_weights"] = log_weights
+    elif case == "alibi":
+        given["alibi_slopes"] = SLOPES
+        oracle["bias"] = oracles.alibi(np.zeros((2, 14)), SLOPES)
+    else:
+        given["feature_map"] = oracle["feature_map"] = case
+    ratios = {"robust": [], None: []}
+    for norm in (1.0, 20.0, 60.0, 1e3):
+        tokens = far_apart(norm)
+        want, bound = oracles.full_attention(*tokens, **oracle)
+        for implementation, of_norms in ratios.items():
+            got = performer_attention(*tokens, implementation=implementation, scale=1.0, **given)
+            error = np.abs(got - want).max(axis=-1)
+            of_norms.append((error / (2.0**-24 * bound + 1e-30)).max())
+    assert max(ratios["robust"]) < 4
+    assert "log-weights" in case or ratios[None][0] < 4
+    assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
+
+
+def test_windows_lose_no_rows_at_long_norms():
     """Chunks need no second look: what is far goes through the state, which is exact."""
-    tokens = inputs(t=14, scale=30.0)
+    tokens, exact = inputs(t=14, scale=30.0), oracles.exact_pairs(np.zeros((2, 14), int), 2)
     got = performer_attention(*tokens, is_causal=True, exact_window=2, scale=1.0)
-    want = oracle(*tokens, near(14, 2), allowed(14, True), scale=1.0)
+    want, _ = oracles.full_attention(*tokens, exact=exact, is_causal=True, scale=1.0)
     close(got, want, 1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "exact_window": 3}])
-def test_frequencies_of_queries_alone(options):
-    """exp(w.q + u.k - |q|^2 / 2 - |k|^2 / 2), calibrated by a shift and a scale or not."""
-    query, key, value, frequencies = inputs(t=14, k=4)
-    own = frequencies + 0.3 * jnp.roll(frequencies, 1, axis=0)
-    fitted = calibrate(query, key, coupling="orf", method="shift+scale")
-    for calibration in (None, fitted):
-        got = performer_attention(
-            query,
-            key,
-            value,
-            frequencies,
-            query_frequencies=own,
-            calibration=calibration,
-            **options,
-        )
-        q, k, w, u, v = (np.asarray(x, np.float64) for x in (query, key, own, frequencies, value))
-        q, k = q / 8**0.25, k / 8**0.25
-        true = np.einsum("btnh,bsnh->bnts", q, k)
-        if calibration is not None:
-            shift, scale, inverse = (np.asarray(x, np.float64) for x in fitted[:3])
-            k = k - shift
-            true = np.einsum("btnh,bsnh->bnts", q, k)
-            q, k = (np.einsum("btnh,nhi->btni", x, y) for x, y in ((q, scale), (k, inverse)))
-        halves = [np.sum(x**2, axis=-1).swapaxes(1, 2) / 2 for x in (q, k)]
-        of_query, of_key = np.exp(q @ w.T), np.exp(k @ u.T)
-        far = np.log(np.einsum("btnm,bsnm->bnts", of_query, of_key) / len(u))
-        far = far - halves[0][..., None] - halves[1][..., None, :]
-        seen = allowed(14, bool(options))
-        logits = np.where(near(14, 3) if options else False, true, far)
-        logits = np.where(seen, logits, -np.inf)
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        close(got, np.einsum("bnts,bsnv->btnv", weights, v), 2e-5)
-    with pytest.raises(ValueError, match="query_frequencies have shape"):
-        performer_attention(query, key, value, frequencies, query_frequencies=own[:3])
-    proposal = calibrate(query, key, coupling="orf", method="full")
-    with pytest.raises(ValueError, match="go with a calibration of shift and scale"):
-        performer_attention(
-            query, key, value, frequencies, query_frequencies=own, calibration=proposal
-        )
+@pytest.mark.optimised("asserts bits")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunks):
+    tokens = inputs(t=9)
+    mask = np.random.default_rng(0).random((2, 9)) < 0.6
+    attend = partial(performer_attention, *tokens, is_causal=is_causal)
+    want = attend(mask=mask[:, None, None])
+    log_weights = np.where(mask, 0.0, -np.inf).astype(np.float32)
+    np.testing.assert_array_equal(attend(key_log_weights=log_weights), want)
+    # Where a mask hides a key, its log-weight may be anything that is allowed.
+    both = attend(mask=mask[:, None, None], key_log_weights=np.where(mask, 0.0, 1e30))
+    np.testing.assert_array_equal(both, want)
 
 
-def test_half_precision():
-    tokens = inputs(t=14)
-    half = [x.astype(jnp.bfloat16) for x in tokens[:3]]
-    got = performer_attention(*half, tokens[3], is_causal=True, exact_window=3, exact_first=1)
-    assert got.dtype == jnp.bfloat16
-    want = oracle(*tokens, near(14, 3, 1), allowed(14, True))
-    assert np.abs(np.asarray(got, np.float64) - want).max() < 0.05
-
-
-REFUSED = {
-    "must not be negative": dict(exact_window=-1),
-    "goes with an exact_window": dict(exact_first=2),
-    "needs an estimate of softmax": dict(exact_window=2, feature_map="relu"),
-    "stabilizer='exact'": dict(exact_window=2, stabilizer="google"),
-    "state in causal attention alone": dict(exact_window=2, return_state=True),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused(message):
-    with pytest.raises(ValueError, match=message):
-        performer_attention(*inputs(), **REFUSED[message])
-
-
-def test_states_of_other_windows_are_refused():
-    tokens = inputs(t=4)
-    attend = partial(performer_attention, *tokens, is_causal=True, return_state=True)
-    _, state = attend(exact_window=2)
-    with pytest.raises(ValueError, match=r"exact_window, exact_first = \(2, 0\), this one has \(3"):
-        attend(exact_window=3, initial_state=state)
-    with pytest.raises(ValueError, match="this one has"):
-        attend(initial_state=state)
-    with pytest.raises(ValueError, match="one key for each query"):
-        performer_attention(*inputs(t=4, s=5), exact_window=2)
+@pytest.mark.parametrize(
+    ("feature_map", "is_causal"), [("positive", False), *((name, True) for name in MAPS)]
+)
+def test_huge_log_weights(feature_map, is_causal, small_chunks):
+    """A key that outweighs all others is all that counts where it is seen; alone, any counts."""
+    query, key, value, frequencies = inputs(t=9)
+    frequencies, query, key = (jnp.abs(x) for x in (frequencies, query, key))  # relu: no zeros
+    attend = partial(performer_attention, is_causal=is_causal, feature_map=feature_map)
+    for of_one, of_others in [(1e4, 0.0), (0.0, -1e4), (1e4, -1e4), (-1e30, -np.inf)]:
+        log_weights = np.where(np.arange(9) == 4, of_one, of_others).astype(np.float32)
+        got = attend(query, key, value, frequencies, key_log_weights=log_weights)
+        one = np.repeat(np.broadcast_to(value[:, 4:5], value.shape), 2, axis=2)
+        close(got[:, 4:], one[:, 4:])
+        if is_causal and of_others > -np.inf:
+            before = attend(*(x[:, :4] for x in (query, key, value)), frequencies)
+            close(got[:, :4], before, 1e-3)  # e^1e4 times a key: float32 knows 1e4 to 1e-3
+        elif is_causal:
+            np.testing.assert_array_equal(got[:, :4], 0)

@@ -46,19 +46,21 @@ def projected(model, x, others=None):
 
 def by_hand(model, x, others=None, *, pairs=None, **options):
     """The output of the model from the op, calibrated on all of x; frequencies as documented."""
-    query, key, value = projected(model, x.reshape(-1, T, WIDTH), others)
+    x = x.reshape(-1, T, WIDTH)
+    return x + model.attention.out(by_op(*projected(model, x, others), pairs=pairs, **options))
+
+
+def by_op(query, key, value, *, pairs=None, **options):
+    """The op on frequencies as documented, calibrated on all of these queries and keys."""
+    of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
+    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
+    fitted = calibration.fit(moments, "full", "orf-antithetic")
     heads, width = key.shape[2:]
-    fitted = calibration.fit(
-        calibration.pair_moments(query, key, mask=pairs, is_causal=options.get("is_causal", False)),
-        "full",
-        "orf-antithetic",
-    )
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, "orf-antithetic", 16, width, heads)
-    output = performer.performer_attention(
+    return performer.performer_attention(
         query, key, value, frequencies, calibration=fitted, **options
     )
-    return x.reshape(-1, T, WIDTH) + model.attention.out(output)
 
 
 @pytest.mark.parametrize(
@@ -156,19 +158,6 @@ def test_masks_are_known_by_their_values(mask, options):
     np.testing.assert_allclose(got[exists], want[exists], atol=1e-5)
 
 
-def test_a_causal_layer_decodes_with_its_cache():
-    model = Model()
-    causal = {"is_causal": True}
-    new, report = linearize(model, [{"x": x} | causal for x in BATCHES], num_features=16)
-    assert not report.left
-    want = new(X[0], is_causal=True)
-    np.testing.assert_allclose(want, by_hand(model, X, **causal)[:B], atol=1e-5)
-    new.attention.init_cache((B, T, WIDTH))
-    for i in range(T):
-        last = new(X[0][:, i : i + 1], decode=True)
-    np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
-
-
 class Bare(nnx.Module):
     """A module of a user's own."""
 
@@ -189,7 +178,7 @@ class Bare(nnx.Module):
         (
             jax.nn.dot_product_attention,
             {"key_value_seq_lengths": LENGTHS},
-            {"key_value_seq_lengths": LENGTHS},
+            {"pairs": PAIRS, "mask": ALL_KEYS},
         ),
         (partial(jax.nn.dot_product_attention, is_causal=True), {}, {"is_causal": True}),
     ],
@@ -202,21 +191,7 @@ def test_a_function_of_a_users_own_module(attend, options, same):
     assert not report.left
     assert report.rows[0]["path"] == "attend"
     query, key, value = jnp.split(model.project(X).reshape(2 * B, T, HEADS, -1), 3, axis=-1)
-    lengths = same.get("key_value_seq_lengths")
-    mask = None
-    if lengths is not None:
-        mask, same = ALL_KEYS, {}
-    pairs = None if mask is None else PAIRS
-    moments = calibration.pair_moments(
-        query, key, mask=pairs, is_causal="is_causal" in same, scale=same.get("scale")
-    )
-    frequencies = couplings.draw(
-        jax.random.split(jax.random.key(0), 1)[0], "orf-antithetic", 16, WIDTH // HEADS, HEADS
-    )
-    fitted = calibration.fit(moments, "full", "orf-antithetic")
-    want = performer.performer_attention(
-        query, key, value, frequencies, calibration=fitted, mask=mask, **same
-    )
+    want = by_op(query, key, value, **same)
     got = jnp.concatenate([call(new, x) for x in BATCHES])
     np.testing.assert_allclose(got, want.reshape(2 * B, T, WIDTH), atol=1e-5)
 

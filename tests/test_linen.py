@@ -28,13 +28,12 @@ def projected(params, name):
     return jnp.einsum("btf,fnh->btnh", X, params[name]["kernel"]) + params[name]["bias"]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_is_performer_attention_between_the_projections(is_causal):
-    module = layer(is_causal=is_causal)
+def test_is_performer_attention_between_the_projections():
+    module = layer(is_causal=True)
     variables = module.init(jax.random.key(2), X)
     params = variables["params"]
     mixed = performer_attention(
-        *(projected(params, name) for name in ("query", "key", "value")), W, is_causal=is_causal
+        *(projected(params, name) for name in ("query", "key", "value")), W, is_causal=True
     )
     want = jnp.einsum("btnh,nhf->btf", mixed, params["out"]["kernel"]) + params["out"]["bias"]
     np.testing.assert_allclose(module.apply(variables, X), want, atol=1e-5)
@@ -48,11 +47,10 @@ def test_every_keyword_of_linen_is_named():
     assert theirs - {"einsum_dot_general"} <= set(named)
 
 
-@pytest.mark.parametrize("dtype", [bool, np.float32])
-def test_key_masks_are_honoured(dtype):
+def test_key_masks_are_honoured():
     module = layer()
     variables = module.init(jax.random.key(2), X)
-    mask = (np.arange(5)[None, None, None] < 3).astype(dtype)
+    mask = np.arange(5)[None, None, None] < 3
     got = module.apply(variables, X, mask=mask)
     np.testing.assert_allclose(got[:, :3], module.apply(variables, X[:, :3]), atol=1e-5)
 
@@ -61,7 +59,7 @@ SLOPES = np.array([0.5, 0.125])
 
 
 @pytest.mark.parametrize(
-    "places", [{}, {"exact_window": 2, "exact_first": 1}, {"alibi_slopes": SLOPES}]
+    "places", [{}, {"exact_window": 2, "exact_first": 1, "alibi_slopes": SLOPES}]
 )
 def test_decoding_is_causal_attention(places):
     module = layer(decode=True, **places)

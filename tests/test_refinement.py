@@ -95,7 +95,7 @@ FAR = Far(
 )
 
 
-@pytest.mark.parametrize(("window", "first"), [(2, 0), (3, 1), (1, 2), (0, 0), (9, 0)])
+@pytest.mark.parametrize(("window", "first"), [(3, 1), (1, 2), (0, 0)])
 @pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
@@ -120,9 +120,15 @@ def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
         np.testing.assert_allclose(got[b, n, i], row / row.sum(), rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("window", [3, 0])
-@pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
-@pytest.mark.parametrize("method", ["none", "shift+scale"])
+@pytest.mark.parametrize(
+    ("window", "estimate", "method"),
+    [
+        (3, hybrid_estimate, "shift+scale"),
+        (0, hybrid_estimate, "none"),
+        (3, learned_estimate, "none"),
+        (0, learned_estimate, "shift+scale"),
+    ],
+)
 def test_the_operator_makes_the_same_rows(window, estimate, method):
     """Frequencies of queries and of keys, beside a calibration; the weights are those of `Far`."""
     of, fitted = sample(2), None
