@@ -170,6 +170,7 @@ def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
     assert "head: new, for only one of the models has a layer before it" in lines
 
 
+@pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
 def test_it_resumes_bitwise_and_needs_the_other_run_no_more(source, tmp_path, monkeypatch):
     settings = dataclasses.replace(SETTINGS, seed=3)

@@ -1,8 +1,6 @@
 """Experiments on tabular data: what they compute is what they say, and their tables are whole."""
 
 import csv
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +46,7 @@ def test_hyperparameters(splits):
     np.testing.assert_allclose(held.lengthscale, uci.summed_norms(splits.train_x), rtol=1e-5)
     x, y = (jnp.asarray(part[0]) for part in splits[:2])
     want, _ = gp.fit(
-        x,
-        y,
-        gp.Scales(2.0, 1.0, 0.5),
-        num_steps=60,
-        optimizer=uci.optax.adam(uci.LEARNING_RATE),
+        x, y, gp.Scales(2.0, 1.0, 0.5), num_steps=60, optimizer=uci.optax.adam(uci.LEARNING_RATE)
     )
     for got, value in zip(fitted, want, strict=True):
         assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
@@ -61,6 +55,7 @@ def test_hyperparameters(splits):
         uci.hyperparameters("toy", FOURIER, broken)
 
 
+@pytest.mark.thorough
 def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
     """300 steps at 0.05 beside 5000 at 0.01 (VRC App. B.1): within a thousandth."""
     ends = []
@@ -136,13 +131,6 @@ def test_sobol_rows_are_gaussian():
     testing.assert_gaussian_marginals(kernel_error.sobol, 6, 5, draws=10_000)
 
 
-def test_check_finite():
-    with pytest.raises(
-        ValueError, match=r"KL of data set 'toy' \(Laplace features, iid\) .* split 1"
-    ):
-        uci.check_finite("toy", LAPLACE, "KL", {"iid": np.array([[0.0, 1], [np.nan, 0]])})
-
-
 def test_scores_match_the_equations(splits):
     """VRC Eqs 42 and 43 in NumPy."""
     with jax.enable_x64(True):
@@ -194,6 +182,7 @@ def test_units():
     np.testing.assert_allclose(means, [np.sqrt(5), 5, 5, 5, 5])
 
 
+@pytest.mark.thorough
 def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
     monkeypatch.setattr(uci_gp, "SIZES", (1,))
@@ -216,6 +205,7 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert sizes == [("iid", "4")]
 
 
+@pytest.mark.thorough
 def test_copulas(splits, tmp_path):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
     rows, losses, correlation = copula.of_scheme(
@@ -240,16 +230,3 @@ def test_matern(tmp_path, monkeypatch):
     assert few[2] > 1.1 * few[3]
     np.testing.assert_allclose(np.array(few) / many, 4, rtol=0.12)
     assert (tmp_path / "toy.png").exists()
-
-
-def test_bad_input_is_one_line(tmp_path):
-    (tmp_path / "mine.csv").write_text("a,b,y\n1,2,3\n1,5,4\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.tabular.kernel_error", f"--data_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("ValueError: column 'a' of data set 'mine' is constant: drop it")
