@@ -64,8 +64,7 @@ def served(written, number):
 
 @pytest.mark.parametrize(
     "beside",
-    [pytest.param(False, marks=pytest.mark.thorough, id="inside"), True],
-    ids=["", "beside"],
+    [pytest.param(False, marks=pytest.mark.thorough, id="inside"), pytest.param(True, id="beside")],
 )
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
@@ -86,9 +85,12 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
         dict(attention=config.Attention(kind="softmax")),
         dict(attention=config.Attention(num_features=8, calibration="shift")),
         dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
-        dict(
-            model=config.Model(variant="XS/2", pooling="token"),
-            attention=config.Attention(num_features=8, exact_window=4),
+        pytest.param(
+            dict(
+                model=config.Model(variant="XS/2", pooling="token"),
+                attention=config.Attention(num_features=8, exact_window=4),
+            ),
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["softmax", "calibrated", "bfloat16 and remat", "window"],

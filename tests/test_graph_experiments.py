@@ -11,7 +11,7 @@ from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
 from experiments.graphs import termination
-from performer.graphs import Graph, features
+from performer.graphs import Graph, features, theory
 
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
@@ -150,83 +150,38 @@ def test_traffic(tmp_path):
     assert (nodes.tolist(), speeds.tolist()) == ([2, 0], [50, 60])
 
 
-def lengths_of(rng, coupling, p):
-    """Of two walks. With p = 1/2 one of an antithetic pair halts at once, and only one."""
-    lengths = rng.geometric(p, size=2) - 1
-    if coupling == "antithetic" and p == 0.5:
-        lengths[0] = 0
-        lengths[1] += 1
-    return lengths
-
-
-def visits(rng, neighbours, start, length):
-    nodes = [start]
-    for _ in range(length):
-        nodes.append(rng.choice(neighbours[nodes[-1]]))
-    return nodes
-
-
-def phi_of(rng, adjacency, coupling):
-    """qGRF Algorithm 1 in NumPy, of two walks, p_halt = 1/2 and sigma = 0.1."""
-    degrees, rho = adjacency.sum(axis=1), 0.01 / 1.01
-    neighbours = [np.flatnonzero(row) for row in adjacency]
-    phi = np.zeros(adjacency.shape)
-    for i in range(len(phi)):
-        for length in lengths_of(rng, coupling, 0.5):
-            load, last = 1 / 1.01, i
-            for step, node in enumerate(visits(rng, neighbours, i, length)):
-                if step:
-                    load *= 2 * rho * degrees[last] / np.sqrt(degrees[last] * degrees[node])
-                phi[i, node] += load / 2
-                last = node
-    return phi
-
-
-def kernel_error_of(rng, adjacency, coupling):
-    scale = 1 / np.sqrt(adjacency.sum(axis=1))
-    laplacian = np.eye(len(adjacency)) - adjacency * np.outer(scale, scale)
-    exact = np.linalg.matrix_power(np.linalg.inv(np.eye(len(adjacency)) + 0.01 * laplacian), 2)
-    phi = phi_of(rng, adjacency, coupling)
-    return np.linalg.norm(exact - phi @ phi.T) ** 2 / np.linalg.norm(exact) ** 2
-
-
-def pagerank_error_of(rng, adjacency, coupling):
-    n, p = len(adjacency), 0.3
-    transition = adjacency / adjacency.sum(axis=1, keepdims=True)
-    exact = np.linalg.solve(np.eye(n) - (1 - p) * transition.T, np.full(n, p / n))
-    neighbours = [np.flatnonzero(row) for row in adjacency]
-    halts = np.zeros(n)
-    for i in range(n):
-        for length in lengths_of(rng, coupling, p):
-            halts[visits(rng, neighbours, i, length)[-1]] += 1 / (2 * n)
-    return np.sum((halts - exact) ** 2)
-
-
-def assert_equal_means(x, y):
-    """To five standard errors, and the rounding of float32."""
-    error = np.hypot(*(np.std(v) / np.sqrt(len(v)) for v in (x, y)))
-    assert abs(np.mean(x) - np.mean(y)) < 5 * error + 1e-3 * np.mean(x)
-
-
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
 
 
-@pytest.mark.parametrize(
-    ("measure", "simulate", "coupling", "graphs"),
-    [
-        (graph_kernels.kernel_errors, kernel_error_of, "independent", PATH_AND_EDGE),
-        (graph_kernels.kernel_errors, kernel_error_of, "antithetic", PATH_AND_EDGE),
-        (graph_kernels.pagerank_errors, pagerank_error_of, "independent", PATH_AND_EDGE[:1]),
-    ],
-)
-def test_errors_are_those_of_a_simulation(measure, simulate, coupling, graphs, monkeypatch):
+def test_kernel_errors_are_those_of_the_librarys_estimate(monkeypatch):
+    """A block of one gram matrix for each graph; repeats are drawn independently."""
     monkeypatch.setattr(graph_kernels, "WALKS", (2,))
-    rng = np.random.default_rng(0)
-    found = measure(jax.random.key(1), graphs, coupling, 1500)
-    assert found.shape == (len(graphs), 1500, 1)
-    for graph, of_graph in zip(graphs, found[..., 0], strict=True):
-        adjacency = np.asarray(graph.to_dense())
-        assert_equal_means([simulate(rng, adjacency, coupling) for _ in range(1500)], of_graph)
+    key, both = jax.random.key(1), graph_data.side_by_side(PATH_AND_EDGE)
+    options = dict(num_walks=2, p_halt=0.5, coupling="antithetic")
+    gram = features.graph_random_features(key, both, graph_kernels.KERNEL, **options).gram()
+    found = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "antithetic", 1)
+    assert found.shape == (2, 1, 1)
+    for graph, at, error in zip(PATH_AND_EDGE, (np.s_[:3], np.s_[3:]), found.ravel(), strict=True):
+        adjacency = np.asarray(graph.to_dense(), np.float64)
+        scale = 1 / np.sqrt(adjacency.sum(axis=1))
+        laplacian = np.eye(len(scale)) - adjacency * np.outer(scale, scale)
+        inverse = np.linalg.inv(np.eye(len(scale)) + 0.01 * laplacian)
+        exact = inverse @ inverse
+        want = np.linalg.norm(np.asarray(gram)[at, at] - exact) ** 2 / np.linalg.norm(exact) ** 2
+        assert error == pytest.approx(want, rel=1e-3)
+    more = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "independent", 20)
+    assert all(len(np.unique(of)) > 3 for of in more)
+
+
+@pytest.mark.parametrize("coupling", ["independent", "antithetic"])
+def test_pagerank_errors_are_those_of_the_theory(coupling, monkeypatch):
+    """The mean of 1,500 squared errors, to five standard errors."""
+    monkeypatch.setattr(graph_kernels, "WALKS", (2,))
+    path = PATH_AND_EDGE[0]
+    found = graph_kernels.pagerank_errors(jax.random.key(1), [path], coupling, 1500)
+    assert found.shape == (1, 1500, 1)
+    want = theory.pagerank_variance(path, num_walks=2, p_halt=0.3, coupling=coupling).sum()
+    assert abs(found.mean() - want) < 5 * found.std() / np.sqrt(1500) + 1e-3 * want
 
 
 def test_kernel_figures(tmp_path, monkeypatch):

@@ -314,7 +314,7 @@ def test_what_is_refused_says_why(file, tmp_path):
     saved = beside("timm_vit")
     norm = {"blocks.1.attn.q_norm.weight": np.ones(8, np.float32)}
     nan = {"norm.bias": np.full(16, np.nan, np.float32)}
-    for change, config, message in [
+    for change, about, message in [
         (
             lambda _: {"conv1.weight": np.zeros((3, 3), np.float32)},
             saved,
@@ -327,7 +327,7 @@ def test_what_is_refused_says_why(file, tmp_path):
         (without("pos_embed"), saved, "the file holds no ViT: there is no position"),
         (dict, timm_config(img_size=[24, 48]), "37 positions, with 1 tokens, are not those of squ"),
     ]:
-        refused(file("timm_vit", change, config=config), message)
+        refused(file("timm_vit", change, config=about), message)
     for wrong, message in [
         ({"hidden_act": "relu"}, "hidden_act='relu' is none of gelu"),
         ({"hidden_size": 32}, "on a width of 32, the arrays have a width of 16"),

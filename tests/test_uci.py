@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from scipy.stats import qmc
 
-from experiments.common import harness, statistics, tabular
+from experiments.common import statistics, tabular
 from experiments.kernels import matern
 from experiments.tabular import copula, kernel_error, uci
 from experiments.tabular import gp as uci_gp
@@ -65,17 +65,6 @@ def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
         ends.append(uci.hyperparameters("toy", FOURIER, tabular.Splits(*(p[:2] for p in splits))))
     for ours, theirs in zip(*ends, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3)
-
-
-def test_printed_tables_are_whole():
-    table = harness.printed(uci.PRINTED, "quantity", "features", "coupling")
-    assert len(table) == 16 * 4
-    for quantity, features, coupling in table:
-        for name in ("concrete", "abalone", "cpu", "power_plant", "airfoil", "boston_housing"):
-            assert uci.printed(quantity, features, coupling, name)
-    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "boston_housing") == (0.673, 0.058)
-    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
-    assert uci.printed("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
 
 
 @pytest.mark.parametrize("scheme", uci.SCHEMES, ids=["Fourier", "Laplace"])
