@@ -98,6 +98,13 @@ def write_folders(source, bad=()):
 BAD = [b"no image", picture()[:200], b""]
 
 
+@pytest.fixture
+def source(tmp_path):
+    """Class folders: training has three pictures of either class, validation two."""
+    write_folders(tmp_path / "pets")
+    return tmp_path / "pets"
+
+
 def test_class_folders_with_bad_files(tmp_path, capsys):
     source = tmp_path / "pets"
     write_folders(source, BAD)
@@ -120,9 +127,7 @@ def test_class_folders_with_bad_files(tmp_path, capsys):
         load(tmp_path / "out", "pet", "validation")
 
 
-def test_a_name_of_a_file_that_is_not_utf8(tmp_path):
-    source = tmp_path / "pets"
-    write_folders(source)
+def test_a_name_of_a_file_that_is_not_utf8(source, tmp_path):
     cat = os.fsencode(source / "train" / "cat")
     os.rename(cat + b"/0.jpg", cat + b"/\xff.jpg")
     assert prepare(source, tmp_path / "out")["train"] == 6
@@ -130,9 +135,7 @@ def test_a_name_of_a_file_that_is_not_utf8(tmp_path):
     assert sum(train[i]["file_name"].decode() == "\ufffd.jpg" for i in range(6)) == 1
 
 
-def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys):
-    source = tmp_path / "pets"
-    write_folders(source)
+def test_what_a_killed_run_left_is_removed_unless_it_still_runs(source, tmp_path, capsys):
     leftover = tmp_path / "out" / "pets" / "incomplete.ABCDEF_1.0.0"
     leftover.mkdir(parents=True)
     (leftover / "dataset_info.json").write_text("{}")
@@ -150,9 +153,7 @@ def test_what_a_killed_run_left_is_removed_unless_it_still_runs(tmp_path, capsys
     assert len(load(tmp_path / "out", "pets", "validation").train) == 6
 
 
-def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
-    source = tmp_path / "pets"
-    write_folders(source)
+def test_a_full_disk_is_named_and_nothing_stays(source, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
@@ -164,9 +165,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
     assert prepare(source, tmp_path / "out")["train"] == 6
 
 
-def test_what_is_no_file_is_left_out_and_nothing_waits(tmp_path, capsys):
-    source = tmp_path / "pets"
-    write_folders(source)
+def test_what_is_no_file_is_left_out_and_nothing_waits(source, tmp_path, capsys):
     cat = source / "train" / "cat"
     os.mkfifo(cat / "fifo.jpg")
     (cat / "folder.jpg").mkdir()

@@ -30,6 +30,12 @@ def shade(encoded):
     return int(np.asarray(Image.open(io.BytesIO(encoded))).reshape(-1)[0])
 
 
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
+
+
 def prepared(tmp_path, source, **options):
     """{split: {(shade, class name), ...}}, and the data set, of a source that was prepared."""
     prepare(source, tmp_path / "out", "made", **options)
@@ -48,8 +54,7 @@ EXAMPLES = {(number, name) for name, numbers in CLASSES.items() for number in nu
 
 
 @pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
-def test_class_folders_without_splits_are_split(tmp_path, modes):
-    source = tmp_path / "source"
+def test_class_folders_without_splits_are_split(source, tmp_path, modes):
     for name, numbers in CLASSES.items():
         (source / name).mkdir(parents=True)
         for number in numbers:
@@ -66,8 +71,7 @@ def test_class_folders_without_splits_are_split(tmp_path, modes):
     assert dataset.channels == (1 if modes == ("L", "L") else 3)
 
 
-def test_pictures_of_other_formats_are_converted_or_counted(tmp_path, capsys):
-    source = tmp_path / "source"
+def test_pictures_of_other_formats_are_converted_or_counted(source, tmp_path, capsys):
     for name in ("cat", "dog"):
         (source / name).mkdir(parents=True)
         for kind in ("BMP", "GIF", "WEBP", "TIFF"):
@@ -99,9 +103,7 @@ def test_shares_that_are_none(share):
         holdout(["a", "b"], 0.5, 0)
 
 
-def test_idx_files_without_a_test_file_are_split(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
+def test_idx_files_without_a_test_file_are_split(source, tmp_path):
     write_idx(source)
     for path in source.glob("t10k-*"):
         path.unlink()
@@ -131,9 +133,8 @@ def write_table(source, header, row, suffix=".png", delimiter=",", folder=""):
         ),
     ],
 )
-def test_tables_of_files_and_classes(tmp_path, table, capsys):
+def test_tables_of_files_and_classes(source, tmp_path, table, capsys):
     """A file that the table names and that is missing is counted."""
-    source = tmp_path / "source"
     write_table(source, **table)
     found, _ = prepared(tmp_path, source)
     assert len(found["validation"]) == 2
@@ -143,8 +144,7 @@ def test_tables_of_files_and_classes(tmp_path, table, capsys):
     assert "p3." in capsys.readouterr().err
 
 
-def test_tables_whose_classes_cannot_be_told(tmp_path):
-    source = tmp_path / "source"
+def test_tables_whose_classes_cannot_be_told(source, tmp_path):
     write_table(source, "file,label,class", lambda i, name: (f"p{i}.png", name, str(i % 2)))
     found, _ = prepared(tmp_path, source, labels_column="class")
     assert {name for _, name in found["train"]} == {"0", "1"}
@@ -191,9 +191,7 @@ NUMBERS = np.array([k for k, numbers in enumerate(CLASSES.values()) for _ in num
         ),
     ],
 )
-def test_npz_files(tmp_path, arrays, splits):
-    source = tmp_path / "source"
-    source.mkdir()
+def test_npz_files(source, tmp_path, arrays, splits):
     np.savez(source / "pictures.npz", **arrays)
     found, dataset = prepared(tmp_path, source)
     assert len(found) == splits
