@@ -11,12 +11,17 @@ import pytest
 from experiments.common import statistics
 from experiments.training import comparison as compare
 from experiments.training.comparison import Result, Run, Setting
-from tests.small import TINY, small_config, stop_at
+from tests.small import SHALLOW, small_config, stop_at
 from vit import config, evaluate, train
 from vit.reports import metrics, report
 from vit.run import loop
 
-pytestmark = pytest.mark.usefixtures("tiny")
+
+@pytest.fixture(scope="module", autouse=True)
+def _shallow():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", SHALLOW)
+        yield
 
 
 def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
@@ -27,10 +32,7 @@ def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
 def compared(tmp_path_factory):
     """A whole comparison; tests leave it as it is."""
     out = tmp_path_factory.mktemp("compare") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        text = run(out)
-    return out, text
+    return out, run(out)
 
 
 def read(path):

@@ -97,7 +97,7 @@ def cases():
             yield pytest.param(name, side, marks=marks, id=f"{name}-{side}")
 
 
-@pytest.mark.parametrize(("name", "side"), cases())
+@pytest.mark.parametrize(("name", "side"), list(cases()))
 def test_the_function_is_that_of_pytorch(name, side):
     """In float32, at the size of the positions and at one with fewer patches."""
     assert max(parity(FILES / name, side, make_published.TINY)) < 1e-5
