@@ -4,17 +4,12 @@ import numpy as np
 import pytest
 
 import vit
-from tests.small import SHALLOW, small_config
+from tests.small import SHALLOW, sized, small_config
 from vit import config, data
 from vit.data import arrays
 from vit.run import files, loop
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _shallow():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", SHALLOW)
-        yield
+_shallow = sized(SHALLOW)
 
 
 @pytest.fixture(scope="module")

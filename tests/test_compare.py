@@ -1,6 +1,5 @@
 """The comparison: runs are those of vit.train, what is stopped resumes, and what is reported."""
 
-import csv
 import dataclasses
 import shutil
 from pathlib import Path
@@ -11,17 +10,12 @@ import pytest
 from experiments.common import statistics
 from experiments.training import comparison as compare
 from experiments.training.comparison import Result, Run, Setting
-from tests.small import SHALLOW, small_config, stop_at
+from tests.small import SHALLOW, read_csv, sized, small_config, stop_at
 from vit import config, evaluate, train
 from vit.reports import metrics, report
 from vit.run import loop
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _shallow():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", SHALLOW)
-        yield
+_shallow = sized(SHALLOW)
 
 
 def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
@@ -33,11 +27,6 @@ def compared(tmp_path_factory):
     """A whole comparison; tests leave it as it is."""
     out = tmp_path_factory.mktemp("compare") / "out"
     return out, run(out)
-
-
-def read(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_run_of_a_comparison_is_that_of_vit_train(compared, tmp_path):
@@ -64,14 +53,14 @@ def test_the_report_has_what_was_asked_for(compared):
     assert text.startswith("# Comparison\n\n**No significant difference over 2 seeds")
     for part in ("| softmax | 2 |", "    config.optim.warmup_steps = 1", "    jax = "):
         assert part in text
-    rows = read(out / "results.csv")
+    rows = read_csv(out / "results.csv")
     assert [row["setting"] for row in rows] == ["softmax", "pm"]
     assert rows[1]["difference to baseline"] == "baseline"
     assert rows[0]["attention error"] == "exact"
     assert float(rows[1]["attention error"].split(" ")[0]) > 0
     assert rows[1]["of uniform attention"] != rows[1]["attention error"]
     assert rows[0]["of uniform attention"] == ""
-    runs = read(out / "seeds.csv")
+    runs = read_csv(out / "seeds.csv")
     accuracies = [float(run["eval_accuracy"]) for run in runs if run["coupling"] == "pm"]
     assert rows[1]["accuracy"] == statistics.estimate(accuracies)
     assert all((out / run["folder"] / "config.json").exists() for run in runs)
@@ -102,7 +91,8 @@ def test_a_stopped_comparison_resumes_and_ends_the_same(compared, tmp_path, monk
     run(tmp_path)
     columns = ("coupling", "seed", "train_loss", "eval_loss", "eval_accuracy")
     got, want = (
-        [[r[c] for c in columns] for r in read(f / "seeds.csv")] for f in (tmp_path, compared[0])
+        [[r[c] for c in columns] for r in read_csv(f / "seeds.csv")]
+        for f in (tmp_path, compared[0])
     )
     assert got == want
 
@@ -128,8 +118,8 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(compared, tmp_pat
         text = run(out, couplings=["pm"])
         assert "Diverged, and left out: pm, seed 0, after step 0." in text
     assert seeds == [0, 1, 1]
-    assert [row["seeds"] for row in read(out / "results.csv")] == ["1"]
-    assert read(out / "seeds.csv")[0]["diverged_after_step"] == "0"
+    assert [row["seeds"] for row in read_csv(out / "results.csv")] == ["1"]
+    assert read_csv(out / "seeds.csv")[0]["diverged_after_step"] == "0"
 
 
 def test_folders_of_settings_are_their_own_and_hold_no_patterns():

@@ -1,6 +1,5 @@
 """A softmax run becomes a calibrated Performer's: exact ends, report, a run that trains on."""
 
-import csv
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import PerformerAttention
-from tests.small import PATIENCE, SHALLOW, TINY, small_config
+from tests.small import PATIENCE, SHALLOW, TINY, read_csv, small_config
 from vit import config, convert, evaluate, train
 from vit.model import classification
 from vit.run import runs
@@ -35,11 +34,6 @@ def softmax_run(tmp_path_factory):
     train.train(small_config(attention=config.Attention(kind="softmax")), workdir)
     yield workdir
     patch.undo()
-
-
-def rows_of(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 OPTIONS = dict(names=["orf-antithetic"], method="full", num_features=[16])
@@ -73,7 +67,7 @@ def test_killed_before_the_end_there_is_no_run_and_the_same_call_goes_on(softmax
 
 def test_report(converted, softmax_run):
     out, table = converted
-    rows = rows_of(out / "conversion.csv")
+    rows = read_csv(out / "conversion.csv")
     assert [(r["coupling"], r["calibration"], r["m"]) for r in rows] == [
         ("softmax", "", "0"),
         ("uniform", "", "0"),
@@ -86,7 +80,7 @@ def test_report(converted, softmax_run):
     assert float(rows[1]["attention error"]) > 0
     assert (out / "conversion.png").exists()
     assert table == (out / "conversion.md").read_text()
-    heads = rows_of(out / "heads.csv")
+    heads = read_csv(out / "heads.csv")
     assert {row["attention"] for row in heads} == {"linear"}
     mean = sum(float(row["attention error"]) for row in heads) / len(heads)
     assert mean == pytest.approx(float(rows[-1]["attention error"]), rel=0.5)  # other images
@@ -115,13 +109,13 @@ def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
     layers = [block.attention.attention_fn for block in runs.restore(out).model().blocks]
     assert layers[exact] is nnx.dot_product_attention
     assert isinstance(layers[1 - exact], PerformerAttention)
-    rows = rows_of(out / "conversion.csv")
+    rows = read_csv(out / "conversion.csv")
     for row in rows[2:]:
         errors = [float(row[f"error layer {i}"]) for i in range(2)]
         assert (errors[exact] == 0) == (row["calibration"] == "full" or errors[1 - exact] > 0)
     assert evaluate.evaluate_run(out)["step"] == 0
     evaluate.report_attention(out, out / "own", images=2, draws=3)
-    for row in rows_of(out / "own.csv"):
+    for row in read_csv(out / "own.csv"):
         assert (float(row["attention error"]) == 0) == (int(row["layer"]) == exact)
 
 
@@ -148,7 +142,7 @@ def test_with_a_window(softmax_run, tmp_path, monkeypatch):
     train.train(small_config(model=model, attention=config.Attention(kind="softmax")), source)
     options = dict(names=["orf"], method="none", num_features=[8], draws=1, images=32)
     table = convert.convert(source, out, exact_window=[0, 16], **options)
-    rows = rows_of(out / "conversion.csv")
+    rows = read_csv(out / "conversion.csv")
     assert [(r["coupling"], r["calibration"], int(r["window"])) for r in rows] == [
         *(("softmax", "", 0), ("uniform", "", 0), ("window alone", "", 16)),
         *(("orf", "none", window) for window in (0, 16)),
@@ -194,7 +188,7 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     for name in ("softmax", "own"):
         for suffix in ("csv", "md", "png"):
             assert (tmp_path / f"{name}.{suffix}").exists()
-    rows = rows_of(tmp_path / "own.csv")
+    rows = read_csv(tmp_path / "own.csv")
     assert [r["layer"] + r["head"] for r in rows] == ["00", "01", "10", "11"]
     assert all(float(r["attention error"]) > 0 for r in rows)
 

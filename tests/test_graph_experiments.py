@@ -1,7 +1,5 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
-import csv
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
 from experiments.graphs import termination
 from performer.graphs import Graph, features, theory
+from tests.small import read_csv
 
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
@@ -26,11 +25,6 @@ def write(path, **arrays):
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, **arrays)
     return path
-
-
-def read(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_generated_graphs_have_the_sizes_of_the_paper():
@@ -189,7 +183,7 @@ def test_kernel_figures(tmp_path, monkeypatch):
     graph_kernels.main(graphs=["Ladder"], repeats=20, out=tmp_path)
     names = ["independent", "antithetic", "reinforced"]
     for figure, walks in (("figure_2", names), ("figure_4", names[:2])):
-        rows = read(tmp_path / f"{figure}.csv")
+        rows = read_csv(tmp_path / f"{figure}.csv")
         assert list(rows[0]) == ["graph", "N", "walks", "m = 4"]
         assert [row["walks"] for row in rows] == walks
         first, *others = [float(row["m = 4"].split()[0]) for row in rows]
@@ -249,15 +243,15 @@ def test_termination(tmp_path, monkeypatch):
     monkeypatch.setattr(termination, "SIGMAS", (1.0,))
     monkeypatch.setattr(termination, "WALKS", 8)
     termination.main(graphs=("karate",), draws=400, out=tmp_path)
-    (row,) = read(tmp_path / "ratios.csv")
+    (row,) = read_csv(tmp_path / "ratios.csv")
     pairs = float(row["pairs"])
     assert pairs < 0.95
     np.testing.assert_allclose([float(row["ensembles"]), float(row["circles"])], pairs, rtol=1e-12)
-    drawn = read(tmp_path / "draws.csv")
+    drawn = read_csv(tmp_path / "draws.csv")
     assert [row["coupling"] for row in drawn] == ["pairs", "ensembles", "close pairs", "circles"]
     assert all(abs(float(row["apart by"])) < 4.5 for row in drawn)
     assert all(float(row["±"]) < 0.03 for row in drawn)
-    (row,) = read(tmp_path / "recommended.csv")
+    (row,) = read_csv(tmp_path / "recommended.csv")
     assert float(row["error"]) <= 0.1 < float(row["independent"])
     assert (tmp_path / "ratios.png").exists()
 
@@ -279,7 +273,7 @@ def test_task_tables(tmp_path, monkeypatch):
     normals = np.stack([np.cos(angles), np.sin(angles), 0 * angles], axis=1)
     write(tmp_path / "meshes" / "ring.npz", edges=RING, vertex_normals=normals)
     graph_tasks.main(data_dir=tmp_path, trials=100, out=tmp_path / "out")
-    rows = [read(tmp_path / "out" / f"table_{number}.csv")[0] for number in (1, 2, 3)]
+    rows = [read_csv(tmp_path / "out" / f"table_{number}.csv")[0] for number in (1, 2, 3)]
     assert [(row["graph"], row["N"]) for row in rows] == [
         ("Ladder", "100"), ("two", "10"), ("ring", "40")
     ]  # fmt: skip

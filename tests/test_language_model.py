@@ -1,6 +1,5 @@
 """The language model: its text, its decoder, conversion and generate."""
 
-import csv
 from functools import cache
 
 import jax
@@ -16,6 +15,7 @@ from experiments.language_model.model import losses, rotated
 from experiments.language_model.task import layers, task
 from performer.attention.calibration import calibrate
 from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
+from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Size, of_run, validate
 from vit.run import loop, runs
@@ -183,8 +183,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
         images=8,
         num_epochs=1,
     )
-    with (out / "conversion.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(out / "conversion.csv")
     refined = "shift+scale, refined"
     assert [(r["coupling"], r["calibration"], r["window"]) for r in rows] == [
         *(("softmax", "", "0"), ("uniform", "", "0"), ("window alone", "", "4")),

@@ -13,18 +13,13 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.small import TINY, new_vit, small_config
+from tests.small import TINY, new_vit, sized, small_config
 from vit import config, predict
 from vit.model import classification
 from vit.reports import rollout
 from vit.run import loop
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")

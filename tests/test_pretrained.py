@@ -15,7 +15,7 @@ from flax import nnx
 from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
-from tests.small import TINY, small_config
+from tests.small import TINY, sized, small_config
 from vit import config, evaluate, pretrained, train
 from vit.model import ViT, random_streams
 from vit.reports import metrics
@@ -26,11 +26,7 @@ WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 def settings(pooling="token", kind="softmax", position="learned", **sections):

@@ -4,7 +4,6 @@
 (`tests/make_published.py`).
 """
 
-import csv
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from flax import nnx
 
 import vit
 from tests import make_published
-from tests.small import PATIENCE, small_config
+from tests.small import PATIENCE, read_csv, small_config
 from vit import config, convert, data, evaluate, export, pretrained
 from vit import weights as published
 from vit.model import ViT, random_streams
@@ -103,8 +102,7 @@ def test_the_function_is_that_of_pytorch(name, side):
     assert max(parity(FILES / name, side, make_published.TINY)) < 1e-5
 
 
-with (FILES / "timm.csv").open() as _table:
-    ARCHITECTURES = {row["architecture"]: row for row in csv.DictReader(_table)}
+ARCHITECTURES = {row["architecture"]: row for row in read_csv(FILES / "timm.csv")}
 
 
 def is_read(architecture):
@@ -478,10 +476,8 @@ def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
         draws=1,
         images=64,
     )
-    with (performer / "conversion.csv").open() as table:
-        uniform, drawn, calibrated = [float(r["attention error"]) for r in csv.DictReader(table)][
-            1:
-        ]
+    rows = read_csv(performer / "conversion.csv")
+    uniform, drawn, calibrated = [float(row["attention error"]) for row in rows[1:]]
     assert calibrated < min(uniform, drawn)
     images = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 1)).astype(np.uint8)
     features = [vit.load(workdir).features(images) for workdir in (softmax, performer)]

@@ -1,6 +1,5 @@
 """The experiment on quadrature features: its numbers are those of its equations."""
 
-import csv
 import gzip
 
 import jax
@@ -12,6 +11,7 @@ from scipy import stats
 from experiments.common import statistics
 from experiments.kernels import quadrature
 from performer import quadrature as rules
+from tests.small import read_csv
 from tests.test_prepare import idx
 
 KERNELS = ("gaussian", "arc-cosine-0")
@@ -187,16 +187,11 @@ def test_slope():
     assert quadrature.slope(d, 1e-8 * d * np.log(d)) == pytest.approx(want)
 
 
-def _rows(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_figures(x, tmp_path, monkeypatch):
     y = (x[:, 0] > 0).astype(int)
     data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
     text = quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
-    rows = _rows(tmp_path / "figure_1.csv")
+    rows = read_csv(tmp_path / "figure_1.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["runs"] for row in rows} == {"2"}
     ratio = [
@@ -206,7 +201,7 @@ def test_figures(x, tmp_path, monkeypatch):
     kept = {name: quadrature.METHODS[name] for name in ("G", "H")}
     monkeypatch.setattr(quadrature, "METHODS", kept)
     quadrature.figure_2(data, 2, tmp_path / "figure_2")
-    rows = _rows(tmp_path / "figure_2.csv")
+    rows = read_csv(tmp_path / "figure_2.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["method"] for row in rows} == {"exact", "G"}
     assert all(0 <= float(row["score"]) <= 1 for row in rows)
@@ -230,7 +225,7 @@ def test_times(tmp_path, monkeypatch):
     text = quadrature.figure_3((8, 16, 32), 1, tmp_path / "figure_3")
     want = 1 + np.log2(5 / 4)
     assert f"butterfly d^{want:.2f}; dense d^2.00; butterfly is faster from d = 32 on" in text
-    row = _rows(tmp_path / "figure_3.csv")[1]
+    row = read_csv(tmp_path / "figure_3.csv")[1]
     assert float(row["dense / butterfly"]) == pytest.approx(16 / 4 / 5)
     assert (tmp_path / "figure_3.png").exists()
     assert "dense is always faster" in quadrature.figure_3((8,), 1, tmp_path / "figure_3")

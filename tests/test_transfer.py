@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies
-from tests.small import CALIBRATED, TINY, final_state, small_config, stop_at
+from tests.small import CALIBRATED, TINY, final_state, sized, small_config, stop_at
 from vit import config, data, train, use
 from vit.reports import metrics
 from vit.run import checkpoint, runs
@@ -24,11 +24,7 @@ SETTINGS = small_config(
 SOFTMAX = config.Attention(kind="softmax")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")

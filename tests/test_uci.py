@@ -1,7 +1,5 @@
 """Experiments on tabular data: what they compute is what they say, and their tables are whole."""
 
-import csv
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from experiments.kernels import matern
 from experiments.tabular import copula, kernel_error, uci
 from experiments.tabular import gp as uci_gp
 from performer import couplings, gp, kernels, testing, theory
+from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -189,8 +188,7 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert said.count("of 1 cases") == 4
     monkeypatch.setattr(uci, "SCHEMES", (FOURIER._replace(couplings={"iid": "iid"}),))
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
-    with (tmp_path / "figure_1.csv").open() as file:
-        sizes = [(row["coupling"], row["m"]) for row in csv.DictReader(file)]
+    sizes = [(row["coupling"], row["m"]) for row in read_csv(tmp_path / "figure_1.csv")]
     assert sizes == [("iid", "4")]
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 import vit
 from tests import sequences
-from tests.small import TINY, small_config
+from tests.small import TINY, sized, small_config
 from vit import config, data, evaluate, use
 from vit.model import classification
 from vit.prepare import prepare
@@ -26,11 +26,7 @@ SETTINGS = small_config(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")
