@@ -27,10 +27,11 @@ WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 
 
 @cache
-def decoder(kind, window=4):
+def decoder(kind, window=4, depth=2):
     dataset = text.dataset(text.numbered(WORDS), 32)
     own = configs.attention(kind, 8, window)
-    config = configs.of_run(own, dataset, size=SIZE, rate=1e-3, steps=4, batch_size=4)
+    size = SIZE._replace(depth=depth)
+    config = configs.of_run(own, dataset, size=size, rate=1e-3, steps=4, batch_size=4)
     validate(config)
     learned = task(dataset.num_classes, configs.Settings(32))
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
@@ -164,7 +165,7 @@ def test_conversion(method, steps, m):
 
 def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
-    _, config, learned, dataset = decoder("softmax")
+    _, config, learned, dataset = decoder("softmax", depth=1)
     source, out = tmp_path / "text", tmp_path / "converted"
     source.write_text(WORDS)
     config.data.dir = str(source)
