@@ -36,8 +36,10 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
         folder = Path(*module.split("."))
         if words and (folder / f"{words[0]}.py").exists():  # in a folder
             module = f"{module}.{words.pop(0)}"
-        elif words and folder.is_dir() and words[0] in programs("vit"):  # one of vit's, shared
-            module = programs("vit")[words.pop(0)][0]
+        elif words and folder.is_dir():  # one of vit's, which a task shares
+            name = {"resume": "train"}.get(words[0], words[0])
+            module = programs("vit").get(name, (module,))[0]
+            words = words[module.startswith("vit.") :]
         yield module, words
 
 
