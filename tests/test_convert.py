@@ -94,7 +94,7 @@ def test_converted_run_evaluates_and_trains_on(converted):
 
 def test_kept_layers_are_in_the_config_and_stay_softmax(softmax_run):
     out = softmax_run.with_name("kept")
-    convert.convert(softmax_run, out, keep=1, draws=2, images=40, **OPTIONS)
+    convert.convert(softmax_run, out, keep=1, draws=1, images=40, **OPTIONS)
     settings = config.of_run(out)
     exact = int(settings.attention.exact_layers)
     layers = [block.attention.attention_fn for block in runs.restore(out).model().blocks]
