@@ -40,8 +40,6 @@ class Size(NamedTuple):
 
 TINY = Size(width=16, depth=2, heads=2, mlp=32, patch=4, sides=(6, 4))
 """Of `tests/published`."""
-USUAL = Size(width=192, depth=12, heads=3, mlp=768, patch=16, sides=(14, 10))
-"""As published ones are, for the slow test."""
 
 ENCODERS = {
     "hf_vit": ("ViTForImageClassification", {}),

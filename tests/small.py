@@ -1,11 +1,13 @@
 """A run that takes seconds: a tiny ViT on a few digits."""
 
+import csv
 import os
 import signal
 from functools import cache
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from vit import config, data
@@ -99,6 +101,25 @@ TINY = config.Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 
 SHALLOW = TINY._replace(depth=1)
 """Half the compilation, where one layer shows what two would."""
+
+
+def sized(size):
+    """Return a fixture: in all tests of its module the variant XS has this size."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def fixture():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(config.SIZES, "XS", size)
+            yield
+
+    return fixture
+
+
+def read_csv(path):
+    """The rows of a table, each a dictionary of texts."""
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
 
 STEADY = config.Optim(learning_rate=1e-2, final_learning_rate=1e-2, warmup_steps=1)
 """The same steps however long the run."""

@@ -4,17 +4,12 @@ import numpy as np
 import pytest
 
 import vit
-from tests.small import SHALLOW, small_config
+from tests.small import SHALLOW, sized, small_config
 from vit import config, data
 from vit.data import arrays
 from vit.run import files, loop
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _shallow():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", SHALLOW)
-        yield
+_shallow = sized(SHALLOW)
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +38,19 @@ def test_records_of_arrays():
             arrays.examples(*bad)
 
 
-def test_it_is_the_run_that_training_makes(digits, tmp_path):
-    """The parameters of `loop.train` on these records, bit for bit; the same call resumes."""
+def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
     images, labels, held_out = digits
     settings = small_config(num_epochs=3.2 / 12)
     values = {"attention.coupling": "orf", "log_every": 1}
     call = dict(config=settings, values=values, evaluation=held_out, workdir=tmp_path / "a")
     model = vit.fit(images, labels, **call)
     assert model.config.data.name == "arrays"
+    assert model.config.attention.coupling == "orf"
     assert files.noted(tmp_path / "a/task.json")["class_names"] == list("0123456789")
-    records, names = arrays.examples(images, labels)
-    others, _ = arrays.examples(*held_out, names)
-    dataset = data.Dataset(records, others, names, 1)
-    loop.train(model.config, tmp_path / "b", dataset)
-    expected = vit.load(tmp_path / "b")
-    np.testing.assert_array_equal(model.outputs(images[:5])[0], expected.outputs(images[:5])[0])
     again = vit.fit(images, labels, **call)
     assert again.step == model.step == 3
+    expected = vit.load(tmp_path / "a").outputs(images[:5])[0]
+    np.testing.assert_array_equal(model.outputs(images[:5])[0], expected)
     with pytest.raises(
         ValueError, match="holds another run: training examples was 400, and is 399"
     ):
@@ -67,7 +58,7 @@ def test_it_is_the_run_that_training_makes(digits, tmp_path):
 
 
 def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch):
-    images, labels, _ = digits
+    images, labels, held_out = digits
     seen = {}
 
     def train(config, workdir, dataset):
@@ -82,8 +73,14 @@ def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch)
     assert {record["label"] for record in dataset.evaluation} == set(range(10))
     assert seen["config"].model.variant == "XS/2"
     with pytest.raises(InterruptedError):
-        vit.fit(images, labels, workdir=tmp_path)
+        vit.fit(images, labels, workdir=tmp_path, evaluation=held_out)
     assert seen["config"].data.image_size == 8
+    for part, given in (("train", (images, labels)), ("evaluation", held_out)):
+        records, names = arrays.examples(*given)
+        assert names == seen["dataset"].class_names
+        for a, b in zip(records, getattr(seen["dataset"], part), strict=True):
+            np.testing.assert_array_equal(a["image"], b["image"])
+            assert a["label"] == b["label"]
     config.validate(seen["config"])
 
 

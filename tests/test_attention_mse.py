@@ -1,6 +1,5 @@
 """The experiment: its data are as they are said to be, its tables hold what was measured."""
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from experiments import attention_mse
 from experiments.attention import data as attention_data
 from experiments.attention import errors
+from tests.small import read_csv
 
 
 @pytest.mark.parametrize(
@@ -30,26 +30,21 @@ def test_tables(tmp_path, monkeypatch):
     assert len(table.splitlines()) == 2 + 2
     assert (tmp_path / "figure7_I___d.png").exists()
     table = errors.vit(["orf"], ["none", "full"], [1.0], [0, 64], 32, 4, tmp_path / "vit")
-    rows = read(tmp_path / "vit.csv")
+    rows = read_csv(tmp_path / "vit.csv")
     schemes = [(r["coupling"], r["calibration"], r["exact window"]) for r in rows]
     features, near = ([("orf", x, n) for x in ("none", "full")] for n in ("0", "64"))
     assert schemes == [*features, *near, ("uniform", "", "0")]
     assert all(" ± " in row["clustered 1"] for row in rows)
-    ratios = [float(row["anisotropic 1 / orf"]) for row in read(tmp_path / "vit_ratios.csv")]
+    ratios = [float(row["anisotropic 1 / orf"]) for row in read_csv(tmp_path / "vit_ratios.csv")]
     assert ratios[0] == pytest.approx(1)
     assert ratios[1] < 0.7
     assert max(ratios[2] / ratios[0], ratios[3] / ratios[1]) < 0.5  # 4 of 5 pairs are exact
     assert (tmp_path / "vit.png").exists()
     table = errors.against_features(["iid", "orf"], [16, 64], 3, tmp_path / "features")
     assert len(table.splitlines()) == 2 + 2
-    for line in read(tmp_path / "features.csv"):
+    for line in read_csv(tmp_path / "features.csv"):
         few, many = (float(line[f"m = {m}"].split()[0]) for m in (16, 64))
         assert many < few
-
-
-def read(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):

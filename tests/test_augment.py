@@ -15,14 +15,9 @@ def test_shift_and_flip():
     shifted = {augment.random_shift(image, rng, 1).tobytes() for _ in range(200)}
     assert len(shifted) == 9
     assert image.tobytes() in shifted
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
     flipped = {augment.random_flip(image, rng).tobytes() for _ in range(50)}
     assert flipped == {image.tobytes(), image[:, ::-1].tobytes()}
-
-
-def test_a_large_image_is_mirrored_whole():
-    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
-    flips = [augment.random_flip(image, np.random.default_rng(seed)) for seed in range(20)]
-    assert {f.tobytes() for f in flips} == {image.tobytes(), image[:, ::-1].tobytes()}
 
 
 # --- the inception crop
@@ -163,12 +158,8 @@ def levelled(image):
     return np.stack(channels, -1)
 
 
-def turned(image, degrees):
-    """Counterclockwise about the centre, each pixel from the nearest; grey from outside."""
-    return moved(image, np.deg2rad(degrees))
-
-
 def moved(image, angle=0.0, shear=(0, 0), shift=(0, 0)):
+    """Counterclockwise about the centre, each pixel from the nearest; grey from outside."""
     height, width = image.shape[:2]
     out = np.full_like(image, 128)
     for row in range(height):
@@ -205,7 +196,7 @@ PLAIN = {  # the operation by arithmetic, at level 0.5 or -0.5, and the gap roun
     "identity": (lambda x, level: x, 0),
     "autocontrast": (lambda x, level: stretched(x), 1),
     "equalize": (lambda x, level: levelled(x), 2),
-    "rotate": (lambda x, level: turned(x, 30 * level), None),
+    "rotate": (lambda x, level: moved(x, np.deg2rad(30 * level)), None),
     "solarize": (lambda x, level: np.where(x < 128, x, 255 - x), 0),
     "posterize": (lambda x, level: x // 4 * 4, 0),
     "color": (lambda x, level: blended(x, luma(x)[..., None], level), 2),
@@ -217,11 +208,6 @@ PLAIN = {  # the operation by arithmetic, at level 0.5 or -0.5, and the gap roun
     "translate_x": (lambda x, level: moved(x, shift=(150 / 331 * level * x.shape[1], 0)), 0),
     "translate_y": (lambda x, level: moved(x, shift=(0, 150 / 331 * level * x.shape[0])), 0),
 }
-
-
-def test_there_are_fourteen_operations():
-    assert len(OPERATIONS) == 14
-    assert set(OPERATIONS) == set(PLAIN)
 
 
 @pytest.mark.parametrize("level", [0.5, -0.5])
@@ -240,23 +226,17 @@ def test_operations_are_what_their_names_say(name, channels, level):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"autocontrast", "equalize"}))
-def test_no_magnitude_changes_nothing(name, channels):
+def test_no_magnitude_changes_nothing_and_full_magnitude_keeps_the_form(channels):
     image = image_of(channels)
-    assert np.array_equal(apply(name, image, 0.0), image)
+    for name in OPERATIONS:
+        if name not in ("autocontrast", "equalize"):
+            np.testing.assert_array_equal(apply(name, image, 0.0), image, name)
+        for level in (-1.0, 1.0):
+            assert apply(name, image, level).shape == image.shape
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_full_magnitude_keeps_the_form(name, channels):
-    image = image_of(channels)
-    for level in (-1.0, 1.0):
-        assert apply(name, image, level).shape == image.shape
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_randaugment_depends_on_the_generator_alone(channels):
-    image = image_of(channels)
+def test_randaugment_depends_on_the_generator_alone():
+    image = image_of(3)
     runs = [
         [augment.randaugment(image, np.random.default_rng(seed), 2, 9.0) for seed in range(30)]
         for _ in range(2)
@@ -268,6 +248,7 @@ def test_randaugment_depends_on_the_generator_alone(channels):
 
 def test_randaugment_draws_all_operations_and_both_signs(monkeypatch):
     drawn = []
+    assert set(OPERATIONS) == set(PLAIN)
     for name in OPERATIONS:
         monkeypatch.setitem(
             OPERATIONS, name, lambda image, level, name=name: drawn.append((name, level)) or image
@@ -326,8 +307,7 @@ def cut(keys, alpha):
     """For each key the images and targets."""
 
     def one(key):
-        images, targets = augment.cutmix(key, jnp.asarray(PIXELS), jnp.eye(4), alpha)
-        return images, targets
+        return augment.cutmix(key, jnp.asarray(PIXELS), jnp.eye(4), alpha)
 
     return [np.asarray(x) for x in jax.jit(jax.vmap(one))(keys)]
 

@@ -1,6 +1,5 @@
 """The comparison: runs are those of vit.train, what is stopped resumes, and what is reported."""
 
-import csv
 import dataclasses
 import shutil
 from pathlib import Path
@@ -11,12 +10,12 @@ import pytest
 from experiments.common import statistics
 from experiments.training import comparison as compare
 from experiments.training.comparison import Result, Run, Setting
-from tests.small import TINY, small_config, stop_at
+from tests.small import SHALLOW, read_csv, sized, small_config, stop_at
 from vit import config, evaluate, train
 from vit.reports import metrics, report
 from vit.run import loop
 
-pytestmark = pytest.mark.usefixtures("tiny")
+_shallow = sized(SHALLOW)
 
 
 def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
@@ -27,15 +26,7 @@ def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
 def compared(tmp_path_factory):
     """A whole comparison; tests leave it as it is."""
     out = tmp_path_factory.mktemp("compare") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        text = run(out)
-    return out, text
-
-
-def read(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
+    return out, run(out)
 
 
 def test_a_run_of_a_comparison_is_that_of_vit_train(compared, tmp_path):
@@ -51,14 +42,9 @@ def test_a_run_of_a_comparison_is_that_of_vit_train(compared, tmp_path):
     assert evaluate.evaluate_run(workdir)["eval_accuracy"] == there[-1]["eval_accuracy"]
     first = metrics.read(workdir.with_name("seed0") / "metrics.jsonl")
     assert first[-1]["eval_loss"] != pytest.approx(there[-1]["eval_loss"], rel=1e-4)
-
-
-def test_settings_share_all_but_what_is_compared(compared):
-    """At step 1, where the rate is still 0, the head is 0 and every setting has the same loss."""
-    runs = compared[0] / "runs"
-    logs = [metrics.read(runs / n / "seed0" / "metrics.jsonl") for n in ("softmax", "pm")]
-    assert logs[0][0]["train_accuracy"] == logs[1][0]["train_accuracy"]
-    assert logs[0][-1]["train_loss"] != logs[1][-1]["train_loss"]
+    exact = metrics.read(compared[0] / "runs" / "softmax" / "seed1" / "metrics.jsonl")
+    assert exact[0]["train_accuracy"] == there[0]["train_accuracy"]  # the head is 0 at step 1
+    assert exact[-1]["train_loss"] != there[-1]["train_loss"]
 
 
 def test_the_report_has_what_was_asked_for(compared):
@@ -67,14 +53,14 @@ def test_the_report_has_what_was_asked_for(compared):
     assert text.startswith("# Comparison\n\n**No significant difference over 2 seeds")
     for part in ("| softmax | 2 |", "    config.optim.warmup_steps = 1", "    jax = "):
         assert part in text
-    rows = read(out / "results.csv")
+    rows = read_csv(out / "results.csv")
     assert [row["setting"] for row in rows] == ["softmax", "pm"]
     assert rows[1]["difference to baseline"] == "baseline"
     assert rows[0]["attention error"] == "exact"
     assert float(rows[1]["attention error"].split(" ")[0]) > 0
     assert rows[1]["of uniform attention"] != rows[1]["attention error"]
     assert rows[0]["of uniform attention"] == ""
-    runs = read(out / "seeds.csv")
+    runs = read_csv(out / "seeds.csv")
     accuracies = [float(run["eval_accuracy"]) for run in runs if run["coupling"] == "pm"]
     assert rows[1]["accuracy"] == statistics.estimate(accuracies)
     assert all((out / run["folder"] / "config.json").exists() for run in runs)
@@ -82,7 +68,7 @@ def test_the_report_has_what_was_asked_for(compared):
 
 
 def test_a_finished_comparison_only_reports(compared, monkeypatch):
-    monkeypatch.setattr(loop, "stretch", None)
+    monkeypatch.setattr(loop, "compiled", None)
     assert run(compared[0]) == compared[1]
 
 
@@ -93,6 +79,7 @@ def test_other_runs_in_the_folder_are_refused_and_more_seeds_are_added(compared,
     assert "| pm | 3 | " in run(out, couplings=["pm"], num_seeds=3)
 
 
+@pytest.mark.thorough
 def test_a_stopped_comparison_resumes_and_ends_the_same(compared, tmp_path, monkeypatch):
     """SIGTERM after step 2 of the first run."""
     with monkeypatch.context() as patch:
@@ -104,7 +91,8 @@ def test_a_stopped_comparison_resumes_and_ends_the_same(compared, tmp_path, monk
     run(tmp_path)
     columns = ("coupling", "seed", "train_loss", "eval_loss", "eval_accuracy")
     got, want = (
-        [[r[c] for c in columns] for r in read(f / "seeds.csv")] for f in (tmp_path, compared[0])
+        [[r[c] for c in columns] for r in read_csv(f / "seeds.csv")]
+        for f in (tmp_path, compared[0])
     )
     assert got == want
 
@@ -130,8 +118,8 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(compared, tmp_pat
         text = run(out, couplings=["pm"])
         assert "Diverged, and left out: pm, seed 0, after step 0." in text
     assert seeds == [0, 1, 1]
-    assert [row["seeds"] for row in read(out / "results.csv")] == ["1"]
-    assert read(out / "seeds.csv")[0]["diverged_after_step"] == "0"
+    assert [row["seeds"] for row in read_csv(out / "results.csv")] == ["1"]
+    assert read_csv(out / "seeds.csv")[0]["diverged_after_step"] == "0"
 
 
 def test_folders_of_settings_are_their_own_and_hold_no_patterns():
@@ -216,6 +204,9 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
     assert found.difference.count == 3
     assert found.difference.mean == pytest.approx(0.0103, abs=1e-4)
     assert found.corrected < 0.01
+    single = compare.compared([result("orf", [0.5]), result("pm", [0.9])], "orf")
+    assert compare.verdict(single).startswith("No test is possible: that takes two seeds")
+    assert compare.rows(single)[1]["seeds needed for +0.008"] == ""
 
 
 def test_with_one_coupling_the_first_point_is_the_baseline():
@@ -228,24 +219,14 @@ def test_with_one_coupling_the_first_point_is_the_baseline():
     assert pairs == [("m=8", "m=8"), ("m=16", "m=16")]
 
 
-def test_one_seed_is_not_tested():
-    results = [result("orf", [0.5]), result("pm", [0.9])]
-    found = compare.compared(results, "orf")
-    assert compare.verdict(found).startswith("No test is possible: that takes two seeds")
-    assert compare.rows(found)[1]["seeds needed for +0.008"] == ""
-
-
 def test_one_evaluation_is_drawn_as_points(tmp_path):
-    """A line through one point is not seen."""
+    """A line through one point is not seen. Each seed has its dot beside the interval."""
     _, axes = report.figure(tmp_path / "figure", columns=2)
     compare.curves(axes, [result("orf", BASE), result("pm", [0.7] * 5)])
     for axis in axes:
         assert [line.get_marker() for line in axis.lines] == ["o", "o"]
     drawn = [float(line.get_ydata()[0]) for line in axes[1].lines]
     assert drawn == pytest.approx([0.51, 0.7])
-
-
-def test_each_seed_has_its_dot_beside_the_interval(tmp_path):
     _, found = compare.compared([result("orf", BASE), result("pm", BASE[::-1])], "orf")
     _, axis = report.figure(tmp_path / "figure")
     compare.differences(axis, [found])

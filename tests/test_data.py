@@ -3,7 +3,6 @@
 import io
 import itertools
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -105,20 +104,14 @@ AUGMENTED = config.Data(
 PLAIN = config.Data(batch_size=8, image_size=8)
 
 
-def test_stream_is_deterministic_and_depends_on_the_seed(digits):
-    section = small_config().data
-    (a, _), (b, _), (c, _) = (take(digits, section, seed, 3) for seed in (0, 0, 1))
-    for x, y in zip(a, b, strict=True):
-        assert np.array_equal(x["image"], y["image"])
-    assert not np.array_equal(a[0]["image"], c[0]["image"])
-    assert a[0]["image"].shape == (32, 8, 8, 1)
-    assert a[0]["image"].dtype == np.uint8
-
-
 @pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2)])
 def test_stream_goes_on_from_a_saved_position(digits, process, processes):
     section, share = small_config().data, dict(process=process, processes=processes)
     whole, _ = take(digits, section, 0, 20, **share)
+    assert whole[0]["image"].shape == (32 // processes, 8, 8, 1)
+    assert whole[0]["image"].dtype == np.uint8
+    (other,), _ = take(digits, section, 1, 1, **share)
+    assert not np.array_equal(whole[0]["image"], other["image"])
     _, state = take(digits, section, 0, 12, **share)
     for place in (dict(state=state), dict(start=12)):
         rest, _ = take(digits, section, 0, 8, **share, **place)
@@ -126,9 +119,8 @@ def test_stream_goes_on_from_a_saved_position(digits, process, processes):
             assert np.array_equal(x["image"], y["image"])
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_share_every_batch_of_one(processes):
-    dataset = few(bad=(2, 3, 18))
+def test_processes_share_every_batch_of_one():
+    dataset, processes = few(bad=(2, 3, 18)), 4
     want, _ = take(dataset, AUGMENTED, 0, 6)
     shares = [
         take(dataset, AUGMENTED, 0, 6, process=p, processes=processes)[0] for p in range(processes)
@@ -196,18 +188,8 @@ def test_an_epoch_shows_every_image_once_and_the_next_in_another_order(digits):
     assert not np.array_equal(*epochs)
 
 
-@pytest.mark.parametrize("batch_size", [7, 360, 361])
-def test_evaluation_counts_every_image_once(digits, batch_size):
-    batches = list(data.eval_batches(digits, config.Data(batch_size=batch_size)))
-    assert all(len(batch["label"]) == batch_size for batch in batches)
-    mask = np.concatenate([batch["mask"] for batch in batches]).astype(bool)
-    images = np.concatenate([batch["image"] for batch in batches])[mask]
-    assert np.array_equal(images, [r["image"] for r in digits.evaluation])
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("n", [36, 37, 47])
-def test_processes_evaluate_every_image_once(digits, processes, n):
+@pytest.mark.parametrize(("processes", "n"), [(1, 36), (1, 47), (2, 37), (3, 36), (3, 47)])
+def test_evaluation_counts_every_image_once(digits, processes, n):
     dataset, section = digits._replace(evaluation=digits.evaluation[:n]), config.Data(batch_size=12)
     shares = [list(data.eval_batches(dataset, section, p, processes)) for p in range(processes)]
     assert [len(share) for share in shares] == [-(-n // 12)] * processes
@@ -254,7 +236,7 @@ def photograph(height, width):
     return np.round(127.5 + 120 * np.stack(waves, -1)).astype(np.uint8)
 
 
-@pytest.mark.parametrize(("size", "scale"), [(64, 8), (150, 4), (300, 2), (500, 1)])
+@pytest.mark.parametrize(("size", "scale"), [(64, 8), (300, 2), (500, 1)])
 def test_large_jpegs_are_decoded_as_small_as_suffices(monkeypatch, size, scale):
     pixels = photograph(803, 1201)
     resized, resize = [], Image.Image.resize
@@ -315,39 +297,34 @@ def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
     assert alone["first batch, s"] > 16 * 0.03 > threads["first batch, s"]
 
 
-def test_unknown_names_and_splits(tmp_path):
-    with pytest.raises(ValueError, match="holds no data set; one is made of pictures by"):
-        data.load(config.Data(name="mnist", dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="batch_size=1438 is larger .* 1437 records"):
-        data.load(config.Data(batch_size=1438))
+WORKERS = """
+import numpy as np
+from absl import app
+from vit import config, data
+def take(num_workers, process=0, processes=1, start=None, n=6):
+    section = config.Data(batch_size=32, max_shift=1, num_workers=num_workers)
+    stream = iter(data.train_batches(data.load(section), section, 0, process, processes))
+    if start is not None:
+        stream.set_state(start)
+    images = [next(stream)["image"] for _ in range(n)]
+    return np.stack(images), stream.get_state()
+def main(_):
+    want, _ = take(0)
+    half, state = take(2, 1, 2, n=3)
+    rest, _ = take(2, 1, 2, start=state, n=3)
+    assert np.array_equal(want[:, 16:], np.concatenate([half, rest]))
+    print("the same")
+if __name__ == "__main__":
+    app.run(main)
+"""
 
 
+@pytest.mark.thorough
 def test_workers_do_not_change_the_stream(tmp_path):
     """In a process of its own: grain's workers need parsed flags and a guarded main module."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import numpy as np\n"
-        "from absl import app\n"
-        "from vit import config, data\n"
-        "def take(num_workers, process=0, processes=1, start=None, n=6):\n"
-        "    section = config.Data(batch_size=32, max_shift=1, num_workers=num_workers)\n"
-        "    dataset = data.load(section)\n"
-        "    stream = iter(data.train_batches(dataset, section, 0, process, processes))\n"
-        "    if start is not None:\n"
-        "        stream.set_state(start)\n"
-        "    images = [next(stream)['image'] for _ in range(n)]\n"
-        "    return np.stack(images), stream.get_state()\n"
-        "def main(_):\n"
-        "    want, _ = take(0)\n"
-        "    half, state = take(2, 1, 2, n=3)\n"
-        "    rest, _ = take(2, 1, 2, start=state, n=3)\n"
-        "    assert np.array_equal(want[:, 16:], np.concatenate([half, rest]))\n"
-        "    print('the same')\n"
-        "if __name__ == '__main__':\n"
-        "    app.run(main)\n"
-    )
+    (tmp_path / "program.py").write_text(WORKERS)
     done = subprocess.run(
-        [sys.executable, program],
+        [sys.executable, tmp_path / "program.py"],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -376,25 +353,6 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(kind, monk
         bounded.image(small)
     with pytest.raises(ValueError, match="cannot be decoded, .* exceeds limit of 118 pixels"):
         take(few(n=3), config.Data(batch_size=2, image_size=8), 0, 1)
-
-
-class Damaged(list):
-    """Records, of which those of a number that 3 divides cannot be read."""
-
-    def __getitem__(self, index):
-        if index % 3 == 0:
-            raise RuntimeError("Corrupted Riegeli/records file: chunk data hash mismatch")
-        return super().__getitem__(index)
-
-
-def test_damaged_records_count_as_those_that_cannot_be_decoded():
-    dataset = few(n=9)._replace(train=Damaged(few(n=9).train), evaluation=Damaged(few(n=9).train))
-    batches, _ = take(dataset, config.Data(batch_size=9, image_size=8), 0, 1)
-    assert sorted(batches[0]["bad"]) == [-1] * 6 + [0, 3, 6]
-    assert sorted(batches[0]["label"]) == [1, 1, 2, 4, 4, 5, 7, 7, 8]
-    (batch,) = data.eval_batches(dataset, config.Data(batch_size=9, image_size=8))
-    assert list(batch["bad"]) == [0, -1, -1, 3, -1, -1, 6, -1, -1]
-    assert list(batch["mask"]) == [0, 1, 1] * 3
 
 
 def test_records_of_another_kind_by_a_decode_of_their_own():
@@ -441,13 +399,18 @@ def test_an_evaluation_without_an_image_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("train_split", "train[:50%]"), ("eval_split", "train"), ("dir", "data")]
+    ("fields", "message"),
+    [
+        (dict(train_split="train[:50%]"), r"train_split='train\[:50%\]': of 'digits'"),
+        (dict(eval_split="train"), r"config\.data\.eval_split='train': of 'digits'"),
+        (dict(dir="data"), r"config\.data\.dir='data': of 'digits'"),
+        (dict(batch_size=1438), "batch_size=1438 is larger .* 1437 records"),
+        (dict(name="mnist", dir="docs"), "holds no data set; one is made of pictures by"),
+    ],
 )
-def test_digits_have_no_other_splits_or_folder(field, value):
-    with pytest.raises(
-        ValueError, match=rf"config\.data\.{field}='{re.escape(value)}': of 'digits'"
-    ):
-        data.load(config.Data(**{field: value}))
+def test_data_that_are_not_there_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        data.load(config.Data(**fields))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

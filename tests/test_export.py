@@ -62,7 +62,10 @@ def served(written, number):
     return np.load(folder / "logits.npy"), done.stdout
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
+@pytest.mark.parametrize(
+    "beside",
+    [pytest.param(False, marks=pytest.mark.thorough, id="inside"), pytest.param(True, id="beside")],
+)
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
     written = export.named(tmp_path / "birds.stablehlo", beside=beside)
@@ -82,9 +85,12 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
         dict(attention=config.Attention(kind="softmax")),
         dict(attention=config.Attention(num_features=8, calibration="shift")),
         dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
-        dict(
-            model=config.Model(variant="XS/2", pooling="token"),
-            attention=config.Attention(num_features=8, exact_window=4),
+        pytest.param(
+            dict(
+                model=config.Model(variant="XS/2", pooling="token"),
+                attention=config.Attention(num_features=8, exact_window=4),
+            ),
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["softmax", "calibrated", "bfloat16 and remat", "window"],
@@ -111,26 +117,18 @@ def test_what_stands_beside_it(tmp_path):
 
 
 def test_nothing_is_overwritten(tmp_path):
-    mine = tmp_path / "birds.json"
+    """Neither by a name that is taken, nor by the second of two exports that both saw it free."""
+    for name in ("bees", "bees.json", "bees.safetensors"):
+        with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
+            export.named(tmp_path / name)
+    written, mine = export.named(tmp_path / "birds.stablehlo"), tmp_path / "birds.json"
     mine.write_text("mine")
     with pytest.raises(ValueError, match=r"already there: .*birds.json; remove it or take another"):
         export.named(tmp_path / "birds.stablehlo")
-    assert mine.read_text() == "mine"
-
-
-def test_the_second_of_two_exports_to_one_name_is_refused(tmp_path):
-    """Both looked before either wrote."""
-    written = export.named(tmp_path / "birds.stablehlo")
-    model = trained()
-    export.export(model, written)
+    written.program.write_bytes(b"mine")
     with pytest.raises(ValueError, match=r"already there: .*birds.stablehlo"):
-        export.export(model, written)
-
-
-@pytest.mark.parametrize("name", ["birds", "birds.json", "birds.safetensors"])
-def test_names_that_are_none_of_a_program(name, tmp_path):
-    with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
-        export.named(tmp_path / name)
+        export.export(trained(), written)
+    assert (mine.read_text(), written.program.read_bytes()) == ("mine", b"mine")
 
 
 def test_too_many_parameters_go_beside(tmp_path, monkeypatch):

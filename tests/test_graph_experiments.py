@@ -1,9 +1,5 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
-import csv
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +9,8 @@ from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
 from experiments.graphs import termination
-from performer.graphs import Graph, features
+from performer.graphs import Graph, features, theory
+from tests.small import read_csv
 
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
@@ -28,11 +25,6 @@ def write(path, **arrays):
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, **arrays)
     return path
-
-
-def read(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_generated_graphs_have_the_sizes_of_the_paper():
@@ -65,73 +57,52 @@ def test_load(tmp_path):
         graph_data.load("karat")
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        (
-            dict(edges=PATH, n_nodes=[3, 3]),
-            r"g.npz: n_nodes must be a positive integer, got \[3, 3\]",
-        ),
-        (
-            dict(edges=PATH, n_nodes=3.5),
-            r"g.npz: n_nodes must be a positive integer, got 3.5",
-        ),
-        (dict(edges=PATH, n_nodes=-3), r"g.npz: n_nodes must be a positive integer, got -3"),
-        (dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
-        (dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
-        (dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),
-        (
-            dict(edges=PATH, n_nodes=3, weights=["a", "b"]),
-            "g.npz: weights must be real numbers, got <U1",
-        ),
-        (dict(edges=np.array([{}]), n_nodes=2), "g.npz cannot be read .*: Object arrays"),
-    ],
-)
-def test_arrays_that_make_no_graph_name_their_file(tmp_path, arrays, message):
-    write(tmp_path / "graphs" / "g.npz", **arrays)
+TRAFFIC = dict(edges=PATH, n_nodes=3, weights=[1.0, 2.0], obs_nodes=[0, 2], obs_speed=[5.0, 6.0])
+NOT_INTEGER = r"g.npz: n_nodes must be a positive integer, got "
+UNREADABLE = "g.npz cannot be read as an .npz file: "
+REFUSED = [  # (read by, arrays, message)
+    ("load", dict(edges=PATH, n_nodes=[3, 3]), NOT_INTEGER + r"\[3, 3\]"),
+    ("load", dict(edges=PATH, n_nodes=3.5), NOT_INTEGER + "3.5"),
+    ("load", dict(edges=PATH, n_nodes=-3), NOT_INTEGER + "-3"),
+    ("load", dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
+    ("load", dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
+    ("load", dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),
+    ("load", TRAFFIC | dict(weights=["a", "b"]), "g.npz: weights must be real numbers, got <U1"),
+    ("load", dict(edges=np.array([{}]), n_nodes=2), "g.npz cannot be read .*: Object arrays"),
+    ("load", b"", UNREADABLE),
+    ("load", b"PK", UNREADABLE),
+    ("mesh_faces", SQUARE | {"faces": [[0, 1, 9]]}, "faces of .*g.npz must be"),
+    ("mesh_faces", SQUARE | {"faces": [0, 1, 2]}, "faces of .*g.npz must be"),
+    ("mesh_faces", SQUARE | {"faces": 3}, "faces of .*g.npz must be"),
+    ("mesh_faces", SQUARE | {"faces": [[0, 1, 2], [0, 1, 1]]}, r"face 1 of .*g\.npz has no area"),
+    ("mesh_faces", SQUARE | {"vertices": [[0.0, 1]]}, "vertices of .*g.npz must be"),
+    ("mesh", dict(edges=PATH, vertex_normals=[[1.0, np.nan, 0]]), "normals of .*g.npz"),
+    ("traffic", TRAFFIC | {"obs_nodes": [0, 3]}, "obs_nodes of .*g.npz must be"),
+    ("traffic", TRAFFIC | {"obs_nodes": [0, -1]}, "obs_nodes of .*g.npz must be"),
+    ("traffic", TRAFFIC | {"obs_speed": [0.0]}, "obs_speed of .*g.npz must be"),
+    ("traffic", TRAFFIC | {"obs_speed": [0.0, np.inf]}, "obs_speed of .*g.npz must be"),
+]
+
+
+@pytest.mark.parametrize(("reader", "arrays", "message"), REFUSED)
+def test_arrays_that_make_no_graph_name_their_file(tmp_path, reader, arrays, message):
+    path = tmp_path / "graphs" / "g.npz"
+    if isinstance(arrays, bytes):
+        write(path).write_bytes(arrays)
+    else:
+        write(path, **arrays)
+    readers = {"load": lambda _: graph_data.load("g", tmp_path, weighted=True)}
     with pytest.raises(ValueError, match=message):
-        graph_data.load("g", tmp_path, weighted=True)
+        readers.get(reader, getattr(graph_data, reader))(path)
 
 
-def test_files_that_are_no_npz(tmp_path):
+def test_a_damaged_file_is_no_npz(tmp_path):
     path = write(tmp_path / "graphs" / "g.npz", edges=PATH, n_nodes=3)
     content = path.read_bytes()
-
-    def refused(message):
-        with pytest.raises(ValueError, match=f"g.npz cannot be read as an .npz file: {message}"):
-            graph_data.load("g", tmp_path)
-
-    for damaged in (b"", b"PK", content[: len(content) // 2], content.replace(b"NUMPY", b"NUMPI")):
+    for damaged in (content[: len(content) // 2], content.replace(b"NUMPY", b"NUMPI")):
         path.write_bytes(damaged)
-        refused("")
-
-
-def test_meshes_and_traffic_that_do_not_fit_are_refused(tmp_path):
-    path = tmp_path / "m.npz"
-    traffic = dict(
-        edges=PATH, n_nodes=3, weights=[1.0, 2.0], obs_nodes=[0, 2], obs_speed=[5.0, 6.0]
-    )
-    for call, arrays, message in [
-        (graph_data.mesh_faces, SQUARE | {"faces": [[0, 1, 9]]}, "faces of .*m.npz must be"),
-        (graph_data.mesh_faces, SQUARE | {"faces": [0, 1, 2]}, "faces of .*m.npz must be"),
-        (graph_data.mesh_faces, SQUARE | {"faces": 3}, "faces of .*m.npz must be"),
-        (graph_data.mesh_faces, SQUARE | {"vertices": [[0.0, 1]]}, "vertices of .*m.npz must be"),
-        (
-            graph_data.mesh,
-            dict(edges=PATH, vertex_normals=[[1.0, np.nan, 0]]),
-            "normals of .*m.npz",
-        ),
-        (graph_data.traffic, traffic | {"obs_nodes": [0, 3]}, "obs_nodes of .*m.npz must be"),
-        (graph_data.traffic, traffic | {"obs_nodes": [0, -1]}, "obs_nodes of .*m.npz must be"),
-        (graph_data.traffic, traffic | {"obs_speed": [0.0]}, "obs_speed of .*m.npz must be"),
-        (
-            graph_data.traffic,
-            traffic | {"obs_speed": [0.0, np.inf]},
-            "obs_speed of .*m.npz must be",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call(write(path, **arrays))
+        with pytest.raises(ValueError, match=UNREADABLE):
+            graph_data.load("g", tmp_path)
 
 
 def test_chosen(tmp_path):
@@ -161,9 +132,6 @@ def test_meshes(tmp_path):
     faces, found = graph_data.mesh_faces(write(tmp_path / "b.npz", **SQUARE))
     np.testing.assert_array_equal(faces.to_dense(), [[0, 1, 1], [1, 0, 0], [1, 0, 0]])
     np.testing.assert_allclose(found, [[0, 0, 1], [0, 0, 1], [0, 1, 0]], atol=1e-12)
-    flat = SQUARE | {"faces": np.array([[0, 1, 2], [0, 1, 1]])}
-    with pytest.raises(ValueError, match=r"face 1 of .*c\.npz has no area"):
-        graph_data.mesh_faces(write(tmp_path / "c.npz", **flat))
 
 
 def test_traffic(tmp_path):
@@ -176,83 +144,38 @@ def test_traffic(tmp_path):
     assert (nodes.tolist(), speeds.tolist()) == ([2, 0], [50, 60])
 
 
-def lengths_of(rng, coupling, p):
-    """Of two walks. With p = 1/2 one of an antithetic pair halts at once, and only one."""
-    lengths = rng.geometric(p, size=2) - 1
-    if coupling == "antithetic" and p == 0.5:
-        lengths[0] = 0
-        lengths[1] += 1
-    return lengths
-
-
-def visits(rng, neighbours, start, length):
-    nodes = [start]
-    for _ in range(length):
-        nodes.append(rng.choice(neighbours[nodes[-1]]))
-    return nodes
-
-
-def phi_of(rng, adjacency, coupling):
-    """qGRF Algorithm 1 in NumPy, of two walks, p_halt = 1/2 and sigma = 0.1."""
-    degrees, rho = adjacency.sum(axis=1), 0.01 / 1.01
-    neighbours = [np.flatnonzero(row) for row in adjacency]
-    phi = np.zeros(adjacency.shape)
-    for i in range(len(phi)):
-        for length in lengths_of(rng, coupling, 0.5):
-            load, last = 1 / 1.01, i
-            for step, node in enumerate(visits(rng, neighbours, i, length)):
-                if step:
-                    load *= 2 * rho * degrees[last] / np.sqrt(degrees[last] * degrees[node])
-                phi[i, node] += load / 2
-                last = node
-    return phi
-
-
-def kernel_error_of(rng, adjacency, coupling):
-    scale = 1 / np.sqrt(adjacency.sum(axis=1))
-    laplacian = np.eye(len(adjacency)) - adjacency * np.outer(scale, scale)
-    exact = np.linalg.matrix_power(np.linalg.inv(np.eye(len(adjacency)) + 0.01 * laplacian), 2)
-    phi = phi_of(rng, adjacency, coupling)
-    return np.linalg.norm(exact - phi @ phi.T) ** 2 / np.linalg.norm(exact) ** 2
-
-
-def pagerank_error_of(rng, adjacency, coupling):
-    n, p = len(adjacency), 0.3
-    transition = adjacency / adjacency.sum(axis=1, keepdims=True)
-    exact = np.linalg.solve(np.eye(n) - (1 - p) * transition.T, np.full(n, p / n))
-    neighbours = [np.flatnonzero(row) for row in adjacency]
-    halts = np.zeros(n)
-    for i in range(n):
-        for length in lengths_of(rng, coupling, p):
-            halts[visits(rng, neighbours, i, length)[-1]] += 1 / (2 * n)
-    return np.sum((halts - exact) ** 2)
-
-
-def assert_equal_means(x, y):
-    """To five standard errors, and the rounding of float32."""
-    error = np.hypot(*(np.std(v) / np.sqrt(len(v)) for v in (x, y)))
-    assert abs(np.mean(x) - np.mean(y)) < 5 * error + 1e-3 * np.mean(x)
-
-
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
 
 
-@pytest.mark.parametrize(
-    ("measure", "simulate", "coupling", "graphs"),
-    [
-        (graph_kernels.kernel_errors, kernel_error_of, "independent", PATH_AND_EDGE),
-        (graph_kernels.kernel_errors, kernel_error_of, "antithetic", PATH_AND_EDGE),
-        (graph_kernels.pagerank_errors, pagerank_error_of, "independent", PATH_AND_EDGE[:1]),
-    ],
-)
-def test_errors_are_those_of_a_simulation(measure, simulate, coupling, graphs, monkeypatch):
+def test_kernel_errors_are_those_of_the_librarys_estimate(monkeypatch):
+    """A block of one gram matrix for each graph; repeats are drawn independently."""
     monkeypatch.setattr(graph_kernels, "WALKS", (2,))
-    rng = np.random.default_rng(0)
-    found = measure(jax.random.key(1), graphs, coupling, 1500)
-    assert found.shape == (len(graphs), 1500, 1)
-    for graph, of_graph in zip(graphs, found[..., 0], strict=True):
-        adjacency = np.asarray(graph.to_dense())
-        assert_equal_means([simulate(rng, adjacency, coupling) for _ in range(1500)], of_graph)
+    key, both = jax.random.key(1), graph_data.side_by_side(PATH_AND_EDGE)
+    options = dict(num_walks=2, p_halt=0.5, coupling="antithetic")
+    gram = features.graph_random_features(key, both, graph_kernels.KERNEL, **options).gram()
+    found = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "antithetic", 1)
+    assert found.shape == (2, 1, 1)
+    for graph, at, error in zip(PATH_AND_EDGE, (np.s_[:3], np.s_[3:]), found.ravel(), strict=True):
+        adjacency = np.asarray(graph.to_dense(), np.float64)
+        scale = 1 / np.sqrt(adjacency.sum(axis=1))
+        laplacian = np.eye(len(scale)) - adjacency * np.outer(scale, scale)
+        inverse = np.linalg.inv(np.eye(len(scale)) + 0.01 * laplacian)
+        exact = inverse @ inverse
+        want = np.linalg.norm(np.asarray(gram)[at, at] - exact) ** 2 / np.linalg.norm(exact) ** 2
+        assert error == pytest.approx(want, rel=1e-3)
+    more = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "independent", 20)
+    assert all(len(np.unique(of)) > 3 for of in more)
+
+
+@pytest.mark.parametrize("coupling", ["independent", "antithetic"])
+def test_pagerank_errors_are_those_of_the_theory(coupling, monkeypatch):
+    """The mean of 1,500 squared errors, to five standard errors."""
+    monkeypatch.setattr(graph_kernels, "WALKS", (2,))
+    path = PATH_AND_EDGE[0]
+    found = graph_kernels.pagerank_errors(jax.random.key(1), [path], coupling, 1500)
+    assert found.shape == (1, 1500, 1)
+    want = theory.pagerank_variance(path, num_walks=2, p_halt=0.3, coupling=coupling).sum()
+    assert abs(found.mean() - want) < 5 * found.std() / np.sqrt(1500) + 1e-3 * want
 
 
 def test_kernel_figures(tmp_path, monkeypatch):
@@ -260,7 +183,7 @@ def test_kernel_figures(tmp_path, monkeypatch):
     graph_kernels.main(graphs=["Ladder"], repeats=20, out=tmp_path)
     names = ["independent", "antithetic", "reinforced"]
     for figure, walks in (("figure_2", names), ("figure_4", names[:2])):
-        rows = read(tmp_path / f"{figure}.csv")
+        rows = read_csv(tmp_path / f"{figure}.csv")
         assert list(rows[0]) == ["graph", "N", "walks", "m = 4"]
         assert [row["walks"] for row in rows] == walks
         first, *others = [float(row["m = 4"].split()[0]) for row in rows]
@@ -320,15 +243,15 @@ def test_termination(tmp_path, monkeypatch):
     monkeypatch.setattr(termination, "SIGMAS", (1.0,))
     monkeypatch.setattr(termination, "WALKS", 8)
     termination.main(graphs=("karate",), draws=400, out=tmp_path)
-    (row,) = read(tmp_path / "ratios.csv")
+    (row,) = read_csv(tmp_path / "ratios.csv")
     pairs = float(row["pairs"])
     assert pairs < 0.95
     np.testing.assert_allclose([float(row["ensembles"]), float(row["circles"])], pairs, rtol=1e-12)
-    drawn = read(tmp_path / "draws.csv")
+    drawn = read_csv(tmp_path / "draws.csv")
     assert [row["coupling"] for row in drawn] == ["pairs", "ensembles", "close pairs", "circles"]
     assert all(abs(float(row["apart by"])) < 4.5 for row in drawn)
     assert all(float(row["±"]) < 0.03 for row in drawn)
-    (row,) = read(tmp_path / "recommended.csv")
+    (row,) = read_csv(tmp_path / "recommended.csv")
     assert float(row["error"]) <= 0.1 < float(row["independent"])
     assert (tmp_path / "ratios.png").exists()
 
@@ -350,7 +273,7 @@ def test_task_tables(tmp_path, monkeypatch):
     normals = np.stack([np.cos(angles), np.sin(angles), 0 * angles], axis=1)
     write(tmp_path / "meshes" / "ring.npz", edges=RING, vertex_normals=normals)
     graph_tasks.main(data_dir=tmp_path, trials=100, out=tmp_path / "out")
-    rows = [read(tmp_path / "out" / f"table_{number}.csv")[0] for number in (1, 2, 3)]
+    rows = [read_csv(tmp_path / "out" / f"table_{number}.csv")[0] for number in (1, 2, 3)]
     assert [(row["graph"], row["N"]) for row in rows] == [
         ("Ladder", "100"), ("two", "10"), ("ring", "40")
     ]  # fmt: skip
@@ -365,16 +288,3 @@ def test_task_tables(tmp_path, monkeypatch):
     assert 0 < float(rows[2]["antithetic"]) < 0.3
     assert "antithetic below independent in" in (tmp_path / "out" / "table_3.md").read_text()
     assert (tmp_path / "out" / "tasks.png").stat().st_size > 10_000
-
-
-def test_bad_input_is_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.graphs.tasks", f"--data_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    missing = tmp_path / "graphs" / "karate.npz"
-    want = f"ValueError: no file {missing}; files of this kind there: none"
-    assert done.stderr.strip() == want

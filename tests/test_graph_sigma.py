@@ -1,7 +1,5 @@
 """The experiments on sigma-coupled walks: what they measure is what they say."""
 
-import csv
-
 import jax
 import jax.numpy as jnp
 import networkx
@@ -18,16 +16,12 @@ from experiments.graphs import gp as graph_gp
 from experiments.graphs import sigma as graph_sigma
 from performer import gp
 from performer.graphs import Graph, couplings, features, kernels
+from tests.small import read_csv
 
 
 def _graphs():
     made = {"star": networkx.star_graph(4), "tailed": networkx.lollipop_graph(3, 4)}
     return {name: Graph.from_networkx(graph) for name, graph in made.items()}
-
-
-def _rows(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def _kernel(graph):
@@ -112,7 +106,7 @@ def test_figures_of_couplings(tmp_path):
 
     out, chosen = tmp_path / "new" / "figure_10", {0.25: permutation, 0.5: permutation}
     said = graph_sigma.figure(graphs, errors, chosen, out)
-    rows = _rows(out.with_suffix(".csv"))
+    rows = read_csv(out.with_suffix(".csv"))
     assert [(row["graph"], row["p_halt"]) for row in rows] == [
         (name, p) for name in graphs for p in ("0.25", "0.5")
     ]
@@ -130,7 +124,7 @@ def test_figure_8(tmp_path, monkeypatch):
     """All ways find permutations of the least objective; the reversal, when no quantiles tie."""
     monkeypatch.setattr(graph_sigma, "ORDERS", (2, 3, 11))
     graph_sigma.figure_8({"tailed": _graphs()["tailed"]}, 40, tmp_path / "figure_8")
-    rows = _rows(tmp_path / "figure_8.csv")
+    rows = read_csv(tmp_path / "figure_8.csv")
     ways = ["linear", "projected", "quadratic", "reduced"]
     found = [(row["n"], row["learned"]) for row in rows]
     assert found == [(n, w) for n in "23" for w in ways] + [("11", w) for w in ways[:2]]
@@ -209,7 +203,7 @@ def test_gp_figure(task, tmp_path, monkeypatch):
     monkeypatch.setattr(graph_gp, "STEPS", 20)
     monkeypatch.setattr(graph_gp, "ORDER", 4)
     said = graph_gp.figure({"ladder": [task, _ladder(1)]}, 3, tmp_path / "figure_4")
-    rows = _rows(tmp_path / "figure_4.csv")
+    rows = read_csv(tmp_path / "figure_4.csv")
     assert [(row["m"], row["coupling"]) for row in rows] == [
         (m, coupling) for m in "24" for coupling in ("independent", "antithetic", "sigma")
     ]
@@ -255,7 +249,7 @@ def test_predictors(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_gp, "STEPS", 20)
     splits = [_ladder(number, nodes=30) for number in (0, 1)]
     graph_gp.predictors({"ladder": splits}, tmp_path / "predictors")
-    rows = _rows(tmp_path / "predictors.csv")
+    rows = read_csv(tmp_path / "predictors.csv")
     assert [row["predictor"] for row in rows[:3]] == [
         "mean of all sensors",
         "mean of the nearest 5",

@@ -50,23 +50,6 @@ def test_ratios_are_those_to_the_first_of_a_case():
     assert list(line) == ["graph", "antithetic / independent", "sigma / independent"]
 
 
-def test_figures_have_a_panel_and_a_line_for_each_text(tmp_path):
-    seen = []
-
-    def finish(axis, rows):
-        labels = [line.get_label() for line in axis.lines]
-        seen.append((axis.get_title(), labels, len(rows), axis.get_ylabel()))
-
-    options = dict(x="m", panel="graph {graph}", finish=finish)
-    rows = [row | {"m": m, "cost": m} for row in swept() for m in (1, 2)]
-    harness.figure(rows, tmp_path / "new" / "lines", y=("mean", "cost"), log=True, **options)
-    names = list(COUPLINGS)
-    assert seen == [(f"graph {graph}", names, 6, y) for graph in MEANS for y in ("mean", "cost")]
-    harness.figure(rows, tmp_path / "points", x="{graph}", panel="m = {m}")
-    for name in ("new/lines", "points"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-
-
 def test_show_writes_figure_table_and_tests(tmp_path):
     options = dict(case="{graph}", x="{graph}", text="Errors.")
     text = harness.show(swept(), tmp_path / "errors", "{coupling}", **options)

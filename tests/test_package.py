@@ -15,6 +15,7 @@ from PIL import Image
 import performer
 
 DISTRIBUTION = "performer-jax"
+PACKAGES = ("experiments", "performer", "vit")
 
 
 def run(*arguments, **options):
@@ -32,9 +33,7 @@ def archives(tmp_path_factory):
     return source, wheel
 
 
-PACKAGES = ("experiments", "performer", "vit")
-
-
+@pytest.mark.thorough
 def test_the_wheel_holds_the_packages_and_nothing_else(archives):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = set(wheel.namelist())
@@ -46,6 +45,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(archives):
     assert {"performer/py.typed", "vit/py.typed"} <= names
 
 
+@pytest.mark.thorough
 def test_the_source_distribution_holds_what_its_readers_need(archives):
     with tarfile.open(archives[0]) as source:
         names = {name.split("/", 1)[1] for name in source.getnames()}
@@ -60,38 +60,37 @@ def test_the_source_distribution_holds_what_its_readers_need(archives):
 PROGRAM = f"""
 import importlib.metadata, pathlib
 import performer, vit
-for package in performer, vit:
-    folder = pathlib.Path(package.__file__).parent
-    assert (folder / "py.typed").exists()
-    print(folder)
+print(*(pathlib.Path(package.__file__).parent for package in (performer, vit)))
 assert importlib.metadata.version("{DISTRIBUTION}") == performer.__version__
 """
 
 
 @pytest.fixture(scope="module")
 def installed(archives, tmp_path_factory):
-    """Folder of the installed wheel."""
+    """Folder of the installed wheel, and the environment in which it is found."""
     folder = tmp_path_factory.mktemp("installed")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, f"--target={folder}", archives[1])
-    return folder
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return folder, os.environ | {"PYTHONPATH": str(folder), "PATH": path}
 
 
+@pytest.mark.thorough
 def test_the_wheel_is_imported_from_where_it_is_installed(installed, tmp_path):
+    folder, environment = installed
     information = f"performer_jax-{performer.__version__}.dist-info"
-    names = sorted(path.name for path in installed.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     assert names == sorted(["bin", *PACKAGES, information])
-    environment = os.environ | {"PYTHONPATH": str(installed)}
     printed = run(sys.executable, "-P", "-c", PROGRAM, cwd=tmp_path, env=environment)
-    assert printed.split() == [str(installed / "performer"), str(installed / "vit")]
+    assert printed.split() == [str(folder / "performer"), str(folder / "vit")]
 
 
+@pytest.mark.thorough
 def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_path):
     """Beside an `experiments` of the user's own, too."""
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    _, environment = installed
     for script, name in ("performer-vit", "train"), ("performer-experiments", "graphs.gp"):
         assert f"{script} {name} " in run(script, cwd=tmp_path, env=environment)
     (tmp_path / "photos" / "cat").mkdir(parents=True)
@@ -132,10 +131,10 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+@pytest.mark.thorough
 def test_from_photographs_to_a_program_that_jax_alone_runs(installed, tmp_path):
     """Four commands in an empty folder, each as the one before it printed it."""
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    environment |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    _, environment = installed
 
     def shell(text):
         return run("sh", "-c", text, cwd=tmp_path, env=environment)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +13,24 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.small import TINY, new_vit, small_config
+from tests.small import TINY, new_vit, sized, small_config
 from vit import config, predict
 from vit.model import classification
 from vit.reports import rollout
 from vit.run import loop
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    settings = small_config(model=config.Model(variant="XS/4", pooling="token"))
+def workdir(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    loop.train(settings, workdir)
+    loop.train(small_config(model=config.Model(variant="XS/4", pooling="token")), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def model(workdir):
     return vit.load(workdir)
 
 
@@ -141,41 +141,46 @@ runpy.run_module("vit.predict", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("run")
-    loop.train(small_config(), workdir)
-    return workdir
-
-
 ENVIRONMENT = dict(PATH="", JAX_PLATFORMS="cpu", PYTHONPATH=str(Path(__file__).parent.parent))
 
 
-def command(*words):
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
+@pytest.fixture
+def command(monkeypatch, capsys, workdir):
+    """The command in this process: what it prints on its two streams."""
+
+    def run(*pictures, csv=None, top=5):
+        values = dict(workdir=workdir, step=None, top=top, csv=csv, attention=None)
+        for name, value in values.items():
+            flag = SimpleNamespace(value=value)
+            monkeypatch.setattr(predict, f"_{name.upper()}", flag, raising=False)
+        try:
+            predict.main(["vit.predict", *map(str, pictures)])
+        finally:
+            streams.append(capsys.readouterr())
+        return streams[-1]
+
+    streams = run.streams = []
+    return run
 
 
-def test_the_command(workdir, folder):
+def test_the_command(command, workdir, folder):
     """Writes the table, names and counts what cannot be read, and says what can be done next."""
     table = folder / "table.csv"
-    done = command(f"--workdir={workdir}", f"--csv={table}", "--top=2", folder)
-    assert done.returncode == 0, done.stderr
-    assert "broken.png cannot be read as an image: it is none of" in done.stderr
-    assert f"3 pictures -> {table}; 1 could not be read" in done.stderr
-    assert f"vit.export --workdir={workdir}" in done.stdout
+    said, told = command(folder, csv=str(table), top=2)
+    assert "broken.png cannot be read as an image: it is none of" in told
+    assert f"3 pictures -> {table}; 1 could not be read" in told
+    assert f"export --workdir={workdir}" in said
     lines = list(csv.reader(table.open()))
     assert lines[0] == ["file", "class 1", "probability 1", "class 2", "probability 2"]
     assert [Path(line[0]).name for line in lines[1:]] == ["a.png", "b.JPG", "c.bmp"]
     before = table.read_bytes()
-    again = command(f"--workdir={workdir}", f"--csv={table}", folder)
-    assert again.returncode == 1
-    assert "table.csv exists already" in again.stderr
+    with pytest.raises(ValueError, match="table.csv exists already"):
+        command(folder, csv=str(table))
     assert table.read_bytes() == before
+    with pytest.raises(SystemExit, match="1"):
+        command(folder / "broken.png")
+    said, told = command.streams[-1]
+    assert (said, "0 pictures; 1 could not be read" in told) == ("", True)
 
 
 def test_a_table_is_looked_at_first_and_grows_batch_by_batch(model, folder):
@@ -189,6 +194,7 @@ def test_a_table_is_looked_at_first_and_grows_batch_by_batch(model, folder):
         pass
 
 
+@pytest.mark.thorough
 def test_nobody_reads_the_predictions(workdir, folder):
     """As with `| head -1`: no traceback, and no more pictures."""
     words = [f"--workdir={workdir}", *[folder / "a.png"] * 200]
@@ -206,9 +212,3 @@ def test_nobody_reads_the_predictions(workdir, folder):
     assert process.wait() == 0
     assert re.search(r"^64 pictures; 0 could not be read$", told, re.MULTILINE)
     assert "Traceback" not in told
-
-
-def test_nothing_to_see(workdir, folder):
-    done = command(f"--workdir={workdir}", folder / "broken.png")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "0 pictures; 1 could not be read" in done.stderr

@@ -6,7 +6,6 @@ The reference is the original network written from its definition in float64 Num
 import contextlib
 import errno
 import zipfile
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,18 @@ from flax import nnx
 from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
-from tests.small import TINY, small_config
+from tests.small import TINY, sized, small_config
 from vit import config, evaluate, pretrained, train
 from vit.model import ViT, random_streams
 from vit.reports import metrics
-from vit.run import checkpoint, runs, safety
+from vit.run import checkpoint, files, runs
 from vit.weights import google, transfer
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 def settings(pooling="token", kind="softmax", position="learned", **sections):
@@ -42,15 +37,19 @@ def settings(pooling="token", kind="softmax", position="learned", **sections):
     )
 
 
+def parts(layout):
+    """Names of the norms, the attention and the MLP of a block."""
+    if layout == "augreg":
+        norms = ("LayerNorm_0", "LayerNorm_2")
+        return norms, "MultiHeadDotProductAttention_1", "MlpBlock_3"
+    return ("LayerNorm_0", "LayerNorm_1"), "MultiHeadDotProductAttention_0", "MlpBlock_0"
+
+
 def weights(pooling="token", layout="augreg", classes=CLASSES, depth=DEPTH):
     """Random arrays, none of them near its initialisation."""
     rng = np.random.default_rng(0)
     augreg = layout == "augreg"
-    norms, attention, mlp = (
-        (("LayerNorm_0", "LayerNorm_2"), "MultiHeadDotProductAttention_1", "MlpBlock_3")
-        if augreg
-        else (("LayerNorm_0", "LayerNorm_1"), "MultiHeadDotProductAttention_0", "MlpBlock_0")
-    )
+    norms, attention, mlp = parts(layout)
 
     def draw(*shape):
         return rng.normal(0, 0.5, shape).astype(np.float32)
@@ -61,19 +60,19 @@ def weights(pooling="token", layout="augreg", classes=CLASSES, depth=DEPTH):
         arrays["cls"] = draw(1, 1, WIDTH)
     position = draw(1, GRID**2 + (token and augreg), WIDTH)
     arrays["Transformer/posembed_input/pos_embedding" if augreg else "pos_embedding"] = position
+    shapes = {f"{attention}/out": (HEADS, WIDTH // HEADS, WIDTH)}
+    for name in ("query", "key", "value"):
+        shapes[f"{attention}/{name}"] = (WIDTH, HEADS, WIDTH // HEADS)
+    shapes |= {f"{mlp}/Dense_0": (WIDTH, MLP), f"{mlp}/Dense_1": (MLP, WIDTH)}
     for i in range(depth):
         block = f"Transformer/encoderblock_{i}"
         for norm in norms:
             arrays[f"{block}/{norm}/scale"] = 1 + draw(WIDTH)
             arrays[f"{block}/{norm}/bias"] = draw(WIDTH)
-        for name in ("query", "key", "value"):
-            arrays[f"{block}/{attention}/{name}/kernel"] = draw(WIDTH, HEADS, WIDTH // HEADS)
-            arrays[f"{block}/{attention}/{name}/bias"] = draw(HEADS, WIDTH // HEADS)
-        arrays[f"{block}/{attention}/out/kernel"] = draw(HEADS, WIDTH // HEADS, WIDTH)
-        arrays[f"{block}/{attention}/out/bias"] = draw(WIDTH)
-        for j, (a, b) in enumerate([(WIDTH, MLP), (MLP, WIDTH)]):
-            arrays[f"{block}/{mlp}/Dense_{j}/kernel"] = draw(a, b)
-            arrays[f"{block}/{mlp}/Dense_{j}/bias"] = draw(b)
+        for name, shape in shapes.items():
+            arrays[f"{block}/{name}/kernel"] = draw(*shape)
+            bias = shape[1:] if len(shape) < 3 or shape[0] == WIDTH else shape[2:]
+            arrays[f"{block}/{name}/bias"] = draw(*bias)
     arrays["Transformer/encoder_norm/scale"] = 1 + draw(WIDTH)
     arrays["Transformer/encoder_norm/bias"] = draw(WIDTH)
     return arrays | {"head/kernel": draw(WIDTH, classes), "head/bias": draw(classes)}
@@ -83,11 +82,7 @@ def reference(arrays, images, pooling="token"):
     """Logits of the original network, in either layout, in float64."""
     w = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     augreg = "Transformer/posembed_input/pos_embedding" in w
-    second, attention, mlp = (
-        ("LayerNorm_2", "MultiHeadDotProductAttention_1", "MlpBlock_3")
-        if augreg
-        else ("LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0")
-    )
+    (_, second), attention, mlp = parts("augreg" if augreg else "big_vision")
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
@@ -212,14 +207,26 @@ def test_half_precision(file):
 def test_a_fixed_position_table_needs_none_in_the_file(file):
     arrays = weights("mean", "big_vision")
     options = settings("mean", position="sincos")
-    with pytest.raises(ValueError, match=r"pos_embedding: \(4, 16\) in the file, no place here"):
-        loaded(file(arrays), options)
     del arrays["pos_embedding"]
     model, lines = loaded(file(arrays), options)
     assert lines == []
     table = model.position[...][None]
     want = reference(arrays | {"pos_embedding": table}, IMAGES, "mean")
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        (weights("mean", "big_vision"), ("mean", "softmax", "sincos"), r"embedding: \(4, 16\) in"),
+        (weights("token", "big_vision"), ("mean",), r"cls: \(16,\) in the file, no place here"),
+        (weights("mean"), ("token",), r"token: \(16,\) here, not in the file"),
+        (weights() | {"pos_embedding": np.zeros((1, 5, 16))}, (), "are both position"),
+    ],
+)
+def test_arrays_without_a_place_are_named(file, arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        loaded(file(arrays), settings(*options))
 
 
 def test_runs_evaluate_and_train_on(file, tmp_path):
@@ -244,35 +251,34 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
         pretrained.pretrained(path, settings(), folders["softmax"])
 
 
-def test_a_full_disk_leaves_no_run_and_the_same_call_goes_on(file, tmp_path, monkeypatch):
+def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
+    """For a checkpoint, or for the first bytes of the lock; then the same call goes on."""
     path, workdir = file(weights()), tmp_path / "run"
 
-    def full(*_):
+    def unsaved(*_):
         raise checkpoint.SaveError("a checkpoint could not be written")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", full)
-        with pytest.raises(OSError, match="could not be written"):
-            pretrained.pretrained(path, settings(), workdir)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    killed = tmp_path / "run.unfinished" / "checkpoints" / "0"
-    killed.mkdir(parents=True)
-    assert pretrained.pretrained(path, settings(), workdir) == []
-    assert checkpoint.found(workdir)
-    assert config.of_run(workdir) == settings()
-
-
-def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
-    """Where the first bytes of the lock have none."""
 
     @contextlib.contextmanager
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    monkeypatch.setattr(safety, "exclusive", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*run.unfinished'"):
-        pretrained.pretrained(file(weights()), settings(), tmp_path / "run")
+    for module, name, replaced, message in [
+        (checkpoint, "save", unsaved, "could not be written"),
+        (files, "alone", full, r"No space left on device: '.*run.unfinished'"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, replaced)
+            with pytest.raises(OSError, match=message):
+                pretrained.pretrained(path, settings(), workdir)
+        assert not workdir.exists()
+    assert [p.name for p in tmp_path.glob("run*/*")] == []
+    (tmp_path / "run.unfinished" / "checkpoints" / "0").mkdir(
+        parents=True
+    )  # of one that was killed
+    assert pretrained.pretrained(path, settings(), workdir) == []
+    assert checkpoint.found(workdir)
+    assert config.of_run(workdir) == settings()
 
 
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
@@ -317,20 +323,6 @@ def test_all_that_does_not_fit_is_listed_at_once(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_class_token_has_no_place_in_a_mean(file):
-    with pytest.raises(ValueError, match=r"cls: \(16,\) in the file, no place here"):
-        loaded(file(weights("token", "big_vision")), settings("mean"))
-    with pytest.raises(ValueError, match=r"token: \(16,\) here, not in the file"):
-        loaded(file(weights("mean")), settings("token"))
-
-
-def test_two_arrays_of_one_parameter(file):
-    arrays = weights()
-    arrays["pos_embedding"] = arrays["Transformer/posembed_input/pos_embedding"]
-    with pytest.raises(ValueError, match=r"pos_embedding and pos_embedding are both position"):
-        loaded(file(arrays), settings())
-
-
 def test_files_that_are_no_weights(file, tmp_path):
     def refused(path, message):
         with pytest.raises(ValueError, match=message):
@@ -369,16 +361,3 @@ def test_values_that_are_no_weights_are_named(file):
         "cls: not finite",
         "head/bias: not finite",
     ]
-
-
-def test_command_line(file, tmp_path, monkeypatch, capsys):
-    values = {"weights": file(weights(classes=21)), "workdir": tmp_path / "run"}
-    values["config"] = settings()
-    for name, value in values.items():
-        flag = SimpleNamespace(value=value)
-        monkeypatch.setattr(pretrained, f"_{name.upper()}", flag, raising=False)
-    pretrained.main([])
-    assert "head/bias: (10,) left at its initialisation, (21,) in the" in capsys.readouterr().out
-    assert config.of_run(tmp_path / "run") == settings()
-    with pytest.raises(ValueError, match="holds a run already"):
-        pretrained.main([])

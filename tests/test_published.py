@@ -4,7 +4,6 @@
 (`tests/make_published.py`).
 """
 
-import csv
 import json
 import os
 import subprocess
@@ -21,13 +20,20 @@ from flax import nnx
 
 import vit
 from tests import make_published
-from tests.small import PATIENCE, small_config
-from vit import config, convert, data, evaluate, export, pretrained, published
+from tests.small import PATIENCE, read_csv, small_config
+from vit import config, convert, data, evaluate, export, pretrained
+from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.weights import timm
 
 FILES = Path(__file__).parent / "published"
 CLASS_NAMES = tuple(f"class {x}" for x in "abcde")
+
+
+def filled(x):
+    """Zeros, or a key; that no initialisation is compiled."""
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key(0) if is_key else jnp.zeros(x.shape, x.dtype)
 
 
 def made(folder, image_size=0, **sections):
@@ -46,7 +52,8 @@ def made(folder, image_size=0, **sections):
     def new():
         return ViT(options, num_classes=len(classes), channels=3, rngs=random_streams(0))
 
-    model = nnx.jit(new)()
+    model = nnx.eval_shape(new)
+    nnx.update(model, jax.tree.map(filled, nnx.state(model)))
     named, lines = pretrained.fitted(encoder, model, dataset)
     lines += pretrained.load(model, named, "file", {})
     return model, [*encoder.lines, *lines]
@@ -76,28 +83,26 @@ def parity(folder, side, size):
     return difference(output, want[f"{side}/logits"]), difference(hidden, want[f"{side}/hidden"])
 
 
-@pytest.mark.parametrize("side", make_published.TINY.sides)
-@pytest.mark.parametrize("name", make_published.ENCODERS)
+RESAMPLED = ("hf_vit", "hf_dinov2", "hf_siglip", "timm_vit", "timm_registers")
+"""Each has its own way to resample positions; the other encoders share theirs."""
+
+
+def cases():
+    """Encoders at the size of their positions, and those of `RESAMPLED` with fewer patches, too."""
+    for name in make_published.ENCODERS:
+        for side in make_published.TINY.sides:
+            other = side != make_published.TINY.sides[0] and name not in RESAMPLED
+            marks = [pytest.mark.thorough] * other
+            yield pytest.param(name, side, marks=marks, id=f"{name}-{side}")
+
+
+@pytest.mark.parametrize(("name", "side"), list(cases()))
 def test_the_function_is_that_of_pytorch(name, side):
     """In float32, at the size of the positions and at one with fewer patches."""
     assert max(parity(FILES / name, side, make_published.TINY)) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", make_published.ENCODERS)
-def test_the_function_is_that_of_pytorch_at_usual_sizes(name, tmp_path):
-    """Twelve blocks of width 192 on pictures of 224 and 160; needs the group `published`."""
-    for library in ("torch", "timm", "transformers"):
-        pytest.importorskip(library)
-    make_published.make(name, tmp_path, make_published.USUAL)
-    for side in make_published.USUAL.sides:
-        logits, hidden = parity(tmp_path, side, make_published.USUAL)
-        print(f"{name} at {16 * side} pixels: logits {logits:.1e}, hidden {hidden:.1e}")
-        assert max(logits, hidden) < 1e-5
-
-
-with (FILES / "timm.csv").open() as _table:
-    ARCHITECTURES = {row["architecture"]: row for row in csv.DictReader(_table)}
+ARCHITECTURES = {row["architecture"]: row for row in read_csv(FILES / "timm.csv")}
 
 
 def is_read(architecture):
@@ -162,26 +167,27 @@ def refused(path, message):
     return str(error.value)
 
 
-def test_without_config_json_a_file_is_refused_with_what_may_stand_there(file):
-    """Arrays alone do not show rotary positions, heads or epsilon."""
-    for name in ("hf_dinov2", "timm_vit"):
-        message = refused(file(name), r"config.json must name the network")
-        assert "dinov2_with_registers" in message
-        assert '{"architecture": "vit_small_patch14_dinov2", "global_pool": "token", ' in message
-
-
 def timm_config(architecture="vit_tiny_patch16_224", **arguments):
     config = beside("timm_vit") | {"architecture": architecture}
     return config | {"model_args": config["model_args"] | arguments}
 
 
 def test_an_architecture_that_is_not_read_is_named_with_those_that_are(file):
+    """And of a file without config.json, what may stand there: arrays do not show the network."""
     for name in (
         *("vit_pe_core_tiny_patch16_384", "vit_base_patch16_dinov3", "vit_base_patch16_rpn_224"),
         *("test_vit3", "vit_relpos_base_patch16_224", "eva_giant_patch14_224", ""),
     ):
         message = f"config.json: architecture='{name}' is not read: read are vit_SIZE"
         refused(file("timm_vit", config=timm_config(name)), message)
+    for kind in ("clip", "siglip2_vision_model", "dinov3_vit"):
+        config = beside("hf_vit") | {"model_type": kind}
+        message = f"model_type='{kind}' is not read; read are vit, vit_msn"
+        refused(file("hf_vit", config=config), message)
+    for name in ("hf_dinov2", "timm_vit"):
+        message = refused(file(name), r"config.json must name the network")
+        assert "dinov2_with_registers" in message
+        assert '{"architecture": "vit_small_patch14_dinov2", "global_pool": "token", ' in message
 
 
 def test_an_argument_of_timm_that_is_not_read_is_named(file):
@@ -207,6 +213,8 @@ def test_an_argument_of_timm_that_is_not_read_is_named(file):
 def test_arguments_of_timm_that_are_read(file):
     """Arguments beside the architecture go before what its name says; training's change nothing."""
     plain = published.read(FILES / "timm_vit" / "model.safetensors")
+    assert plain.model["variant"] == "B/4"
+    assert config.Model(**plain.model).size == config.Size(16, 2, 2, 32)
     for arguments, fields in [
         ({"drop_path_rate": 0.1, "pool_include_prefix": False, "dynamic_img_size": True}, {}),
         ({"act_layer": "gelu_tanh"}, {"activation": "gelu_tanh"}),
@@ -225,13 +233,6 @@ def test_arguments_of_timm_that_are_read(file):
     assert encoder.said == plain.said._replace(class_names=CLASS_NAMES)
 
 
-def test_a_family_of_transformers_that_is_not_read_is_named(file):
-    for kind in ("clip", "siglip2_vision_model", "dinov3_vit"):
-        config = beside("hf_vit") | {"model_type": kind}
-        message = f"model_type='{kind}' is not read; read are vit, vit_msn"
-        refused(file("hf_vit", config=config), message)
-
-
 def test_what_config_json_of_transformers_leaves_out_is_the_default_of_its_class(file):
     """SigLIP's published ones say little more than their model_type."""
     said = beside("hf_siglip")
@@ -246,13 +247,6 @@ def test_what_config_json_of_transformers_leaves_out_is_the_default_of_its_class
     refused(
         file("hf_vit", config={"model_type": "vit"}), "12 heads on a width of 768, the arrays hav"
     )
-
-
-def test_sizes_of_the_table_are_named_by_their_letters():
-    """The rest have all numbers in the place of the variant's."""
-    encoder = published.read(FILES / "timm_vit" / "model.safetensors")
-    assert encoder.model["variant"] == "B/4"
-    assert config.Model(**encoder.model).size == config.Size(16, 2, 2, 32)
 
 
 def test_mean_and_deviation_are_those_beside_the_file(file):
@@ -316,28 +310,27 @@ def test_what_is_refused_says_why(file, tmp_path):
     refused(tmp_path / "fifo.safetensors", "is no regular file")
 
     saved = beside("timm_vit")
-    other = {"conv1.weight": np.zeros((3, 3), np.float32)}
-    path = file("timm_vit", lambda _: other, config=saved)
-    refused(path, r"has parts that have no place in this ViT:\n  conv1.weight: \(3, 3\)")
     norm = {"blocks.1.attn.q_norm.weight": np.ones(8, np.float32)}
-    path = file("timm_vit", lambda x: x | norm, config=saved)
-    refused(path, r"no place in this ViT:\n  blocks.1.attn.q_norm.weight")
     nan = {"norm.bias": np.full(16, np.nan, np.float32)}
-    path = file("timm_vit", lambda x: x | nan, config=saved)
-    refused(path, r"are no weights:\n  norm.bias: not finite")
-    for heads in (3, 0):
-        path = file("timm_vit", config=timm_config(num_heads=heads))
-        refused(path, f"says {heads} heads on a width of 16, the arrays have a width of 16")
-    path = file("timm_vit", without("pos_embed"), config=saved)
-    refused(path, "the file holds no ViT: there is no position")
-    path = file("timm_vit", config=timm_config(img_size=[24, 48]))
-    refused(
-        path, "37 positions, with 1 tokens, are not those of square pictures of 12 x 12 patches"
-    )
-    wrong = beside("hf_vit") | {"hidden_act": "relu"}
-    refused(file("hf_vit", config=wrong), "hidden_act='relu' is none of gelu")
-    wrong = beside("hf_vit") | {"hidden_size": 32}
-    refused(file("hf_vit", config=wrong), "on a width of 32, the arrays have a width of 16")
+    for change, about, message in [
+        (
+            lambda _: {"conv1.weight": np.zeros((3, 3), np.float32)},
+            saved,
+            r"has parts that have no place in this ViT:\n  conv1.weight: \(3, 3\)",
+        ),
+        (lambda x: x | norm, saved, r"no place in this ViT:\n  blocks.1.attn.q_norm.weight"),
+        (lambda x: x | nan, saved, r"are no weights:\n  norm.bias: not finite"),
+        (dict, timm_config(num_heads=3), "says 3 heads on a width of 16, the arrays have a width"),
+        (dict, timm_config(num_heads=0), "says 0 heads on a width of 16, the arrays have a width"),
+        (without("pos_embed"), saved, "the file holds no ViT: there is no position"),
+        (dict, timm_config(img_size=[24, 48]), "37 positions, with 1 tokens, are not those of squ"),
+    ]:
+        refused(file("timm_vit", change, config=about), message)
+    for wrong, message in [
+        ({"hidden_act": "relu"}, "hidden_act='relu' is none of gelu"),
+        ({"hidden_size": 32}, "on a width of 32, the arrays have a width of 16"),
+    ]:
+        refused(file("hf_vit", config=beside("hf_vit") | wrong), message)
     refused(file("hf_vit", config=[1]), "config.json is no JSON object")
 
 
@@ -357,9 +350,6 @@ def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file, mean, std):
     path = file("hf_vit", config=beside("hf_vit"), preprocessor_config=about)
     message = refused(path, r"3 colours from 0 to 1 cannot be normalised by image_mean=\[")
     assert "set in a preprocessor_config.json beside the file" in message
-
-
-def test_timm_without_mean_and_deviation_is_refused(file):
     bare = {"architecture": "vit_tiny_patch16_224", "global_pool": "token"}
     bare |= {"model_args": {"embed_dim": 16, "num_heads": 2}}
     refused(file("timm_vit", config=bare), r"cannot be normalised by image_mean=\(\), image_std=")
@@ -438,6 +428,7 @@ runpy.run_module("vit.pretrained", run_name="__main__")
 """
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path):
     """A file larger than allowed stands for a full disk; Orbax logs it a dozen times."""
     arguments = [FILES / "hf_dinov2" / "model.safetensors", tmp_path / "run"]
@@ -465,12 +456,12 @@ def test_a_file_without_a_head_gives_features(tmp_path):
     assert difference(trained.features(want["6/images"]), want["6/logits"]) < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
     """DINOv2 with registers, on grey digits of another size, with a head of its own."""
     softmax, performer = tmp_path / "softmax", tmp_path / "performer"
     options = small_config(
-        attention=config.Attention(kind="softmax"),
-        data=config.Data(batch_size=32, image_size=16),
+        attention=config.Attention(kind="softmax"), data=config.Data(batch_size=32, image_size=16)
     )
     path = FILES / "hf_dinov2_registers" / "model.safetensors"
     lines = pretrained.pretrained(path, options, softmax)
@@ -485,10 +476,8 @@ def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
         draws=1,
         images=64,
     )
-    with (performer / "conversion.csv").open() as table:
-        uniform, drawn, calibrated = [float(r["attention error"]) for r in csv.DictReader(table)][
-            1:
-        ]
+    rows = read_csv(performer / "conversion.csv")
+    uniform, drawn, calibrated = [float(row["attention error"]) for row in rows[1:]]
     assert calibrated < min(uniform, drawn)
     images = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 1)).astype(np.uint8)
     features = [vit.load(workdir).features(images) for workdir in (softmax, performer)]

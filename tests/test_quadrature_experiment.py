@@ -1,6 +1,5 @@
 """The experiment on quadrature features: its numbers are those of its equations."""
 
-import csv
 import gzip
 
 import jax
@@ -12,6 +11,8 @@ from scipy import stats
 from experiments.common import statistics
 from experiments.kernels import quadrature
 from performer import quadrature as rules
+from tests.small import read_csv
+from tests.test_prepare import idx
 
 KERNELS = ("gaussian", "arc-cosine-0")
 
@@ -28,15 +29,11 @@ def x():
     return np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
 
 
-def _write_idx(path, values):
-    header = bytes([0, 0, 8, values.ndim]) + np.asarray(values.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
-
-
 def _images(folder, images, labels):
     folder.mkdir(exist_ok=True)
-    _write_idx(folder / "train-images-idx3-ubyte.gz", images)
-    _write_idx(folder / "train-labels-idx1-ubyte.gz", labels)
+    for name, values in [("images-idx3", images), ("labels-idx1", labels)]:
+        content = gzip.compress(idx(np.asarray(values).astype(np.uint8)))
+        (folder / f"train-{name}-ubyte.gz").write_bytes(content)
 
 
 def _kernel(name, x, y):
@@ -86,22 +83,19 @@ def test_data_sets(tmp_path):
 
 
 def test_bad_data_sets(tmp_path):
-    with pytest.raises(ValueError, match="unknown data set 'power_plant'; .*; or give a data_dir"):
-        quadrature.load("power_plant", None)
-    with pytest.raises(ValueError, match="did you mean 'digits'"):
-        quadrature.load("digit", tmp_path)
-    with pytest.raises(ValueError, match="no csv file"):
-        quadrature.load("power_plant", tmp_path)
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte.gz cannot be read"):
-        quadrature.load("fashion_mnist", tmp_path)
-    folder = tmp_path / "fashion_mnist"
-    _images(folder, np.ones((3, 2, 2)), np.zeros(2))
-    with pytest.raises(ValueError, match="3 images but 2 labels"):
-        quadrature.load("fashion_mnist", tmp_path)
+    def refused(name, folder, message):
+        with pytest.raises(ValueError, match=message):
+            quadrature.load(name, folder)
+
+    refused("power_plant", None, "unknown data set 'power_plant'; .*; or give a data_dir")
+    refused("digit", tmp_path, "did you mean 'digits'")
+    refused("power_plant", tmp_path, "no csv file")
+    refused("fashion_mnist", tmp_path, "train-images-idx3-ubyte.gz cannot be read")
+    _images(tmp_path / "fashion_mnist", np.ones((3, 2, 2)), np.zeros(2))
+    refused("fashion_mnist", tmp_path, "3 images but 2 labels")
 
 
-@pytest.mark.parametrize("name", ["G", "H"])
-@pytest.mark.parametrize("reflect", [False, True])
+@pytest.mark.parametrize(("name", "reflect"), [("G", False), ("G", True), ("H", True)])
 def test_first_rules(name, reflect):
     """Of H each part is exact for quadratics; other methods keep their first points."""
     d, whole = 3, (1 + reflect) * 4
@@ -193,16 +187,11 @@ def test_slope():
     assert quadrature.slope(d, 1e-8 * d * np.log(d)) == pytest.approx(want)
 
 
-def _rows(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_figures(x, tmp_path, monkeypatch):
     y = (x[:, 0] > 0).astype(int)
     data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
     text = quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
-    rows = _rows(tmp_path / "figure_1.csv")
+    rows = read_csv(tmp_path / "figure_1.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["runs"] for row in rows} == {"2"}
     ratio = [
@@ -212,7 +201,7 @@ def test_figures(x, tmp_path, monkeypatch):
     kept = {name: quadrature.METHODS[name] for name in ("G", "H")}
     monkeypatch.setattr(quadrature, "METHODS", kept)
     quadrature.figure_2(data, 2, tmp_path / "figure_2")
-    rows = _rows(tmp_path / "figure_2.csv")
+    rows = read_csv(tmp_path / "figure_2.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["method"] for row in rows} == {"exact", "G"}
     assert all(0 <= float(row["score"]) <= 1 for row in rows)
@@ -236,7 +225,7 @@ def test_times(tmp_path, monkeypatch):
     text = quadrature.figure_3((8, 16, 32), 1, tmp_path / "figure_3")
     want = 1 + np.log2(5 / 4)
     assert f"butterfly d^{want:.2f}; dense d^2.00; butterfly is faster from d = 32 on" in text
-    row = _rows(tmp_path / "figure_3.csv")[1]
+    row = read_csv(tmp_path / "figure_3.csv")[1]
     assert float(row["dense / butterfly"]) == pytest.approx(16 / 4 / 5)
     assert (tmp_path / "figure_3.png").exists()
     assert "dense is always faster" in quadrature.figure_3((8,), 1, tmp_path / "figure_3")

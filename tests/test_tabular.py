@@ -55,59 +55,40 @@ def test_classes_are_numbered_in_order(tmp_path, targets, expected):
 
 
 LONG = rows(range(1, 12), range(11), range(11))
-REFUSED = {
-    "empty file": ("", "'t' .* cannot be read"),
-    "no header": ("1,2,3\n4,5,6\n", "'t' .*t.csv.* must begin with the names of .* '1,2,3'"),
-    "no rows": ("a,b,y\n", "'t' .* and have rows below: it begins with 'a,b,y'"),
-    "one column": ("a;b;y\n1;2;3\n", "'t' .* with commas between, .* begins with 'a;b;y'"),
-    "names twice": ("a,a,y\n1,2,3\n", "'t' .* each there once, .* 'a,a,y'"),
-    "no name": (",b,y\n1,2,3\n", "'t' .* must begin with the names of .* ',b,y'"),
-    "short row": (GOOD + "\n7,8\n", "row 4 of data set 't' .* 2 cells, .* header has 3: correct"),
-    "long row": (GOOD + "7,8,9,10\n", "row 4 of data set 't' .* 4 cells"),
-    "empty cell": (GOOD + "7,,9\n", "column 'b' of data set 't' has '' in row 4: fill in a"),
-    "question mark": (GOOD + "?,1,9\n", r"column 'a' of data set 't' has '\?' in row 4: fill in a"),
-    "target NaN": (GOOD + "4,1,nan\n", "target 'y' of data set 't' has 'nan' in row 4: fill in a"),
-    "infinite": (GOOD + "1,-inf,9\n", "column 'b' .* has '-inf' in row 4: .*or drop the row"),
-    "typing error": (
-        f"a,b,y\n{LONG}1.2.3,4,5\n",
-        "column 'a' .* has '1.2.3' in row 12: fill in",
-    ),
-    "too large": (GOOD + "1,1e200,9\n", "column 'b' .* has '1e200' in row 4: .* up to 1e.30"),
-    "underscore": (f"a,b,y\n{LONG}1_000,4,5\n", "column 'a' .* has '1_000' in row 12"),
-    "no text": (GOOD + "\udcff,1,9\n", "'t' .*t.csv.* cannot be read: .*utf-8"),
-    "constant": ("a,b,y\n1,2,3\n1,3,4\n", "column 'a' of data set 't' is constant: drop it"),
-    "constant text": ("a,b,y\nu,2,3\nu,3,4\n", "column 'a' of data set 't' is constant: drop it"),
-    "identifiers": ("a,y\nu,3\nv,4\n", "data set 't' has no column but identifiers"),
-    "text target": ("a,y\n1,u\n2,v\n", "target 'y' of data set 't' is text: regression needs"),
-    "constant target": ("a,y\n1,3\n2,3\n", "target 'y' of data set 't' is constant"),
-}
+REFUSED = [  # (read as, text, message)
+    ("regression", "", "'t' .* cannot be read"),
+    ("regression", "1,2,3\n4,5,6\n", "'t' .*t.csv.* must begin with the names of .* '1,2,3'"),
+    ("regression", "a,b,y\n", "'t' .* and have rows below: it begins with 'a,b,y'"),
+    ("regression", "a;b;y\n1;2;3\n", "'t' .* with commas between, .* begins with 'a;b;y'"),
+    ("regression", "a,a,y\n1,2,3\n", "'t' .* each there once, .* 'a,a,y'"),
+    ("regression", ",b,y\n1,2,3\n", "'t' .* must begin with the names of .* ',b,y'"),
+    ("regression", GOOD + "\n7,8\n", "row 4 of data set 't' .* 2 cells, .* header has 3: correct"),
+    ("regression", GOOD + "7,8,9,10\n", "row 4 of data set 't' .* 4 cells"),
+    ("regression", GOOD + "7,,9\n", "column 'b' of data set 't' has '' in row 4: fill in a"),
+    ("regression", GOOD + "?,1,9\n", r"column 'a' of data set 't' has '\?' in row 4: fill in a"),
+    ("regression", GOOD + "4,1,nan\n", "target 'y' of data set 't' has 'nan' in row 4: fill in a"),
+    ("regression", GOOD + "1,-inf,9\n", "column 'b' .* has '-inf' in row 4: .*or drop the row"),
+    ("regression", f"a,b,y\n{LONG}1.2.3,4,5\n", "column 'a' .* has '1.2.3' in row 12: fill in"),
+    ("regression", GOOD + "1,1e200,9\n", "column 'b' .* has '1e200' in row 4: .* up to 1e.30"),
+    ("regression", f"a,b,y\n{LONG}1_000,4,5\n", "column 'a' .* has '1_000' in row 12"),
+    ("regression", GOOD + "\udcff,1,9\n", "'t' .*t.csv.* cannot be read: .*utf-8"),
+    ("regression", "a,b,y\nu,2,3\nu,3,4\n", "column 'a' of data set 't' is constant: drop it"),
+    # The standard deviation of eleven times 0.3 is not 0.
+    ("regression", "a,b,y\n" + rows([0.3] * 11, range(11), range(11)), "'a' .* is constant: drop"),
+    ("regression", "a,y\nu,3\nv,4\n", "data set 't' has no column but identifiers"),
+    ("regression", "a,y\n1,u\n2,v\n", "target 'y' of data set 't' is text: regression needs"),
+    ("regression", "a,y\n1,3\n2,3\n", "target 'y' of data set 't' is constant"),
+    ("classification", "a,y\n1,u\n2,u\n", "target 'y' .* is constant: .* another target"),
+    ("classification", "a,y\n1,.1\n2,.2\n3,.3\n", "3 distinct .* in 3 rows: .* as regression"),
+    ("classification", "a,y\n1,u\n2,\n3,v\n", "target 'y' .* has '' in row 2: fill in a value"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, case):
-    text, message = REFUSED[case]
+@pytest.mark.parametrize(("kind", "text", "message"), REFUSED)
+def test_refused(tmp_path, kind, text, message):
+    """The message names place, value and fix."""
     with pytest.raises(ValueError, match=message):
-        tabular.load("t", "regression", write(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,y\n1,u\n2,u\n", "target 'y' of data set 't' is constant: .* another target"),
-        ("a,y\n1,.1\n2,.2\n3,.3\n", "3 distinct values in 3 rows: .* read it as regression"),
-        ("a,y\n1,u\n2,\n3,v\n", "target 'y' of data set 't' has '' in row 2: fill in a value"),
-    ],
-)
-def test_refused_as_classes(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        tabular.load("t", "classification", write(tmp_path, text))
-
-
-def test_constant_is_judged_by_equality(tmp_path):
-    """The standard deviation of eleven times 0.3 is not 0."""
-    text = "a,b,y\n" + rows([0.3] * 11, range(11), range(11))
-    with pytest.raises(ValueError, match="'a' of data set 't' is constant"):
-        tabular.load("t", "regression", write(tmp_path, text))
+        tabular.load("t", kind, write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -175,16 +156,11 @@ def test_splits():
     np.testing.assert_array_equal(fewer.test_x, parts.test_x[:2])
     other = tabular.splits(table, 2, train=100, test=8, seed=2)
     assert not np.allclose(other.test_x, fewer.test_x)
-
-
-def test_splits_leave_class_numbers_alone():
-    table = a_table(classes=True)
-    parts = tabular.splits(table, 3, train=20, test=100)
-    assert parts.test_x.shape == (3, 20, 3)
-    assert {*parts.train_y.ravel().tolist(), *parts.test_y.ravel().tolist()} == {0, 1}
-    assert np.issubdtype(parts.train_y.dtype, np.integer)
-    assert parts.mean.tolist() == [0] * 3
-    assert parts.scale.tolist() == [1] * 3
+    classes = tabular.splits(a_table(classes=True), 3, train=20, test=100)
+    assert classes.test_x.shape == (3, 20, 3)
+    assert {*classes.train_y.ravel().tolist(), *classes.test_y.ravel().tolist()} == {0, 1}
+    assert np.issubdtype(classes.train_y.dtype, np.integer)
+    assert (classes.mean.tolist(), classes.scale.tolist()) == ([0] * 3, [1] * 3)
 
 
 def test_a_rare_flag_is_scaled_by_the_whole_table():

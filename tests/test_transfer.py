@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies
-from tests.small import CALIBRATED, TINY, final_state, small_config, stop_at
+from tests.small import CALIBRATED, TINY, final_state, sized, small_config, stop_at
 from vit import config, data, train, use
 from vit.reports import metrics
 from vit.run import checkpoint, runs
@@ -24,11 +24,7 @@ SETTINGS = small_config(
 SOFTMAX = config.Attention(kind="softmax")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +166,7 @@ def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
     assert "head: new, for only one of the models has a layer before it" in lines
 
 
+@pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
 def test_it_resumes_bitwise_and_needs_the_other_run_no_more(source, tmp_path, monkeypatch):
     settings = dataclasses.replace(SETTINGS, seed=3)

@@ -1,9 +1,5 @@
 """Experiments on tabular data: what they compute is what they say, and their tables are whole."""
 
-import csv
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +7,12 @@ import pytest
 from scipy import stats
 from scipy.stats import qmc
 
-from experiments.common import harness, statistics, tabular
+from experiments.common import statistics, tabular
 from experiments.kernels import matern
 from experiments.tabular import copula, kernel_error, uci
 from experiments.tabular import gp as uci_gp
 from performer import couplings, gp, kernels, testing, theory
+from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -48,11 +45,7 @@ def test_hyperparameters(splits):
     np.testing.assert_allclose(held.lengthscale, uci.summed_norms(splits.train_x), rtol=1e-5)
     x, y = (jnp.asarray(part[0]) for part in splits[:2])
     want, _ = gp.fit(
-        x,
-        y,
-        gp.Scales(2.0, 1.0, 0.5),
-        num_steps=60,
-        optimizer=uci.optax.adam(uci.LEARNING_RATE),
+        x, y, gp.Scales(2.0, 1.0, 0.5), num_steps=60, optimizer=uci.optax.adam(uci.LEARNING_RATE)
     )
     for got, value in zip(fitted, want, strict=True):
         assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
@@ -61,6 +54,7 @@ def test_hyperparameters(splits):
         uci.hyperparameters("toy", FOURIER, broken)
 
 
+@pytest.mark.thorough
 def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
     """300 steps at 0.05 beside 5000 at 0.01 (VRC App. B.1): within a thousandth."""
     ends = []
@@ -70,17 +64,6 @@ def test_our_descent_ends_where_the_papers_does(splits, monkeypatch):
         ends.append(uci.hyperparameters("toy", FOURIER, tabular.Splits(*(p[:2] for p in splits))))
     for ours, theirs in zip(*ends, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3)
-
-
-def test_printed_tables_are_whole():
-    table = harness.printed(uci.PRINTED, "quantity", "features", "coupling")
-    assert len(table) == 16 * 4
-    for quantity, features, coupling in table:
-        for name in ("concrete", "abalone", "cpu", "power_plant", "airfoil", "boston_housing"):
-            assert uci.printed(quantity, features, coupling, name)
-    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "boston_housing") == (0.673, 0.058)
-    assert uci.printed("KL, m = d", "Laplace", "+ pnc", "cpu_act") is None
-    assert uci.printed("KL, m = 2d", "Laplace", "+ pnc", "abalone") is None
 
 
 @pytest.mark.parametrize("scheme", uci.SCHEMES, ids=["Fourier", "Laplace"])
@@ -136,13 +119,6 @@ def test_sobol_rows_are_gaussian():
     testing.assert_gaussian_marginals(kernel_error.sobol, 6, 5, draws=10_000)
 
 
-def test_check_finite():
-    with pytest.raises(
-        ValueError, match=r"KL of data set 'toy' \(Laplace features, iid\) .* split 1"
-    ):
-        uci.check_finite("toy", LAPLACE, "KL", {"iid": np.array([[0.0, 1], [np.nan, 0]])})
-
-
 def test_scores_match_the_equations(splits):
     """VRC Eqs 42 and 43 in NumPy."""
     with jax.enable_x64(True):
@@ -194,6 +170,7 @@ def test_units():
     np.testing.assert_allclose(means, [np.sqrt(5), 5, 5, 5, 5])
 
 
+@pytest.mark.thorough
 def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
     monkeypatch.setattr(uci_gp, "SIZES", (1,))
@@ -211,11 +188,11 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert said.count("of 1 cases") == 4
     monkeypatch.setattr(uci, "SCHEMES", (FOURIER._replace(couplings={"iid": "iid"}),))
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
-    with (tmp_path / "figure_1.csv").open() as file:
-        sizes = [(row["coupling"], row["m"]) for row in csv.DictReader(file)]
+    sizes = [(row["coupling"], row["m"]) for row in read_csv(tmp_path / "figure_1.csv")]
     assert sizes == [("iid", "4")]
 
 
+@pytest.mark.thorough
 def test_copulas(splits, tmp_path):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
     rows, losses, correlation = copula.of_scheme(
@@ -240,16 +217,3 @@ def test_matern(tmp_path, monkeypatch):
     assert few[2] > 1.1 * few[3]
     np.testing.assert_allclose(np.array(few) / many, 4, rtol=0.12)
     assert (tmp_path / "toy.png").exists()
-
-
-def test_bad_input_is_one_line(tmp_path):
-    (tmp_path / "mine.csv").write_text("a,b,y\n1,2,3\n1,5,4\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.tabular.kernel_error", f"--data_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("ValueError: column 'a' of data set 'mine' is constant: drop it")

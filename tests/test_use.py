@@ -14,7 +14,7 @@ from PIL import Image
 
 import vit
 from tests import sequences
-from tests.small import TINY, small_config
+from tests.small import TINY, sized, small_config
 from vit import config, data, evaluate, use
 from vit.model import classification
 from vit.prepare import prepare
@@ -26,11 +26,7 @@ SETTINGS = small_config(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -210,14 +206,22 @@ def test_what_is_no_image_is_refused(model, images, message):
         model.predict(images)
 
 
-def test_a_step_can_be_chosen(run):
+def test_what_cannot_be_loaded_is_named(run, tmp_path):
+    """No run, another step, another task, or a run without the names of its classes."""
     assert vit.load(run[0], step=2).step == 2
     with pytest.raises(ValueError, match="holds no checkpoint of step 7, but of 2, 3"):
         vit.load(run[0], step=7)
-
-
-def test_without_a_task_there_are_no_classes(run, tmp_path):
-    workdir = shutil.copytree(run[0], tmp_path / "old")
+    with pytest.raises(ValueError, match=r"holds no run \(no config.json\)"):
+        vit.load(tmp_path / "none")
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="no regular file"):
+        vit.load(tmp_path)
+    workdir, other = shutil.copytree(run[0], tmp_path / "old"), tmp_path / "regression"
+    records = [{"x": np.zeros((12, 2)), "y": np.zeros(12)} for _ in range(32)]
+    dataset, task = data.in_memory(records, records), sequences.TASK._replace(name="regression")
+    runs.claim(other, SETTINGS, dataset, task)
+    with pytest.raises(ValueError, match="a run of the task 'regression', not of 'classification'"):
+        vit.load(other)
     (workdir / "task.json").unlink()
     with pytest.raises(ValueError, match=r"old has no task.json, which names the classes"):
         vit.load(workdir)
@@ -241,20 +245,3 @@ def test_other_data_under_the_same_config_are_refused(run, tmp_path):
     newer = json.loads(before) | {"versions": {"jax": "0.1"}}
     files.note(workdir / "task.json", newer)
     runs.claim(workdir, SETTINGS, dataset, task)  # another version is none
-
-
-def test_a_run_of_another_task_is_named(tmp_path):
-    rng = np.random.default_rng(0)
-    records = [{"x": rng.normal(size=(12, 2)), "y": rng.normal(size=12)} for _ in range(32)]
-    dataset, task = data.in_memory(records, records), sequences.TASK._replace(name="regression")
-    runs.claim(tmp_path, SETTINGS, dataset, task)
-    with pytest.raises(ValueError, match="a run of the task 'regression', not of 'classification'"):
-        vit.load(tmp_path)
-
-
-def test_no_run(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no run \(no config.json\)"):
-        vit.load(tmp_path / "none")
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="no regular file"):
-        vit.load(tmp_path)
