@@ -1,12 +1,10 @@
 """How experiments start: the flags of a command are the parameters of its `main`.
 
     def main(data_sets: Sequence[str] = (), draws: int = 100, out: Path = Path("results")) -> None:
-        \"\"\"Prints the table.
+        \"\"\"Print the table.
 
         Args:
-            data_sets: names; all there are if none is given.
-            draws: of the frequencies.
-            out: folder for the tables.
+            draws: of each pair of ensembles.
         \"\"\"
 
     if __name__ == "__main__":
@@ -15,7 +13,8 @@
 takes `--data_sets=a,b --draws=10`. An annotation is int, float, bool, str, Path, a `Literal` of
 choices, one of these or None, or a `Sequence` of them, with commas between. A parameter without a
 default must be given; one before `/` is a word without dashes; `*others` are all flags that are not
-those of `main`. Tables in the folder --out get a run.json that says what made them.
+those of `main`. A parameter that the docstring leaves out has its meaning in `COMMON`. Tables in
+the folder --out get a run.json that says what made them.
 """
 
 import inspect
@@ -34,6 +33,20 @@ from performer.choices import unknown
 from vit.config.arguments import launch
 
 KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
+
+COMMON = {
+    "data_dir": "folder of data (experiments.prepare_data); scikit-learn's and made-up if none",
+    "data_sets": "names; all there are if none is given",
+    "graphs": "names, of generated ones and of files in data_dir/graphs; those of the paper",
+    "workdir": "folder of the run",
+    "parts": "parts of the experiment",
+    "points": "training and test points of a data set, at most",
+    "splits": "random splits of a data set",
+    "draws": "draws of the frequencies",
+    "repeats": "repetitions of each measurement",
+    "out": "folder of tables and figures",
+}
+"""Meanings of flags that several experiments have."""
 
 
 def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
@@ -128,10 +141,11 @@ class Parser(flags.ArgumentParser):
 
 
 def meanings(main: Callable[..., Any]) -> dict[str, str]:
-    """Return what the docstring says of each parameter, below "Args:"."""
+    """Return the meaning of each parameter: by the docstring, below "Args:", or by `COMMON`."""
     section = (inspect.getdoc(main) or "").partition("\nArgs:\n")[2].split("\n\n")[0]
     lines = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()).rstrip(".") for name, text in lines}
+    told = COMMON | {name: " ".join(text.split()).rstrip(".") for name, text in lines}
+    return {name: told.get(name, "") for name in inspect.signature(main).parameters}
 
 
 def at_least(least: float, **values: float) -> None:

@@ -122,10 +122,7 @@ def main(
     """Print both tables.
 
     Args:
-        data_dir: folder with graphs/cora.npz; a random graph of its size without.
-        repeats: of each call that is timed.
         largest: nodes of the largest graph.
-        out: folder for tables and figure.
     """
     launch.at_least(1, repeats=repeats)
     launch.at_least(SIZES[0], largest=largest)
