@@ -28,7 +28,7 @@ from typing import Literal
 
 import jax
 
-from experiments.common import launch, timing
+from experiments.common import harness, launch, timing
 from experiments.speed import attention, data, samplers, vit
 from vit.reports import report
 
@@ -70,7 +70,7 @@ def main(
         quick: attention and vit at a part of the length, to see that they run.
         images: folder of JPEG files for data; those of scikit-learn.
     """
-    print(timing.machine() + "\n")
+    print(timing.hardware() + "\n")
     if quick and what in ("attention", "vit"):
         print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
         out /= "quick"
@@ -81,7 +81,8 @@ def main(
         of_attention(quick, out)
     elif what == "vit":
         rows = vit.measured(64, 2) if quick else vit.measured()
-        vit.draw(rows, out / "vit")
+        y = ("step, ms", "memory, MiB")
+        harness.figure(rows, out / "vit", x="tokens", y=y, line="{attention}", log=True)
         print(report.table(rows, out / "vit"))
     else:
         of_data(images or data.sample_images(), out)

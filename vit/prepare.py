@@ -34,7 +34,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,17 +200,13 @@ def encoded(
     with ThreadPoolExecutor(machine.cores()) as pool:
         for example in examples:
             try:
-                result = pool.submit(encode, example.read()).result
+                found = pool.submit(encode, example.read())
             except Exception as error:  # of whatever kind: who asks for the picture gets it
-                result = partial(_failed, error)
-            waiting.append((example, result))
+                (found := Future()).set_exception(error)
+            waiting.append((example, found.result))
             if len(waiting) > AHEAD * machine.cores():
                 yield waiting.popleft()
         yield from waiting
-
-
-def _failed(error: Exception) -> bytes:
-    raise error
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:

@@ -201,9 +201,8 @@ def figure(
     parts = list(itertools.product(grouped(rows, panel).items(), ys))
     styles = {k: {"color": f"C{i % 10}"} | style(k) for i, k in enumerate(grouped(rows, line))}
     high, across = -(-len(parts) // columns), min(len(parts), columns)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    options: Any = dict(figsize=(1 + 4 * across, 3.6 * high), squeeze=False, layout="constrained")
-    drawn, axes = report.subplots(high, across, **options)
+    size = (1 + 4 * across, 3.6 * high)
+    drawn, axes = report.figure(out, across, high, size=size, squeeze=False)
     for axis in axes.flat[len(parts) :]:
         axis.set_axis_off()
     for axis, ((title, here), key) in zip(axes.flat, parts, strict=False):

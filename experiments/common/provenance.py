@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from experiments.common import timing
 from vit.run import files
+from vit.run import machine as machines
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 
@@ -21,7 +21,7 @@ def machine() -> dict[str, str]:
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {timing.cores()} cores",
+        "host": f"{platform.machine()}, {machines.cores()} cores",
     }
 
 

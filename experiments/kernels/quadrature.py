@@ -303,7 +303,7 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
     text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
     harness.figure(lines, out, x="d", line="{line}", log=True, **labels)
-    return report.table(rows, out, f"{text} {timing.machine()}.")
+    return report.table(rows, out, f"{text} {timing.hardware()}.")
 
 
 def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
