@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments.common import launch
 from tests.pages import code
-from vit.config import cli
+from vit.config import cli, signature
 from vit.config.arguments import parse_flags
 
 
@@ -100,7 +100,7 @@ def test_a_bad_value_ends_in_one_line(given, said):
 
 
 def test_the_help_is_that_of_the_docstring():
-    told = launch.meanings(example)
+    told = signature.meanings(example)
     assert told["sizes"] == "each m; even numbers"
     assert list(told) == list(inspect.signature(example).parameters)
 
@@ -175,7 +175,7 @@ LAUNCHED = [
 @pytest.mark.parametrize("module", LAUNCHED)
 def test_every_flag_of_every_experiment_is_told(module):
     main = importlib.import_module(module).main
-    values, told = flags.FlagValues(), launch.meanings(main)
+    values, told = flags.FlagValues(), signature.meanings(main)
     parameters = launch.define(main, None, values)
     assert list(told) == [p.name for p in parameters]
     assert all(told.values())
