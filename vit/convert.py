@@ -169,22 +169,22 @@ def convert(
     """Writes the report and the converted run, and returns the table.
 
     Args:
-        workdir: of a run with softmax attention.
+        workdir: run with softmax attention.
         out: folder of the report and the converted run, which appears in one piece, last;
             <workdir>-performer if none.
         names: couplings that are compared; the first is that of the converted run.
-        method: of calibration; "none" stands beside it.
+        method: calibration, as full; "none" stands beside it.
         num_features: each m; the largest is that of the converted run.
-        keep: so many layers, those with the largest attention errors, stay exact everywhere.
         refine_steps: if not 0, calibrated and refined frequencies are a further row, and the
             converted run has them.
+        keep: layers that stay exact everywhere, those with the largest attention errors.
         exact_window: tokens of a chunk whose keys are exact for it and its neighbours, each such
             number; the largest is that of the converted run.
-        draws: of the frequencies, for each coupling, method, window and m.
+        draws: draws of the frequencies, for each coupling, method, window and m.
         images: training examples to calibrate with.
         eval_images: number of examples to measure accuracy on; 0 for all.
-        num_epochs: of fine-tuning, for the config of the converted run.
-        learning_rate: likewise.
+        num_epochs: epochs of fine-tuning with vit.train, in the config of the converted run.
+        learning_rate: peak learning rate of fine-tuning.
 
     Raises:
         ValueError: before any work, for a run of another task or without softmax attention, an
