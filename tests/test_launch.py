@@ -129,15 +129,6 @@ def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> 
     launch.at_least(2, draws=draws)
     print(what, draws, out)
 
-def others(*others: str, draws: int = 3) -> None:
-    """Does it.
-
-    Args:
-        others: of another program.
-        draws: how many.
-    """
-    print(others, draws)
-
 if __name__ == "__main__":
     launch.run({}, {})
 '''
@@ -150,7 +141,6 @@ if __name__ == "__main__":
         ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
         ("words", None, ["c"], "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"),
         ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
-        ("others", None, ["--config.depth=1", "--draws=5", "--x"], "('--config.depth=1', '--x') 5"),
     ],
 )
 def test_a_program(main, quick, given, said, tmp_path):

@@ -45,16 +45,13 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
     """
     parameters = define(main, quick)
     words = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    others = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
     def call(argv: list[str]) -> None:
-        given: list[Any] = argv[1:]
-        if not others:
-            if len(given) != len(words):
-                wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in words)
-                raise ValueError(f"{' '.join(given) or 'no word'}: give {wanted}")
-            given = [Parser(p.annotation).parse(x) for p, x in zip(words, given, strict=True)]
+        if len(argv[1:]) != len(words):
+            wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in words)
+            raise ValueError(f"{' '.join(argv[1:]) or 'no word'}: give {wanted}")
+        given = [Parser(p.annotation).parse(x) for p, x in zip(words, argv[1:], strict=True)]
+        named = [p.name for p in parameters if p not in words]
         values: dict[str, Any] = {name: flags.FLAGS[name].value for name in named}
         if quick is not None and flags.FLAGS["quick"].value:
             values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
@@ -65,7 +62,7 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
             record(values["out"], time.monotonic() - start)
 
     flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
-    launch(call, words=bool(words), others=others)
+    launch(call, words=bool(words))
 
 
 def at_least(least: float, **values: float) -> None:

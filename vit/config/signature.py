@@ -2,8 +2,7 @@
 
 An annotation is int, float, bool, str, Path, a `Literal` of choices, one of these or None, or a
 `Sequence` of them, with commas between. A parameter without a default must be given; one before `/`
-is a word without dashes; `*others` are all flags that are not those of the function. A parameter
-that the docstring leaves out has its meaning in `COMMON`.
+is a word without dashes. A parameter that the docstring leaves out has its meaning in `COMMON`.
 """
 
 import inspect
@@ -56,7 +55,7 @@ def define(
         flag = names.get(p.name, p.name)
         if p.annotation is bool:
             flags.DEFINE_bool(flag, default, told[p.name], values)
-        elif p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+        elif p.kind is not p.POSITIONAL_ONLY:
             parser: Any = Parser(p.annotation)
             required = p.default is p.empty
             flags.DEFINE(
