@@ -28,7 +28,7 @@ from typing import Literal
 
 import jax
 
-from experiments.common import harness, launch, timing
+from experiments.common import launch, timing
 from experiments.speed import attention, data, samplers, vit
 from vit.reports import report
 
@@ -81,8 +81,7 @@ def main(
         of_attention(quick, out)
     elif what == "vit":
         rows = vit.measured(64, 2) if quick else vit.measured()
-        y = ("step, ms", "memory, MiB")
-        harness.figure(rows, out / "vit", x="tokens", y=y, line="{attention}", log=True)
+        vit.draw(rows, out / "vit")
         print(report.table(rows, out / "vit"))
     else:
         of_data(images or data.sample_images(), out)

@@ -6,12 +6,13 @@ this machine; at each number of tokens the kinds of attention take turns, in one
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.common import timing
+from experiments.common import harness, timing
 from vit import config
 from vit.model import classification
 from vit.run import devices, dry_run, steps
@@ -66,3 +67,9 @@ def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable
         return values
 
     return call, dry_run.memory_of(compiled)["in all"]
+
+
+def draw(rows: list[dict[str, Any]], out: Path) -> None:
+    """Time and memory against tokens, a line for each kind of attention."""
+    y = ("step, ms", "memory, MiB")
+    harness.figure(rows, out, x="tokens", y=y, line="{attention}", log=True)
