@@ -22,7 +22,7 @@ has all it needs: the other one may be removed when it has begun.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,16 @@ from vit.task import Model, Task, of_folder, random_streams
 
 Fill = Callable[[Model, Task, data.Dataset], list[str]]
 """Puts parameters into a model, and says in lines what it took."""
+
+
+class Source(NamedTuple):
+    """A trained run."""
+
+    config: configs.Config
+    step: int
+    class_names: tuple[str, ...]
+    model: Model
+    """In evaluation mode."""
 
 
 ORIGIN = "origin.json"
@@ -89,12 +99,12 @@ def init_from(
         )
     configs.validate(config)
     if task is None:  # images: no data are needed
-        trained = use.load(source)
+        own = use.load(source)
+        trained = Source(own.config, own.step, own.class_names, own.model)
     else:
         of_folder(source, task.name)
         run = runs.restore(source)
-        kinds = run.dataset.class_names, run.dataset.channels
-        trained = use.Trained(run.config, run.step, *kinds, run.model())
+        trained = Source(run.config, run.step, run.dataset.class_names, run.model())
     old, new = trained.config.model, config.model
     if old.size != new.size:
         raise ValueError(
@@ -159,7 +169,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    trained: use.Trained,
+    trained: Source,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -229,9 +239,7 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
 """Fields of `config.attention` that say how frequencies are drawn."""
 
 
-def _take_attention(
-    trained: use.Trained, model: Model, task: Task, config: configs.Config
-) -> list[str]:
+def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
     """Frequencies and running moments into the new model; what became of them."""
     attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
