@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: install demo docs test test-all test-thorough test-changed test-faults test-slow lint format clean
+.PHONY: install demo docs test test-all test-thorough test-faults test-slow lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -25,12 +25,8 @@ test-thorough: install  ## what `make test` leaves to test-all: whole commands, 
 
 test-all: test test-thorough  ## everything but the long statistical runs
 
-test-faults: install  ## plants faults, one at a time, and sees whether the tests fail
+test-faults: install  ## plants faults, one at a time, and checks that a test fails
 	$(BIN)/python -m tests.faults
-
-test-changed: install  ## the tests that what differs from the upstream branch can reach
-	@tests="$$($(BIN)/python -m tests.changed)"; if [ -n "$$tests" ]; then \
-	    $(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal $$tests; else echo "no test is reached"; fi
 
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow

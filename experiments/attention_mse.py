@@ -46,7 +46,6 @@ def main(
     """Prints the tables.
 
     Args:
-        parts: which.
         workdir: a trained run, instead of the parts.
         couplings: names, or copula and copula-antithetic, which are learned (not of figure7 or a
             run); a selection if none is given.
@@ -55,8 +54,6 @@ def main(
         squared_norms: |q|^2 = |k|^2 of the part vit.
         exact_window: near keys that are exact; if none is given, a run's own, or 16 for one
             coupling of the part vit.
-        draws: of the frequencies.
-        out: folder of tables and figures.
     """
     launch.at_least(3, draws=draws)
     launch.at_least(1, num_features=min(num_features, default=1))

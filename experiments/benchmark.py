@@ -18,8 +18,7 @@ numbers mean nothing.
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
 
 `data`: images per second of one core, of the JPEG files in a folder (those that come with
-scikit-learn if none is given), beside tf.data; `experiments.speed.data` says what differs. Then the
-same from storage that answers late.
+scikit-learn if none is given). Then the same from storage that answers late.
 
 Tables and figures go to --out.
 """
@@ -52,12 +51,9 @@ def of_attention(quick: bool, out: Path) -> None:
 def of_data(images: Path, out: Path) -> None:
     """Prints and writes the table of the input pipeline."""
     files = data.read(images)
-    rows, compared = data.rates(files)
-    print(report.table(rows, out / f"data_{images.name}"))
+    print(report.table(data.rates(files), out / f"data_{images.name}"))
     print("Records that come 30 ms late\n")
     print(report.table(data.waiting(files), out / f"late_{images.name}"))
-    if not compared:
-        print("tf.data: tensorflow is not installed")
 
 
 def main(
@@ -73,9 +69,8 @@ def main(
         what: is measured.
         quick: attention and vit at a part of the length, to see that they run.
         images: folder of JPEG files for data; those of scikit-learn.
-        out: folder for tables and figures.
     """
-    print(timing.machine() + "\n")
+    print(timing.hardware() + "\n")
     if quick and what in ("attention", "vit"):
         print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
         out /= "quick"

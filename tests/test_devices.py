@@ -16,7 +16,7 @@ from tests.small import (
 )
 from vit import config, train
 from vit.reports import metrics
-from vit.run import costs, devices, dry_run, runs, steps
+from vit.run import devices, dry_run, runs, steps
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once(monkeypatch,
         return [x.get("all-reduce", (0, 0))[1] for x in found]
 
     alone, parted = built(1, True), built(8, True)
-    gradients = 4 * sum(x.size for x in costs.parameters(alone[0].abstract).values())
+    gradients = 4 * sum(x.size for x in steps.parameters(alone[0].abstract).values())
     moments = 4 * 2 * 17**2  # of two heads, (1, q, k) of 8 dimensions each
     in_loop, after = crossing(*parted)
     assert moments <= in_loop < moments + 64

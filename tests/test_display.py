@@ -7,26 +7,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit.reports import metrics
-from vit.run import display
+from vit.run import progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that a test moves on."""
     now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_off_a_terminal_there_is_a_line_every_so_often(capsys, clock):
-    with display.display(True, 10, 100) as shown:
+    with progress.display(True, 10, 100) as shown:
         shown.status("compiling train_step")
         for seconds in (0, 4, 4, 4, 10, 1):
             clock[0] += seconds
             shown.advance()
             shown.progress("loss 2.0", 0.5)
         shown.line("x" * 200)
-    with display.display(False, 0, 10) as shown:  # another process of several
+    with progress.display(False, 0, 10) as shown:  # another process of several
         for show in (shown.status, shown.line, lambda text: shown.progress(text, 1.0)):
             show("loss 2.0")
     assert capsys.readouterr().out.splitlines() == [
@@ -46,7 +46,7 @@ def test_on_a_terminal_there_is_the_bar(monkeypatch):
         return Progress(*bar().columns, console=console, disable=not shown)
 
     monkeypatch.setattr(metrics, "progress_bar", on_terminal)
-    with display.display(True, 0, 10) as shown:
+    with progress.display(True, 0, 10) as shown:
         shown.status("compiling train_step")
         shown.advance()
         shown.progress("loss 2.0", 1.0)

@@ -9,7 +9,7 @@ import pytest
 from tests.small import SHALLOW, final_state, small_config, stop_at
 from vit import config, train
 from vit.reports import metrics
-from vit.run import checkpoint, extension, files, runs
+from vit.run import checkpoint, files, runs
 
 EPOCHS = 3.2 / 44
 SETTINGS = small_config(optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9))
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def test_the_config_says_how_long_and_where_the_rate_starts_anew(folder):
-    longer = extension.extend(folder, 2.0, SETTINGS)
+    longer = runs.extend(folder, 2.0, SETTINGS)
     assert config.load(folder / "config.json") == longer
     assert longer == dataclasses.replace(SETTINGS, num_epochs=EPOCHS + 2, restarts=repr(EPOCHS))
     assert runs.restarts(longer, 44) == (3,)
@@ -40,15 +40,15 @@ def test_the_config_says_how_long_and_where_the_rate_starts_anew(folder):
     ten = dataclasses.replace(SETTINGS, num_epochs=10.0)
     config.save(ten, folder / "config.json")
     (folder / "checkpoints" / "440").mkdir()
-    assert extension.extend(folder, 20).restarts == "10"
+    assert runs.extend(folder, 20).restarts == "10"
     (folder / "checkpoints" / "1320").mkdir()
-    twice = extension.extend(folder, 0.5, ten)  # the config of the command that began it
+    twice = runs.extend(folder, 0.5, ten)  # the config of the command that began it
     assert (twice.restarts, twice.num_epochs) == ("10,30", 30.5)
-    assert extension.as_extended(ten, folder) == twice
+    assert runs.as_extended(ten, folder) == twice
 
 
 def test_only_a_run_that_has_ended_is_extended_and_only_once(folder, tmp_path_factory):
-    extension.extend(folder, EPOCHS)
+    runs.extend(folder, EPOCHS)
     before = (folder / "config.json").read_bytes()
     refused = {
         "is at step 3 of 6: the same command without --extend trains it": (EPOCHS, None),
@@ -58,20 +58,20 @@ def test_only_a_run_that_has_ended_is_extended_and_only_once(folder, tmp_path_fa
     }
     for message, (epochs, given) in refused.items():
         with pytest.raises(ValueError, match=message):
-            extension.extend(folder, epochs, given)
+            runs.extend(folder, epochs, given)
     (folder / "checkpoints" / "6").mkdir()
     with pytest.raises(ValueError, match="from step 6 on has 1; lower .* or raise .* --extend"):
-        extension.extend(folder, 1 / 44)
+        runs.extend(folder, 1 / 44)
     assert (folder / "config.json").read_bytes() == before
     empty = tmp_path_factory.mktemp("empty") / "none"
     with pytest.raises(ValueError, match="holds no run"):
-        extension.extend(empty, 1.0)
+        runs.extend(empty, 1.0)
     assert not empty.exists()
 
 
 def test_a_run_that_another_process_trains_is_not_extended(folder):
     with files.alone(folder / "lock"), pytest.raises(ValueError, match="is in use by process"):
-        extension.extend(folder, 1.0)
+        runs.extend(folder, 1.0)
 
 
 @pytest.mark.thorough
@@ -80,7 +80,7 @@ def test_an_extended_run_is_bitwise_one_that_was_planned_so(tmp_path, monkeypatc
     """Stopped within the extension, and resumed by the command that began the run."""
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     train.train(SETTINGS, parts)
-    planned = extension.extend(parts, EPOCHS, SETTINGS)
+    planned = runs.extend(parts, EPOCHS, SETTINGS)
     with monkeypatch.context() as patch:
         stop_at(patch, 4)
         with pytest.raises(SystemExit):

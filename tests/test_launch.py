@@ -14,7 +14,7 @@ from absl import flags
 from experiments.common import launch
 from tests import commands
 from tests.pages import code
-from vit.config import cli
+from vit.config import cli, signature
 from vit.config.arguments import parse_flags
 
 
@@ -97,7 +97,7 @@ def test_a_bad_value_ends_in_one_line(given, said):
 
 
 def test_the_help_is_that_of_the_docstring():
-    assert launch.meanings(example)["sizes"] == "each m; even numbers"
+    assert signature.meanings(example)["sizes"] == "each m; even numbers"
 
 
 def test_at_least():
@@ -124,15 +124,6 @@ def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> 
     launch.at_least(2, draws=draws)
     print(what, draws, out)
 
-def others(*others: str, draws: int = 3) -> None:
-    """Does it.
-
-    Args:
-        others: of another program.
-        draws: how many.
-    """
-    print(others, draws)
-
 if __name__ == "__main__":
     launch.run({}, {})
 '''
@@ -145,7 +136,6 @@ def test_a_program(tmp_path):
         ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
         ("words", None, ["c"], unknown),
         ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
-        ("others", None, ["--config.depth=1", "--draws=5", "--x"], "('--config.depth=1', '--x') 5"),
     ]
     lines = []
     for number, (main, quick, given, _) in enumerate(cases):
@@ -168,7 +158,7 @@ def test_every_experiment_starts_and_explains_its_flags():
     assert len(LAUNCHED) >= 18
     for module in LAUNCHED:
         main = importlib.import_module(module).main
-        values, told = flags.FlagValues(), launch.meanings(main)
+        values, told = flags.FlagValues(), signature.meanings(main)
         parameters = launch.define(main, None, values)
         assert list(told) == [p.name for p in parameters]
         assert all(told.values())

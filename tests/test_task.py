@@ -15,7 +15,7 @@ from tests.sequences import DATASET, TASK, projections
 from tests.small import CALIBRATED, final_state, small_config, stop_at
 from vit import config, convert, data, evaluate, train
 from vit.reports import attention_report, metrics
-from vit.run import devices, dry_run, extension, runs, steps
+from vit.run import devices, dry_run, runs, steps
 from vit.task import SUBJECTS, no_attention, random_streams
 from vit.weights import transfer
 
@@ -131,7 +131,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     calls = [
         partial(train.train, SETTINGS, workdir),
         partial(train.train, images, workdir, *runs.subject(images)),
-        partial(extension.extend, workdir, 1.0),
+        partial(runs.extend, workdir, 1.0),
         partial(transfer.init_from, workdir, images, new),
         partial(evaluate.evaluate_run, workdir),
         partial(evaluate.evaluate_on, workdir, {"data.eval_split": "train"}),

@@ -26,7 +26,7 @@ from tests.small import (
 )
 from vit import config, data, evaluate, train
 from vit.reports import metrics
-from vit.run import checkpoint, devices, display, optim, runs, safety, steps
+from vit.run import checkpoint, devices, optim, progress, runs, safety, steps
 from vit.run.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -97,7 +97,7 @@ def test_metrics_are_read_while_the_next_steps_compute():
             done[0] = max(done[0], self.number)
 
     task, rate = runs.subject(settings)[1], lambda step: 0.0
-    with display.display(False, 0, 10) as shown:
+    with progress.display(False, 0, 10) as shown:
         log = Progress(settings, task, rate, 44, ["kernel"], written.append, shown, 0.0)
         for number in range(1, 10):
             values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": [-1]}

@@ -28,23 +28,26 @@ has no accuracy.
 """
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags, logging
+from absl import logging
 from flax import nnx
 
 from vit import config as configs
 from vit.config.arguments import launch
+from vit.config.signature import define, given
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
 from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case, Function, Replaced
+
+FLAGS: Any = {"names": "coupling", "method": "calibration"}
+"""Flags that are called otherwise than the parameters of `convert`."""
 
 
 def metric_of(record: metrics.Record) -> str:
@@ -149,11 +152,11 @@ def compare(
 
 def convert(
     workdir: Path,
-    out: Path,
+    out: Path | None = None,
     *,
-    names: Sequence[str],
-    method: str,
-    num_features: Sequence[int],
+    names: Sequence[str] = ("orf-antithetic",),
+    method: str = "full",
+    num_features: Sequence[int] = (32, 64, 128),
     refine_steps: int = 0,
     keep: int = 0,
     exact_window: Sequence[int] = (0,),
@@ -166,21 +169,22 @@ def convert(
     """Writes the report and the converted run, and returns the table.
 
     Args:
-        workdir: of a run with softmax attention.
-        out: folder of the report and the converted run; it appears in one piece, last.
+        workdir: run with softmax attention.
+        out: folder of the report and the converted run, which appears in one piece, last;
+            <workdir>-performer if none.
         names: couplings that are compared; the first is that of the converted run.
-        method: of calibration; "none" stands beside it.
+        method: calibration, as full; "none" stands beside it.
         num_features: each m; the largest is that of the converted run.
-        keep: so many layers, those with the largest attention errors, stay exact everywhere.
         refine_steps: if not 0, calibrated and refined frequencies are a further row, and the
             converted run has them.
+        keep: layers that stay exact everywhere, those with the largest attention errors.
         exact_window: tokens of a chunk whose keys are exact for it and its neighbours, each such
             number; the largest is that of the converted run.
-        draws: of the frequencies, for each coupling, method, window and m.
+        draws: draws of the frequencies, for each coupling, method, window and m.
         images: training examples to calibrate with.
         eval_images: number of examples to measure accuracy on; 0 for all.
-        num_epochs: of fine-tuning, for the config of the converted run.
-        learning_rate: likewise.
+        num_epochs: epochs of fine-tuning with vit.train, in the config of the converted run.
+        learning_rate: peak learning rate of fine-tuning.
 
     Raises:
         ValueError: before any work, for a run of another task or without softmax attention, an
@@ -188,6 +192,7 @@ def convert(
             not empty.
         vit.run.checkpoint.SaveError: when the run cannot be written.
     """
+    out = out or Path(f"{workdir}-performer")
     of_folder(workdir, *SUBJECTS)
     config = configs.of_run(workdir)
     if config.attention.kind != "softmax":
@@ -200,6 +205,8 @@ def convert(
             f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"
             f" eval_images={eval_images} and keep={keep} not negative"
         )
+    if not (names and num_features and exact_window):
+        raise ValueError("give at least one coupling, one number of features and one window (or 0)")
     methods = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
     cases = [
         Case(name, *steps, window, m, keep)
@@ -264,32 +271,13 @@ def attention(case: Case) -> configs.Attention:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    values: Any = flags.FLAGS
-    named = [name for name in inspect.signature(convert).parameters if name in values]
-    given: dict[str, Any] = {name: values[name].value for name in named}
-    for name in ("num_features", "exact_window"):
-        if not given[name] or not all(word.isdecimal() for word in given[name]):
-            raise ValueError(f"--{name}={','.join(given[name])}: give integers, as in 32,64")
-        given[name] = [int(word) for word in given[name]]
-    given["workdir"] = Path(given["workdir"])
-    given["out"] = Path(given["out"] or f"{given['workdir']}-performer")
+    values = given(convert, **FLAGS)
+    values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
     devices.check_alone()
-    table = convert(names=values["coupling"].value, method=values["calibration"].value, **given)
-    print(f"{table}\nThe report and the converted run are in {given['out']}.")
+    table = convert(**values)
+    print(f"{table}\nThe report and the converted run are in {values['out']}.")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "run with softmax attention", required=True)
-    flags.DEFINE_string("out", "", "converted run; <workdir>-performer if none")
-    flags.DEFINE_list("coupling", ["orf-antithetic"], "names; the run takes the first")
-    flags.DEFINE_string("calibration", "full", "none, shift, shift+scale, full, ...")
-    flags.DEFINE_list("num_features", ["32", "64", "128"], "each m")
-    flags.DEFINE_integer("refine_steps", 0, "also refined", lower_bound=0)
-    flags.DEFINE_integer("keep", 0, "layers that stay exact: the worst", lower_bound=0)
-    flags.DEFINE_list("exact_window", ["0"], "each; the run takes the largest")
-    flags.DEFINE_integer("draws", 4, "draws of the frequencies", lower_bound=1)
-    flags.DEFINE_integer("images", 256, "to calibrate with", lower_bound=1)
-    flags.DEFINE_integer("eval_images", 0, "0: all", lower_bound=0)
-    flags.DEFINE_float("num_epochs", 1.0, "of fine-tuning with vit.train")
-    flags.DEFINE_float("learning_rate", 1e-4, "likewise")
+    define(convert, **FLAGS)
     launch(main)

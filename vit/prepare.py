@@ -34,17 +34,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
-from absl import flags, logging
+from absl import logging
 from PIL import Image, ImageOps
 
 from vit.config.arguments import launch
 from vit.config.cli import command
+from vit.config.signature import define, given
 from vit.data.sources import forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
 from vit.run import bounded, machine
@@ -61,7 +62,7 @@ AHEAD = 4
 
 def prepare(
     source: Path,
-    out: Path,
+    out: Path = Path("data"),
     name: str = "",
     max_bad_files: int = 10,
     *,
@@ -94,6 +95,11 @@ def prepare(
             taken or being prepared by another process, or too many bad files.
         OSError: when it cannot be written; nothing stays then.
     """
+    if min(max_bad_files, seed, max_side, files) < 0:
+        raise ValueError(
+            f"--max_bad_files={max_bad_files}, --seed={seed}, --max_side={max_side} and"
+            f" --files={files} must not be negative"
+        )
     opened = _with_channels(forms.read(source, labels_column))
     if len(opened.class_names) < 2:
         raise ValueError(
@@ -200,17 +206,13 @@ def encoded(
     with ThreadPoolExecutor(machine.cores()) as pool:
         for example in examples:
             try:
-                result = pool.submit(encode, example.read()).result
+                found = pool.submit(encode, example.read())
             except Exception as error:  # of whatever kind: who asks for the picture gets it
-                result = partial(_failed, error)
-            waiting.append((example, result))
+                (found := Future()).set_exception(error)
+            waiting.append((example, found.result))
             if len(waiting) > AHEAD * machine.cores():
                 yield waiting.popleft()
         yield from waiting
-
-
-def _failed(error: Exception) -> bytes:
-    raise error
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
@@ -270,34 +272,15 @@ def main(_: list[str]) -> None:
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
-    source, out = Path(_SOURCE.value), Path(_OUT.value)
-    name = _NAME.value or default_name(source)
-    options = (_VALIDATION, _SEED, _LABELS_COLUMN, _MAX_SIDE, _FILES)
-    values: dict[str, Any] = {option.name: option.value for option in options}
-    counts = prepare(source, out, name, _MAX_BAD_FILES.value, **values)
+    values = given(prepare)
+    values["name"] = name = values["name"] or default_name(values["source"])
+    counts = prepare(**values)
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     print("train on it with:")
-    print("  " + command("train", config=f"my_images:{out / name}", workdir=f"runs/{name}"))
+    where = f"my_images:{values['out'] / name}"
+    print("  " + command("train", config=where, workdir=f"runs/{name}"))
 
 
 if __name__ == "__main__":
-    _SOURCE = flags.DEFINE_string("source", None, "folder with the raw pictures", required=True)
-    _OUT = flags.DEFINE_string("out", "data", "folder of TFDS data sets")
-    _NAME = flags.DEFINE_string("name", "", "name of the data set; that of the source if not given")
-    _VALIDATION = flags.DEFINE_float(
-        "validation",
-        None,
-        f"share of training to hold out; {VALIDATION} if not given and there is no other split",
-    )
-    _SEED = flags.DEFINE_integer("seed", 0, "seed of what is held out", 0)
-    _LABELS_COLUMN = flags.DEFINE_string(
-        "labels_column", "", "column of classes in a csv or parquet file; detected if not given"
-    )
-    _MAX_SIDE = flags.DEFINE_integer(
-        "max_side", 0, "limit of the shorter side in pixels, as 320; 0: none", 0
-    )
-    _FILES = flags.DEFINE_integer(
-        "files", 0, "files of each split, as ImageNet's 1,024; 0: by their bytes", 0
-    )
-    _MAX_BAD_FILES = flags.DEFINE_integer("max_bad_files", 10, "unreadable files tolerated", 0)
+    define(prepare)
     launch(main)

@@ -13,6 +13,7 @@ are compiled for devices that are not there (`vit.run.topologies`), and no data 
 On several hosts each runs the same command with --distributed.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vit import config as configs
 from vit.config.arguments import from_flag, launch
 from vit.config.cli import command
 from vit.reports import metrics
-from vit.run import devices, dry_run, extension, hosts, loggers, machine
+from vit.run import devices, dry_run, hosts, loggers, machine, runs
 from vit.run.loop import train
 from vit.task import SUBJECTS, of_folder
 from vit.weights import transfer
@@ -47,8 +48,8 @@ def main(_: list[str]) -> None:
     if _DRY_RUN.value:
         topology = _TOPOLOGY.value or ""
         found = dry_run.plan(config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value))
-        print(dry_run.as_json(found) if _JSON.value else dry_run.text(found))
-        sys.exit(found.fits is False)
+        print(json.dumps(found, indent=2) if _JSON.value else dry_run.text(found))
+        sys.exit(found["fits"] is False)
     machine.keep_programs()
     lead = jax.process_index() == 0
     loggers.check(_LOG.value)
@@ -57,9 +58,9 @@ def main(_: list[str]) -> None:
             print(line)
     if _EXTEND.value is not None:
         if lead:
-            extension.extend(workdir, _EXTEND.value, config)
+            runs.extend(workdir, _EXTEND.value, config)
         hosts.agree(lead)  # then all see it
-        config = extension.as_extended(config, workdir)
+        config = runs.as_extended(config, workdir)
     record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
     if lead:
         print(

@@ -69,13 +69,11 @@ def main(
     """Writes and prints the table, `linearize` in `out`.
 
     Args:
-        workdir: of a run with softmax attention.
         num_features: each m; even numbers.
         steps: of Adam, at most, for each layer.
         draws: of the first parameters.
         images: of the training split.
         eval_images: to measure accuracy on; 0 for all.
-        out: folder for the table.
 
     Raises:
         ValueError: when there is no such run, or it has no softmax attention.

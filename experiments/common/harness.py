@@ -201,14 +201,13 @@ def figure(
     parts = list(itertools.product(grouped(rows, panel).items(), ys))
     styles = {k: {"color": f"C{i % 10}"} | style(k) for i, k in enumerate(grouped(rows, line))}
     high, across = -(-len(parts) // columns), min(len(parts), columns)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    options: Any = dict(figsize=(1 + 4 * across, 3.6 * high), squeeze=False, layout="constrained")
-    drawn, axes = report.subplots(high, across, **options)
+    size = (1 + 4 * across, 3.6 * high)
+    drawn, axes = report.figure(out, across, high, size=size, squeeze=False)
     for axis in axes.flat[len(parts) :]:
         axis.set_axis_off()
     for axis, ((title, here), key) in zip(axes.flat, parts, strict=False):
         own = error if error and key == ys[0] else ERRORS.get(key, f"{key} ±")
-        (points if "{" in x else curves)(axis, here, x, key, own, line, styles)
+        lines_of(axis, here, x, key, own, line, styles)
         if log:
             report.log_log(axis, sorted({row[x] for row in here}))
             axis.get_legend().remove()
@@ -227,29 +226,24 @@ def figure(
     report.save(drawn, out)
 
 
-def curves(
+def lines_of(
     axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
 ) -> None:
-    """Lines of y against x with bands of their errors."""
+    """Lines with bands of their errors; estimates side by side, with the paper's, at texts of x."""
+    places, names = list(grouped(rows, x)) if "{" in x else [], list(styles)
     for name, own in grouped(rows, line).items():
         estimates = [(row[y], row.get(error) or 0.0) for row in own]
-        band(axis, [row[x] for row in own], estimates, name, **styles[name])
-
-
-def points(
-    axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
-) -> None:
-    """Estimates side by side at each text of x; diamonds are the paper's."""
-    places, names = list(grouped(rows, x)), list(styles)
-    for name, own in grouped(rows, line).items():
+        if not places:
+            band(axis, [row[x] for row in own], estimates, name, **styles[name])
+            continue
         shift = 0.8 * ((names.index(name) + 0.5) / len(names) - 0.5)
         at = [places.index(x.format_map(row)) + shift for row in own]
-        values, errors = ([row[key] for row in own] for key in (y, error))
         style: Row = dict(markersize=4) | styles[name]
-        axis.errorbar(at, values, errors, fmt="o", label=name, **style)
+        axis.errorbar(at, *zip(*estimates, strict=True), fmt="o", label=name, **style)
         theirs = [row.get("paper") or np.nan for row in own]
         axis.plot(at, theirs, "D", markerfacecolor="none", **style)
-    axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
+    if places:
+        axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
 
 
 def band(axis: Any, x: Sequence[float], estimates: Any, label: str, **style: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from vit.run import machine
+
 
 class Program(NamedTuple):
     """A compiled function with its arguments."""
@@ -31,18 +33,13 @@ class Best(NamedTuple):
     cpu: float
 
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def machine() -> str:
+def hardware() -> str:
     """The hardware, its load and the version of JAX."""
     device = jax.devices()[0]
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
         f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
-        f" {cores()} cores{load}, jax {jax.__version__}"
+        f" {machine.cores()} cores{load}, jax {jax.__version__}"
     )
 
 

@@ -304,11 +304,9 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder with meshes/ and traffic_san_jose/; a torus without.
         graphs: names of meshes, "traffic" or "torus"; those of the paper.
         repeats: of the walks; four times as many of traffic.
         splits: of the sensors of traffic into known ones and others.
-        out: folder for tables and figures.
     """
     launch.at_least(2, repeats=repeats, splits=splits)
     names = graphs or ([*MESHES, "traffic"] if data_dir else ["torus"])

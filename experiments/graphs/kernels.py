@@ -114,14 +114,7 @@ def main(
     repeats: int = 100,
     out: Path = Path("results/graphs/kernels"),
 ) -> None:
-    """Print the tables.
-
-    Args:
-        data_dir: folder with graphs/; made-up graphs and karate without.
-        graphs: names, of generated ones and of files in graphs/; those of the paper.
-        repeats: of each estimate.
-        out: folder for tables and figures.
-    """
+    """Print the tables."""
     launch.at_least(2, repeats=repeats)
     chosen = data.chosen(graphs, DEFAULT, data_dir)
     both = ("independent", "antithetic")

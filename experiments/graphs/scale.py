@@ -122,14 +122,11 @@ def main(
     """Print both tables.
 
     Args:
-        data_dir: folder with graphs/cora.npz; a random graph of its size without.
-        repeats: of each call that is timed.
         largest: nodes of the largest graph.
-        out: folder for tables and figure.
     """
     launch.at_least(1, repeats=repeats)
     launch.at_least(SIZES[0], largest=largest)
-    text = f"{timing.machine()}. The best of {repeats} repeats (loops: the second call)."
+    text = f"{timing.hardware()}. The best of {repeats} repeats (loops: the second call)."
     graph = data.load("cora", data_dir) if data_dir else random_graph(2708, 5278)
     rows = [speed(graph, m, p_halt, repeats) for p_halt in (0.5, 0.1) for m in (4, 16)]
     print(report.table(rows, out / "graph_speed", text), flush=True)

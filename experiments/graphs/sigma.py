@@ -221,11 +221,8 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder with graphs/; karate and made-up graphs without.
-        graphs: names, of generated ones and of files in graphs/; those of the paper.
         repeats: of kernel estimates.
         pagerank_repeats: of PageRank.
-        out: folder for tables and figures.
     """
     launch.at_least(2, repeats=repeats, pagerank_repeats=pagerank_repeats)
     chosen = data.chosen(graphs, DEFAULT, data_dir)

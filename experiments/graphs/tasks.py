@@ -182,10 +182,7 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder with graphs/ and meshes/; made-up graphs, karate and no mesh without.
-        graphs: names, of generated ones and of files in graphs/; those of the paper.
         trials: a tenth in Table 2.
-        out: folder for tables and figures.
     """
     launch.at_least(20, trials=trials)
     problems: dict[int, dict[str, tuple]] = {

@@ -108,10 +108,7 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder with graphs/; made-up graphs and karate without.
-        graphs: names, of generated ones and of files in graphs/; those of qGRF Fig. 2.
         draws: of each pair of ensembles.
-        out: folder for tables and figures.
     """
     launch.at_least(2, draws=draws)
     chosen = data.chosen(graphs, DEFAULT, data_dir)

@@ -164,7 +164,6 @@ def main(
 
     Args:
         figures: of SimRF.
-        out: folder for tables and figures.
     """
     for name in figures:
         print(f"Figure {name}\n\n{FIGURES[name](out / f'figure_{name}')}", flush=True)

@@ -65,11 +65,7 @@ def main(
     """Print the table.
 
     Args:
-        data_dir: folder of csv files; scikit-learn's sets without.
-        data_sets: names; all there are if none is given.
         orders: nu of each kernel.
-        draws: of the frequencies.
-        out: folder for tables and figures.
     """
     launch.at_least(2, draws=draws)
     points = {"synthetic": jax.random.normal(jax.random.key(12), (POINTS, 8)) / 8**0.5}

@@ -303,7 +303,7 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
     text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
     harness.figure(lines, out, x="d", line="{line}", log=True, **labels)
-    return report.table(rows, out, f"{text} {timing.machine()}.")
+    return report.table(rows, out, f"{text} {timing.hardware()}.")
 
 
 def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
@@ -353,14 +353,11 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder with uci_regression/ and fashion_mnist/; scikit-learn's sets without.
         data_sets: names; those of the paper.
-        parts: which.
         methods: of Fig. 1; all, or of random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
         widths: dimensions in Fig. 3.
         repeats: of each time in Fig. 3.
-        out: folder for tables and figures.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)

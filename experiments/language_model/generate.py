@@ -131,14 +131,12 @@ def main(
     """Text, or the table.
 
     Args:
-        workdir: folder of the run.
         prompt: beginning of the text.
         length: characters that follow.
         temperature: 0 for the likeliest ones.
         seed: of what is drawn.
         measure: a table of time and memory in place of text.
         lengths: characters so far, of the table.
-        out: folder for the table.
     """
     launch.at_least(1, length=length, lengths=min(lengths))
     launch.at_least(0, temperature=temperature)

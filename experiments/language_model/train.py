@@ -47,7 +47,6 @@ def main(
     """Trains, or goes on.
 
     Args:
-        workdir: folder of the run.
         text: a file in UTF-8; Python's help topics if none.
         init_from: run whose parameters a new run begins with.
         attention: of all layers.

@@ -1,18 +1,10 @@
-"""Images per second of the input pipeline on one core, beside tf.data where tensorflow is there.
+"""Images per second of the input pipeline on one core.
 
-JPEG bytes to batches of uint8. `training`: inception crop to 224 x 224 and flip; `evaluation`:
-shorter side to 256, centre crop of 224. Ours is `vit.data` with one thread of grain, the other
-tf.data with one thread and `tf.io.decode_and_crop_jpeg`. They differ in:
+JPEG bytes to batches of uint8 by `vit.data` with one thread. `training`: inception crop to
+224 x 224 and flip; `evaluation`: shorter side to 256, centre crop of 224.
 
-    resampling   ours filters before it takes fewer pixels, as tf.image.resize(antialias=True) does
-                 ("antialiased"); tf's usual resizing reads four pixels for each new one
-    crops        ours draws the logarithm of the aspect uniformly, tf the aspect
-    small parts  ours decodes a JPEG at 1/2, 1/4 or 1/8 where the crop remains large enough, to its
-                 last byte; tf decodes at full size, and only the crop
-    broken files ours names and replaces them; tf stops
-
-`waiting` measures ours alone on records that storage hands out 30 ms after they are requested, as
-a network file system may, with and without the threads that read them side by side.
+`waiting` measures records that storage hands out 30 ms after they are requested, as a network file
+system may, with and without the threads that read them side by side.
 """
 
 import itertools
@@ -56,35 +48,16 @@ def read(folder: Path) -> list[bytes]:
     return [bounded.content(path) for path in paths]
 
 
-def rates(files: list[bytes]) -> tuple[list[dict[str, Any]], bool]:
-    """One row for each pipeline and implementation, and whether tensorflow is installed.
-
-    They take turns in one process, and the best repeat is kept (`experiments.common.timing`).
-    """
-    try:
-        import tensorflow as tf
-
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(1)
-        others = {"tf.data": False, "tf.data, antialiased": True}
-    except ImportError:
-        others = {}
+def rates(files: list[bytes]) -> list[dict[str, Any]]:
+    """One row for each pipeline, with the best repeat (`experiments.common.timing`)."""
     size = min(len(files), 50)
     images = size * -(-IMAGES // size)
-    rows = []
-    for name in ("training", "evaluation"):
-        streams = {"ours": _ours(files, size, name)}
-        for kind, antialias in others.items():
-            streams[kind] = _tensorflow(files, size, name, antialias)
-        calls = {kind: partial(_take, stream, images // size) for kind, stream in streams.items()}
-        best = timing.race(calls, REPEATS)
-        for kind, seconds in best.items():
-            row = {"pipeline": name, "implementation": kind}
-            row |= {"images/s": images / seconds.wall, "images/CPU s": images / seconds.cpu}
-            row["ours / this, wall"] = seconds.wall / best["ours"].wall
-            row["ours / this, CPU"] = seconds.cpu / best["ours"].cpu
-            rows.append(row)
-    return rows, bool(others)
+    streams = {name: _stream(files, size, name) for name in ("training", "evaluation")}
+    calls = {name: partial(_take, stream, images // size) for name, stream in streams.items()}
+    return [
+        {"pipeline": name, "images/s": images / best.wall, "images/CPU s": images / best.cpu}
+        for name, best in timing.race(calls, REPEATS).items()
+    ]
 
 
 def waiting(files: list[bytes]) -> list[dict[str, Any]]:
@@ -119,7 +92,7 @@ def _dataset(files: list[bytes]) -> data.Dataset:
     return data.Dataset(records, records, ("a",), channels=3)
 
 
-def _ours(files: list[bytes], batch_size: int, pipeline: str) -> Iterator[Any]:
+def _stream(files: list[bytes], batch_size: int, pipeline: str) -> Iterator[Any]:
     section = config.Data(image_size=SIZE, eval_resize=RESIZE, batch_size=batch_size)
     if pipeline == "training":
         section = config.Data(image_size=SIZE, crop="inception", flip=True, batch_size=batch_size)
@@ -127,37 +100,3 @@ def _ours(files: list[bytes], batch_size: int, pipeline: str) -> Iterator[Any]:
     else:
         batches = data.eval_batches(_dataset(files), section, threads=1)
     return (batch["image"] for batch in batches)
-
-
-def _tensorflow(files: list[bytes], batch_size: int, pipeline: str, antialias: bool) -> Iterator:
-    import tensorflow as tf
-
-    def distorted(shape: Any) -> Any:
-        begin, size, _ = tf.image.sample_distorted_bounding_box(
-            shape,
-            bounding_boxes=tf.zeros([1, 0, 4]),
-            area_range=(0.08, 1.0),
-            aspect_ratio_range=(3 / 4, 4 / 3),
-            max_attempts=10,
-            use_image_if_no_bounding_boxes=True,
-        )
-        return tf.concat([begin[:2], size[:2]], 0)
-
-    def center(shape: Any) -> Any:
-        side = tf.cast(tf.reduce_min(shape[:2]) * SIZE / RESIZE, tf.int32)
-        return tf.concat([(shape[:2] - side) // 2, [side, side]], 0)
-
-    def example(jpeg: Any) -> Any:
-        window = (distorted if training else center)(tf.io.extract_jpeg_shape(jpeg))
-        image = tf.io.decode_and_crop_jpeg(jpeg, window, channels=3)
-        image = tf.image.resize(image, [SIZE, SIZE], "bilinear", antialias=antialias)
-        image = tf.image.random_flip_left_right(image) if training else image
-        return tf.cast(image, tf.uint8)
-
-    training = pipeline == "training"
-    batches = tf.data.Dataset.from_tensor_slices(files).repeat()
-    batches = batches.shuffle(len(files)) if training else batches
-    batches = batches.map(example).batch(batch_size, drop_remainder=True)
-    options = tf.data.Options()
-    options.threading.private_threadpool_size = 1
-    return batches.with_options(options).as_numpy_iterator()

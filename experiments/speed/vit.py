@@ -15,7 +15,7 @@ import numpy as np
 from experiments.common import harness, timing
 from vit import config
 from vit.model import classification
-from vit.run import costs, devices, steps
+from vit.run import devices, dry_run, steps
 
 M, WINDOW = 128, 16
 KINDS = {
@@ -66,7 +66,7 @@ def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable
         state, values = program.train(state, batch)
         return values
 
-    return call, costs.memory_of(compiled)["in all"]
+    return call, dry_run.memory_of(compiled)["in all"]
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:

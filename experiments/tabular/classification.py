@@ -358,13 +358,8 @@ def main(
     """Tune sigma and print the tables asked for.
 
     Args:
-        data_dir: folder of csv files; scikit-learn's sets without.
-        data_sets: names; all there are if none is given.
-        parts: of the paper.
-        draws: of the frequencies.
         max_rows: rows of a data set, halved.
         paper_sigma: sigma from v_bar of SimRF Table 2.
-        out: folder of tables and figures.
     """
     launch.at_least(2, draws=draws)
     launch.at_least(20, max_rows=max_rows)

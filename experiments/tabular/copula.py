@@ -121,13 +121,9 @@ def main(
     """Print the table.
 
     Args:
-        data_dir: folder of csv files; scikit-learn's sets without.
-        data_sets: names; all there are if none is given.
-        points: training and test points at most.
         steps: of training.
         train_draws: draws in each step.
         draws: for the table.
-        out: folder for tables and figures.
     """
     launch.at_least(2, points=points, draws=draws)
     launch.at_least(1, steps=steps, train_draws=train_draws)

@@ -243,13 +243,7 @@ def main(
     """Print the tables.
 
     Args:
-        data_dir: folder of csv files; scikit-learn's sets without.
-        data_sets: names; all there are if none is given.
-        splits: random splits.
-        points: training and test points at most.
-        draws: of the frequencies per split.
         figure: the data set of Fig. 1; power_plant, or the first one.
-        out: folder for tables and figures.
     """
     launch.at_least(2, splits=splits, points=points)
     launch.at_least(1, draws=draws)

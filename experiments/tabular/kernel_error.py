@@ -156,16 +156,7 @@ def main(
     draws: int = 100,
     out: Path = Path("results/tabular/kernel_error"),
 ) -> None:
-    """Print the table.
-
-    Args:
-        data_dir: folder of csv files; scikit-learn's sets without.
-        data_sets: names; all there are if none is given.
-        splits: random splits.
-        points: training and test points at most.
-        draws: of the frequencies per split.
-        out: folder for tables and figures.
-    """
+    """Print the table."""
     launch.at_least(2, splits=splits, points=points)
     launch.at_least(1, draws=draws)
     rows = []

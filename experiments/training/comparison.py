@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.common import provenance, statistics
+from experiments.common import launch, statistics
 from experiments.common.harness import band
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
@@ -402,7 +402,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         "![Differences with 95% intervals (not corrected) and a dot for each seed; learning curves"
         " with standard errors over the seeds](comparison.png)\n",
         "Versions, hardware, and the config of the first run:\n",
-        *(f"    {name} = {value}" for name, value in (provenance.machine() | values).items()),
+        *(f"    {name} = {value}" for name, value in (launch.versions() | values).items()),
     ]
     text = "\n".join(lines) + "\n"
     files.write(out / "report.md", text)

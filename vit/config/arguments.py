@@ -27,9 +27,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell's (128 + SIGINT)."""
 
 
-def launch(
-    main: Callable[[list[str]], object], *, words: bool = False, others: bool = False
-) -> None:
+def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
     ValueError (bad input), FloatingPointError (a run diverged) and OSError end the program with
@@ -38,7 +36,6 @@ def launch(
     Args:
         main: function of the program's name and its words.
         words: as `parse_flags`.
-        others: likewise.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
 
@@ -52,7 +49,7 @@ def launch(
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
 
-    app.run(guarded, flags_parser=partial(parse_flags, words=words, others=others))
+    app.run(guarded, flags_parser=partial(parse_flags, words=words))
 
 
 def parse_flags(
@@ -60,7 +57,6 @@ def parse_flags(
     values: flags.FlagValues = flags.FLAGS,
     *,
     words: bool = False,
-    others: bool = False,
 ) -> list[str]:
     """Parse as absl does; what it refuses ends the program with one line.
 
@@ -70,10 +66,9 @@ def parse_flags(
         argv: name of the program and its arguments.
         values: the flags.
         words: accept words that belong to no flag, as names of files.
-        others: accept flags of another program.
 
     Returns:
-        The name of the program, these words and flags.
+        The name of the program, and these words.
     """
     argv = list(argv)
     if {"-h", "--help"} & set(argv[1:]):
@@ -82,7 +77,7 @@ def parse_flags(
     if "config" in values:
         argv = [argv[0], *_with_path(argv[1:], values)]
     try:
-        program, *rest = values(argv, known_only=others)
+        program, *rest = values(argv)
     except flags.UnrecognizedFlagError as error:
         sys.exit(_unknown(error.flagname, values))
     except flags.Error as error:
@@ -91,7 +86,7 @@ def parse_flags(
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
-    if rest and not (words or others):
+    if rest and not words:
         meant = f"did you mean {nearest(rest[0], values)!r}?" if "=" in rest[0] else "see --help"
         sys.exit(f"{rest[0]!r} is no flag: {meant}")
     for name, flag in own_flags(values).items():

@@ -50,15 +50,12 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure with `columns` axes side by side; `save` writes it."""
+def figure(
+    path: Path, columns: int = 1, rows: int = 1, *, size: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """Return figure and axes, as pyplot without its global state; `save` writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return subplots(1, columns, figsize=(1 + 4.5 * columns, 4), layout="constrained")
-
-
-def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any, **options: Any) -> Any:
-    """Return figure and axes as pyplot does, without its global state."""
-    drawn = Figure(figsize=figsize, layout=layout)
+    drawn = Figure(figsize=size or (1 + 4.5 * columns, 4), layout="constrained")
     return drawn, drawn.subplots(rows, columns, **options)
 
 

@@ -5,18 +5,19 @@ known of some, and given for the rest.
 """
 
 import collections
-import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from flax import nnx
 
 from vit import config as configs
 from vit import data
-from vit.run import costs, devices, runs, topologies
+from vit.run import devices, runs, topologies
+from vit.run.steps import parameters
 from vit.task import Task
 
 KNOWN = {
@@ -28,6 +29,9 @@ KNOWN = {
 }
 """Public data sets: examples of training and of evaluation, classes, channels."""
 
+Plan = dict[str, Any]
+"""Cost of a run, from `plan`, as --json prints it."""
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
@@ -35,63 +39,6 @@ ADVICE = (
     "take a smaller config.data.batch_size, more devices, a larger config.fsdp (parameters and"
     " moments are parted), config.optim.accumulate (a batch in parts), or config.model.remat=true"
 )
-
-
-class Cost(NamedTuple):
-    """Cost of one call of a program, on each device."""
-
-    seconds: float
-    """Duration of the compilation."""
-    memory: Mapping[str, int]
-    """Bytes, as `costs.memory_of`."""
-    operations: float
-    """Operations as the compiler counts them; 0 for GPUs, whose compiler does not."""
-    bytes: float
-    """Traffic to and from memory, likewise."""
-    collectives: Mapping[str, tuple[int, int]]
-    """Number and bytes of the results of each kind; those inside a loop once."""
-
-
-class Plan(NamedTuple):
-    """Cost of a run, from `plan`."""
-
-    device: str
-    num_devices: int
-    mesh: Mapping[str, int]
-    parameters: str
-    """Table of the parameters."""
-    batch: Mapping[str, str]
-    """Shape, dtype and sharding, by name."""
-    steps_per_epoch: int
-    num_steps: int
-    batch_size: int
-    noun: str
-    """Name of an example."""
-    model_operations: float
-    """Operations of the forward pass for one example; 0 where the task does not count them."""
-    train: Cost
-    evaluate: Cost
-    has: devices.Peak | None
-    """Peak of a device, if known."""
-
-    @property
-    def fits(self) -> bool | None:
-        """True when a training and an evaluation step fit into memory; None where it is unknown."""
-        if self.has is None:
-            return None
-        need = max(self.train.memory["in all"], self.evaluate.memory["in all"])
-        return need <= int(self.has.gib * 2**30)
-
-    @property
-    def roof(self) -> dict[str, float]:
-        """Least seconds of a training step, by operations and by memory traffic."""
-        if self.has is None:
-            return {}
-        model = 3 * self.model_operations * self.batch_size / self.num_devices
-        return {
-            "operations": max(self.train.operations, model) / self.has.flops,
-            "memory traffic": self.train.bytes / self.has.bandwidth,
-        }
 
 
 def dataset(
@@ -151,26 +98,72 @@ def plan(
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
     gpu = there[0].platform in ("cuda", "gpu")
     train = compiled(program.train, program.abstract, batch, gpu=gpu)
-    parts = config.optim.accumulate  # a loop, whose inside the compiler counts once
-    return Plan(
-        device=there[0].device_kind,
-        num_devices=len(there),
-        mesh=dict(mesh.shape),
-        parameters=costs.parameter_table(program.abstract),
-        batch={name: f"{x.shape} {x.dtype}, {x.sharding.spec}" for name, x in batch.items()},
-        steps_per_epoch=steps_per_epoch,
-        num_steps=num_steps,
-        batch_size=config.data.batch_size,
-        noun=task.noun,
-        model_operations=task.operations(config) if task.operations else 0.0,
-        train=train._replace(operations=parts * train.operations, bytes=parts * train.bytes),
-        evaluate=compiled(program.evaluate, program.abstract, masked, gpu=gpu),
-        has=devices.peak_of(there[0].device_kind),
-    )
+    for counted in ("operations", "bytes"):  # of a loop, whose inside the compiler counts once
+        train[counted] *= config.optim.accumulate
+    found = {
+        "device": there[0].device_kind,
+        "num_devices": len(there),
+        "mesh": dict(mesh.shape),
+        "parameters": parameter_table(program.abstract),
+        "batch": {name: f"{x.shape} {x.dtype}, {x.sharding.spec}" for name, x in batch.items()},
+        "steps_per_epoch": steps_per_epoch,
+        "num_steps": num_steps,
+        "batch_size": config.data.batch_size,
+        "noun": task.noun,
+        "model_operations": task.operations(config) if task.operations else 0.0,  # of one example
+        "train": train,
+        "evaluate": compiled(program.evaluate, program.abstract, masked, gpu=gpu),
+    }
+    return found | limits(found, devices.peak_of(there[0].device_kind))
 
 
-def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
-    """Compile a program and return its cost; ValueError when the compiler finds no room for it."""
+def parameter_table(state: nnx.State) -> str:
+    """Return a table of name, shape, elements and elements on a device of each parameter."""
+    rows = [
+        (name, x.shape, x.size, math.prod(x.sharding.shard_shape(x.shape)))
+        for name, x in parameters(state).items()
+    ]
+    rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'parameter':{width}}  {'shape':18} {'elements':>12} {'on a device':>12}"]
+    lines += [f"{a:{width}}  {b!s:18} {c:12,} {d:12,}" for a, b, c, d in rows]
+    return "\n".join(lines)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Return the bytes on each device of a compiled program: arguments, temporary, in all."""
+    analysis = compiled.memory_analysis()
+    arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {"arguments": arguments, "temporary": temporary, "in all": arguments + temporary + new}
+
+
+def limits(plan: Plan, has: devices.Peak | None) -> Plan:
+    """Return the peak of a device, whether the steps fit into it, and the roof of training.
+
+    The roof is the least seconds of a training step, by operations and by memory traffic.
+    """
+    if has is None:
+        return {"has": None, "fits": None, "roof": {}}
+    need = max(plan[step]["memory"]["in all"] for step in ("train", "evaluate"))
+    model = 3 * plan["model_operations"] * plan["batch_size"] / plan["num_devices"]
+    roof = {
+        "operations": max(plan["train"]["operations"], model) / has.flops,
+        "memory traffic": plan["train"]["bytes"] / has.bandwidth,
+    }
+    return {"has": has._asdict(), "fits": need <= int(has.gib * 2**30), "roof": roof}
+
+
+def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
+    """Compile a program and return its cost on each device.
+
+    Returns:
+        seconds of the compilation, `memory_of`, operations and bytes of memory traffic as the
+        compiler counts them (0 for GPUs, whose compiler does not), and `collectives`.
+
+    Raises:
+        ValueError: when the compiler finds no room for it.
+    """
     start = time.perf_counter()
     # A described GPU tunes nothing, and Triton's products then find no tiles for some widths.
     described = gpu and jax.default_backend() == "cpu"
@@ -186,13 +179,13 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> Cost:
         ) from error
     seconds = time.perf_counter() - start
     counted = {} if gpu else program.cost_analysis() or {}  # GPUs' libraries are not counted
-    return Cost(
-        seconds,
-        costs.memory_of(program),
-        counted.get("flops", 0.0),
-        counted.get("bytes accessed", 0.0),
-        collectives(program.as_text()),
-    )
+    return {
+        "seconds": seconds,
+        "memory": memory_of(program),
+        "operations": counted.get("flops", 0.0),
+        "bytes": counted.get("bytes accessed", 0.0),
+        "collectives": collectives(program.as_text()),
+    }
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
@@ -210,46 +203,37 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 
 def text(plan: Plan) -> str:
     """Return the plan in lines."""
-    gib, has = 2.0**30, plan.has
-    flops = plan.model_operations
+    batch_size, noun, flops = (plan[x] for x in ("batch_size", "noun", "model_operations"))
+    gib = 2.0**30
     lines = [
-        plan.parameters,
-        f"devices: {plan.num_devices} x {plan.device}, mesh {dict(plan.mesh)}; compiled, not run",
-        f"steps: {plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
-        f"operations: {flops / 1e9:.3f} GFLOP an {plan.noun} forward,"
-        f" {3 * flops * plan.batch_size / 1e12:.4g} TFLOP a training step"
+        plan["parameters"],
+        f"devices: {plan['num_devices']} x {plan['device']}, mesh {plan['mesh']}; compiled, not"
+        " run",
+        f"steps: {plan['num_steps']:,} ({plan['steps_per_epoch']:,} an epoch)",
+        f"operations: {flops / 1e9:.3f} GFLOP an {noun} forward,"
+        f" {3 * flops * batch_size / 1e12:.4g} TFLOP a training step"
         if flops
         else "operations: not counted",
-        *(f"batch: {name} {shape}" for name, shape in plan.batch.items()),
+        *(f"batch: {name} {shape}" for name, shape in plan["batch"].items()),
     ]
-    for name, cost in [("training step", plan.train), ("evaluation step", plan.evaluate)]:
-        parts = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost.memory.items())
+    has = f"; it has {plan['has']['gib']:,.0f} GiB" if plan["has"] else ""
+    for name, cost in [("training step", plan["train"]), ("evaluation step", plan["evaluate"])]:
+        parts = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost["memory"].items())
+        operations, traffic = cost["operations"] / 1e12, cost["bytes"] / gib
         lines += [
             f"{name}, on each device:",
-            f"  memory: {parts}" + (f"; it has {has.gib:,.0f} GiB" if has else ""),
-            f"  operations {cost.operations / 1e12:,.4f} TFLOP, traffic {cost.bytes / gib:,.3f} GiB"
-            if cost.operations
+            f"  memory: {parts}{has}",
+            f"  operations {operations:,.4f} TFLOP, traffic {traffic:,.3f} GiB"
+            if operations
             else "  operations and traffic: this compiler does not count them",
-            f"  compiled in {cost.seconds:,.1f} s",
-            *(
-                f"  {kind}: {count}, {size / 2**20:,.1f} MiB"
-                for kind, (count, size) in cost.collectives.items()
-            ),
+            f"  compiled in {cost['seconds']:,.1f} s",
         ]
-    if plan.roof:
-        bound, seconds = max(plan.roof.items(), key=lambda item: item[1])
-        lines.append(
-            f"roof: {plan.batch_size / seconds:,.0f} {plan.noun}s a second, bounded by {bound}"
-            f" ({', '.join(f'{k} {1e3 * v:,.2f} ms' for k, v in plan.roof.items())})"
-        )
-    if plan.fits is not None:
-        lines.append("fits" if plan.fits else f"does not fit: {ADVICE}")
+        for kind, (count, size) in cost["collectives"].items():
+            lines.append(f"  {kind}: {count}, {size / 2**20:,.1f} MiB")
+    if plan["roof"]:
+        bound, seconds = max(plan["roof"].items(), key=lambda item: item[1])
+        times = ", ".join(f"{k} {1e3 * v:,.2f} ms" for k, v in plan["roof"].items())
+        rate = f"{batch_size / seconds:,.0f} {noun}s a second"
+        lines += [f"roof: {rate}, bounded by {bound} ({times})"]
+        lines += ["fits" if plan["fits"] else f"does not fit: {ADVICE}"]
     return "\n".join(lines)
-
-
-def as_json(plan: Plan) -> str:
-    """Return the plan as JSON."""
-    parts = {name: getattr(plan, name)._asdict() for name in ("train", "evaluate")}
-    has = plan.has and plan.has._asdict()
-    values = plan._asdict() | parts | {"has": has, "fits": plan.fits, "roof": plan.roof}
-    return json.dumps(values, indent=2)

@@ -17,21 +17,8 @@ import jax
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import (
-    checkpoint,
-    costs,
-    devices,
-    extension,
-    files,
-    hosts,
-    loggers,
-    machine,
-    runs,
-    safety,
-    steps,
-)
-from vit.run.display import Display, display
-from vit.run.progress import Progress
+from vit.run import checkpoint, devices, files, hosts, loggers, machine, runs, safety, steps
+from vit.run.progress import Display, Progress, display
 from vit.task import Task
 
 PROFILED = 5
@@ -88,7 +75,7 @@ def train(
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # Check everything before anything is written.
-    config = extension.as_extended(config, workdir)
+    config = runs.as_extended(config, workdir)
     configs.validate(config)
     checkpoint.check_path(workdir)
     loggers.check(log)
@@ -127,7 +114,7 @@ def train(
             bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]
         )
         shown = stack.enter_context(display(lead, first, num_steps))
-        names = list(costs.parameters(program.abstract))
+        names = list(steps.parameters(program.abstract))
         progress = Progress(config, task, rate, steps_per_epoch, names, write, shown, start)
         tracing = stack.enter_context(contextlib.ExitStack())
         step, saved, evaluated = first, first, False

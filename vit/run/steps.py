@@ -91,6 +91,18 @@ def shapes(
     return nnx.split(nnx.eval_shape(new))
 
 
+def parameters(state: nnx.State) -> dict[str, Any]:
+    """Return name -> array (or shape) of each parameter in the state of (model, optimizer).
+
+    The order is that of `jax.tree.leaves`; a name is a path, "blocks.0.attention.key.bias".
+    """
+    model = nnx.filter_state(state, nnx.Param)
+    return {
+        ".".join(str(key.key) for key in path[1:] if hasattr(key, "key")): x
+        for path, x in jax.tree.leaves_with_path(model)
+    }
+
+
 @lru_cache(maxsize=8)
 def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
     """Return the programs of all seeds: the seed is the first argument of `initial` and `train`."""
