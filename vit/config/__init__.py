@@ -380,7 +380,7 @@ class Config:
 
 SECTIONS: dict[str, Any] = {
     field.name: field.type
-    for field in dataclasses.fields(Config)
+    for field in dataclasses.fields(Config)  # pyright: ignore[reportArgumentType]
     if dataclasses.is_dataclass(field.type)
 }
 FIELDS: dict[str, dataclasses.Field] = {
