@@ -10,6 +10,8 @@ from experiments.attention import data as attention_data
 from experiments.attention import errors
 from tests.small import read_csv
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("kind", "of_queries"), [("isotropic", 1.0), ("anisotropic", 1.0), ("clustered", 0.8)]

@@ -15,6 +15,8 @@ from vit import config, evaluate, train
 from vit.reports import metrics, report
 from vit.run import loop
 
+pytestmark = pytest.mark.thorough
+
 _shallow = sized(SHALLOW)
 
 

@@ -15,7 +15,7 @@ from vit.model import classification
 from vit.run import runs
 from vit.weights import conversion
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def one_device(tmp_path_factory):
     return metrics.read(workdir / "metrics.jsonl")
 
 
+@pytest.mark.thorough
 def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
     """Each copy of the parameters lies on four of them, small arrays too."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
@@ -60,6 +61,7 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
     assert max(held.values()) < 1.2 * sum(x.nbytes for x in arrays) / 8
 
 
+@pytest.mark.thorough
 def test_a_batch_in_parts_adds_up_the_gradients_of_all_devices_once(monkeypatch, eight_devices):
     """Masks of dropout and calibration's moments are those of the whole part, on eight devices.
 

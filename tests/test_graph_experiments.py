@@ -12,6 +12,8 @@ from experiments.graphs import termination
 from performer.graphs import Graph, features, theory
 from tests.small import read_csv
 
+pytestmark = pytest.mark.thorough
+
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
 SQUARE = {

@@ -18,6 +18,8 @@ from performer import gp
 from performer.graphs import Graph, couplings, features, kernels
 from tests.small import read_csv
 
+pytestmark = pytest.mark.thorough
+
 
 def _graphs():
     made = {"star": networkx.star_graph(4), "tailed": networkx.lollipop_graph(3, 4)}

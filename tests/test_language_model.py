@@ -22,6 +22,8 @@ from vit.run import loop, runs
 from vit.task import random_streams
 from vit.weights.conversion import Case, exchanged
 
+pytestmark = pytest.mark.thorough
+
 SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 

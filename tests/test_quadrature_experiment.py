@@ -14,6 +14,8 @@ from performer import quadrature as rules
 from tests.small import read_csv
 from tests.test_prepare import idx
 
+pytestmark = pytest.mark.thorough
+
 KERNELS = ("gaussian", "arc-cosine-0")
 
 

@@ -109,6 +109,7 @@ def test_metrics_are_read_while_the_next_steps_compute():
     assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 
 
+@pytest.mark.thorough
 def test_five_steps_are_traced(tmp_path, monkeypatch):
     traced = []
 
@@ -377,6 +378,7 @@ def test_the_running_mean_is_what_is_evaluated(programs):
     assert float(run.evaluate(state, batch)["loss"]) != pytest.approx(float(before), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_undecodable_records_are_counted_and_too_many_stop_the_run(tmp_path, monkeypatch):
     load = data.load
 

@@ -16,6 +16,8 @@ from vit.reports import metrics
 from vit.run import checkpoint, runs
 from vit.weights import transfer
 
+pytestmark = pytest.mark.thorough
+
 SETTINGS = small_config(
     model=config.Model("XS/4"),
     attention=CALIBRATED,
