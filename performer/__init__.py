@@ -59,7 +59,7 @@ MODULES = {
     name: f"performer.{name}"
     for name in (*FOLDERS, "analysis", "features", "graphs", "testing", "theory")
 } | {name: f"performer.{folder}.{name}" for folder, names in FOLDERS.items() for name in names}
-"""Where the modules are that have a name here."""
+"""Modules that are attributes of `performer`, by name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -131,7 +131,13 @@ def excluded(one, other):
     return False
 
 
-CASES = covering_array(FACTORS, excluded)
+PLAIN = {name: levels[0] for name, levels in FACTORS.items()}
+CASES = covering_array(FACTORS, excluded) + [
+    # A pair may be covered by pieces alone, which work another way: whole sequences, too.
+    PLAIN | {"order": "causal t = s", "exact": exact, "place": place}
+    for exact in FACTORS["exact"][1:]
+    for place in FACTORS["place"]
+]
 
 
 class Sizes(dict):

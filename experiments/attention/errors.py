@@ -41,7 +41,7 @@ LEARNED: dict[str, Callable[[Any], Coupling]] = {
 }
 """theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
 ORF = ("orf", "none", 0)
-"""What the others are compared with."""
+"""Baseline of the comparison."""
 NORM = "mean |q|^2 = |k|^2"
 SCHEME = "{coupling}, {calibration}, window {exact window}"
 STEPS = 300

@@ -29,9 +29,9 @@ SIZES = ((1, 1024, 12), (1, 4096, 4), (1, 16384, 1))
 EXACT_TOKENS = 4096
 """On a CPU exact attention is measured with up to so many."""
 TOKENS_AND_HEADS = 16384
-"""Of `crossover`."""
+"""Product of tokens and heads in each case of `crossover`."""
 DIFFERENCE = 0.03
-"""What roundings to bfloat16 may make of the output and the gradients, relative to their norm."""
+"""Bound of the error by bfloat16 in output and gradients, relative to their norm."""
 
 
 class Scale(NamedTuple):
@@ -47,7 +47,7 @@ class Round(NamedTuple):
     which: str
     """The pass."""
     base: str
-    """What the others are compared with."""
+    """Baseline of the comparison."""
     others: tuple[str, ...]
     sizes: tuple[tuple[int, int, int], ...] = SIZES
 
@@ -70,7 +70,7 @@ ROUNDS = {
         Round(BOTH, "kernel, causal", ("ours, causal",), TPU_SIZES[1:]),
     ),
 }
-"""Those of all machines, and those of a kind of accelerator."""
+"""Rounds of all machines, and of each kind of accelerator."""
 
 
 def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:

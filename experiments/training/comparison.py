@@ -78,7 +78,7 @@ class Result(NamedTuple):
     setting: Setting
     runs: Sequence[Run]
     attention_errors: Sequence[tuple[float, float]] = ()
-    """Of the first runs: the mean over layers and heads, and that of uniform attention."""
+    """Attention errors of the first runs, means over layers and heads; and of uniform attention."""
     baseline: Setting | None = None
     """None for the baseline itself."""
     differences: Sequence[float] = ()

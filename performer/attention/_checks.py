@@ -72,7 +72,7 @@ class Exact:
 
 
 class Kernel(NamedTuple):
-    """What is static in the kernels for TPU."""
+    """Static options of the kernels for TPU."""
 
     scale: float
     is_causal: bool
@@ -96,7 +96,7 @@ class Plan:
     block: Size = 0
     """Tokens whose features exist at a time."""
     kernel: Kernel | None = None
-    """Of the kernels for TPU; None is without them."""
+    """Options of the kernels for TPU; None computes without them."""
 
 
 def with_one_batch_axis(tokens: Tokens) -> Tokens:
