@@ -340,3 +340,9 @@ def test_long_queries_and_keys(method):
                 assert np.abs(got - expected).max() < 1e-3 * norm
     same = jnp.full((1, 9, 2, H), 3e4)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(fitting(pair_moments(same, -same))))
+
+
+def test_a_scale_is_shared_by_queries_and_keys():
+    """Scores are scale q.k, so that moments are those of both times the root of the scale."""
+    want = pair_moments(QUERY * 0.3**0.5, KEY * 0.3**0.5, scale=1.0)
+    np.testing.assert_allclose(pair_moments(QUERY, KEY, scale=0.3), want, rtol=1e-5, atol=1e-6)

@@ -149,3 +149,87 @@ def test_vrc_theorem_3_5(d):
         for name in BASES[: -1 if d == 2 else None]:
             assert theory.conformity(name, v, d, 2) > 1
             assert theory.kernel_mse(name, x, x, 2) > least
+
+
+@pytest.mark.parametrize("v", [0.3, 1.5, 4.0])
+def test_simrf_lemma_a_1(v):
+    """At equal lengths the simplex reaches Jensen's bound (Eq. 40); 200 other arrangements do not.
+
+    Only there are all |u_i + u_j|^2 equal and the u_i add up to 0: then they are 2 (d - 2)/(d - 1).
+    """
+    d, rng = 4, np.random.default_rng(0)
+    lengths = np.full(d, 1.7)
+    simplex = np.asarray(directions.simplex(jax.random.key(0), jnp.ones(d), d), np.float64)
+    bound = special.hyp0f1(d / 2, v**2 * 1.7**2 * 2 * (d - 2) / (d - 1) / 4)
+    assert mean_conformity(lengths, simplex, v) == pytest.approx(bound, rel=1e-6)
+    for vectors in [
+        np.eye(d),
+        *rng.normal(size=(100, d, d)),
+        *(simplex + rng.normal(size=(100, d, d)) / 10),
+    ]:
+        units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+        assert mean_conformity(lengths, units, v) > bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("d", [2, 5, 16])
+def test_vrc_corollary_3_4(d):
+    """Pairs lower the error of orthogonal Laplace features at any v, of Fourier ones at small z."""
+    for m in (2, d, 2 * d + 1):
+        for v in (0.2, 1.0, 4.0):
+            x = v / 2 * np.eye(d)[0]
+            orf, pnc = (theory.kernel_mse(name, x, x, m) for name in ("orf", "pnc"))
+            assert pnc < orf
+        x = 0.15 * np.eye(d)[0]
+        orf, pnc = (
+            theory.kernel_mse(name, x, -x, m, features="trigonometric") for name in ("orf", "pnc")
+        )
+        assert pnc < orf
+
+
+def test_vrc_lemma_a_5():
+    """Optimal plans are c-monotone (Eq. 22), also where they are not negative monotone.
+
+    The cost is that of Fourier features at z = 6. The printed Eq. 21 is strict for all pairs, which
+    a point and itself contradict; the plan of equal lengths violates Eq. 22.
+    """
+    d, n = 5, 60
+    lengths = stats.chi(d).ppf((np.arange(n) + 0.5) / n)
+    pairs = np.stack(np.broadcast_arrays(lengths[:, None], lengths), axis=-1)
+    cost = theory.transport_cost(pairs, -(6.0**2), d)
+
+    def exchanged(plan):  # what exchanging the partners of two lengths would add to the cost
+        matched = cost[np.arange(n), plan]
+        return cost[:, plan] + cost[:, plan].T - matched[:, None] - matched
+
+    plan = optimal_plan(-(6.0**2), d)
+    assert (plan != np.arange(n)[::-1]).any()
+    assert exchanged(plan).min() >= -1e-9 * np.abs(cost).max()
+    np.testing.assert_allclose(np.diag(exchanged(plan)), 0, atol=1e-12)
+    assert exchanged(np.arange(n)).min() < -1e-3 * np.abs(cost).max()
+
+
+@pytest.mark.parametrize("d", [3, 8])
+def test_quad_uniform_bound(d):
+    """Quad Sec. 12.4: the printed bound is the least of kappa_1 r^-2d + kappa_2 r^2 over r.
+
+    It is below 1 only for very many rules, so that no simulation could contradict it: at d = 3 and
+    an error of 1/2 on a ball of radius 1/2 it takes more than 10^7.
+    """
+
+    def printed(ratio, share):  # sigma_p l kappa mu / eps, sigma_I^2 / (sigma_I^2 + D eps^2 / 4)
+        constant = (d ** (-d / (d + 1)) + d ** (1 / (d + 1))) * 2 ** ((6 * d + 1) / (d + 1))
+        constant *= (d / (d + 1)) ** (d / (d + 1))
+        return constant * ratio ** (2 * d / (d + 1)) * share ** (1 / (d + 1))
+
+    for ratio, share in [(0.5, 1e-3), (2.0, 1e-6)]:
+        kappa_1, kappa_2 = 2 * 8**d * share, 8 * d / (d + 1) * ratio**2  # in units of l
+
+        def total(log_r, a=kappa_1, b=kappa_2):
+            return a * np.exp(-2 * d * log_r) + b * np.exp(2 * log_r)
+
+        least = optimize.minimize_scalar(total, bounds=(-20, 20), method="bounded").fun
+        assert least == pytest.approx(printed(ratio, share), rel=1e-5)
+    if d == 3:
+        rules = 10**7
+        variance = 4 * (d + 1) / (d - 2)
+        assert printed(3**0.5, variance / (variance + rules / 16)) > 1
