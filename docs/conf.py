@@ -20,7 +20,7 @@ exclude_patterns = ["_build"]
 default_role = "code"
 suppress_warnings = ["ref.python"]  # several records have a field of one name
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(HERE / "_build" / "cache")

@@ -6,8 +6,9 @@ of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3)
 of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled; a ValueError names a file whose
 arrays cannot be used.
 
-The edge probabilities of the qGRF paper's two Erdos-Renyi graphs are not in its text: 0.2 (20
-nodes) and 0.04 (100 nodes) are ours. The seeds are the first that make connected graphs.
+The edge probabilities of the qGRF paper's two Erdos-Renyi graphs, 0.2 (20 nodes) and 0.04 (100
+nodes), are those of its notebook (isaac-reid/antithetic_termination); its draws are not public. The
+seeds are the first that make connected graphs.
 """
 
 from collections.abc import Sequence

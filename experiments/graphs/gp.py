@@ -51,7 +51,7 @@ from performer.graphs.couplings import Coupling
 from performer.kernels import gp
 from vit.reports import report
 
-MESHES = ("teapot", "unit_sphere", "idler_riser", "fandisk")
+MESHES = ("teapot", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
 START = gp.Scales(2.0, 1.0, 0.3)
 BOUNDS = [(-4.0, 4.0)] * 3
@@ -98,7 +98,7 @@ def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = 
     Raises:
         ValueError: when the file is not there, or none can be without data_dir.
     """
-    if name == "torus":  # of 20 by 30 faces
+    if name == "torus" and data_dir is None:  # of 20 by 30 faces
         faces = networkx.grid_2d_graph(20, 30, periodic=True)
         graph, values = Graph.from_networkx(faces), np.sin([2 * np.pi * i / 20 for i, _ in faces])
     elif data_dir is None:

@@ -10,8 +10,6 @@ power iteration. Both for 2, 4, 8 and 16 walks from each node and 100 repetition
 standard errors. Repetitions of two kinds of walks share their keys, so tests are paired. At
 p_halt = 0.5 ensembles are antithetic pairs, and are left out.
 
-The paper's eurosis is not among the graphs we have; eu-core stands in its place.
-
 Writes figure_2 and figure_4 (csv, md, png) to --out.
 """
 
@@ -32,7 +30,7 @@ WALKS = (2, 4, 8, 16)
 P_KERNEL, P_PAGERANK = 0.5, 0.3
 KERNEL = kernels.RegularisedLaplacian(2, 0.1)
 QUANTITIES = {"figure_2": "relative squared error of K", "figure_4": "squared error of PageRank"}
-DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
+DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eurosis_lcc")
 
 Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
 """errors(key, graphs, coupling, repeats) -> (graphs, repeats, sizes)."""
