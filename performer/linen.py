@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -25,6 +26,7 @@ from performer.nnx.linearization import (
     refine_layer,
     report_of,
     sample_of,
+    worst,
 )
 from performer.nnx.report import Report
 from performer.typing import Coupling
@@ -199,12 +201,11 @@ def linearize(
 
     see = partial(_observed, module, variables, batches, call)
     measured = found(added(see(fits, notes.record)), notes, left)
-    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
-    if refine_steps:
-        for number in set(range(len(drawn))) - kept:
-            layer = measured.layers[number]
-            seen = see(lambda path, _, own=layer.path: path == own, examples)
-            refine_layer(drawn[number], layer, sample_of(x[layer.path] for x in seen), refine_steps)
+    drawn = draw(measured.layers, coupling, num_features, calibration, seed, window)
+    for layer, attention in zip(measured.layers, drawn, strict=True) if refine_steps else ():
+        seen = see(lambda path, _, own=layer.path: path == own, examples)
+        refine_layer(attention, layer, sample_of(x[layer.path] for x in seen), refine_steps)
+    kept = worst(measured.layers, drawn, keep)
     layers = {
         layer.path: LinearAttention(
             attention.frequencies[...],
@@ -246,10 +247,10 @@ def _linear(layer: LinearAttention) -> Callable[..., Array]:
     @wraps(linen.dot_product_attention)  # linen passes what the signature names
     def attend(query, key, value, bias=None, mask=None, **options):
         call = call_of(query, key, bias, mask, **options)
-        mask, is_causal = understood(call, key, layer.masks_are_causal)
+        mask, is_causal, fits = understood(call, key, layer.masks_are_causal)
         passed = {name: options[name] for name in ("dtype", "module") if name in options}
         passed |= {"mask": mask, "is_causal": is_causal}
-        return performer_attention_fn(
+        output = performer_attention_fn(
             call.query,
             key,
             value,
@@ -259,6 +260,7 @@ def _linear(layer: LinearAttention) -> Callable[..., Array]:
             deterministic=True,
             **passed,
         )
+        return output if fits is None else jnp.where(fits, output, jnp.nan)
 
     return attend
 

@@ -272,6 +272,39 @@ def test_a_mask_of_another_kind_later_is_an_error():
     new, _ = linearize(Model(), batches, num_features=8)
     with pytest.raises(ValueError, match="were causal ones when it was measured"):
         new(X[0], mask=PADDED)
+    compiled = nnx.jit(lambda model, mask: model(X[0], mask=mask))
+    assert np.isnan(compiled(new, PADDED)).all()
+    np.testing.assert_allclose(compiled(new, CAUSAL), new(X[0], mask=CAUSAL), atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [{"width": 8}, [8]])
+def test_attributes_need_not_be_hashable(config):
+    model = Model()
+    model.config = nnx.static(config)
+    new, report = linearize(model, BATCHES, num_features=8)
+    plain, _ = linearize(Model(), BATCHES, num_features=8)
+    assert list(report.layer_errors()) == ["attention"]
+    np.testing.assert_array_equal(new(X[0]), plain(X[0]))
+
+
+def test_a_replaced_layer_with_dropout_trains():
+    """Its attention dropout is off, in the copy alone."""
+    model = Model(dropout_rate=0.1)
+    new, _ = linearize(model, BATCHES, num_features=8)
+    evaluated = new(X[0])
+    new.train()
+    np.testing.assert_array_equal(new(X[0]), evaluated)
+    assert (model.attention.dropout_rate, new.attention.dropout_rate) == (0.1, 0.0)
+
+
+def test_layers_are_kept_by_their_errors_after_refinement():
+    _, report = linearize(Stack(), BATCHES, num_features=4, refine_steps=30, keep=1)
+    _, unrefined = linearize(Stack(), BATCHES, num_features=4)
+    errors = report.layer_errors()
+    assert {r["path"] for r in report.rows if r["attention"] == "exact"} == {
+        max(errors, key=errors.get)
+    }
+    assert all(errors[path] < error for path, error in unrefined.layer_errors().items())
 
 
 def test_what_is_kept_does_not_grow_with_the_batches():

@@ -211,8 +211,8 @@ class Adapter(nnx.Module):
     """`PerformerAttention`, called as the functions of exact attention are, with masks over pairs.
 
     Such a mask is read as it was in the batches that were measured: as a causal one or not, and
-    for which keys exist. Whether it is of that kind can be seen where its values are known, which
-    those of compiled programs are not.
+    for which keys exist. A mask of another kind raises; in a compiled program, where its values are
+    not known, it makes the output NaN.
     """
 
     def __init__(self, attention: PerformerAttention, function: Any, is_causal: bool):
@@ -228,13 +228,18 @@ class Adapter(nnx.Module):
         """
         given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         call = self.call_of(query, key, **given, **options)
-        mask, is_causal = understood(call, key, self.is_causal)
+        mask, is_causal, fits = understood(call, key, self.is_causal)
         passed = {name: options[name] for name in ("dtype", "module") if name in options}
-        return self.attention(call.query, key, value, mask=mask, is_causal=is_causal, **passed)
+        output = self.attention(call.query, key, value, mask=mask, is_causal=is_causal, **passed)
+        return output if fits is None else jnp.where(fits, output, jnp.nan)
 
 
-def understood(call: Call, key: Array, masks_are_causal: bool) -> tuple[Array | None, bool]:
-    """A mask over keys, and whether attention is causal: what linear attention takes.
+def understood(
+    call: Call, key: Array, masks_are_causal: bool
+) -> tuple[Array | None, bool, Bool[Array, ""] | None]:
+    """Return the mask over keys, whether attention is causal, and whether the mask is such a one.
+
+    The last is None for a mask that is known to be.
 
     Raises:
         ValueError: for what it cannot take, and a mask over pairs of another kind than that.
@@ -242,14 +247,15 @@ def understood(call: Call, key: Array, masks_are_causal: bool) -> tuple[Array | 
     if call.refused:
         raise ValueError(f"linear attention cannot take {call.refused}: leave this layer exact")
     if call.mask is None or call.mask.shape[-2] == 1:
-        return call.mask, call.is_causal
+        return call.mask, call.is_causal, None
     sample, mask = existing(call, key)
     assert mask is not None
-    if not isinstance(mask, Tracer) and not is_of_kind(sample, mask, masks_are_causal):
+    fits = is_of_kind(sample, mask, masks_are_causal)
+    if not isinstance(fits, Tracer) and not fits:
         kind = "causal ones" if masks_are_causal else "those over keys"
         raise ValueError(
             f"the masks of this layer were {kind} when it was measured, and this one is not:"
             " measure it with such masks too, and it stays exact"
         )
     keys = jnp.any(call.mask, axis=(-3, -2), keepdims=True)
-    return keys, call.is_causal or masks_are_causal
+    return keys, call.is_causal or masks_are_causal, fits if isinstance(fits, Tracer) else None

@@ -73,8 +73,9 @@ def linearize(
     of what kind these are is seen in the batches. Moments are over the pairs that exist. A layer is
     left as it is, and named in the report, where a bias, another mask, attention dropout
     (evaluation mode has none), a local window or another function is found, or no call. So is one
-    in a stack of `nnx.vmap` or `nnx.scan`. What calls exact attention by a name that is no
-    attribute cannot be seen.
+    in a stack of `nnx.vmap` or `nnx.scan`. Replaced layers of Flax lose their attention dropout,
+    which linear attention cannot apply, so that the model can be trained on. What calls exact
+    attention by a name that is no attribute cannot be seen.
 
     Args:
         model: any module. It stays as it is.
@@ -85,7 +86,7 @@ def linearize(
             the accuracy without a gradient, and 99% refined (docs, "Results").
         calibration: as of `PerformerAttention`.
         refine_steps: of Adam for each layer, at most; see `performer.refinement`.
-        keep: so many layers, those with the largest errors, stay exact.
+        keep: so many layers, those with the largest errors after refinement, stay exact.
         exact_window: near keys are exact, as in `performer.performer_attention`, in layers of as
             many queries as keys; the errors are those with it.
         exact_first: so are the first keys.
@@ -109,16 +110,17 @@ def linearize(
     window, call = Window(exact_window, exact_first), call or apply_to
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
-    drawn, kept = draw(measured.layers, coupling, num_features, calibration, keep, seed, window)
-    new = evaluated(model)
-    for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
+    drawn = draw(measured.layers, coupling, num_features, calibration, seed, window)
+    pairs = list(zip(measured.layers, drawn, strict=True))
+    for layer, attention in pairs if refine_steps else ():
+        refine_layer(attention, layer, _examples(model, layer.path, batches, call), refine_steps)
+    kept, new = worst(measured.layers, drawn, keep), evaluated(model)
+    for number, (layer, attention) in enumerate(pairs):
         if number in kept:
             continue
-        if refine_steps:
-            refine_layer(
-                attention, layer, _examples(model, layer.path, batches, call), refine_steps
-            )
         hook = _hook(new, layer.path)
+        if isinstance(hook.module, nnx.MultiHeadAttention):
+            hook.module.dropout_rate = 0.0
         if layer.masks or not hook.in_layer:
             attention = hooks_.Adapter(attention, hook.function, layer.masks_are_causal)
         hook.put(attention)
@@ -202,17 +204,17 @@ def _observed(
 ) -> Iterator[dict[str, dict[str, Array]]]:
     """Records of each batch, by path."""
     graph, state = nnx.split(model)
+
+    @partial(jax.jit, static_argnums=0)
+    def seen(settings, state, arrays):  # the graph is closed over: attributes need not be hashable
+        model = nnx.merge(graph, state)
+        call(model, joined(settings, arrays))
+        recorders = [m for _, m in nnx.iter_modules(model) if isinstance(m, hooks_.Recorder)]
+        return {r.path: r.seen.get_value() for r in recorders if r.seen is not None}
+
     for batch in batches:
         settings, arrays = parted(batch)
-        yield _seen(graph, call, settings, state, arrays)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _seen(graph, call, settings, state, arrays):
-    model = nnx.merge(graph, state)
-    call(model, joined(settings, arrays))
-    recorders = [m for _, m in nnx.iter_modules(model) if isinstance(m, hooks_.Recorder)]
-    return {r.path: r.seen.get_value() for r in recorders if r.seen is not None}
+        yield seen(settings, state, arrays)
 
 
 def parted(batch: Any) -> tuple[tuple, list]:
@@ -268,11 +270,10 @@ def draw(
     coupling: str | Coupling,
     num_features: int | None,
     calibration: str,
-    keep: int,
     seed: int,
     window: Window = NO_WINDOW,
-) -> tuple[list[PerformerAttention], set[int]]:
-    """Attention for each layer, and the numbers of the layers that stay exact."""
+) -> list[PerformerAttention]:
+    """Attention for each layer, calibrated."""
     drawn = []
     for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
         heads, head_dim = layer.sample.key.shape[-2:]
@@ -292,9 +293,14 @@ def draw(
         if attention.calibration is not None:
             attention.calibrate(layer.moments)
         drawn.append(attention)
+    return drawn
+
+
+def worst(layers: list[Layer], drawn: list[PerformerAttention], keep: int) -> set[int]:
+    """Return the numbers of the `keep` layers with the largest errors."""
     pairs = zip(layers, drawn, strict=True)
     errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
-    return drawn, set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
+    return set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
 
 
 def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
