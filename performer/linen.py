@@ -133,12 +133,12 @@ COLLECTION = "linearized"
 
 
 class LinearAttention(NamedTuple):
-    """What stands in the place of one layer's exact attention."""
+    """Replacement of one layer's exact attention."""
 
     frequencies: Float[Array, "k m h"]
     calibration: Calibration | None
     masks_are_causal: bool
-    """Whether its masks over pairs of a query and a key are; else they are over keys."""
+    """True if its masks over pairs of a query and a key are causal; else they are over keys."""
     window: Window = NO_WINDOW
 
 

@@ -1,10 +1,13 @@
 """The examples of the docstrings run, with the names that their readers have at hand."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
+import re
 import traceback
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -166,3 +169,15 @@ def test_examples_run(module, test, x64, monkeypatch):
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
         run(module, test)
     assert not rounded
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    """Never with "What", "Of", "Whether", ...: help texts and the reference must stand alone."""
+    wrong = []
+    for path in (p for top in ("performer", "vit", "experiments") for p in Path(top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Expr) else None
+            text = text.value if isinstance(text, ast.Constant) else None
+            if isinstance(text, str) and re.match(r"(What|Of|Whether|That|Those|How|So)\b", text):
+                wrong.append(f"{path}:{node.lineno}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)

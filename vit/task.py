@@ -1,4 +1,4 @@
-"""What a run learns, as one value.
+"""Task: the model, loss and measures of a run, as one value.
 
 `vit.model.classification.task` is the first one, and the only module that knows pictures. Another
 is a `Task` of functions, handed with its data set to `vit.run.loop.train`:
@@ -89,7 +89,7 @@ class Task(NamedTuple):
     `vit.weights.conversion.Replaced`, for `vit.convert`; None for
     `vit.weights.conversion.linearized`."""
     is_causal: bool = False
-    """Whether a query sees only the keys up to its own place."""
+    """True if a query attends only to the keys up to its own place."""
     distances: Callable[[Any], Any] = no_distances
     """Tree of parameters -> for each the number of layers between it and the output, to whose power
     `config.optim.layer_decay` is raised."""

@@ -34,7 +34,7 @@ SCHEMES = {
 }
 """Couplings under each calibration; where names are given all of those under each."""
 NEAR = (("pm-antithetic", "full"),)
-"""What has near keys that are exact, where no names are given."""
+"""Couplings with an exact window, where no names are given."""
 LEARNED: dict[str, Callable[[Any], Coupling]] = {
     "copula": copula.orthogonal,
     "copula-antithetic": lambda theta: couplings.Antithetic(copula.orthogonal(theta)),
@@ -45,7 +45,7 @@ ORF = ("orf", "none", 0)
 NORM = "mean |q|^2 = |k|^2"
 SCHEME = "{coupling}, {calibration}, window {exact window}"
 STEPS = 300
-"""Of Adam, from independent lengths."""
+"""Steps of Adam, from independent lengths."""
 
 
 def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:

@@ -40,7 +40,7 @@ class Method(NamedTuple):
     estimate: Callable[..., Float[Array, "b n t s"]]
     """(parameters, what stays, sample, is_causal) -> A^."""
     loss: str = ""
-    """Of `performer.refinement.transfer`; not trained if empty."""
+    """Options of `performer.refinement.transfer`; not trained if empty."""
 
 
 def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_causal: bool = False):

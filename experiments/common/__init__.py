@@ -1,1 +1,1 @@
-"""What the experiments share: how they start, statistics, timing, tables, figures."""
+"""Parts that the experiments share: start, statistics, timing, tables, figures."""

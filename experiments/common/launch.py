@@ -1,4 +1,4 @@
-"""How experiments start: the flags of a command are the parameters of its `main`.
+"""Start of an experiment: the flags of a command are the parameters of its `main`.
 
     def main(data_sets: Sequence[str] = (), draws: int = 100, out: Path = Path("results")) -> None:
         \"\"\"Print the table.

@@ -61,7 +61,7 @@ def chosen(names: Sequence[str], default: Sequence[str], data_dir: Path | None) 
 
 
 def copies(graph: Graph, count: int) -> Graph:
-    """So many copies of a graph side by side: one draw of walks has as many repetitions of each."""
+    """Return copies of a graph side by side: one draw of walks has as many repetitions of each."""
     return Graph.from_scipy(scipy.sparse.kron(scipy.sparse.eye_array(count), graph.to_scipy()))
 
 

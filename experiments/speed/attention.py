@@ -35,7 +35,7 @@ DIFFERENCE = 0.03
 
 
 class Scale(NamedTuple):
-    """How much is measured: everything, or with --quick a 16th of the tokens and few repeats."""
+    """Amount of work: everything, or with --quick a 16th of the tokens and few repeats."""
 
     repeats: int = 7
     divisor: int = 1

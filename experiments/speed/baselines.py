@@ -1,4 +1,4 @@
-"""What `performer_attention` is compared with, for the speed and for the numbers.
+"""Baselines of `performer_attention`, for the speed and for the numbers.
 
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys

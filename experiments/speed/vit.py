@@ -1,4 +1,4 @@
-"""What a training step of a ViT costs, by the number of tokens: time and memory.
+"""Cost of a training step of a ViT by the number of tokens: time and memory.
 
 Size Ti, one picture of 224 pixels in patches of 16, 8 and 4: 197, 785 and 3137 tokens, class token
 included. The step is that of `vit.train`, gradients and optimiser included, as it is compiled for

@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def num_features(self) -> Size:
-        """How many features a token has."""
+        """Number of features of a token."""
         return self.frequencies.shape[-2] * self.feature_map.features_per_frequency
 
 
@@ -86,7 +86,7 @@ class Kernel(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Plan:
-    """How a call is computed."""
+    """Plan of the computation of a call."""
 
     axis_name: str | None = None
     return_state: bool = False

@@ -18,7 +18,7 @@ from performer.attention.state import Keys, State, finite
 
 
 class Sums(NamedTuple):
-    """Of the log-decays of a chunk."""
+    """Sums of the log-decays of a chunk."""
 
     since: Float[Array, "*c w"]
     """From the first token up to this one: what the keys before the chunk have faded."""
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
 
 
 def sums(log_decay: Float[Array, "*c w"]) -> Sums:
-    """Of each token of a chunk."""
+    """Sums up to each token of a chunk."""
     since = jnp.cumsum(log_decay, axis=-1)
     after = jnp.concatenate([log_decay[..., 1:], jnp.zeros_like(log_decay[..., :1])], axis=-1)
     return Sums(since, jax.lax.cumsum(after, axis=after.ndim - 1, reverse=True), since[..., -1])
@@ -78,7 +78,7 @@ def as_seen(keys: Keys, side: str) -> Keys:
 
 
 def total(keys: Keys) -> Float[Array, "k b"] | None:
-    """What earlier keys fade over all of these."""
+    """Log-decay of earlier keys over all of these."""
     return None if keys.log_decay is None else jnp.sum(keys.log_decay, axis=1).T
 
 

@@ -59,7 +59,7 @@ def attention_fn(
 
 
 def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
-    """Of the query at the place alone."""
+    """Mask row of the query at the place alone."""
     if place is None:
         return x
     return jnp.sum(x, axis, where=jnp.moveaxis(place, -3, axis), keepdims=True)

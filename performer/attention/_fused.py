@@ -31,7 +31,7 @@ MEMORY = 15 * 2**20
 """Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
 WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
-"""What it takes for each token and query head: so many times (h + v) elements, and so many bytes
+"""Memory for each token and query head: so many times (h + v) elements, and so many bytes
 for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
 than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
 
@@ -67,7 +67,7 @@ def with_kernels(
 def _refused(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
 ) -> str | None:
-    """What of a call the kernels do not take, whatever the sizes; None if they take it."""
+    """Reason why the kernels do not support the call, whatever the sizes; None if they do."""
     sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
     widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
     dtypes = [x.dtype.name for x in tokens]
@@ -199,7 +199,7 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
 
 
 def _operands(x: Arguments, scale: float):
-    """As the kernels have them: tokens last, one of everything for each key head."""
+    """Operands in the layout of the kernels: tokens last, one of everything for each key head."""
     from performer.attention._pallas import Operands  # a slow import, for those who use it
 
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype

@@ -29,7 +29,7 @@ from performer.typing import float32_or_wider
 
 
 class Arguments(NamedTuple):
-    """What a call computes with, after shift and calibration; all heads that have own sums."""
+    """Arguments of the computation, after shift and calibration; all heads that have own sums."""
 
     query: Float[Array, "b t n h"]
     keys: Keys

@@ -1,4 +1,4 @@
-"""What weighs the pairs of attention by their place: masks, log-weights, decay, packed segments."""
+"""Weights of pairs by their place: masks, log-weights, decay, packed segments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class Pairs:
     """Weights of the pairs of a query and a key that depend on where the two stand."""
 
     log_weights: Float[Array, "b s #k"] | None = None
-    """Of keys: mask, lengths and log-weights in one; -inf where no key is, None for 0."""
+    """Log-weights of keys, with mask and lengths; -inf where no key is, None for 0."""
     log_decay: Float[Array, "b t n"] | None = None
-    """Of tokens, for key heads, or for query heads where they have their own."""
+    """Decay of tokens, for key heads, or for query heads where they have their own."""
     segments: tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None = None
-    """Of queries and of keys; no second for self attention."""
+    """Segments of queries and of keys; no second for self attention."""
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

@@ -63,7 +63,7 @@ CHUNK = LANES
 
 
 class Operands(NamedTuple):
-    """What attention is of, or a gradient for each, or blocks or references: None for none.
+    """Arrays of a call, or a gradient for each, or blocks or references: None for none.
 
     Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
     (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
@@ -148,7 +148,7 @@ def fold(
 
 
 def columns(x: Array, count: int) -> Array:
-    """So many columns, if there are `LANES` equal ones: one must be copied to all lanes first."""
+    """Return columns where there are `LANES` equal ones: one must be copied to all lanes first."""
     if x.shape[2] == 1:
         return x
     return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]

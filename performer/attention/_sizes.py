@@ -1,4 +1,4 @@
-"""How many tokens are worked on at once: chunks and blocks, of sizes that may be symbolic.
+"""Numbers of tokens that are computed at once: chunks and blocks, of sizes that may be symbolic.
 
 A size of `jax.export.symbolic_shape` stands for every number from 1: no comparison of it is decided
 while a function is traced. The formulas therefore have the largest and the smallest of two sizes as

@@ -119,7 +119,7 @@ class Own(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What comes into a chunk from one side."""
+    """States that come into a chunk from one side."""
 
     far: State
     segment: Array | None
@@ -221,7 +221,7 @@ def merge(left: Rows, right: Rows) -> Rows:
 
 @jax.custom_batching.custom_vmap
 def anywhere(lost: Bool[Array, "..."]) -> Bool[Array, ""]:
-    """Whether any is; one answer under `vmap` too, where two would mean that all is computed."""
+    """Return if any is; one answer under `vmap` too, where two would mean that all is computed."""
     return jnp.any(lost)
 
 
@@ -234,7 +234,7 @@ def _(size, batched, lost):
 
 
 def _edge(end: State, xs: Block, side: int) -> Carry:
-    """What comes in from one end of the sequence; beside it there is no chunk."""
+    """States that come in from one end of the sequence; beside it there is no chunk."""
     end, beside = jax.tree.map(flat, end), None
     segment = None if xs.ids is None else xs.ids[side, :, side, side]
     if xs.near is not None:
@@ -245,7 +245,7 @@ def _edge(end: State, xs: Block, side: int) -> Carry:
 
 
 def _after_blocks(key_map: Features, xs: Block, end: Carry, keep: bool) -> tuple[Carry, Own | None]:
-    """What comes into each block from the keys after it; the states of its chunks to `keep`."""
+    """Sums into each block of the keys after it; the states of its chunks to `keep`."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(carry, x):
@@ -282,7 +282,7 @@ def _own(
 
 
 def _passed(own: Own, carry: Carry, after: bool):
-    """What comes into each chunk of a block, (states (k, b, c, m), segments (b, c)); and beyond."""
+    """States into each chunk of a block, (states (k, b, c, m), segments (b, c)); and beyond."""
     far, segment, beside = carry
     if beside is not None:  # states are a chunk late
         parts = (own, beside) if after else (beside, own)

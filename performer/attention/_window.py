@@ -232,7 +232,7 @@ def _of_others(log_decay: Array, which, axis_name: str | None) -> Array | float:
 
 
 def _begins(ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Where the run of equal numbers begins that a token is in."""
+    """Start of the run of equal numbers that contains a token."""
     new = ids != jnp.roll(ids, 1, axis=1)
     return jax.lax.cummax(jnp.where(new, jnp.arange(ids.shape[1]), 0), axis=1)
 

@@ -20,7 +20,7 @@ from performer.features import Split
 from performer.typing import Size, float32_or_wider
 
 Features = Callable[[Array], Split]
-"""Of queries or of keys (k, b, ..., t, h)."""
+"""Features of queries or of keys (k, b, ..., t, h)."""
 
 
 BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
@@ -32,13 +32,13 @@ class Keys(NamedTuple):
     key: Float[Array, "b s k h"]
     value: Float[Array, "b s k v"]
     log_weights: Float[Array, "b s #k"] | None
-    """Of the keys, or of those of each head; -inf where there is no key, None for 0 everywhere."""
+    """Log-weights of the keys, or of those of each head; -inf: no key, None: 0 everywhere."""
     log_decay: Float[Array, "b s k"] | None = None
-    """What earlier keys fade when this one comes, None for 0 everywhere; see `_decay`."""
+    """Log-decay of earlier keys at this one, None for 0 everywhere; see `_decay`."""
 
 
 class State(NamedTuple):
-    """What the queries see of the keys, per batch entry and key head; float32, or float64.
+    """Sums over the keys, per batch entry and key head; float32, or float64.
 
     Its size does not depend on how many keys it holds. The leaves of `performer_attention`'s
     states are (b, k, m), (b, k, m) and (b, k, m, v), without b where its inputs have none; m is the
@@ -54,14 +54,14 @@ class State(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What the queries see of earlier keys with an exact window, in causal attention.
+    """Sums over earlier keys, and near keys, with an exact window in causal attention.
 
     Its size does not depend on how many keys it holds, either. Keys are as attention uses them,
     after shift and calibration.
     """
 
     far: State
-    """Of the keys before `near`."""
+    """State of the keys before `near`."""
     near: Keys
     """(b, 2 w, k, .): the chunk before that of the next token, and its own as far as it goes."""
     first: Keys
@@ -149,7 +149,7 @@ def rounded(x: Array) -> Array:
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
-    """What the large products are computed in: bfloat16 for bfloat16 values, else float32 or wider.
+    """Return the dtype of the large products: bfloat16 for bfloat16 values, else float32 or wider.
 
     float16 has not the range for sums over the keys.
     """
@@ -180,7 +180,7 @@ _over_keys_narrow = jax.custom_jvp(_over_keys, nondiff_argnums=(2,))
 
 @_over_keys_narrow.defjvp
 def _(dtype, primals, tangents):
-    """What rounding takes from dz, ds has to take from the mean of the values, z / s."""
+    """Subtract the loss of rounding in dz from the mean of the values, z / s, through ds."""
     (weights, value), (d_weights, d_value) = primals, tangents
     s, z = jnp.sum(weights, axis=-2), dot("...sm,...sv->...mv", weights, value, dtype)
     ds = jnp.sum(d_weights, axis=-2)

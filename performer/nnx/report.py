@@ -25,7 +25,7 @@ def head_errors(
     is_causal: bool = False,
     window: Window = NO_WINDOW,
 ) -> dict[str, Float[Array, " n"]]:
-    """By name a number for each head, of one layer; sums and means over what exists.
+    """Return name -> a number for each head of one layer; sums and means over what exists.
 
     "attention error" is |A^ - A|^2 / |A|^2, "uniform attention" the same of a mean over all keys;
     "|q|^2" and "|k|^2" are means after the factor sqrt(scale) each, and "keys attended to" is e to

@@ -25,7 +25,7 @@ LIBTPU = {
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-"""What libtpu reads where there is no TPU; otherwise it asks the machine's metadata server."""
+"""Variables that libtpu reads where there is no TPU, instead of the machine's metadata server."""
 
 
 def devices(topology: str) -> Sequence[Any]:
