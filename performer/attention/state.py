@@ -67,7 +67,7 @@ class WindowState(NamedTuple):
     first: Keys
     """(b, f, k, .): the first keys."""
     position: Int[Array, "*b"]
-    """How many keys there have been."""
+    """Number of keys so far."""
 
 
 def empty(
