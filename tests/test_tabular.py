@@ -26,7 +26,7 @@ def test_reads_numbers(tmp_path):
     assert table.y.tolist() == [0.5, 1.5]
 
 
-def test_text_becomes_its_rank_and_identifiers_go(tmp_path):
+def test_text_is_one_hot_and_identifiers_go(tmp_path):
     n = 20
     text = "id,nominal,doors,y\n" + rows(
         [f"P{i:02}" for i in range(n - 1)] + ["P00"],
@@ -35,8 +35,13 @@ def test_text_becomes_its_rank_and_identifiers_go(tmp_path):
         range(n),
     )
     table = tabular.load("t", "regression", write(tmp_path, text))
-    assert table.columns == ("nominal", "doors")
-    assert table.x[:4].tolist() == [[2, 0], [0, 3], [1, 1], [0, 2]]
+    assert table.columns[:4] == (*(f"nominal, value {i}" for i in range(3)), "doors, value 0")
+    ranks = np.array([[2, 0], [0, 3], [1, 1], [0, 2]])
+    expected = np.hstack([np.eye(3)[ranks[:, 0]], np.eye(4)[ranks[:, 1]]])
+    assert table.x[:4].tolist() == expected.tolist()
+    numbers = write(tmp_path, "a,y\n" + rows([1, 2, 3, 1] * 5, range(n)), "numbers")
+    table = tabular.load("numbers", "regression", numbers, nominal=True)
+    assert table.x[:4].tolist() == np.eye(3)[[0, 1, 2, 0]].tolist()
 
 
 @pytest.mark.parametrize(
@@ -134,53 +139,53 @@ def a_table(rows=40, columns=3, classes=False):
     return tabular.Table("t", x, y, tuple("abcdefgh"[:columns]))
 
 
-def test_splits():
-    table = a_table()
-    parts = tabular.splits(table, 5, train=100, test=8, seed=1)
-    assert parts.train_x.shape == (5, 20, 3)
-    assert parts.test_x.shape == (5, 8, 3)
-    np.testing.assert_allclose(parts.train_x.mean(axis=1), 0, atol=1e-12)
-    np.testing.assert_allclose(parts.train_x.std(axis=1), 1, atol=1e-12)
-    np.testing.assert_allclose(parts.train_y.mean(axis=1), 0, atol=1e-12)
-    np.testing.assert_allclose(parts.train_y.std(axis=1), 1, atol=1e-12)
+def raw_rows(table, part):
+    """The numbers of the rows of a split, found by their targets."""
     index = {round(y, 9): i for i, y in enumerate(table.y.tolist())}
-    for i in range(5):
-        raw = [parts.mean[i] + parts.scale[i] * y[i] for y in (parts.train_y, parts.test_y)]
-        train, test = ([index[round(y, 9)] for y in part.tolist()] for part in raw)
-        assert len({*train, *test}) == 28
-        centre, spread = table.x[train].mean(axis=0), table.x[train].std(axis=0)
-        np.testing.assert_allclose(parts.train_x[i], (table.x[train] - centre) / spread)
-        np.testing.assert_allclose(parts.test_x[i], (table.x[test] - centre) / spread)
-    assert not np.allclose(parts.train_x[0], parts.train_x[1])
-    fewer = tabular.splits(table, 2, train=100, test=8, seed=1)
-    np.testing.assert_array_equal(fewer.test_x, parts.test_x[:2])
-    other = tabular.splits(table, 2, train=100, test=8, seed=2)
-    assert not np.allclose(other.test_x, fewer.test_x)
-    classes = tabular.splits(a_table(classes=True), 3, train=20, test=100)
-    assert classes.test_x.shape == (3, 20, 3)
-    assert {*classes.train_y.ravel().tolist(), *classes.test_y.ravel().tolist()} == {0, 1}
-    assert np.issubdtype(classes.train_y.dtype, np.integer)
-    assert (classes.mean.tolist(), classes.scale.tolist()) == ([0] * 3, [1] * 3)
+    raw = [part.mean + part.scale * y for y in (part.train_y, part.test_y)]
+    return [[index[round(y, 9)] for y in ys.tolist()] for ys in raw]
 
 
-def test_a_rare_flag_is_scaled_by_the_whole_table():
+def test_folds():
+    """Each row tests once, the rest train and standardise, and of those `train` are kept."""
     table = a_table()
-    table.x[:, 1] = np.arange(40) == 0
-    parts = tabular.splits(table, 10, train=20, test=20)
+    folds = tabular.folds(table, 5, 100)
+    assert folds.train_x.shape == (5, 32, 3)
+    assert folds.test_x.shape == (5, 8, 3)
+    np.testing.assert_allclose(folds.train_x.mean(axis=1), 0, atol=1e-12)
+    np.testing.assert_allclose(folds.train_y.std(axis=1), 1, atol=1e-12)
+    tested = []
+    for i in range(5):
+        part = tabular.Split(*(array[i] for array in folds))
+        train, test = raw_rows(table, part)
+        assert len({*train, *test}) == 40
+        centre, spread = table.x[train].mean(axis=0), table.x[train].std(axis=0)
+        np.testing.assert_allclose(part.test_x, (table.x[test] - centre) / spread)
+        tested += test
+    assert sorted(tested) == list(range(40))
+    few = tabular.folds(table, 5, 10)  # 20 rows, of which 16 train and 10 are kept
+    assert few.train_x.shape == (5, 10, 3)
+    part = tabular.Split(*(array[0] for array in few))
+    train, test = raw_rows(table, part)
+    assert max(train + test) < 20
+
+
+def test_standardised():
+    table = a_table(classes=True)
+    split = tabular.standardised(table, np.arange(30), np.arange(30, 40))
+    assert split.train_y.tolist() == table.y[:30].tolist()
+    assert (split.mean, split.scale) == (0, 1)
+    table.x[:, 1] = np.arange(40) == 39  # a rare flag is scaled by the whole table
+    split = tabular.standardised(table, np.arange(30), np.arange(30, 40))
     scaled = (table.x[:, 1] - 1 / 40) / np.sqrt(1 / 40 * 39 / 40)
-    without = [i for i in range(10) if np.ptp(parts.train_x[i, :, 1]) == 0]
-    assert 0 < len(without) < 10
-    for i in without:
-        np.testing.assert_allclose(parts.train_x[i, :, 1], scaled[1])
-        np.testing.assert_allclose(np.sort(parts.test_x[i, :, 1]), [*[scaled[1]] * 19, scaled[0]])
+    np.testing.assert_allclose(split.train_x[:, 1], scaled[:30])
+    np.testing.assert_allclose(split.test_x[:, 1], scaled[30:])
 
 
 def test_splits_refused():
-    with pytest.raises(ValueError, match="'t' has 3 rows: at least 4 are needed"):
-        tabular.splits(a_table(3), 1, train=9, test=5)
+    with pytest.raises(ValueError, match="'t' has 3 rows: too few for 5 folds"):
+        tabular.folds(a_table(3), 5)
     table = a_table()
     table.y[1:] = 4
-    with pytest.raises(
-        ValueError, match="training targets of data set 't' are 4 in split .*larger"
-    ):
-        tabular.splits(table, 20, train=5, test=5)
+    with pytest.raises(ValueError, match="training targets of data set 't' are 4 in one split"):
+        tabular.standardised(table, np.arange(1, 20), np.arange(20, 30))

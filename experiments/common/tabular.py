@@ -1,10 +1,9 @@
 """Tabular data sets: read from csv files or from scikit-learn, split and standardised.
 
 A csv file has a header, commas between its cells and the target in its last column. A column of
-text becomes the rank of its value among the distinct ones in sorted order, 0, 1, ...: so that the
-dimension is the number of columns, as in the papers' tables (abalone d = 8, car 6, chess 6), at the
-price of an order that nominal values do not have. A text column whose values are nearly all
-distinct is an identifier (yeast's SequenceName) and is left out.
+text is nominal: it becomes one column of zeros and ones for each of its distinct values (one-hot).
+A text column whose values are nearly all distinct is an identifier (yeast's SequenceName) and is
+left out.
 
 Every error names the place (data set, column, row below the header) and the fix.
 """
@@ -47,21 +46,21 @@ class Table(NamedTuple):
     """Names of the d columns."""
 
 
-class Splits(NamedTuple):
-    """Random splits of one table, stacked: s splits, n training and k test rows each."""
+class Split(NamedTuple):
+    """Training and test rows, standardised by the training rows; `folds` stacks them (s, ...)."""
 
     train_x: np.ndarray
-    """(s, n, d), each column with mean 0 and standard deviation 1 in each split."""
+    """(n, d), each column with mean 0 and standard deviation 1."""
     train_y: np.ndarray
-    """(s, n): class numbers, or targets with mean 0 and standard deviation 1 in each split."""
+    """(n,): class numbers, or targets with mean 0 and standard deviation 1."""
     test_x: np.ndarray
-    """(s, k, d), shifted and scaled as the training rows of the split."""
+    """(k, d), shifted and scaled as the training rows."""
     test_y: np.ndarray
-    """(s, k), shifted and scaled as the training targets of the split."""
-    mean: np.ndarray
-    """(s,): y = mean + scale * train_y in raw units; 0 for class numbers."""
-    scale: np.ndarray
-    """(s,): 1 for class numbers."""
+    """(k,), shifted and scaled as the training targets."""
+    mean: Any
+    """Targets in raw units are mean + scale * train_y; 0 for class numbers."""
+    scale: Any
+    """1 for class numbers."""
 
 
 def names(value: Sequence[str], kind: Kind, data_dir: Path | None = None) -> list[str]:
@@ -78,7 +77,7 @@ def names(value: Sequence[str], kind: Kind, data_dir: Path | None = None) -> lis
     return list(dict.fromkeys(value)) or list(choices)
 
 
-def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
+def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = False) -> Table:
     """Read a data set.
 
     Args:
@@ -87,6 +86,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
             Three pixels of digits are always 0 and are left out: d = 61.
         kind: with "classification" the distinct targets, sorted, become class numbers.
         data_dir: folder with `<name>.csv` or `uci_<kind>/<name>.csv`.
+        nominal: columns of numbers are nominal, too.
 
     Raises:
         ValueError: for an unknown name, or a file whose header, rows, cells or target cannot be
@@ -104,9 +104,12 @@ def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
     x = {}
     for column, cells in zip(header[:-1], columns, strict=False):
         where = f"column {column!r} of data set {name!r}"
-        values, is_text = _column(where, cells)
+        values, is_text = _column(where, cells, nominal)
         if is_text and values.max() + 1 > 0.9 * len(cells):
             logging.warning("%s is left out: an identifier, not a feature", where)
+        elif is_text:
+            ranks = range(int(values.max()) + 1)
+            x |= {f"{column}, value {rank}": 1.0 * (values == rank) for rank in ranks}
         else:
             x[column] = values
     if not x:
@@ -125,47 +128,50 @@ def load(name: str, kind: Kind, data_dir: Path | None = None) -> Table:
     return Table(name, np.stack(list(x.values()), axis=1), y, tuple(x))
 
 
-def splits(table: Table, count: int, *, train: int, test: int, seed: int = 0) -> Splits:
-    """Split the rows at random, and standardise by the training rows of each split.
+def folds(table: Table, count: int = 20, train: int = 512) -> Split:
+    """Stack the splits of a cross-validation, by the settings of the code of VRC.
 
-    A column that is constant in the training rows of a split (a rare flag) has the mean and the
-    standard deviation of the whole data set there.
-
-    Args:
-        table: the data set.
-        count: number of splits. Split i depends on the seed and i alone, not on the count.
-        train: training rows of a split; at most half of the rows are taken.
-        test: test rows of a split; at most the rest is taken.
-        seed: of the permutations.
+    Of the first 2 `train` rows, in random order, each fold tests once. The others train: they
+    standardise, and `train` of them at most are kept.
 
     Raises:
-        ValueError: for a table of less than four rows, or regression targets that are constant in
-            the training rows of a split.
+        ValueError: for fewer rows than folds, or less than two folds.
     """
-    n = min(train, len(table.x) // 2)
-    if n < 2:
-        raise ValueError(f"data set {table.name!r} has {len(table.x)} rows: at least 4 are needed")
-    parts = [_split(table, i, n, n + test, seed) for i in range(count)]
-    return Splits(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
+    order = np.random.default_rng(0).permutation(min(len(table.x), 2 * train))
+    size = len(order) // count
+    if not size or count < 2:
+        raise ValueError(
+            f"data set {table.name!r} has {len(order)} rows: too few for {count} folds"
+        )
+    slices = [slice(i * size, (i + 1) * size) for i in range(count)]
+    parts = [standardised(table, np.delete(order, test), order[test]) for test in slices]
+    arrays = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
+    return Split(arrays[0][:, :train], arrays[1][:, :train], *arrays[2:])
 
 
-def _split(table: Table, number: int, n: int, end: int, seed: int) -> tuple[Any, ...]:
-    order = np.random.default_rng((seed, number)).permutation(len(table.x))
-    first, second = order[:n], order[n:end]
+def standardised(table: Table, train: np.ndarray, test: np.ndarray) -> Split:
+    """Split the table into rows of these numbers, standardised by the former.
+
+    A column that is constant in them (a rare flag) has the mean and the standard deviation of the
+    whole table.
+
+    Raises:
+        ValueError: for regression targets that are constant in the training rows.
+    """
     x, y, mean, scale = table.x, table.y, 0.0, 1.0
-    constant = np.ptp(x[first], axis=0) == 0
-    centre = np.where(constant, x.mean(axis=0), x[first].mean(axis=0))
-    spread = np.where(constant, x.std(axis=0), x[first].std(axis=0))
+    constant = np.ptp(x[train], axis=0) == 0
+    centre = np.where(constant, x.mean(axis=0), x[train].mean(axis=0))
+    spread = np.where(constant, x.std(axis=0), x[train].std(axis=0))
     if not np.issubdtype(y.dtype, np.integer):
-        if np.ptp(y[first]) == 0:
+        if np.ptp(y[train]) == 0:
             raise ValueError(
-                f"all {n} training targets of data set {table.name!r} are {y[first[0]]:g} in split"
-                f" {number}: take a larger training part"
+                f"all {len(train)} training targets of data set {table.name!r} are"
+                f" {y[train[0]]:g} in one split: take a larger training part"
             )
-        mean, scale = y[first].mean(), y[first].std()
+        mean, scale = y[train].mean(), y[train].std()
         y = (y - mean) / scale
     x = (x - centre) / spread
-    return x[first], y[first], x[second], y[second], mean, scale
+    return Split(x[train], y[train], x[test], y[test], mean, scale)
 
 
 def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
-from experiments.common import harness, launch, statistics
-from experiments.tabular import uci
+from experiments.common import harness, launch, statistics, tabular
 from performer import kernels
 from vit.reports import report
 
@@ -69,9 +69,10 @@ def main(
     """
     launch.at_least(2, draws=draws)
     points = {"synthetic": jax.random.normal(jax.random.key(12), (POINTS, 8)) / 8**0.5}
-    for name, splits in uci.tables(data_sets, data_dir, 1, POINTS):
-        x = splits.train_x[0]
-        points[name] = jnp.asarray(x / np.sqrt(x.shape[-1]), jnp.float32)
+    for name in tabular.names(data_sets, "regression", data_dir):
+        x = tabular.load(name, "regression", data_dir).x
+        x = np.random.default_rng(0).choice(x, POINTS, replace=False)
+        points[name] = jnp.asarray(stats.zscore(x) / np.sqrt(x.shape[-1]), jnp.float32)
     rows = [row for name, x in points.items() for row in errors(name, x, orders, draws, out / name)]
     print(report.table(rows, out / "matern"))
 
