@@ -36,35 +36,6 @@ def test_within_the_window_it_is_softmax(is_causal, slopes):
         close(got, want, 1e-6)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("window", [0, 3])
-def test_decay_of_the_data(is_causal, window, small_chunks):
-    """Over several chunks, with gates that close; beside masks and log-weights of keys."""
-    tokens, log_decay = inputs(t=23), random_decays(t=23)
-    log_decay[0, 6] = log_decay[1, 18, 1] = -np.inf
-    log_decay[1, 3] = -60.0
-    log_weights = np.random.default_rng(1).standard_normal((2, 23, 2)).astype(np.float32)
-    log_weights[0, 2] = -np.inf
-    first = 2 if window else 0
-    got = performer_attention(
-        *tokens,
-        is_causal=is_causal,
-        log_decay=log_decay,
-        key_log_weights=log_weights,
-        exact_window=window,
-        exact_first=first,
-    )
-    ids = np.zeros((2, 23), int)
-    want, _ = oracles.full_attention(
-        *tokens,
-        is_causal=is_causal,
-        log_weights=log_weights,
-        bias=oracles.decay(ids, log_decay, 4),
-        exact=oracles.exact_pairs(ids, window, first) if window else None,
-    )
-    close(got, want)
-
-
 def test_the_kernel_estimate_is_unbiased():
     """Of each far pair, beside a near key that is exact: six comparisons at 1e-4 together.
 
@@ -90,7 +61,7 @@ def test_the_kernel_estimate_is_unbiased():
 
 
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("pieces", [(5, 9), (1,) * 14, (4, 1, 1, 7, 1)])
+@pytest.mark.parametrize("pieces", [(1,) * 14, (4, 1, 1, 7, 1)])
 def test_streaming(pieces, window):
     """In pieces of any length it is the whole, and the state keeps its size.
 

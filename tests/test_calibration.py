@@ -164,22 +164,6 @@ def test_kernel_estimates_stay_unbiased(method, coupling):
     assert unweighted > stats.chi2(4).isf(1e-4)  # the fault this is for: no weights
 
 
-def test_moments_are_means_over_pairs():
-    moments = jax.jit(pair_moments, static_argnames=("is_causal", "num_queries"))
-    got = moments(QUERY, KEY)
-    halves = [moments(QUERY[i : i + 1], KEY[i : i + 1]) for i in range(2)]
-    np.testing.assert_allclose(got, (halves[0] + halves[1]) / 2, atol=1e-5)
-    mask = jnp.arange(7) < 5
-    bad = jnp.where(mask[:, None, None], KEY, jnp.nan)
-    want = moments(QUERY, KEY[:, :5])
-    np.testing.assert_allclose(moments(QUERY, bad, mask=mask), want, atol=1e-5)
-    want = oracles.pair_moments(QUERY[:, :7], KEY, is_causal=True)
-    got = moments(QUERY[:, :7], KEY, is_causal=True)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    few = moments(QUERY, KEY, num_queries=3)
-    np.testing.assert_allclose(few, moments(QUERY[:, jnp.array([1, 4, 7])], KEY), atol=1e-5)
-
-
 def test_without_any_pair_nothing_changes():
     fitted = fit(jnp.zeros((2, 2 * H + 1, 2 * H + 1)), "full")
     for leaf, want in zip(fitted, (0, np.eye(H), np.eye(H), None, np.eye(H)), strict=True):
@@ -302,16 +286,6 @@ def test_ill_conditioned_covariances():
     np.testing.assert_allclose(fitted.scale[0], m, atol=1e-3 * np.abs(m).max())
     got = np.asarray(fitted.root[0], np.float64)
     np.testing.assert_allclose(got @ got.T, spread, atol=1e-3 * np.abs(spread).max())
-
-
-def test_masks_belong_to_their_batch_entry():
-    """3 entries, 2 heads; where the numbers are equal a wrong axis would not raise."""
-    for batch in (3, 2):
-        query, key = data(5, (batch, 4, 2, H), 7)
-        mask = np.random.default_rng(batch).random((batch, 7)) < 0.6
-        want = oracles.pair_moments(query, key, mask=mask)
-        got = pair_moments(query, key, mask=jnp.asarray(mask[:, None, None]))
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_moments_of_a_long_sequence():

@@ -202,23 +202,6 @@ def test_a_draw_depends_on_walker_and_step_alone():
     assert paths(a) != paths(other)
 
 
-@pytest.mark.parametrize("coupling", ["antithetic"])
-def test_estimates_are_unbiased(coupling):
-    """With two ensembles the diagonal too; other options are crossed in test_graph_pairs.py."""
-    graph = copies(example(), COPIES)
-    kernel = kernels.RegularisedLaplacian(d=2, sigma=0.7)
-    estimate = graph_random_features(
-        jax.random.key(5), graph, kernel, num_walks=4, p_halt=P_HALT, unbiased_diagonal=True,
-        coupling=coupling,
-    )  # fmt: skip
-    assert estimate.right is not None
-    product = estimate.left.to_scipy() @ estimate.right.to_scipy().T
-    samples = blocks((product + product.T) / 2, COPIES)
-    scores = z_scores(samples, np.asarray(kernel.dense(example())))
-    assert np.abs(scores).max() < limit(scores)
-    assert np.abs(samples[:, 5, 5] - 1).max() < 1e-5, "a node alone is exactly 1"
-
-
 def test_every_kernel_is_estimated():
     """By the same walks: two ensembles of them."""
     graph, options = copies(example(), COPIES), dict(num_walks=4, p_halt=P_HALT)

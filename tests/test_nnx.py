@@ -1,6 +1,7 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
 import itertools
+from functools import partial
 
 import chex
 import jax
@@ -66,44 +67,35 @@ def test_the_dtype_of_the_layer_is_that_of_its_attention():
     np.testing.assert_array_equal(got, want)
 
 
-def test_causal_and_grouped_heads():
-    rngs = nnx.Rngs(params=0, frequencies=1)
-    attention_fn = PerformerAttention(16, 4, num_heads=2, feature_map="hyperbolic", rngs=rngs)
-    module = nnx.MultiHeadAttention(
-        4, 16, num_kv_heads=2, attention_fn=attention_fn, decode=False, rngs=rngs
-    )
-    x = jax.random.normal(jax.random.key(1), (3, 7, 16))
-    want = module.out(
-        performer_attention(
-            module.query(x),
-            module.key(x),
-            module.value(x),
-            attention_fn.frequencies[...],
-            is_causal=True,
-            feature_map="hyperbolic",
-        )
-    )
-    got = module(x, is_causal=True)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    changed = module(x.at[:, 4:].set(0), is_causal=True)
-    np.testing.assert_array_equal(changed[:, :4], got[:, :4])
-
-
 WINDOW: dict = dict(exact_window=2, exact_first=1)
 SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
 PLACES = WINDOW | SLOPES
 """What depends on the places of queries and keys."""
 
 
+OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_windows_and_slopes_are_those_of_the_operator(is_causal):
-    module = layer(options=PLACES, decode=False)
-    heads = [getattr(module, name)(X) for name in ("query", "key", "value")]
-    W = module.attention_fn.frequencies[...]
-    want = module.out(performer_attention(*heads, W, is_causal=is_causal, **PLACES))
-    got = module(X, is_causal=is_causal)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert not np.allclose(got, layer(decode=False)(X, is_causal=is_causal), atol=1e-3)
+@pytest.mark.parametrize(
+    "options", [dict(feature_map="hyperbolic"), OF_FOUR], ids=["map", "places"]
+)
+def test_options_are_those_of_the_operator(options, is_causal):
+    """Of grouped heads; later tokens change nothing that is causal."""
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(16, 4, coupling="pm", num_heads=2, **options, rngs=rngs)
+    module = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=2, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+    x = jax.random.normal(jax.random.key(1), (3, 7, 16))
+    heads, W = [f(x) for f in (module.query, module.key, module.value)], attention_fn.frequencies
+    attend = partial(performer_attention, *heads, W[...], is_causal=is_causal)
+    got = module(x, is_causal=is_causal)
+    np.testing.assert_allclose(got, module.out(attend(**options)), atol=1e-6)
+    assert not np.allclose(got, module.out(attend()), atol=1e-3)
+    if is_causal:
+        changed = module(x.at[:, 4:].set(0), is_causal=True)
+        np.testing.assert_array_equal(changed[:, :4], got[:, :4])
 
 
 @pytest.mark.parametrize("options", [{}, PLACES], ids=["plain", "places"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from performer import features, kernels, quadrature
+from performer import kernels, quadrature
 from performer.kernels.quadrature import gram, spherical_radial, structured
 
 HAAR, BUTTERFLY = "haar", "butterfly"
@@ -203,21 +203,6 @@ def test_gauss_hermite_moments():
         values = points**order
         error = values.std() / np.sqrt(values.size)
         assert abs(values.mean() - stats.norm.moment(order)) < 5 * error
-
-
-def test_attention_without_the_constant():
-    """Positive features of its points estimate exp(q.k) without a bias."""
-    query, key = 0.5 * jax.random.normal(jax.random.key(9), (2, 6, 1, 4))
-    samples = draws(
-        4,
-        20_000,
-        lambda rule: (
-            features.positive(query[:, 0], rule.points, weights=rule.weights)
-            @ features.positive(key[:, 0], rule.points, weights=rule.weights).T
-        ),
-    )
-    exact = np.exp(np.asarray(query[:, 0]) @ np.asarray(key[:, 0]).T)
-    assert abs(off(samples, exact)).max() < 5
 
 
 def test_jit_vmap_and_gradients():
