@@ -137,6 +137,7 @@ def test_a_failure_is_one_line(tmp_path):
     trained = {
         "--config=digits": "--workdir is missing: folder of the run; made if it does not exist\n",
         f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
+        "--workdir=nowhere": "ValueError: nowhere holds no run",
         "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
         "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology is for --dry_",
     }

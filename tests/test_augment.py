@@ -235,17 +235,6 @@ def test_no_magnitude_changes_nothing_and_full_magnitude_keeps_the_form(channels
             assert apply(name, image, level).shape == image.shape
 
 
-def test_randaugment_depends_on_the_generator_alone():
-    image = image_of(3)
-    runs = [
-        [augment.randaugment(image, np.random.default_rng(seed), 2, 9.0) for seed in range(30)]
-        for _ in range(2)
-    ]
-    assert np.array_equal(*runs)
-    assert len({r.tobytes() for r in runs[0]}) > 20
-    assert all((r.shape, r.dtype) == (image.shape, np.uint8) for r in runs[0])
-
-
 def test_randaugment_draws_all_operations_and_both_signs(monkeypatch):
     drawn = []
     assert set(OPERATIONS) == set(PLAIN)
@@ -265,21 +254,6 @@ def test_randaugment_draws_all_operations_and_both_signs(monkeypatch):
 
 
 # --- mixup
-
-
-def test_mixup_blends_with_the_neighbour():
-    rng = np.random.default_rng(0)
-    images = rng.random((4, 3, 3, 2), np.float32)
-    targets = np.eye(5, dtype=np.float32)[[0, 2, 2, 4]]
-    mixed, labels = jax.jit(lambda *args: augment.mixup(*args, 0.4))(
-        jax.random.key(1), jnp.asarray(images), jnp.asarray(targets)
-    )
-    share = float(labels[0, 0])
-    assert 0 < share < 1
-    for got, x in [(mixed, images), (labels, targets)]:
-        want = [share * x[i] + (1 - share) * x[i - 1] for i in range(4)]
-        np.testing.assert_allclose(got, want, atol=1e-6)
-    assert mixed.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
@@ -364,6 +338,9 @@ def test_with_both_one_is_drawn_evenly():
     assert abs(np.mean(is_mixup) - 0.5) < Z * 0.5 / np.sqrt(1000)
     np.testing.assert_allclose(np.sum(targets, axis=-1), 1, rtol=1e-6)
     for alphas, function in (((0.4, 0.0), augment.mixup), ((0.0, 0.7), augment.cutmix)):
-        got = augment.blended(keys[0], images, jnp.eye(4), *alphas)
-        want = function(keys[0], images, jnp.eye(4), max(alphas))
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+        def both(key, alphas=alphas, function=function):
+            alone = function(key, images, jnp.eye(4), max(alphas))
+            return augment.blended(key, images, jnp.eye(4), *alphas), alone
+
+        jax.tree.map(np.testing.assert_array_equal, *jax.jit(both)(keys[0]))

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from sklearn.metrics import confusion_matrix
 
-from tests.small import TINY, new_vit, small_config
+from tests.small import TINY, new_vit, sized, small_config
 from vit import config, data, evaluate
 from vit.model import classification
 from vit.reports import class_report
@@ -17,11 +17,7 @@ from vit.run import runs
 CLASSES = 10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", TINY)
-        yield
+_tiny = sized(TINY)
 
 
 @pytest.fixture(scope="module")

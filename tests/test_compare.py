@@ -81,7 +81,6 @@ def test_other_runs_in_the_folder_are_refused_and_more_seeds_are_added(compared,
     assert "| pm | 3 | " in run(out, couplings=["pm"], num_seeds=3)
 
 
-@pytest.mark.thorough
 def test_a_stopped_comparison_resumes_and_ends_the_same(compared, tmp_path, monkeypatch):
     """SIGTERM after step 2 of the first run."""
     with monkeypatch.context() as patch:
@@ -148,7 +147,6 @@ def test_folders_of_settings_are_their_own_and_hold_no_patterns():
         (dict(grid=["config.attention.num_feature=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["config.attention.num_features=8,x"]), "num_features=x: must be an integer"),
-        (dict(grid=["config.data.flip=maybe"]), "flip=maybe: must be true or false"),
         (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
         (dict(grid=["config.attention.num_features=0"]), "num_features=0: must be an"),
         (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),

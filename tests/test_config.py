@@ -76,16 +76,6 @@ def test_a_number_of_the_model_takes_the_place_of_the_variants():
     assert (model.size.head_dim, model.patch_size) == (64, 14)
 
 
-def test_differences_name_field_and_both_values():
-    old = small_config()
-    softmax = dataclasses.replace(old.attention, kind="softmax")
-    new = dataclasses.replace(old, seed=1, attention=softmax)
-    assert config.differences(old, new) == [
-        "attention.kind: 'performer' -> 'softmax'",
-        "seed: 0 -> 1",
-    ]
-
-
 REFUSED = [
     ({"attention.coupling": "pmm"}, "unknown coupling 'pmm'; did you mean 'pm'"),
     ({"attention.coupling": "softmax"}, "'softmax', .*: no coupling: did you mean .*kind=softmax"),
@@ -149,15 +139,11 @@ def test_bad_values_are_named(values, message):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("config.attention.num_features=many", "num_features=many"),
-        ("config.seed=1.5", r"seed=1\.5"),
         ("config.data.name=mnist", "unknown config.data.name 'mnist'"),
         ("config.data.batch_size=5000", "larger than the training split"),
         ("config.num_epochs=1", "warmup_steps=132.* are 132 steps, but the whole run has 44"),
         ("confg.seed=1", r"confg\.seed"),
-        ("config.seed=4294967296", "seed=4294967296: must be an integer from 0 to 2147483647"),
         ("config.model=build", "unknown flag '--config.model'; did you mean '--config.model."),
-        ("config.optim.learning_rate=inf", "learning_rate=inf: must be a number from 0 to 10"),
     ],
 )
 def test_mistyped_flags_are_refused_in_one_line(flag, message):

@@ -1,15 +1,12 @@
 """A softmax run becomes a calibrated Performer's: exact ends, report, a run that trains on."""
 
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from performer.nnx import PerformerAttention
-from tests.small import PATIENCE, SHALLOW, TINY, read_csv, small_config
+from tests.small import SHALLOW, TINY, read_csv, small_config
 from vit import config, convert, evaluate, train
 from vit.model import classification
 from vit.run import runs
@@ -182,15 +179,3 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     rows = read_csv(tmp_path / "own.csv")
     assert [r["layer"] + r["head"] for r in rows] == ["00", "01", "10", "11"]
     assert all(float(r["attention error"]) > 0 for r in rows)
-
-
-@pytest.mark.thorough
-def test_training_without_a_config_takes_that_of_the_run(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "vit.train", f"--workdir={tmp_path / 'none'}"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode != 0
-    assert "holds no run" in done.stderr

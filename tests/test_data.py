@@ -280,6 +280,7 @@ def test_colour_models_are_converted():
     assert np.abs(got.astype(int) - photograph(16, 16)).mean() < 3
 
 
+@pytest.mark.thorough
 def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="holds no JPEG file"):
         benchmark_data.read(tmp_path)

@@ -8,16 +8,11 @@ import jax
 import pytest
 
 from tests import commands
-from tests.small import SHALLOW, small_config
+from tests.small import SHALLOW, sized, small_config
 from vit import config
 from vit.run import devices, dry_run, runs, steps, topologies
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _shallow():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", SHALLOW)
-        yield
+_shallow = sized(SHALLOW)
 
 
 SETTINGS = small_config(model=config.Model(variant="XS/4", pooling="mean"))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.small import SHALLOW, final_state, small_config, stop_at
+from tests.small import SHALLOW, final_state, sized, small_config, stop_at
 from vit import config, train
 from vit.reports import metrics
 from vit.run import checkpoint, files, runs
@@ -16,9 +16,7 @@ SETTINGS = small_config(optim=config.Optim(learning_rate=1e-2, warmup_steps=1, e
 """Three steps."""
 
 
-@pytest.fixture(autouse=True)
-def _shallow(monkeypatch):
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+_shallow = sized(SHALLOW)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Runs that are killed, and files that are damaged: the same bits in the end, or one clear line.
 
 The slow tier kills a run of scikit-learn's digits `KILLS` times (an environment variable; 6), and
-does every damage to every file of a small run; the thorough tier does four damages.
+does every damage to every file of a small run.
 """
 
 import itertools
@@ -221,20 +221,6 @@ def damaged(whole, tmp_path, monkeypatch, capsys):
 
     yield outcome
     signal.signal(signal.SIGALRM, handler)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "damage", "want"),
-    [
-        ("config.json", "cut", "told clearly"),
-        ("metrics.jsonl", "emptied", "told clearly"),
-        ("task.json", "removed", "harmless"),
-        ("lock", "removed", "harmless"),
-    ],
-)
-def test_a_damage_is_told_or_harmless(damaged, name, damage, want):
-    assert damaged(name, damage) == want
 
 
 @pytest.mark.slow

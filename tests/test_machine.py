@@ -98,6 +98,7 @@ def test_programs_are_kept_but_those_of_cpus(tmp_path, monkeypatch, backend, giv
     assert size == expected[1]
 
 
+@pytest.mark.thorough
 def test_a_bounded_cache_of_programs_works(tmp_path):
     """JAX needs filelock for it, and else goes on without a cache and a warning."""
     code = "import jax; print(jax.jit(lambda x: x + 1)(1))"

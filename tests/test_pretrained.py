@@ -247,9 +247,6 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
     losses = [r["train_loss"] for r in metrics.read(folders["performer"] / "metrics.jsonl")]
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
-    with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
-        pretrained.pretrained(path, settings(), folders["softmax"])
-
 
 def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
     """For a checkpoint, or for the first bytes of the lock; then the same call goes on."""

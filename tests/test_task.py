@@ -10,7 +10,6 @@ from flax import nnx
 
 import vit
 from performer.analysis import attention_error
-from tests import commands
 from tests.sequences import DATASET, TASK, projections
 from tests.small import CALIBRATED, final_state, small_config, stop_at
 from vit import config, convert, data, evaluate, train
@@ -70,9 +69,8 @@ def test_evaluation_is_that_of_the_sequences_without_padding(finished):
 
 @pytest.mark.thorough
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, end):
-    """Stopped by a signal, which saves the step; or dead between two checkpoints."""
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch):
+    """Dead between two checkpoints, with the gradients of two parts and a running mean."""
     settings = dataclasses.replace(
         SETTINGS,
         attention=dataclasses.replace(CALIBRATED, redraw_every=4, num_features=16),
@@ -81,8 +79,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, e
     )
     learn(tmp_path / "whole", settings)
     with monkeypatch.context() as patch:
-        stop_at(patch, 3, end)
-        with pytest.raises(end):
+        stop_at(patch, 3, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
             learn(tmp_path / "parts", settings)
     learn(tmp_path / "parts", settings)
     program = runs.restore(tmp_path / "whole", DATASET, TASK).program
@@ -146,26 +144,6 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
         with pytest.raises(ValueError, match=message):
             call()
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
-
-
-@pytest.mark.thorough
-def test_commands_name_the_task_of_a_folder_in_one_line(tmp_path):
-    runs.claim(tmp_path / "run", SETTINGS, DATASET, OTHER)
-    words = {
-        "train": "--dry_run",
-        "evaluate": "--report=classes",
-        "predict": __file__,
-        "convert": "--coupling=orf",
-        "export": "--out=program.stablehlo",
-    }
-    modules = tuple(f"vit.{program}" for program in words)
-    workdir = f"--workdir={tmp_path / 'run'}"
-    lines = [[module, workdir, word] for module, word in zip(modules, words.values(), strict=True)]
-    line = (
-        f"ValueError: {tmp_path / 'run'} holds a run of the task 'regression', not of"
-        " 'classification': python -m regression serves it\n"
-    )
-    assert commands.start_all(lines, modules) == [(1, "", line)] * 5
 
 
 def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
