@@ -126,9 +126,9 @@ def test_a_table_without_a_header(mark, tmp_path):
     columns = dict(columns=("rings", "sex", "length", "id"), target="rings", drop=("id",))
     prepare_data.main(tmp_path / "toy.data", tmp_path, **columns)
     table = tabular.load("toy", "regression", tmp_path)
-    assert table.columns == ("sex", "length")
+    assert table.columns == ("sex, value 0", "sex, value 1", "length")
     np.testing.assert_array_equal(table.y, [7, 9, 3, 8])
-    np.testing.assert_array_equal(table.x, [[1, 0.5], [0, 0.25], [1, 1.5], [0, 2.5]])
+    np.testing.assert_array_equal(table.x, [[0, 1, 0.5], [1, 0, 0.25], [0, 1, 1.5], [1, 0, 2.5]])
 
 
 def test_a_folder_and_nothing_written_over(tmp_path, capsys):
