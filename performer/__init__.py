@@ -8,7 +8,8 @@ attention   its state, what devices exchange of it, and the attention matrix to 
 calibration   exact invariances and importance sampling that lower its error
 refinement  attention transfer: frequencies, or any map, moved towards softmax attention
 analysis    its error on given queries and keys, and how many features they need
-nnx, linen  the same as drop-ins for Flax, and in trained models (`import performer.nnx`)
+linearize   any trained JAX function -> the same one with random-feature attention
+nnx, linen  attention as drop-ins for Flax, and nnx models linearized (`import performer.nnx`)
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
 butterfly   random orthogonal matrices that apply in O(d log d)
 gp          Gaussian processes, exact and with random features
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from performer.kernels import copula as copula
     from performer.kernels import gp as gp
     from performer.kernels import quadrature as quadrature
+    from performer.linearization import linearize as linearize
 
 __version__ = "0.1.0"
 
@@ -63,10 +65,12 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "linearize":
+        return import_module("performer.linearization").linearize
     if name in MODULES:
         return import_module(MODULES[name])
     raise AttributeError(f"module 'performer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    return sorted({*globals(), *MODULES, "linearize"})

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,3 +105,13 @@ def jit_static(*static: int) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
+
+
+class Window(NamedTuple):
+    """Which keys are exact, as `performer.performer_attention` has it."""
+
+    exact_window: int = 0
+    exact_first: int = 0
+
+
+NO_WINDOW = Window()

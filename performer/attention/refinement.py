@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import attention_weights
 from performer.attention.calibration import Calibration, transform_keys, transform_queries
@@ -53,6 +53,8 @@ class Sample(NamedTuple):
     key: Float[Array, "b s k h"]
     queries: Bool[Array, "b t"]
     keys: Bool[Array, "b s"]
+    segments: Int[Array, "b t"] | None = None
+    """Of packed sequences: tokens see those of their own number."""
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
@@ -62,6 +64,8 @@ class Sample(NamedTuple):
     def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
         """Mask of the keys that each query attends to."""
         seen = self.queries[:, None, :, None] & self.keys[:, None, None]
+        if self.segments is not None:
+            seen &= (self.segments[:, :, None] == self.segments[:, None])[:, None]
         return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
 
@@ -84,6 +88,7 @@ def performer_estimate(
 ) -> Float[Array, "b n t s"]:
     """A^ of these frequencies; `window` is `exact_window` and `exact_first`, if any."""
     options: Any = dict(calibration=calibration, is_causal=is_causal, **window)
+    options |= {} if sample.segments is None else {"segment_ids": sample.segments}
     return attention_weights(*sample[:2], frequencies, mask=sample.keys[:, None, None], **options)
 
 
@@ -399,4 +404,4 @@ def _parted(sample: Sample) -> tuple[Sample, Sample]:
 
 
 def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
-    return Sample(*(x[chosen] for x in sample))
+    return jax.tree.map(lambda x: x[chosen], sample)

@@ -12,12 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from performer.attention.calibration import pair_moments
 from performer.attention.refinement import Sample
+from performer.linearization.layers import EXAMPLES
 from performer.nnx.layer import PerformerAttention
 from performer.typing import float32_or_wider
 
 EXACT = (nnx.dot_product_attention, jax.nn.dot_product_attention)
-EXAMPLES = 8
-"""Examples of the first batch whose queries and keys are kept to measure errors on."""
 
 
 class Hook(NamedTuple):
@@ -165,14 +164,15 @@ def statistics(call: Call, key: Array) -> dict[str, Array]:
         pairs = sample.pairs(False) & mask[:, :1]
     count = jnp.float32(sample.queries.size)
     moments = pair_moments(sample.query, sample.key, mask=pairs, is_causal=call.is_causal)
-    few = {name: x[:EXAMPLES] for name, x in sample._asdict().items()}
+    few = {name: x[:EXAMPLES] for name, x in sample._asdict().items() if x is not None}
     return {"moments": moments * count, "count": count, "by_keys": by_keys, "causal": causal} | few
 
 
 def examples(path: str, call: Call, key: Array) -> dict[str, Array]:
     """All of them."""
     del path
-    return existing(call, key)[0]._asdict()
+    seen = existing(call, key)[0]._asdict()
+    return {name: x for name, x in seen.items() if x is not None}
 
 
 def existing(call: Call, key: Array) -> tuple[Sample, Array | None]:

@@ -1,7 +1,7 @@
 """The drop-in attention for today's Flax (nnx)."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
 from performer.features import FeatureMap
-from performer.typing import Coupling
+from performer.typing import Coupling, Window
 
 
 class Frequencies(nnx.Variable):
@@ -25,16 +25,6 @@ class Frequencies(nnx.Variable):
 
 class Statistics(nnx.Variable):
     """Running moments of a layer and the calibration they give: in the checkpoint, not trained."""
-
-
-class Window(NamedTuple):
-    """Which keys are exact, as `performer.performer_attention` has it."""
-
-    exact_window: int = 0
-    exact_first: int = 0
-
-
-NO_WINDOW = Window()
 
 
 class PerformerAttention(nnx.Module):

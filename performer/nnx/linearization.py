@@ -1,45 +1,34 @@
 """A trained model with exact attention -> one with random features, without retraining."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from performer import couplings
-from performer.attention import calibration as calibrations
-from performer.attention.refinement import Sample, performer_estimate, transfer
+from performer.attention.refinement import Sample
+from performer.linearization.layers import (
+    Layer,
+    Linear,
+    Measured,
+    check,
+    draw,
+    joined,
+    parted,
+    refined,
+    report_of,
+    sample_of,
+    worst,
+)
+from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
-from performer.nnx.layer import NO_WINDOW, PerformerAttention, Window
-from performer.nnx.report import Report, head_errors, rows_of
-from performer.typing import Coupling
+from performer.nnx.layer import PerformerAttention
+from performer.typing import Coupling, Window
 
 Model = TypeVar("Model", bound=nnx.Module)
 Call = Callable[[Any, Any], Any]
-
-
-class Layer(NamedTuple):
-    """One layer of attention, as measured."""
-
-    path: str
-    moments: calibrations.Moments
-    sample: Sample
-    """Queries and keys of a few examples."""
-    is_causal: bool
-    masks: bool
-    """True if it is called with masks over pairs of a query and a key."""
-    masks_are_causal: bool
-    """True if these masks are causal."""
-
-
-class Measured(NamedTuple):
-    """Layers in the order of their calls, and path -> reason for those that stay exact."""
-
-    layers: list[Layer]
-    left: dict[str, str]
 
 
 def linearize(
@@ -111,13 +100,15 @@ def linearize(
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
     drawn = draw(measured.layers, coupling, num_features, calibration, seed, window)
-    pairs = list(zip(measured.layers, drawn, strict=True))
-    for layer, attention in pairs if refine_steps else ():
-        refine_layer(attention, layer, _examples(model, layer.path, batches, call), refine_steps)
+    if refine_steps:
+        seen = (_examples(model, layer.path, batches, call) for layer in measured.layers)
+        each = zip(drawn, measured.layers, seen, strict=True)
+        drawn = [refined(*parts, refine_steps) for parts in each]
     kept, new = worst(measured.layers, drawn, keep), evaluated(model)
-    for number, (layer, attention) in enumerate(pairs):
+    for number, (layer, linear) in enumerate(zip(measured.layers, drawn, strict=True)):
         if number in kept:
             continue
+        attention = _attention(layer, linear, coupling, calibration)
         hook = _hook(new, layer.path)
         if isinstance(hook.module, nnx.MultiHeadAttention):
             hook.module.dropout_rate = 0.0
@@ -162,29 +153,6 @@ def apply_to(model: Any, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def check(
-    batches: Iterable[Any],
-    coupling: str | Coupling,
-    calibration: str,
-    refine_steps: int,
-    keep: int,
-    window: Window = NO_WINDOW,
-) -> None:
-    """Raise ValueError for invalid arguments of `linearize`."""
-    calibrations.parts(calibration, coupling)
-    counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
-    for name, count in counts.items():
-        if count < 0:
-            raise ValueError(f"{name} must not be negative, got {count}")
-    if window.exact_first and not window.exact_window:
-        raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
-    if refine_steps and iter(batches) is batches:
-        raise ValueError(
-            "refine_steps reads the batches once for each layer, and these can be read only once:"
-            " pass a list of them"
-        )
-
-
 def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
     """Reason why the hook is not measured, or ""."""
     if where is not None and not where(hook.path):
@@ -217,20 +185,6 @@ def _observed(
         yield seen(settings, state, arrays)
 
 
-def parted(batch: Any) -> tuple[tuple, list]:
-    """Split a batch into its static part, which is hashable, and its arrays."""
-    leaves, tree = jax.tree.flatten(batch)
-    settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
-    return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
-
-
-def joined(settings: tuple, arrays: list) -> Any:
-    """Inverse of `parted`."""
-    tree, others = settings
-    leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
-
-
 def added(batches: Iterable[dict[str, dict[str, Array]]]) -> dict[str, dict[str, Array]]:
     """Records of all batches together, by path."""
     total: dict[str, dict[str, Array]] = {}
@@ -256,7 +210,7 @@ def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -
             Layer(
                 path=path,
                 moments=seen["moments"] / seen["count"],
-                sample=Sample(*(seen[name] for name in Sample._fields)),
+                sample=Sample(**{name: seen[name] for name in Sample._fields if name in seen}),
                 is_causal=notes.is_causal[path] or not by_keys,
                 masks=path in notes.masks,
                 masks_are_causal=not by_keys,
@@ -265,74 +219,25 @@ def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -
     return Measured(layers, {path: why for path, why in left.items() if why})
 
 
-def draw(
-    layers: list[Layer],
-    coupling: str | Coupling,
-    num_features: int | None,
-    calibration: str,
-    seed: int,
-    window: Window = NO_WINDOW,
-) -> list[PerformerAttention]:
-    """Attention for each layer, calibrated."""
-    drawn = []
-    for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
-        heads, head_dim = layer.sample.key.shape[-2:]
-        m = num_features or 2 * head_dim
-        itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-        attention = PerformerAttention(
-            m,
-            head_dim,
-            coupling=coupling,
-            num_heads=heads,
-            calibration=calibration,
-            use_running_average=True,
-            **(window if itself else NO_WINDOW)._asdict(),
-            rngs=nnx.Rngs(frequencies=key),
-        )
-        attention.frequencies[...] = couplings.draw(key, coupling, m, head_dim, heads)
-        if attention.calibration is not None:
-            attention.calibrate(layer.moments)
-        drawn.append(attention)
-    return drawn
-
-
-def worst(layers: list[Layer], drawn: list[PerformerAttention], keep: int) -> set[int]:
-    """Return the numbers of the `keep` layers with the largest errors."""
-    pairs = zip(layers, drawn, strict=True)
-    errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
-    return set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
-
-
-def errors_of(layer: Layer, attention: PerformerAttention) -> dict[str, Float[Array, " n"]]:
-    """`head_errors` on the examples of the layer."""
-    own = attention.frequencies[...], attention.calibration
-    return head_errors(layer.sample, *own, layer.is_causal, attention.window)
-
-
-def refine_layer(attention: PerformerAttention, layer: Layer, sample: Sample, steps: int) -> None:
-    """Moves its frequencies, towards lower errors with its window."""
-    attention.frequencies[...] = transfer(
-        _estimate_with(attention.window),
-        attention.frequencies[...],
-        attention.calibration,
-        sample,
-        steps=steps,
-        is_causal=layer.is_causal,
+def _attention(
+    layer: Layer, linear: Linear, coupling: str | Coupling, calibration: str
+) -> PerformerAttention:
+    """The module of a layer's attention: its frequencies and calibration are in its state."""
+    heads, m, head_dim = linear.frequencies.shape
+    attention = PerformerAttention(
+        m,
+        head_dim,
+        coupling=coupling,
+        num_heads=heads,
+        calibration=calibration,
+        use_running_average=True,
+        **linear.window._asdict(),
+        rngs=nnx.Rngs(frequencies=0),
     )
-
-
-@cache  # the same function for the same window is the same program
-def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
-    return partial(performer_estimate, **window._asdict())
-
-
-def report_of(measured: Measured, drawn: list[PerformerAttention], kept: set[int]) -> Report:
-    """Report of all layers."""
-    rows = []
-    for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
-        state = "exact" if number in kept else "linear"
-        rows += rows_of(number, layer.path, state, errors_of(layer, attention))
-    return Report(rows, measured.left)
+    attention.frequencies[...] = linear.frequencies
+    if attention.calibration is not None:
+        attention.calibrate(layer.moments)
+    return attention
 
 
 def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
@@ -345,9 +250,3 @@ def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) 
     hook = _hook(model, path)
     hook.put(hooks_.Recorder(hook.function, hook.path, hooks_.examples))
     return sample_of(seen[path] for seen in _observed(model, batches, call))
-
-
-def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
-    """One sample of all batches."""
-    columns = zip(*([x[name] for name in Sample._fields] for x in batches), strict=True)
-    return Sample(*map(jnp.concatenate, columns))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from performer.analysis import attention_error
 from performer.nnx import PerformerAttention
-from performer.nnx.layer import NO_WINDOW, Window
+from performer.typing import NO_WINDOW, Window
 from vit import data
 from vit.reports import metrics, report
 from vit.run import runs

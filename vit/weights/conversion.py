@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from performer import performer_attention
 from performer.attention.refinement import Sample, softmax_attention, squared
+from performer.linearization import Report
+from performer.linearization.layers import Measured
 from performer.nnx import linearize, measure
-from performer.nnx.layer import NO_WINDOW, Window
-from performer.nnx.linearization import Measured
-from performer.nnx.report import Report
+from performer.typing import NO_WINDOW, Window
 from vit import config as configs
 from vit import data
 from vit.reports import metrics

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.calibration import Calibration
 from performer.attention.refinement import Sample, performer_estimate, softmax_attention, squared
-from performer.nnx.layer import NO_WINDOW, Window
+from performer.typing import NO_WINDOW, Window
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window"))

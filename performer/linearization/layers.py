@@ -1,0 +1,154 @@
+"""What every front of `linearize` shares: measured layers, their calibration, draws and report."""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from performer import couplings
+from performer.attention import calibration as calibrations
+from performer.attention.calibration import Calibration
+from performer.attention.refinement import Sample, performer_estimate, transfer
+from performer.linearization.report import Report, head_errors, rows_of
+from performer.typing import NO_WINDOW, Coupling, Window
+
+EXAMPLES = 8
+"""Examples of the first batch whose queries and keys are kept to measure errors on."""
+
+
+class Linear(NamedTuple):
+    """Random-feature attention in the place of one layer."""
+
+    frequencies: Float[Array, "k m h"]
+    calibration: Calibration | None
+    window: Window = NO_WINDOW
+
+
+class Layer(NamedTuple):
+    """One layer of attention, as measured."""
+
+    path: str
+    moments: calibrations.Moments
+    sample: Sample
+    """Queries and keys of a few examples."""
+    is_causal: bool
+    masks: bool
+    """True if it is called with masks over pairs of a query and a key."""
+    masks_are_causal: bool
+    """True if these masks are causal."""
+
+
+class Measured(NamedTuple):
+    """Layers in the order of their calls, and path -> reason for those that stay exact."""
+
+    layers: list[Layer]
+    left: dict[str, str]
+
+
+def check(
+    batches: Iterable[Any],
+    coupling: str | Coupling,
+    calibration: str,
+    refine_steps: int,
+    keep: int,
+    window: Window = NO_WINDOW,
+) -> None:
+    """Raise ValueError for invalid arguments of `linearize`."""
+    calibrations.parts(calibration, coupling)
+    counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name} must not be negative, got {count}")
+    if window.exact_first and not window.exact_window:
+        raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
+    if refine_steps and iter(batches) is batches:
+        raise ValueError(
+            "refine_steps reads the batches once for each layer, and these can be read only once:"
+            " pass a list of them"
+        )
+
+
+def parted(batch: Any) -> tuple[tuple, list]:
+    """Split a batch into its static part, which is hashable, and its arrays."""
+    leaves, tree = jax.tree.flatten(batch)
+    settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
+    return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
+
+
+def joined(settings: tuple, arrays: list) -> Any:
+    """Inverse of `parted`."""
+    tree, others = settings
+    leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def draw(
+    layers: list[Layer],
+    coupling: str | Coupling,
+    num_features: int | None,
+    calibration: str,
+    seed: int,
+    window: Window = NO_WINDOW,
+) -> list[Linear]:
+    """Attention for each layer, calibrated."""
+    drawn = []
+    for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
+        heads, head_dim = layer.sample.key.shape[-2:]
+        m = num_features or 2 * head_dim
+        itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
+        fitted = None
+        if calibrations.parts(calibration):
+            moments = layer.moments.astype(jnp.float32)
+            fitted = calibrations.fit(moments, calibration, coupling)
+        frequencies = couplings.draw(key, coupling, m, head_dim, heads)
+        drawn.append(Linear(frequencies, fitted, window if itself else NO_WINDOW))
+    return drawn
+
+
+def worst(layers: list[Layer], drawn: list[Linear], keep: int) -> set[int]:
+    """Return the numbers of the `keep` layers with the largest errors."""
+    pairs = zip(layers, drawn, strict=True)
+    errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
+    return set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
+
+
+def errors_of(layer: Layer, attention: Linear) -> dict[str, Float[Array, " n"]]:
+    """`head_errors` on the examples of the layer."""
+    own = attention.frequencies, attention.calibration
+    return head_errors(layer.sample, *own, layer.is_causal, attention.window)
+
+
+def refined(attention: Linear, layer: Layer, sample: Sample, steps: int) -> Linear:
+    """Attention whose frequencies have moved, towards lower errors with its window."""
+    moved = transfer(
+        _estimate_with(attention.window),
+        attention.frequencies,
+        attention.calibration,
+        sample,
+        steps=steps,
+        is_causal=layer.is_causal,
+    )
+    return attention._replace(frequencies=moved)
+
+
+@cache  # the same function for the same window is the same program
+def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
+    return partial(performer_estimate, **window._asdict())
+
+
+def report_of(measured: Measured, drawn: list[Linear], kept: set[int]) -> Report:
+    """Report of all layers."""
+    rows = []
+    for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
+        state = "exact" if number in kept else "linear"
+        rows += rows_of(number, layer.path, state, errors_of(layer, attention))
+    return Report(rows, measured.left)
+
+
+def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
+    """One sample of all batches."""
+    seen = list(batches)
+    return Sample(**{name: jnp.concatenate([x[name] for x in seen]) for name in seen[0]})

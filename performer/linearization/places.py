@@ -1,0 +1,729 @@
+"""Softmax attention in a traced program: where it is, and how its arrays lie.
+
+JAX traces a function to a list of operations. A place is what computes, in whatever words,
+
+    scores = q k^T;   weights = softmax(scale scores + bias);   output = weights v
+
+Every product of two arrays is a candidate for q k^T. Its axes are followed by name through the
+operations that keep or move them, past an exponential, to a product that sums over the keys. The
+bias is what the operations between product and exponential make of scores that are all 0, and the
+scale follows from scores that are all 64. Whether the place is softmax attention indeed is decided
+by numbers (`performer.linearization.function`): softmax of what was read out must be the output.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+Ref = tuple
+"""Where a value comes from: ("value", x), ("input", i) or ("op", number, output)."""
+Axis = tuple
+"""Names of the axes of the scores that one axis is made of, () for an axis of length 1."""
+
+INLINED = {"jit", "pjit", "closed_call", "core_call"}
+BODIES = {"scan": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+"""Operations whose bodies are programs of their own: layers in a scan, and under a checkpoint."""
+SOFTMAX = {"exp", "reduce_sum", "div"}
+ATTENTION = {"exp", "dot_general"}
+KERNELS = ("flash", "attention", "attn", "mha", "fmha")
+"""Names of kernels that compute all of attention in one operation."""
+STIRS = {
+    "cumsum",
+    "cumlogsumexp",
+    "cummax",
+    "cumprod",
+    "sort",
+    "rev",
+    "fft",
+    "scatter",
+    "triangular_solve",
+}
+"""Operations that keep a shape, and not the places of the numbers in it."""
+MASKED = -9000.0
+"""Scores of masked pairs lie below; public code adds -1e4, -1e9, -2e38 or -inf."""
+FILL = 64.0
+
+
+class Unfit(Exception):
+    """Reason why attention is left as it is."""
+
+
+@dataclass
+class Op:
+    """An operation, where its inputs come from, and the program in it if it has places."""
+
+    equation: Any
+    inputs: list[Ref]
+    body: "Program | None" = None
+
+
+@dataclass
+class Place:
+    """Softmax attention in a program."""
+
+    scores: int
+    """Number of the operation q k^T."""
+    output: int
+    """That of the product with the values."""
+    goal: Ref
+    """The scores that enter the softmax."""
+    chain: list[int]
+    """Operations between the two."""
+    layout: "Layout"
+    line: str
+    """File and line of the user's code."""
+    words: tuple[str, ...]
+    """Names of all operations of the place but those of layout."""
+    by_pairs: bool
+    """True if the inputs of the program decide which keys a query sees, pair by pair."""
+    masked: bool
+    """True if they have a part in the mask at all."""
+    scaled: bool
+    """True if they have a part in the scale."""
+
+
+@dataclass
+class Program:
+    """Operations in order, with calls inlined; `places` by the number of their output."""
+
+    ops: list[Op]
+    outputs: list[Ref]
+    places: dict[int, Place] = field(default_factory=dict)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    """Line and reason of attention that cannot be replaced."""
+
+
+def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
+    """The program of a function for these arguments, and the structure of its result."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return program_of(closed.jaxpr, closed.consts), jax.tree.structure(result)
+
+
+def program_of(jaxpr: Any, constants: Sequence[Any]) -> Program:
+    """Read the operations, and find the places."""
+    ops: list[Op] = []
+    inputs = [("input", number) for number in range(len(jaxpr.invars))]
+    program = Program(ops, _inlined(jaxpr, constants, inputs, ops))
+    for number, op in enumerate(ops):
+        _look_inside(program, op)
+        if op.equation.primitive.name == "dot_general":
+            _add_place(program, number)
+    return program
+
+
+def run(
+    program: Program,
+    inputs: Sequence[Any],
+    settings: dict[int, Any],
+    handle: Callable[["Values", Place, tuple[int, ...], Any], tuple[Array, Any]],
+    at: tuple[int, ...] = (),
+) -> tuple[list[Any], dict[int, Any]]:
+    """Outputs of a program, and what `handle` returns beside its output at each place.
+
+    Args:
+        program: as traced.
+        inputs: arrays.
+        settings: pytree for each place that is handled, by its number; for a body a dict of its
+            own. In a scan the leaves have an axis more, of the steps. With () as the setting the
+            place may be computed as it was, and all that it needs is.
+        handle: (values, place, numbers that lead to it, setting) -> the output there, and anything.
+        at: numbers that lead to the program.
+    """
+    values = Values(program, inputs)
+    kept: dict[int, Any] = {}
+    for number in _needed(program, settings):
+        op = program.ops[number]
+        if number in program.places and number in settings:
+            output, kept[number] = handle(
+                values, program.places[number], (*at, number), settings[number]
+            )
+            values.of[number] = [output]
+        elif op.body is not None and settings.get(number):
+            read = [values.read(ref) for ref in op.inputs]
+            values.of[number], kept[number] = _run_body(
+                op, read, settings[number], handle, (*at, number)
+            )
+        else:
+            values.of[number] = values.bind(op, values.read)
+    return [values.read(ref) for ref in program.outputs], kept
+
+
+class Values:
+    """What the operations of a program have computed."""
+
+    def __init__(self, program: Program, inputs: Sequence[Any]):
+        self.program, self.inputs = program, inputs
+        self.of: dict[int, list[Any]] = {}
+
+    def read(self, ref: Ref) -> Any:
+        """The value that a reference stands for."""
+        if ref[0] == "value":
+            return ref[1]
+        return self.inputs[ref[1]] if ref[0] == "input" else self.of[ref[1]][ref[2]]
+
+    def bind(self, op: Op, read: Callable[[Ref], Any]) -> list[Any]:
+        """The outputs of an operation."""
+        primitive = op.equation.primitive
+        parameters = primitive.get_bind_params(op.equation.params)
+        with op.equation.ctx.manager:
+            output = primitive.bind(*map(read, op.inputs), **parameters)
+        return output if primitive.multiple_results else [output]
+
+    def scores(self, place: Place, fill: float) -> Array:
+        """(b, n, t, s): what enters the softmax if all products of queries and keys are `fill`."""
+        shape = self.program.ops[place.scores].equation.outvars[0].aval
+        new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}
+
+        def read(ref: Ref) -> Any:
+            known = ref[0] == "op" and ref[1] in new
+            return new[ref[1]][ref[2]] if known else self.read(ref)
+
+        for number in place.chain:
+            new[number] = self.bind(self.program.ops[number], read)
+        return place.layout.pairs(read(place.goal))
+
+    def operands(self, place: Place) -> tuple[Array, Array, Array]:
+        """Queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""
+        of_scores, of_output = (self.program.ops[i].inputs for i in (place.scores, place.output))
+        layout = place.layout
+        query, key = (self.read(of_scores[i]) for i in layout.operands)
+        return (
+            layout.query(query),
+            layout.key(key),
+            layout.value(self.read(of_output[layout.values])),
+        )
+
+
+def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, Place, tuple]]:
+    """Each place: the numbers that lead to it, the place, and the lengths of the scans around."""
+    for number, op in enumerate(program.ops):
+        if number in program.places:
+            yield (*at, number), program.places[number], ()
+        if op.body is not None:
+            scan = op.equation.primitive.name == "scan"
+            lengths = (op.equation.params["length"],) if scan else ()
+            for inner, place, more in places_in(op.body, (*at, number)):
+                yield inner, place, (*lengths, *more)
+
+
+def left_in(program: Program) -> list[tuple[str, str]]:
+    """Line and reason of all that cannot be replaced."""
+    bodies = [op.body for op in program.ops if op.body is not None]
+    return program.left + [pair for body in bodies for pair in left_in(body)]
+
+
+def _inlined(jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[Op]) -> list[Ref]:
+    known = dict(zip(jaxpr.constvars, (("value", x) for x in constants), strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Ref:
+        return ("value", atom.val) if isinstance(atom, jex.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        read_in = [read(atom) for atom in equation.invars]
+        inner = _inner(equation)
+        if inner is not None:
+            outputs = _inlined(*inner, read_in, ops)
+        else:
+            outputs = [("op", len(ops), i) for i in range(len(equation.outvars))]
+            ops.append(Op(equation, read_in))
+        known |= dict(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _inner(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The program that a call stands for. Derivatives of one's own stay, but those of softmax."""
+    name, parameters = equation.primitive.name, equation.params
+    inner = next(
+        (parameters[x] for x in ("call_jaxpr", "fun_jaxpr", "jaxpr") if x in parameters), None
+    )
+    custom = {"custom_jvp_call": SOFTMAX, "custom_vjp_call": ATTENTION}.get(name)
+    if name not in INLINED and not (custom and custom <= _words(inner)):
+        return None
+    assert inner is not None
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def _words(jaxpr: Any) -> set[str]:
+    """Names of all operations of a program and the programs in it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = (_words(x) for equation in jaxpr.eqns for x in jex.jaxprs_in_params(equation.params))
+    return {equation.primitive.name for equation in jaxpr.eqns}.union(*inner)
+
+
+def _look_inside(program: Program, op: Op) -> None:
+    """Find places in the body of an operation, and attention that cannot be reached."""
+    equation = op.equation
+    name, line = equation.primitive.name, line_of(equation)
+    own = str(equation.params.get("name", "")) + str(equation.params.get("name_and_src_info", ""))
+    known = f"{name} {own}".lower() if name not in BODIES else ""
+    inner = list(jex.jaxprs_in_params(equation.params))
+    if any(word in known for word in KERNELS):
+        program.left.append((line, f"a kernel, {own or name}: its queries and keys are not read"))
+    elif name in BODIES:
+        body = program_of(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()))
+        op.body = body if body.places or left_in(body) else None
+        if any(p.body for p in body.ops) or body.places or body.left:
+            op.body = body
+    else:
+        for body in (program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ())) for x in inner):
+            found = [place.line for _, place, _ in places_in(body)]
+            program.left += [(x, f"inside {name}, which is not entered") for x in found]
+            program.left += left_in(body)
+
+
+def _run_body(
+    op: Op, inputs: list[Any], settings: Any, handle: Any, at: tuple[int, ...]
+) -> tuple[list[Any], Any]:
+    parameters, body = op.equation.params, op.body
+    assert body is not None
+    if op.equation.primitive.name != "scan":
+        call = lambda *inputs: run(body, inputs, settings, handle, at)  # noqa: E731
+        options = {name: parameters[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(call, **options)(*inputs)
+    first = parameters["num_consts"]
+    last = first + parameters["num_carry"]
+    constants, carry = inputs[:first], inputs[first:last]
+
+    def step(carry, slices):
+        of_step, own = slices
+        outputs, kept = run(body, [*constants, *carry, *of_step], own, handle, at)
+        return outputs[: last - first], (outputs[last - first :], kept)
+
+    options = {name: parameters[name] for name in ("length", "reverse", "unroll")}
+    carry, (stacked, kept) = jax.lax.scan(step, carry, (inputs[last:], settings), **options)
+    return [*carry, *stacked], kept
+
+
+def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
+    """Operations that the outputs depend on once the places with settings are replaced."""
+    needed: set[int] = set()
+    left = [ref[1] for ref in program.outputs if ref[0] == "op"]
+    left += [i for i, op in enumerate(program.ops) if op.equation.effects]
+    while left:
+        number = left.pop()
+        if number in needed:
+            continue
+        needed.add(number)
+        refs = program.ops[number].inputs
+        if number in program.places and settings.get(number, ()) != ():
+            refs = _read_by(program, program.places[number])
+        left += [ref[1] for ref in refs if ref[0] == "op"]
+    return sorted(needed)
+
+
+def _read_by(program: Program, place: Place) -> list[Ref]:
+    """What a replaced place reads: queries, keys, values, and what makes its mask."""
+    refs = [*program.ops[place.scores].inputs]
+    refs.append(program.ops[place.output].inputs[place.layout.values])
+    own = {place.scores, *place.chain}
+    side = (ref for number in place.chain for ref in program.ops[number].inputs)
+    return refs + [ref for ref in side if ref[0] != "op" or ref[1] not in own]
+
+
+def _add_place(program: Program, output: int) -> None:
+    """Add the place whose product with the values this is, if it is one."""
+    for number, operand in enumerate(program.ops[output].inputs):
+        found = _exponential(program, operand)
+        if found is None:
+            continue
+        exponential, scores = found
+        line = line_of(program.ops[scores].equation)
+        try:
+            place = _place(program, scores, exponential, output, number, line)
+        except Unfit as reason:
+            program.left.append((line, str(reason)))
+        else:
+            if place is not None:
+                program.places[output] = place
+        return
+
+
+def _exponential(program: Program, operand: Ref) -> tuple[int, int] | None:
+    """The last exponential that an operand comes from, and the product that it comes from."""
+    exponential = _before(program, operand, ("exp", "exp2"))
+    if exponential is None:
+        return None
+    scores = _before(program, program.ops[exponential].inputs[0], ("dot_general",))
+    return None if scores is None else (exponential, scores)
+
+
+def _before(program: Program, ref: Ref, names: tuple[str, ...]) -> int | None:
+    """The latest operation of these names that a value comes from, without a product between."""
+    heap, seen = ([-ref[1]] if ref[0] == "op" else []), set()
+    while heap:
+        number = -heapq.heappop(heap)
+        op = program.ops[number]
+        if op.equation.primitive.name in names:
+            return number
+        if number in seen or op.equation.primitive.name == "dot_general" or op.body is not None:
+            continue
+        seen.add(number)
+        for each in op.inputs:
+            if each[0] == "op":
+                heapq.heappush(heap, -each[1])
+    return None
+
+
+def _place(
+    program: Program, scores: int, exponential: int, output: int, number: int, line: str
+) -> Place | None:
+    """The place of these operations, None if it is no attention at all.
+
+    Raises:
+        Unfit: if it looks like attention, and is written in a way that is not read.
+    """
+    names = _followed(program, scores, output)
+    weights = program.ops[output].inputs[number]
+    if weights[0] != "op" or exponential not in names or weights[1] not in names:
+        return None
+    layout = Layout.of(program, scores, output, number, names[weights[1]])
+    if layout is None:
+        return None
+    goal = program.ops[exponential].inputs[0]
+    if goal[0] == "op" and program.ops[goal[1]].equation.primitive.name == "sub":
+        goal = program.ops[goal[1]].inputs[0]  # the largest score was taken off
+    chain = _between(program, scores, goal)
+    if goal[0] != "op" or goal[1] not in names or (not chain and goal[1] != scores):
+        raise Unfit("its scores do not come from one product of queries and keys")
+    layout.goal = names[goal[1]]
+    if {atom for axis in layout.goal for atom in axis} != {
+        a for a, n in layout.sizes.items() if n > 1
+    }:
+        raise Unfit("axes of the scores are lost before the softmax")
+    varying = _varying(program)
+    by_pairs = masked = scaled = False
+    for i in chain:
+        word = program.ops[i].equation.primitive.name
+        for ref in program.ops[i].inputs:
+            if not (ref[0] == "input" or (ref[0] == "op" and ref[1] in varying)):
+                continue
+            if ref[0] == "op" and ref[1] in (scores, *chain):
+                continue
+            if word in ("mul", "div"):
+                scaled = True
+                continue
+            masked = True
+            rows = [j for j, axis in enumerate(names[i]) if layout.time in axis]
+            by_pairs |= not rows or not _is_same_along(program, ref, rows[0], varying)
+    inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
+    words = (program.ops[i].equation.primitive.name for i in inside)
+    kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
+    return Place(scores, output, goal, chain, layout, line, kept, by_pairs, masked, scaled)
+
+
+def _between(program: Program, start: int, goal: Ref) -> list[int]:
+    """Operations after `start` that depend on it and that `goal` depends on, in order."""
+    if goal[0] != "op":
+        return []
+    after, towards = {start}, {goal[1]}
+    for number in range(start + 1, goal[1] + 1):
+        inputs = program.ops[number].inputs
+        if any(ref[0] == "op" and ref[1] in after for ref in inputs):
+            after.add(number)
+    for number in range(goal[1], start, -1):
+        if number in towards:
+            towards |= {r[1] for r in program.ops[number].inputs if r[0] == "op" and r[1] > start}
+    return sorted((after & towards) - {start})
+
+
+def _varying(program: Program) -> set[int]:
+    """Operations that depend on inputs of the program."""
+    varying: set[int] = set()
+    for number, op in enumerate(program.ops):
+        if any(ref[0] == "input" or (ref[0] == "op" and ref[1] in varying) for ref in op.inputs):
+            varying.add(number)
+    return varying
+
+
+def _is_same_along(program: Program, ref: Ref, axis: int, varying: set[int]) -> bool:
+    """True if what depends on the inputs is the same along an axis, by being broadcast."""
+    if ref[0] == "value":
+        return True
+    if ref[0] == "input":
+        return False
+    op = program.ops[ref[1]]
+    shape = op.equation.outvars[ref[2]].aval.shape
+    if ref[1] not in varying or len(shape) <= axis or shape[axis] == 1:
+        return True
+    if op.equation.primitive.name == "broadcast_in_dim":
+        onto = list(op.equation.params["broadcast_dimensions"])
+        if axis not in onto:
+            return True
+        inner = onto.index(axis)
+        whence = _shape(program, op.inputs[0])
+        return whence is not None and (
+            whence[inner] == 1 or _is_same_along(program, op.inputs[0], inner, varying)
+        )
+    if op.equation.primitive.name in MOVES or op.equation.primitive.name in STIRS:
+        return False
+    same = [x for x in op.inputs if _shape(program, x) not in ((), shape)]
+    return not same and all(_is_same_along(program, x, axis, varying) for x in op.inputs)
+
+
+def _shape(program: Program, ref: Ref) -> tuple[int, ...] | None:
+    if ref[0] == "value":
+        return np.shape(ref[1])
+    return program.ops[ref[1]].equation.outvars[ref[2]].aval.shape if ref[0] == "op" else None
+
+
+MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
+
+
+def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis]]:
+    """Names of the axes of each operation that comes from the scores, where they can be told."""
+    equation = program.ops[scores].equation
+    _, (left_batch, right_batch) = equation.params["dimension_numbers"]
+    left, right = (x.aval.ndim for x in equation.invars)
+    atoms = [("batch", i) for i in range(len(left_batch))]
+    atoms += [("left", i) for i in range(left - len(left_batch) - 1)]
+    atoms += [("right", i) for i in range(right - len(right_batch) - 1)]
+    shape = equation.outvars[0].aval.shape
+    sizes = dict(zip(atoms, shape, strict=False))
+    names = {scores: [(atom,) if sizes[atom] != 1 else () for atom in sizes]}
+    for number in range(scores + 1, output):
+        op = program.ops[number]
+        known = [names.get(ref[1]) if ref[0] == "op" else None for ref in op.inputs]
+        if any(known) and op.body is None:
+            moved = _moved(op.equation, known, sizes)
+            if moved is not None:
+                names[number] = moved
+    return names
+
+
+def _moved(equation: Any, known: list, sizes: dict) -> list[Axis] | None:
+    """The names of the axes of a result, by those of its inputs."""
+    name, parameters = equation.primitive.name, equation.params
+    shape = equation.outvars[0].aval.shape
+    first = next(x for x in known if x)
+    if name == "transpose":
+        return [first[i] for i in parameters["permutation"]]
+    if name == "broadcast_in_dim":
+        onto = list(parameters["broadcast_dimensions"])
+        moved: list[Axis] = [() for _ in shape]
+        for axis, i in zip(first, onto, strict=True):
+            moved[i] = axis
+        return moved
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return _regrouped([atom for axis in first for atom in axis], shape, sizes)
+    if name in ("reduce_max", "reduce_sum", "argmax"):
+        return [axis for i, axis in enumerate(first) if i not in parameters["axes"]]
+    if name in STIRS or name == "dot_general":
+        return None
+    fits = [x for x in known if x and len(x) == len(shape)]
+    if not fits or any(
+        math.prod(sizes[a] for a in x) not in (1, n) for x, n in zip(fits[0], shape, strict=True)
+    ):
+        return None
+    return [next((x[i] for x in fits if x[i]), ()) for i in range(len(shape))]
+
+
+def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | None:
+    """The atoms in order, in groups of these sizes."""
+    groups, left = [], list(atoms)
+    for length in shape:
+        group: Axis = ()
+        while left and math.prod(sizes[atom] for atom in group) < length:
+            group = (*group, left.pop(0))
+        if math.prod(sizes[atom] for atom in group) != length:
+            return None
+        groups.append(group)
+    return None if left else groups
+
+
+@dataclass
+class Layout:
+    """How the arrays of a place lie, and how they become those of `performer_attention`.
+
+    An atom is an axis of the scores: ("batch", i), ("left", i), ("right", i). Heads of keys are the
+    last of two or more batch axes; other axes of the queries beside time are query heads of them.
+    """
+
+    sizes: dict
+    """Of the atoms, in the order of the scores; those of length 1 are left out."""
+    operands: tuple[int, int]
+    """Which operand of q k^T is the queries, and which the keys."""
+    dims: Any
+    """Of q k^T: dimension numbers."""
+    time: tuple
+    keys: tuple
+    batch: list
+    heads: list
+    groups: list
+    values: int
+    """Which operand of the product with the values they are."""
+    value_dims: Any
+    """Of the values: names of their batch axes in order, these axes, that of the keys, the rest."""
+    shape: tuple[int, ...]
+    """Of the output."""
+    dtype: Any
+    order: list
+    """Names of the axes of the output."""
+    goal: list[Axis] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, program: Program, scores: int, output: int, number: int, weights: list[Axis]
+    ) -> "Layout | None":
+        """The layout; None if no axis of the scores is summed over.
+
+        Raises:
+            Unfit: if values, or axes, lie in a way that is not read.
+        """
+        equation, product = program.ops[scores].equation, program.ops[output].equation
+        (contracted, batch) = equation.params["dimension_numbers"]
+        (summed, batches) = product.params["dimension_numbers"]
+        if len(contracted[0]) != 1 or len(summed[0]) != 1:
+            return None
+        (axis,), (of_values,) = summed[number], summed[1 - number]
+        if len(weights[axis]) != 1 or weights[axis][0][0] == "batch":
+            return None
+        keys = weights[axis][0]
+        side, other = keys[0], "left" if keys[0] == "right" else "right"
+        left, right = (x.aval.ndim - len(batch[0]) - 1 for x in equation.invars)
+        atoms = [("batch", i) for i in range(len(batch[0]))]
+        atoms += [("left", i) for i in range(left)] + [("right", i) for i in range(right)]
+        all_sizes = dict(zip(atoms, equation.outvars[0].aval.shape, strict=True))
+        sizes = {atom: n for atom, n in all_sizes.items() if n != 1}
+        free = [atom for atom in atoms if atom[0] == other]
+        length = all_sizes[keys]
+        time = next((x for x in free if all_sizes[x] == length), None)
+        time = time or max(free, key=all_sizes.__getitem__, default=None)
+        if time is None:
+            return None  # a single query without an axis
+        lead = [atom for atom in atoms if atom[0] == "batch"]
+        heads = lead[-1:] if len(lead) > 1 else []
+        value = product.invars[1 - number].aval
+        names = [weights[i] for i in batches[number]]
+        # Queries without a batch axis, as a Perceiver's latents: it is among the keys' axes.
+        shared = [atom for atom in atoms if atom[0] == side and atom != keys]
+        if any(atom in sizes and (atom,) not in names for atom in shared):
+            raise Unfit("its keys have more than one axis")
+        if any(a[0] == other and a in sizes for axis in names for a in axis):
+            raise Unfit("its values are other ones for each query")
+        inner = batches[1 - number]
+        rest = [i for i in range(value.ndim) if i not in (*inner, of_values)]
+        width = ("value", 0)
+        free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]
+        queries, values = [a for x in free_names for a in x], [width]
+        order = [a for x in names for a in x]
+        order += queries + values if number == 0 else values + queries
+        return cls(
+            sizes=all_sizes,
+            operands=(0, 1) if side == "right" else (1, 0),
+            dims=(contracted, batch),
+            time=time,
+            keys=keys,
+            batch=shared + lead[: len(lead) - len(heads)],
+            heads=heads,
+            groups=[x for x in free if x != time],
+            values=1 - number,
+            value_dims=(names, list(inner), of_values, rest),
+            shape=product.outvars[0].aval.shape,
+            dtype=product.outvars[0].aval.dtype,
+            order=order,
+        )
+
+    def _counts(self, atoms: list) -> int:
+        return math.prod(self.sizes[atom] for atom in atoms)
+
+    def _operand(self, x: Array, which: int, free: list) -> Array:
+        """(b..., free..., heads, h) of an operand of q k^T, with all batch axes."""
+        (contracted,), batch = self.dims[0][which], list(self.dims[1][which])
+        rest = [i for i in range(x.ndim) if i not in (*batch, contracted)]
+        side = "left" if which == 0 else "right"
+        axis = dict(zip([("batch", i) for i in range(len(batch))], batch, strict=True))
+        axis |= {(side, i): number for i, number in enumerate(rest)}
+        wanted = [*self.batch, *free]
+        x = jnp.transpose(x, [*(axis[a] for a in wanted if a in axis), contracted])
+        x = jnp.expand_dims(x, [i for i, atom in enumerate(wanted) if atom not in axis])
+        return jnp.broadcast_to(x, (*(self.sizes[atom] for atom in wanted), x.shape[-1]))
+
+    def query(self, x: Array) -> Array:
+        """(b, t, n, h)."""
+        x = self._operand(x, self.operands[0], [self.time, *self.heads, *self.groups])
+        n = self._counts([*self.heads, *self.groups])
+        return x.reshape(self._counts(self.batch), self.sizes[self.time], n, x.shape[-1])
+
+    def key(self, x: Array) -> Array:
+        """(b, s, k, h)."""
+        x = self._operand(x, self.operands[1], [self.keys, *self.heads])
+        k = self._counts(self.heads)
+        return x.reshape(self._counts(self.batch), self.sizes[self.keys], k, x.shape[-1])
+
+    def value(self, x: Array) -> Array:
+        """(b, s, k, v)."""
+        names, inner, summed, rest = self.value_dims
+        x = jnp.transpose(x, [*inner, summed, *rest])
+        atoms = [atom for axis in names for atom in axis]
+        x = x.reshape(*(self.sizes[atom] for atom in atoms), x.shape[len(inner)], -1)
+        wanted = [*self.batch, *self.heads]
+        x = jnp.transpose(x, [*(atoms.index(a) for a in wanted if a in atoms), -2, -1])
+        lengths = [self.sizes[atom] if atom in atoms else 1 for atom in wanted]
+        x = x.reshape(*lengths, *x.shape[-2:])
+        x = jnp.broadcast_to(x, (*(self.sizes[atom] for atom in wanted), *x.shape[-2:]))
+        x = x.reshape(self._counts(self.batch), self._counts(self.heads), *x.shape[-2:])
+        return jnp.swapaxes(x, 1, 2)
+
+    def pairs(self, x: Array) -> Array:
+        """(b, n, t, s) of scores as they enter the softmax."""
+        atoms = [atom for axis in self.goal for atom in axis]
+        x = x.reshape([self.sizes[atom] for atom in atoms])
+        wanted = [*self.batch, *self.heads, *self.groups, self.time, self.keys]
+        x = jnp.transpose(x, [atoms.index(atom) for atom in wanted if atom in atoms])
+        n = self._counts([*self.heads, *self.groups])
+        return x.reshape(self._counts(self.batch), n, self.sizes[self.time], self.sizes[self.keys])
+
+    def back(self, x: Array) -> Array:
+        """The output as the program has it, of (b, t, n, v)."""
+        have = [*self.batch, self.time, *self.heads, *self.groups]
+        x = x.reshape(*(self.sizes[atom] for atom in have), x.shape[-1])
+        have.append(("value", 0))
+        kept = [atom for atom in have if atom in self.order]
+        x = x.reshape([n for atom, n in zip(have, x.shape, strict=True) if atom in self.order])
+        x = jnp.transpose(x, [kept.index(atom) for atom in self.order])
+        return x.reshape(self.shape).astype(self.dtype)
+
+
+FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
+
+
+def line_of(equation: Any) -> str:
+    """File and line of the user's code that an operation comes from."""
+    trace = equation.source_info.traceback
+    frames = [] if trace is None else list(trace.frames)
+    own = [x for x in frames if not any(f"packages{name}" in x.file_name for name in FOREIGN)]
+    own = [x for x in own if not x.file_name.endswith("performer/linearization/places.py")]
+    if not own:
+        return "an unknown line"
+    return f"{own[0].file_name.rsplit('/', 1)[-1]}:{own[0].line_num}"
+
+
+class Named(NamedTuple):
+    """A place with a name for the report."""
+
+    at: tuple[int, ...]
+    place: Place
+    lengths: tuple[int, ...]
+    name: str
+
+
+def named(program: Program) -> list[Named]:
+    """All places, by file and line; numbered where a line has several."""
+    found = list(places_in(program))
+    lines = [place.line for _, place, _ in found]
+    count: dict[str, int] = {}
+    result = []
+    for at, place, lengths in found:
+        number = count[place.line] = count.get(place.line, -1) + 1
+        name = f"{place.line} #{number}" if lines.count(place.line) > 1 else place.line
+        result.append(Named(at, place, lengths, name))
+    return result
