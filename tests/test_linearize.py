@@ -232,8 +232,10 @@ def test_what_cannot_be_taken_is_named_and_left():
     bare = nnx.dot_product_attention
 
     def why(model, call=None):
-        new, report = linearize(model, BATCHES, num_features=8, call=call)
+        with pytest.warns(UserWarning, match="attention that stays exact") as warned:
+            new, report = linearize(model, BATCHES, num_features=8, call=call)
         assert not report.rows
+        assert all(path in str(warned[0].message) for path in report.left)
         before, after = (
             m(BATCHES[0]) if call is None else call(m, BATCHES[0]) for m in (model, new)
         )
@@ -242,7 +244,7 @@ def test_what_cannot_be_taken_is_named_and_left():
         return " ".join(report.left.values())
 
     assert "a bias" in why(Bare(bare), lambda m, x: m(x, bias=scale))
-    assert "neither causal nor of keys" in why(Model(), lambda m, x: m(x, mask=arbitrary))
+    assert "neither of keys, nor causal" in why(Model(), lambda m, x: m(x, mask=arbitrary))
     dropped = lambda m, x: m(x, dropout_rate=0.5, dropout_rng=jax.random.key(0))  # noqa: E731
     assert "dropout on the attention" in why(Bare(bare), dropped)
     local = lambda m, x: m(x, local_window_size=2)  # noqa: E731
@@ -270,7 +272,7 @@ def test_layers_in_a_stack_or_not_called_are_left():
 def test_a_mask_of_another_kind_later_is_an_error():
     batches = [{"x": x, "mask": CAUSAL} for x in BATCHES]
     new, _ = linearize(Model(), batches, num_features=8)
-    with pytest.raises(ValueError, match="were causal ones when it was measured"):
+    with pytest.raises(ValueError, match="were causal when it was measured"):
         new(X[0], mask=PADDED)
     compiled = nnx.jit(lambda model, mask: model(X[0], mask=mask))
     assert np.isnan(compiled(new, PADDED)).all()

@@ -34,11 +34,20 @@ class Layer(NamedTuple):
     moments: calibrations.Moments
     sample: Sample
     """Queries and keys of a few examples."""
-    is_causal: bool
-    masks: bool
-    """True if it is called with masks over pairs of a query and a key."""
-    masks_are_causal: bool
-    """True if these masks are causal."""
+    kind: str
+    """Of its masks, one of `measure.KINDS`."""
+    scale: Float[Array, " n"]
+    slopes: Float[Array, " n"] | None
+    """Of ALiBi's bias."""
+    masked: bool
+    """True if it is called with masks, or is causal."""
+    calls: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Places that it is called at, and steps of the scans around each."""
+
+    @property
+    def is_causal(self) -> bool:
+        """True if queries see no later key."""
+        return "causal" in self.kind
 
 
 class Measured(NamedTuple):
@@ -71,20 +80,6 @@ def check(
         )
 
 
-def parted(batch: Any) -> tuple[tuple, list]:
-    """Split a batch into its static part, which is hashable, and its arrays."""
-    leaves, tree = jax.tree.flatten(batch)
-    settings = tuple(None if hasattr(x, "shape") else x for x in leaves)
-    return (tree, settings), [x if hasattr(x, "shape") else None for x in leaves]
-
-
-def joined(settings: tuple, arrays: list) -> Any:
-    """Inverse of `parted`."""
-    tree, others = settings
-    leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
-
-
 def draw(
     layers: list[Layer],
     coupling: str | Coupling,
@@ -108,11 +103,10 @@ def draw(
     return drawn
 
 
-def worst(layers: list[Layer], drawn: list[Linear], keep: int) -> set[int]:
-    """Return the numbers of the `keep` layers with the largest errors."""
-    pairs = zip(layers, drawn, strict=True)
-    errors = [float(jnp.mean(errors_of(*pair)["attention error"])) for pair in pairs if keep]
-    return set(sorted(range(len(errors)), key=lambda i: -errors[i])[:keep])
+def worst(errors: list[dict[str, Array]]) -> list[int]:
+    """Return the numbers of the layers, those with the largest errors first."""
+    means = [float(jnp.mean(own["attention error"])) for own in errors]
+    return sorted(range(len(means)), key=lambda i: -means[i])
 
 
 def errors_of(layer: Layer, attention: Linear) -> dict[str, Float[Array, " n"]]:
@@ -139,16 +133,9 @@ def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
     return partial(performer_estimate, **window._asdict())
 
 
-def report_of(measured: Measured, drawn: list[Linear], kept: set[int]) -> Report:
-    """Report of all layers."""
+def report_of(measured: Measured, errors: list[dict[str, Array]], kept: set[int]) -> Report:
+    """Report of all layers, from their `errors_of`."""
     rows = []
-    for number, (layer, attention) in enumerate(zip(measured.layers, drawn, strict=True)):
-        state = "exact" if number in kept else "linear"
-        rows += rows_of(number, layer.path, state, errors_of(layer, attention))
+    for number, (layer, own) in enumerate(zip(measured.layers, errors, strict=True)):
+        rows += rows_of(number, layer.path, "exact" if number in kept else "linear", own)
     return Report(rows, measured.left)
-
-
-def sample_of(batches: Iterable[dict[str, Array]]) -> Sample:
-    """One sample of all batches."""
-    seen = list(batches)
-    return Sample(**{name: jnp.concatenate([x[name] for x in seen]) for name in seen[0]})

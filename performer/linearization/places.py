@@ -62,6 +62,8 @@ class Op:
 
     equation: Any
     inputs: list[Ref]
+    scope: str = ""
+    """Names of `jax.named_scope` around it, of the calls and bodies that it is in, too."""
     body: "Program | None" = None
 
 
@@ -80,6 +82,8 @@ class Place:
     layout: "Layout"
     line: str
     """File and line of the user's code."""
+    scope: str
+    """As of its operations."""
     words: tuple[str, ...]
     """Names of all operations of the place but those of layout."""
     by_pairs: bool
@@ -90,6 +94,14 @@ class Place:
     """True if they have a part in the scale."""
 
 
+class Left(NamedTuple):
+    """Attention that cannot be replaced."""
+
+    line: str
+    scope: str
+    reason: str
+
+
 @dataclass
 class Program:
     """Operations in order, with calls inlined; `places` by the number of their output."""
@@ -97,8 +109,7 @@ class Program:
     ops: list[Op]
     outputs: list[Ref]
     places: dict[int, Place] = field(default_factory=dict)
-    left: list[tuple[str, str]] = field(default_factory=list)
-    """Line and reason of attention that cannot be replaced."""
+    left: list[Left] = field(default_factory=list)
 
 
 def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
@@ -107,11 +118,11 @@ def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Prog
     return program_of(closed.jaxpr, closed.consts), jax.tree.structure(result)
 
 
-def program_of(jaxpr: Any, constants: Sequence[Any]) -> Program:
+def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
     """Read the operations, and find the places."""
     ops: list[Op] = []
     inputs = [("input", number) for number in range(len(jaxpr.invars))]
-    program = Program(ops, _inlined(jaxpr, constants, inputs, ops))
+    program = Program(ops, _inlined(jaxpr, constants, inputs, ops, scope))
     for number, op in enumerate(ops):
         _look_inside(program, op)
         if op.equation.primitive.name == "dot_general":
@@ -214,13 +225,15 @@ def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tupl
                 yield inner, place, (*lengths, *more)
 
 
-def left_in(program: Program) -> list[tuple[str, str]]:
-    """Line and reason of all that cannot be replaced."""
+def left_in(program: Program) -> list[Left]:
+    """All that cannot be replaced."""
     bodies = [op.body for op in program.ops if op.body is not None]
-    return program.left + [pair for body in bodies for pair in left_in(body)]
+    return program.left + [each for body in bodies for each in left_in(body)]
 
 
-def _inlined(jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[Op]) -> list[Ref]:
+def _inlined(
+    jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[Op], scope: str
+) -> list[Ref]:
     known = dict(zip(jaxpr.constvars, (("value", x) for x in constants), strict=True))
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -229,12 +242,12 @@ def _inlined(jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[
 
     for equation in jaxpr.eqns:
         read_in = [read(atom) for atom in equation.invars]
-        inner = _inner(equation)
+        inner, own = _inner(equation), f"{scope}/{equation.source_info.name_stack}"
         if inner is not None:
-            outputs = _inlined(*inner, read_in, ops)
+            outputs = _inlined(*inner, read_in, ops, own)
         else:
             outputs = [("op", len(ops), i) for i in range(len(equation.outvars))]
-            ops.append(Op(equation, read_in))
+            ops.append(Op(equation, read_in, own))
         known |= dict(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -265,18 +278,20 @@ def _look_inside(program: Program, op: Op) -> None:
     name, line = equation.primitive.name, line_of(equation)
     own = str(equation.params.get("name", "")) + str(equation.params.get("name_and_src_info", ""))
     known = f"{name} {own}".lower() if name not in BODIES else ""
-    inner = list(jex.jaxprs_in_params(equation.params))
+    inner = [
+        program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ()), op.scope)
+        for x in jex.jaxprs_in_params(equation.params)
+    ]
     if any(word in known for word in KERNELS):
-        program.left.append((line, f"a kernel, {own or name}: its queries and keys are not read"))
+        reason = f"a kernel, {own or name}: its queries and keys are not read"
+        program.left.append(Left(line, op.scope, reason))
     elif name in BODIES:
-        body = program_of(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()))
-        op.body = body if body.places or left_in(body) else None
-        if any(p.body for p in body.ops) or body.places or body.left:
-            op.body = body
+        if left_in(inner[0]) or any(places_in(inner[0])):
+            op.body = inner[0]
     else:
-        for body in (program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ())) for x in inner):
-            found = [place.line for _, place, _ in places_in(body)]
-            program.left += [(x, f"inside {name}, which is not entered") for x in found]
+        reason = f"inside {name}, which is not entered"
+        for body in inner:
+            program.left += [Left(x.line, x.scope, reason) for _, x, _ in places_in(body)]
             program.left += left_in(body)
 
 
@@ -304,9 +319,9 @@ def _run_body(
 
 
 def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
-    """Operations that the outputs depend on once the places with settings are replaced."""
+    """Operations that outputs and places with settings depend on once these are replaced."""
     needed: set[int] = set()
-    left = [ref[1] for ref in program.outputs if ref[0] == "op"]
+    left = [*settings, *(ref[1] for ref in program.outputs if ref[0] == "op")]
     left += [i for i, op in enumerate(program.ops) if op.equation.effects]
     while left:
         number = left.pop()
@@ -337,10 +352,12 @@ def _add_place(program: Program, output: int) -> None:
             continue
         exponential, scores = found
         line = line_of(program.ops[scores].equation)
+        if is_linear(program.ops[scores].equation):
+            return
         try:
             place = _place(program, scores, exponential, output, number, line)
         except Unfit as reason:
-            program.left.append((line, str(reason)))
+            program.left.append(Left(line, program.ops[scores].scope, str(reason)))
         else:
             if place is not None:
                 program.places[output] = place
@@ -417,7 +434,8 @@ def _place(
     inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
     words = (program.ops[i].equation.primitive.name for i in inside)
     kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
-    return Place(scores, output, goal, chain, layout, line, kept, by_pairs, masked, scaled)
+    scope = program.ops[scores].scope
+    return Place(scores, output, goal, chain, layout, line, scope, kept, by_pairs, masked, scaled)
 
 
 def _between(program: Program, start: int, goal: Ref) -> list[int]:
@@ -608,7 +626,7 @@ class Layout:
         if any(atom in sizes and (atom,) not in names for atom in shared):
             raise Unfit("its keys have more than one axis")
         if any(a[0] == other and a in sizes for axis in names for a in axis):
-            raise Unfit("its values are other ones for each query")
+            return None  # values of each query, as of a mixture of experts
         inner = batches[1 - number]
         rest = [i for i in range(value.ndim) if i not in (*inner, of_values)]
         width = ("value", 0)
@@ -696,12 +714,22 @@ class Layout:
 FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
 
 
+def is_linear(equation: Any) -> bool:
+    """True for an operation of `performer_attention`."""
+    return any("/performer/attention/" in x.file_name for x in _frames(equation))
+
+
+def _frames(equation: Any) -> list:
+    trace = equation.source_info.traceback
+    return [] if trace is None else list(trace.frames)
+
+
 def line_of(equation: Any) -> str:
     """File and line of the user's code that an operation comes from."""
-    trace = equation.source_info.traceback
-    frames = [] if trace is None else list(trace.frames)
+    frames = _frames(equation)
     own = [x for x in frames if not any(f"packages{name}" in x.file_name for name in FOREIGN)]
-    own = [x for x in own if not x.file_name.endswith("performer/linearization/places.py")]
+    ours = ("performer/linearization/places.py", "performer/nnx/_hooks.py")
+    own = [x for x in own if not x.file_name.endswith(ours)]
     if not own:
         return "an unknown line"
     return f"{own[0].file_name.rsplit('/', 1)[-1]}:{own[0].line_num}"
@@ -710,9 +738,13 @@ def line_of(equation: Any) -> str:
 class Named(NamedTuple):
     """A place with a name for the report."""
 
+    number: int
+    """In the order of the program."""
     at: tuple[int, ...]
+    """Numbers of the operations that lead to it."""
     place: Place
     lengths: tuple[int, ...]
+    """Of the scans around it."""
     name: str
 
 
@@ -722,8 +754,8 @@ def named(program: Program) -> list[Named]:
     lines = [place.line for _, place, _ in found]
     count: dict[str, int] = {}
     result = []
-    for at, place, lengths in found:
-        number = count[place.line] = count.get(place.line, -1) + 1
-        name = f"{place.line} #{number}" if lines.count(place.line) > 1 else place.line
-        result.append(Named(at, place, lengths, name))
+    for number, (at, place, lengths) in enumerate(found):
+        same = count[place.line] = count.get(place.line, -1) + 1
+        name = f"{place.line} #{same}" if lines.count(place.line) > 1 else place.line
+        result.append(Named(number, at, place, lengths, name))
     return result

@@ -1,6 +1,7 @@
 """Places where a model calls exact attention, and the modules that replace it there."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,12 +11,10 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from performer.attention.calibration import pair_moments
-from performer.attention.refinement import Sample
-from performer.linearization.layers import EXAMPLES
+from performer.linearization.measure import fits
 from performer.nnx.layer import PerformerAttention
-from performer.typing import float32_or_wider
 
+SCOPE = "performer_attention"
 EXACT = (nnx.dot_product_attention, jax.nn.dot_product_attention)
 
 
@@ -30,6 +29,21 @@ class Hook(NamedTuple):
     def function(self) -> Any:
         """Value of the attribute."""
         return getattr(self.module, self.name)
+
+    def trace(self, refused: dict[str, str]) -> None:
+        """Name the operations of the function by the path, and note calls that are refused."""
+        function = self.function
+        if isinstance(function, nnx.Module):
+            return  # it may hold arrays, which the graph of the model must contain
+        bound = function.keywords if isinstance(function, partial) else {}
+
+        def traced(query, key, value, *args, **options):
+            named = dict(zip(("bias", "mask"), args, strict=False)) | options
+            refused[self.path] = call_of(query, key, **bound | named).refused
+            with jax.named_scope(f"{SCOPE}[{self.path}]"):
+                return function(query, key, value, *args, **options)
+
+        setattr(self.module, self.name, traced)
 
     def put(self, module: nnx.Module) -> None:
         """Replace the function; without `nnx.data` Flax expects an attribute without arrays."""
@@ -58,8 +72,10 @@ def is_exact(value: Any) -> bool:
     return any(function is exact for exact in EXACT)
 
 
-class Seen(nnx.Variable):
-    """Record of the calls of one layer during one call of the model."""
+def path_of(scope: str) -> str | None:
+    """Path of the hook that operations in this scope belong to."""
+    found = re.search(re.escape(SCOPE) + r"\[(.*?)\]", scope)
+    return found and found[1]
 
 
 class Call(NamedTuple):
@@ -70,31 +86,6 @@ class Call(NamedTuple):
     is_causal: bool
     refused: str
     """Reason why linear attention does not support the call, or ""."""
-
-
-Record = Callable[[str, Call, Array], dict[str, Array] | None]
-"""(path, call, key) -> what is kept of it, if anything."""
-
-
-class Notes:
-    """Static facts of the traced calls, by path, in the order of the first calls."""
-
-    def __init__(self):
-        self.refused: dict[str, str] = {}
-        """"" where a layer can be taken."""
-        self.is_causal: dict[str, bool] = {}
-        self.masks: set[str] = set()
-        """Paths of layers called with a mask over pairs of a query and a key."""
-
-    def record(self, path: str, call: Call, key: Array) -> dict[str, Array] | None:
-        """Statistics, where no call was refused so far."""
-        refused = call.refused
-        if self.is_causal.setdefault(path, call.is_causal) != call.is_causal:
-            refused = refused or "calls that are causal beside calls that are not"
-        self.refused[path] = self.refused.get(path, "") or refused
-        if call.mask is not None and call.mask.shape[-3:-1] != (1, 1):
-            self.masks.add(path)
-        return None if self.refused[path] else statistics(call, key)
 
 
 REFUSED = {
@@ -128,95 +119,16 @@ def call_of(query, key, bias=None, mask=None, is_causal=False, scale=None, **opt
     return Call(query, mask, bool(is_causal), " and ".join(refused))
 
 
-class Recorder(nnx.Module):
-    """Attention as it was, that keeps what `record` makes of each call."""
-
-    def __init__(self, function: Any, path: str, record: Record):
-        self.function, self.path, self.record = function, path, record
-        self.seen: Seen | None = nnx.data(None)
-
-    def __call__(self, query, key, value, bias=None, mask=None, **options):
-        """Record the call, and return the output of the function."""
-        bound = self.function.keywords if isinstance(self.function, partial) else {}
-        given = {"bias": bias, "mask": mask} | options
-        given = {name: x for name, x in given.items() if x is not None}
-        call = call_of(query, key, **bound | given)
-        new = self.record(self.path, call, key)
-        if new is not None:
-            self.seen = Seen(new if self.seen is None else together(self.seen.get_value(), new))
-        return self.function(query, key, value, **given)
-
-
-def together(before: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
-    """Sums over calls and batches, what must hold in all of them, the first examples; or all."""
-    if "moments" not in before:
-        return {name: jnp.concatenate([x, new[name]]) for name, x in before.items()}
-    sums = {name: before[name] + new[name] for name in ("moments", "count")}
-    return before | sums | {name: before[name] & new[name] for name in ("by_keys", "causal")}
-
-
-def statistics(call: Call, key: Array) -> dict[str, Array]:
-    """Moments over the pairs that exist, of what kind the mask is, and a few examples."""
-    sample, mask = existing(call, key)
-    pairs, by_keys, causal = None, jnp.array(True), jnp.array(True)
-    if mask is not None:
-        by_keys, causal = (is_of_kind(sample, mask, is_causal) for is_causal in (False, True))
-        pairs = sample.pairs(False) & mask[:, :1]
-    count = jnp.float32(sample.queries.size)
-    moments = pair_moments(sample.query, sample.key, mask=pairs, is_causal=call.is_causal)
-    few = {name: x[:EXAMPLES] for name, x in sample._asdict().items() if x is not None}
-    return {"moments": moments * count, "count": count, "by_keys": by_keys, "causal": causal} | few
-
-
-def examples(path: str, call: Call, key: Array) -> dict[str, Array]:
-    """All of them."""
-    del path
-    seen = existing(call, key)[0]._asdict()
-    return {name: x for name, x in seen.items() if x is not None}
-
-
-def existing(call: Call, key: Array) -> tuple[Sample, Array | None]:
-    """The call with one batch axis, and the mask (b, #n, #t, s).
-
-    A query exists where it sees a key; by a mask over keys alone, with as many queries, where its
-    key does.
-    """
-    lead, (t, s) = call.query.shape[:-3], (call.query.shape[-3], key.shape[-3])
-    dtype = float32_or_wider(call.query, key)
-    query, key = (x.reshape(-1, *x.shape[-3:]).astype(dtype) for x in (call.query, key))
-    sample, mask = Sample.of(query, key), call.mask
-    if mask is None:
-        return sample, None
-    mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:-1], s)).reshape(-1, *mask.shape[-3:-1], s)
-    keys = jnp.any(mask, axis=(1, 2))
-    queries = sample.queries
-    if mask.shape[2] > 1:
-        queries = jnp.any(mask, axis=(1, 3))
-    elif t == s:
-        queries = keys
-    return sample._replace(queries=queries, keys=keys), mask
-
-
-def is_of_kind(sample: Sample, mask: Array, is_causal: bool) -> Bool[Array, ""]:
-    """True if the mask is determined by existing queries and keys, and causality."""
-    _, _, t, s = mask.shape
-    if t == 1:
-        return jnp.array(True)
-    if is_causal and t != s:
-        return jnp.array(False)
-    return jnp.all((mask == sample.pairs(is_causal)) | ~sample.queries[:, None, :, None])
-
-
 class Adapter(nnx.Module):
-    """`PerformerAttention`, called as the functions of exact attention are, with masks over pairs.
+    """`PerformerAttention`, called as the functions of exact attention are, with any mask.
 
-    Such a mask is read as it was in the batches that were measured: as a causal one or not, and
-    for which keys exist. A mask of another kind raises; in a compiled program, where its values are
-    not known, it makes the output NaN.
+    A mask over pairs of a query and a key is read as it was in the batches that were measured: of
+    keys, causal, or of packed sequences. A mask of another kind raises; in a compiled program,
+    where its values are not known, it makes the output NaN.
     """
 
-    def __init__(self, attention: PerformerAttention, function: Any, is_causal: bool):
-        self.attention, self.is_causal = attention, is_causal
+    def __init__(self, attention: PerformerAttention, function: Any, kind: str):
+        self.attention, self.kind = attention, kind
         bound = function.keywords if isinstance(function, partial) else {}
         self.call_of = partial(call_of, **bound) if bound else call_of
 
@@ -228,34 +140,32 @@ class Adapter(nnx.Module):
         """
         given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         call = self.call_of(query, key, **given, **options)
-        mask, is_causal, fits = understood(call, key, self.is_causal)
+        if call.refused:
+            raise ValueError(f"linear attention cannot take {call.refused}: leave this layer exact")
         passed = {name: options[name] for name in ("dtype", "module") if name in options}
-        output = self.attention(call.query, key, value, mask=mask, is_causal=is_causal, **passed)
-        return output if fits is None else jnp.where(fits, output, jnp.nan)
+        if call.mask is None or call.mask.shape[-2] == 1:
+            passed |= {"mask": call.mask, "is_causal": call.is_causal}
+            return self.attention(call.query, key, value, **passed)
+        keys, segments, valid = self._read(call, key.shape[-3])
+        passed |= {"mask": keys, "is_causal": "causal" in self.kind, "segment_ids": segments}
+        output = self.attention(call.query, key, value, **passed)
+        return jnp.where(valid, output, jnp.nan)
 
-
-def understood(
-    call: Call, key: Array, masks_are_causal: bool
-) -> tuple[Array | None, bool, Bool[Array, ""] | None]:
-    """Return the mask over keys, whether attention is causal, and whether the mask is such a one.
-
-    The last is None for a mask that is known to be.
-
-    Raises:
-        ValueError: for what it cannot take, and a mask over pairs of another kind than that.
-    """
-    if call.refused:
-        raise ValueError(f"linear attention cannot take {call.refused}: leave this layer exact")
-    if call.mask is None or call.mask.shape[-2] == 1:
-        return call.mask, call.is_causal, None
-    sample, mask = existing(call, key)
-    assert mask is not None
-    fits = is_of_kind(sample, mask, masks_are_causal)
-    if not isinstance(fits, Tracer) and not fits:
-        kind = "causal ones" if masks_are_causal else "those over keys"
-        raise ValueError(
-            f"the masks of this layer were {kind} when it was measured, and this one is not:"
-            " measure it with such masks too, and it stays exact"
-        )
-    keys = jnp.any(call.mask, axis=(-3, -2), keepdims=True)
-    return keys, call.is_causal or masks_are_causal, fits if isinstance(fits, Tracer) else None
+    def _read(self, call: Call, s: int) -> tuple[Array, Array | None, Array]:
+        """Which keys exist, segments, and whether the mask is of the kind that was measured."""
+        assert call.mask is not None
+        lead, t = call.query.shape[:-3], call.query.shape[-3]
+        mask = jnp.broadcast_to(call.mask, (*lead, *call.mask.shape[-3:-1], s))
+        visible = jnp.any(mask, axis=-3)
+        valid = jnp.all(mask == visible[..., None, :, :])
+        if call.is_causal:
+            visible &= jnp.tri(t, s, dtype=bool)
+        pairs = visible.reshape(-1, t, s)
+        valid &= fits(pairs, self.kind)
+        if not isinstance(valid, Tracer) and not valid:
+            raise ValueError(
+                f"the masks of this layer were {self.kind} when it was measured, and this one is"
+                " not: measure it with such masks too, and it stays exact"
+            )
+        segments = jnp.argmax(visible, axis=-1) if "segments" in self.kind else None
+        return jnp.any(visible, axis=-2)[..., None, None, :], segments, valid

@@ -174,6 +174,7 @@ class PerformerAttention(nnx.Module):
         precision: Any = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
+        segment_ids: ArrayLike | None = None,
     ) -> Float[Array, "*b t n v"]:
         """The call of `nnx.MultiHeadAttention`; what cannot be honoured is an error.
 
@@ -197,6 +198,7 @@ class PerformerAttention(nnx.Module):
             deterministic=deterministic,
             dtype=dtype,
             is_causal=is_causal,
+            segment_ids=segment_ids,
             weights=module is not None,
             **{name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options},
         )

@@ -1,27 +1,26 @@
 """A trained model with exact attention -> one with random features, without retraining."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array
 
-from performer.attention.refinement import Sample
+from performer.linearization.function import UNCHOSEN, warn
 from performer.linearization.layers import (
     Layer,
     Linear,
     Measured,
     check,
     draw,
-    joined,
-    parted,
+    errors_of,
     refined,
     report_of,
-    sample_of,
     worst,
 )
+from performer.linearization.measure import examples, layer_of, observe, steps_of
+from performer.linearization.places import Named
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import PerformerAttention
@@ -29,6 +28,7 @@ from performer.typing import Coupling, Window
 
 Model = TypeVar("Model", bound=nnx.Module)
 Call = Callable[[Any, Any], Any]
+NOT_HELD = "no layer that the model holds: performer.linearize replaces it"
 
 
 def linearize(
@@ -101,21 +101,23 @@ def linearize(
     measured = measured or measure(model, batches, where=where, call=call)
     drawn = draw(measured.layers, coupling, num_features, calibration, seed, window)
     if refine_steps:
-        seen = (_examples(model, layer.path, batches, call) for layer in measured.layers)
-        each = zip(drawn, measured.layers, seen, strict=True)
-        drawn = [refined(*parts, refine_steps) for parts in each]
-    kept, new = worst(measured.layers, drawn, keep), evaluated(model)
+        function, state, _ = _function(model, call)
+        drawn = [
+            refined(linear, layer, examples(function, _with(state, batches), layer), refine_steps)
+            for linear, layer in zip(drawn, measured.layers, strict=True)
+        ]
+    errors, new = list(map(errors_of, measured.layers, drawn)), evaluated(model)
+    kept, found = set(worst(errors)[:keep]), {hook.path: hook for hook in hooks_.hooks(new)}
     for number, (layer, linear) in enumerate(zip(measured.layers, drawn, strict=True)):
         if number in kept:
             continue
-        attention = _attention(layer, linear, coupling, calibration)
-        hook = _hook(new, layer.path)
+        attention, hook = _attention(layer, linear, coupling, calibration), found[layer.path]
         if isinstance(hook.module, nnx.MultiHeadAttention):
             hook.module.dropout_rate = 0.0
-        if layer.masks or not hook.in_layer:
-            attention = hooks_.Adapter(attention, hook.function, layer.masks_are_causal)
+        if layer.masked or not hook.in_layer:
+            attention = hooks_.Adapter(attention, hook.function, layer.kind)
         hook.put(attention)
-    return new, report_of(measured, drawn, kept)
+    return new, report_of(measured, errors, kept)
 
 
 def measure(
@@ -131,12 +133,38 @@ def measure(
         >>> measured = measure(model, [x])
         >>> models = [linearize(model, [x], num_features=m, measured=measured) for m in (8, 16)]
     """
-    new, notes, left = evaluated(model), hooks_.Notes(), {}
-    for hook in list(hooks_.hooks(new)):
-        left[hook.path] = _unfit(hook, where) or "not called"
-        if left[hook.path] == "not called":
-            hook.put(hooks_.Recorder(hook.function, hook.path, notes.record))
-    return found(added(_observed(new, batches, call or apply_to)), notes, left)
+    left = {hook.path: _unfit(hook, where) for hook in hooks_.hooks(model)}
+    function, state, refused = _function(model, call or apply_to)
+
+    def is_chosen(place: Named) -> bool:
+        path = hooks_.path_of(place.place.scope)
+        return path is not None and not left[path]
+
+    seen, layers = observe(function, _with(state, batches), is_chosen), []
+    calls: dict[str, list] = {}
+    for place in seen.places:
+        path = hooks_.path_of(place.place.scope)
+        if path is None:
+            left[place.name] = NOT_HELD
+        elif not left[path]:
+            calls.setdefault(path, []).extend(
+                (place.number, i) for i in steps_of(seen, place.number)
+            )
+    for name, (scope, reason) in seen.left.items():
+        path = hooks_.path_of(scope)
+        left[path or name] = reason if path is None else f"{reason} ({name})"
+    for path, own in calls.items():
+        layer = layer_of(seen, path, own)
+        reason = refused.get(path) or (layer if isinstance(layer, str) else "")
+        if reason:
+            left[path] = f"{reason} ({seen.places[own[0][0]].name})"
+        else:
+            layers.append(layer)
+    idle = left.keys() - {layer.path for layer in layers}
+    left |= {path: left[path] or "not called" for path in idle}
+    measured = Measured(layers, {path: reason for path, reason in left.items() if reason})
+    warn(measured)
+    return measured
 
 
 def evaluated(model: Model) -> Model:
@@ -156,7 +184,7 @@ def apply_to(model: Any, batch: Any) -> Any:
 def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
     """Reason why the hook is not measured, or ""."""
     if where is not None and not where(hook.path):
-        return "not chosen by where"
+        return UNCHOSEN
     if isinstance(hook.function, PerformerAttention | hooks_.Adapter):
         return "linear already"
     if not hooks_.is_exact(hook.function):
@@ -167,56 +195,24 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
     return ""
 
 
-def _observed(
-    model: nnx.Module, batches: Iterable[Any], call: Call
-) -> Iterator[dict[str, dict[str, Array]]]:
-    """Records of each batch, by path."""
-    graph, state = nnx.split(model)
+def _function(
+    model: nnx.Module, call: Call
+) -> tuple[Callable[..., Any], nnx.State, dict[str, str]]:
+    """The model as a function of its state and a batch; the state; and path -> refused call."""
+    new, refused = evaluated(model), {}
+    for hook in list(hooks_.hooks(new)):
+        hook.trace(refused)
+    graph, state = nnx.split(new)
 
-    @partial(jax.jit, static_argnums=0)
-    def seen(settings, state, arrays):  # the graph is closed over: attributes need not be hashable
-        model = nnx.merge(graph, state)
-        call(model, joined(settings, arrays))
-        recorders = [m for _, m in nnx.iter_modules(model) if isinstance(m, hooks_.Recorder)]
-        return {r.path: r.seen.get_value() for r in recorders if r.seen is not None}
+    def function(state: nnx.State, batch: Any) -> list[Array]:
+        output = call(nnx.merge(graph, state), batch)
+        return [x for x in jax.tree.leaves(output) if hasattr(x, "shape")]
 
-    for batch in batches:
-        settings, arrays = parted(batch)
-        yield seen(settings, state, arrays)
+    return function, state, refused
 
 
-def added(batches: Iterable[dict[str, dict[str, Array]]]) -> dict[str, dict[str, Array]]:
-    """Records of all batches together, by path."""
-    total: dict[str, dict[str, Array]] = {}
-    for seen in batches:
-        both = {path: hooks_.together(total[path], seen[path]) for path in total.keys() & seen}
-        total = total | seen | both
-    return total
-
-
-def found(total: dict[str, dict[str, Array]], notes: hooks_.Notes, left: dict) -> Measured:
-    """The layers that can be replaced, and why the others cannot."""
-    layers = []
-    for path, refused in notes.refused.items():
-        left[path] = refused
-        if refused:
-            continue
-        seen = total[path]
-        by_keys, causal = bool(seen["by_keys"]), bool(seen["causal"])
-        if not (by_keys or causal):
-            left[path] = "its masks are neither causal nor of keys alone"
-            continue
-        layers.append(
-            Layer(
-                path=path,
-                moments=seen["moments"] / seen["count"],
-                sample=Sample(**{name: seen[name] for name in Sample._fields if name in seen}),
-                is_causal=notes.is_causal[path] or not by_keys,
-                masks=path in notes.masks,
-                masks_are_causal=not by_keys,
-            )
-        )
-    return Measured(layers, {path: why for path, why in left.items() if why})
+def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State, Any]]:
+    return ((state, batch) for batch in batches)
 
 
 def _attention(
@@ -238,15 +234,3 @@ def _attention(
     if attention.calibration is not None:
         attention.calibrate(layer.moments)
     return attention
-
-
-def _hook(model: nnx.Module, path: str) -> hooks_.Hook:
-    return next(hook for hook in hooks_.hooks(model) if hook.path == path)
-
-
-def _examples(model: nnx.Module, path: str, batches: Iterable[Any], call: Call) -> Sample:
-    """Queries and keys of one layer in all batches."""
-    model = evaluated(model)
-    hook = _hook(model, path)
-    hook.put(hooks_.Recorder(hook.function, hook.path, hooks_.examples))
-    return sample_of(seen[path] for seen in _observed(model, batches, call))

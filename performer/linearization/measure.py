@@ -1,0 +1,321 @@
+"""Attention in a program, measured on batches: what linear attention can replace, and how."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from performer.attention.calibration import pair_moments
+from performer.attention.refinement import Sample
+from performer.linearization.layers import EXAMPLES, Layer
+from performer.linearization.places import (
+    FILL,
+    MASKED,
+    Named,
+    Place,
+    Program,
+    Values,
+    left_in,
+    named,
+    run,
+    traced,
+)
+from performer.typing import float32_or_wider
+
+KINDS = ("of keys", "causal", "of segments", "causal, of segments")
+"""Masks that linear attention has, the simplest first."""
+TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
+"""Of what was read out, relative to the largest output; 0.05 for narrower types."""
+
+
+class Seen(NamedTuple):
+    """Attention that a function computes, and what was measured of it."""
+
+    places: list[Named]
+    records: dict[int, dict[str, Any]]
+    """Number of a place -> its record; in a scan with an axis of its steps before all others."""
+    left: dict[str, tuple[str, str]]
+    """Name of what cannot be replaced -> its scope and the reason."""
+
+
+def observe(
+    function: Callable[..., Any],
+    batches: Iterable[Sequence[Any]],
+    chosen: Callable[[Named], bool] = lambda place: True,
+) -> Seen:
+    """Call the function on the batches, and measure the chosen places.
+
+    Raises:
+        ValueError: if the batches run different programs, or one is no tuple of arguments.
+    """
+    seen = Seen([], {}, {})
+    for number, (program, new) in enumerate(_observations(function, batches, chosen)):
+        places = named(program)
+        if number and words_of(places) != words_of(seen.places):
+            raise ValueError(
+                f"batch {number} runs another program than batch 0: its attention is computed"
+                " differently, so linearize on one kind of batches"
+            )
+        for each in left_in(program):
+            same = seen.left.get(each.line, (each.scope, each.reason))[1] == each.reason
+            seen.left[each.line if same else f"{each.line}, too"] = each.scope, each.reason
+        both = {i: together(seen.records[i], new[i]) for i in seen.records.keys() & new}
+        seen = seen._replace(places=places, records=new | both)
+    return seen
+
+
+def program_of(
+    function: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[Program, list[Array], Any]:
+    """The program for these arguments, the arrays among them, the structure of the result."""
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    given = [hasattr(x, "shape") for x in leaves]
+
+    def of_arrays(*arrays: Any) -> Any:
+        left = iter(arrays)
+        own = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
+        return function(*jax.tree.unflatten(tree, own))
+
+    arrays = [x for x, is_array in zip(leaves, given, strict=True) if is_array]
+    program, result = traced(of_arrays, arrays)
+    return program, arrays, result
+
+
+def words_of(places: Sequence[Named]) -> list[tuple[str, ...]]:
+    """Operations of each place, which tell programs apart whatever the lengths of their arrays."""
+    return [each.place.words for each in places]
+
+
+def nested(places: Sequence[Named], settings: dict[int, Any]) -> dict[int, Any]:
+    """Settings by the numbers of places, as `places.run` takes them: {1: {2: x}} for at (1, 2)."""
+    outer: dict[int, Any] = {}
+    for number, setting in settings.items():
+        inner, at = outer, places[number].at
+        for i in at[:-1]:
+            inner = inner.setdefault(i, {})
+        inner[at[-1]] = setting
+    return outer
+
+
+def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]) -> Layer | str:
+    """The layer that is called at these places and steps, or the reason why it stays exact."""
+    records = [steps_of(seen, number)[step] for number, step in calls]
+    record = jax.tree.map(jnp.asarray, reduce(together, records))
+    if not record["affine"]:
+        return "its scores are not scale q.k + bias: is there a soft cap?"
+    if not record["same heads"]:
+        return "its masks differ between heads"
+    if not record["alibi"]:
+        return "a bias that is no mask"
+    if not record["exact"]:
+        return (
+            "softmax(scale q.k + bias) v is not what it computes: is there dropout, or a division"
+            " after the product with v?"
+        )
+    if not record["kinds"].any():
+        return "its masks are neither of keys, nor causal, nor of packed sequences"
+    kind = KINDS[int(jnp.argmax(record["kinds"]))]
+    sample = Sample(**record["sample"])
+    slopes = record["slopes"] / record["batches"]
+    return Layer(
+        path=path,
+        moments=record["moments"] / record["count"],
+        sample=sample if "segments" in kind else sample._replace(segments=None),
+        kind=kind,
+        scale=record["scale"],
+        slopes=slopes if jnp.any(jnp.abs(slopes) > 1e-6) else None,
+        masked=any(seen.places[i].place.masked for i, _ in calls) or not record["open"],
+        calls=tuple(calls),
+    )
+
+
+def steps_of(seen: Seen, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Records of a place: for each step of the scans around it, () if there are none."""
+    steps = np.ndindex(seen.places[number].lengths)
+    return {step: jax.tree.map(lambda x, i=step: x[i], seen.records[number]) for step in steps}
+
+
+def examples(
+    function: Callable[..., Any],
+    batches: Iterable[Sequence[Any]],
+    layer: Layer,
+) -> Sample:
+    """Queries and keys of one layer in all batches, at all its calls."""
+    numbers, parts = {number for number, _ in layer.calls}, []
+    for program, seen in _observations(
+        function, batches, lambda place: place.number in numbers, whole=True
+    ):
+        del program
+        own = (jax.tree.map(lambda x, i=step: x[i], seen[number]) for number, step in layer.calls)
+        parts += [Sample(**each["sample"]) for each in own]
+    if layer.sample.segments is None:
+        parts = [part._replace(segments=None) for part in parts]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+def _observations(
+    function: Callable[..., Any],
+    batches: Iterable[Sequence[Any]],
+    chosen: Callable[[Named], bool],
+    whole: bool = False,
+) -> Iterator[tuple[Program, dict[int, Any]]]:
+    """The program, and records of the chosen places, for each batch; compiled once for all alike.
+
+    Raises:
+        ValueError: for a batch that is no tuple of arguments.
+    """
+    last: Any = None
+    for number, arguments in enumerate(batches):
+        if not isinstance(arguments, tuple | list):
+            raise ValueError(
+                f"batches must be tuples of arguments, as (x,), and batch {number} is of type"
+                f" {type(arguments).__name__}"
+            )
+        leaves, tree = jax.tree.flatten(tuple(arguments))
+        kind = tree, [jax.typeof(x) if hasattr(x, "shape") else x for x in leaves]
+        if last is None or kind != last[0]:
+            program, _, _ = program_of(function, arguments)
+            numbers = [place.number for place in named(program) if chosen(place)]
+            last = kind, program, jax.jit(partial(_observed, program, numbers, whole=whole))
+        _, program, compiled = last
+        arrays = [x for x in leaves if hasattr(x, "shape")]
+        records = jax.device_get(compiled(arrays))
+        yield program, records
+
+
+def _observed(
+    program: Program, numbers: Sequence[int], arrays: list, whole: bool
+) -> dict[int, Any]:
+    """A record of each of these places."""
+
+    def record(values: Values, place: Place, at: tuple, setting: Any) -> tuple[Array, Any]:
+        del at, setting
+        output = values.bind(values.program.ops[place.output], values.read)[0]
+        return output, _record(values, place, output, whole)
+
+    places = named(program)
+    nothing = nested(places, dict.fromkeys(numbers, ()))  # an empty tree: nothing is read ahead
+    _, kept = run(program, arrays, nothing, record)
+    return {i: reduce(lambda x, step: x[step], places[i].at, kept) for i in numbers}
+
+
+class Read(NamedTuple):
+    """A place in the terms of `performer_attention`, as its values say."""
+
+    sample: Sample
+    visible: Bool[Array, "b t s"]
+    bias: Float[Array, "b n t s"]
+    scale: Float[Array, "b n"]
+    value: Array
+
+
+def read(values: Values, place: Place) -> Read:
+    """Measure a place; queries come as if the scale were 1 / sqrt(h)."""
+    query, key, value = values.operands(place)
+    bias = values.scores(place, 0.0)
+    dtype = float32_or_wider(query, key)
+    query, key, bias = (x.astype(dtype) for x in (query, key, bias))
+    slope = (values.scores(place, FILL).astype(dtype) - bias) / FILL
+    seen = bias > MASKED
+    scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))
+    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+    visible = jnp.any(seen, axis=1)
+    queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
+    if visible.shape[1] == visible.shape[2]:  # a mask of keys: padding is no query, either
+        of_keys = jnp.all(visible == visible[:, :1], axis=(1, 2))[:, None]
+        queries &= keys | ~of_keys
+    factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
+    sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
+    return Read(sample, visible, bias, scale, value)
+
+
+def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
+    """What is kept of one call of a place: sums over batches, facts, and a few examples."""
+    sample, visible, bias, scale, value = read(values, place)
+    if whole:
+        return {"sample": sample._asdict()}
+    _, t, n, h = sample.query.shape
+    s, k = sample.key.shape[1:3]
+    groups = n // k
+    query = sample.query.reshape(len(bias), t, k, groups, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", query, sample.key, precision="highest") / h**0.5
+    weights = jax.nn.softmax(logits.reshape(bias.shape) + bias)
+    weights = weights.reshape(len(bias), k, groups, t, s)
+    exact = jnp.einsum(
+        "bkgts,bskv->btkgv", weights, value.astype(weights.dtype), precision="highest"
+    )
+    exact = place.layout.back(exact.reshape(len(bias), t, n, -1)).astype(weights.dtype)
+    got = output.astype(weights.dtype)
+    both = jnp.isnan(exact) & jnp.isnan(got)
+    apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - got)), initial=0)
+    largest = jnp.max(jnp.where(jnp.isnan(got), 0, jnp.abs(got)), initial=1e-30)
+    dtypes = (output.dtype, value.dtype, values.operands(place)[0].dtype)
+    tolerance = max(TOLERANCE.get(jnp.dtype(x).name, 0.05) for x in dtypes)
+    seen = bias > MASKED
+    slope = (values.scores(place, 2 * FILL).astype(bias.dtype) - bias) / (2 * FILL)
+    bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
+    slopes, alibi = _alibi(bias, seen)
+    count = jnp.float32(sample.queries.size)
+    pairs = (visible & sample.queries[..., None])[:, None]
+    of_heads = jnp.nanmax(scale, axis=0)
+    one_scale = jnp.all(jnp.isnan(scale) | (jnp.abs(scale - of_heads) <= 1e-3 * jnp.abs(of_heads)))
+    few = {name: x[:EXAMPLES] for name, x in sample._asdict().items()}
+    return {
+        "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
+        "count": count,
+        "batches": jnp.float32(1),
+        "slopes": slopes,
+        "scale": jnp.nan_to_num(of_heads),
+        "affine": jnp.max(bend) <= 0.01 * jnp.max(jnp.abs(of_heads)),
+        "same heads": jnp.all(seen == visible[:, None]),
+        "alibi": alibi,
+        "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
+        "open": jnp.all(seen),
+        "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
+        "sample": few,
+    }
+
+
+def _alibi(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
+    """Slopes, and whether the bias is -slope |i - j| but for what is added to whole rows."""
+    t, s = bias.shape[-2:]
+    slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
+    level = jnp.where(seen, bias, 0)
+    if t == s > 1:
+        distance = jnp.abs(jnp.arange(t)[:, None] - jnp.arange(t)).astype(bias.dtype)
+        here, before = (jnp.diagonal(x[..., 1:, :], y, -2, -1) for x, y in ((level, 1), (level, 0)))
+        both = jnp.diagonal(seen[..., 1:, :], 1, -2, -1) & jnp.diagonal(seen[..., 1:, :], 0, -2, -1)
+        total = jnp.sum(jnp.where(both, here - before, 0), axis=(0, 2))
+        slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2)), 1)
+    flat = level + slopes[:, None, None] * distance
+    high = jnp.max(jnp.where(seen, flat, -jnp.inf), axis=-1)
+    low = jnp.min(jnp.where(seen, flat, jnp.inf), axis=-1)
+    spread = jnp.max(jnp.where(high >= low, high - low, 0), initial=0)
+    return slopes, spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
+
+
+def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
+    """True if existing queries and keys, causality and segments determine what is visible."""
+    _, t, s = visible.shape
+    if kind != "of keys" and t != s:
+        return jnp.array(False)
+    queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
+    pairs = jnp.broadcast_to(keys[:, None], visible.shape)
+    if "causal" in kind:
+        pairs &= jnp.tri(t, s, dtype=bool)
+    if "segments" in kind:
+        segments = jnp.argmax(visible, axis=-1)
+        pairs &= segments[:, :, None] == segments[:, None]
+    return jnp.all((visible == pairs) | ~queries[..., None])
+
+
+def together(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Records of two calls as one: sums, what must hold in both, the first examples."""
+    sums = ("moments", "count", "batches", "slopes")
+    facts = ("affine", "same heads", "alibi", "exact", "open", "kinds")
+    both = {name: before[name] + new[name] for name in sums}
+    return before | both | {name: before[name] & new[name] for name in facts}
