@@ -12,7 +12,8 @@ from tests.pages import code
 
 LEARN = Path("docs/learn")
 PAGES = [*LEARN.glob("*.md"), *Path("docs/howto").glob("*.md")]
-SLOW = {"calibrate", "couplings", "gp", "graphs", "add-a-coupling", "add-a-kernel", "add-a-task"}
+SLOW = {"calibrate", "couplings", "gp", "graphs", "linearize"}
+SLOW |= {"add-a-coupling", "add-a-kernel", "add-a-task"}
 """Pages whose code takes longer than some 15 s."""
 
 

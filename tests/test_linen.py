@@ -2,7 +2,6 @@
 
 import inspect
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 from flax import linen
 
 from performer import couplings, performer_attention
-from performer.linen import linearize, linearized, performer_attention_fn
+from performer.linen import performer_attention_fn
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
@@ -137,74 +136,3 @@ def test_a_bias_is_an_error():
     heads = [X.reshape(3, 5, 2, 4)] * 3
     with pytest.raises(ValueError, match="cannot add a bias"):
         performer_attention_fn(*heads, frequencies=W, bias=jnp.zeros((1, 1, 5, 5)))
-
-
-class Reader(linen.Module):
-    """Self attention, and cross attention with its own mask; dropout on both."""
-
-    attention_fn: Any = linen.dot_product_attention
-
-    @linen.compact
-    def __call__(self, x, others, mask=None, deterministic=True):
-        layer = partial(linen.MultiHeadAttention, num_heads=2, dropout_rate=0.1)
-        causal = linen.make_causal_mask(x[..., 0])
-        x = x + layer(name="itself")(x, mask=causal, deterministic=deterministic)
-        layer = partial(layer, attention_fn=self.attention_fn)
-        return x + layer(name="others")(x, others, mask=mask, deterministic=deterministic)
-
-
-def by_hand(layer, parameters, x, others, **options):
-    """The output of one layer by the op."""
-    query, key, value = (
-        jnp.einsum("btw,wnh->btnh", of, parameters[name]["kernel"]) + parameters[name]["bias"]
-        for name, of in (("query", x), ("key", others), ("value", others))
-    )
-    parts = dict(calibration=layer.calibration) | options
-    output = performer_attention(query, key, value, layer.frequencies, **parts)
-    return (
-        jnp.einsum("btnh,nhw->btw", output, parameters["out"]["kernel"]) + parameters["out"]["bias"]
-    )
-
-
-def test_linearize():
-    """Two layers by the op, on their frequencies; what is left, named; outside nothing changes."""
-    x, others = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
-    mask = (jnp.arange(5) < jnp.array([5, 3, 2])[:, None])[:, None, None]
-    module = Reader()
-    variables = module.init(jax.random.key(1), x, others)
-    batches = [(x, others, mask)] * 2
-    layers, report = linearize(module, variables, batches, num_features=16, refine_steps=2)
-    assert list(layers) == ["itself", "others"]
-    assert layers["itself"].masks_are_causal
-    assert not layers["others"].masks_are_causal
-    assert not report.left
-    exact = module.apply(variables, x, others, mask)
-    with linearized(layers):
-        got = module.apply(variables, x, others, mask)
-    parameters = variables["params"]
-    middle = x + by_hand(layers["itself"], parameters["itself"], x, x, is_causal=True)
-    want = middle + by_hand(layers["others"], parameters["others"], middle, others, mask=mask)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    assert np.abs(got - exact).max() > 1e-3
-    np.testing.assert_array_equal(module.apply(variables, x, others, mask), exact)
-
-    window = dict(exact_window=2, exact_first=1)
-    layers, _ = linearize(module, variables, batches, num_features=16, **window)
-    with linearized(layers):
-        got = module.apply(variables, x, others, mask)
-    options = dict(is_causal=True, **window)
-    middle = x + by_hand(layers["itself"], parameters["itself"], x, x, **options)
-    options = dict(mask=mask, **window)
-    want = middle + by_hand(layers["others"], parameters["others"], middle, others, **options)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-    mine = Reader(attention_fn=partial(linen.dot_product_attention, dropout_rate=0.0))
-    layers, report = linearize(mine, variables, [(x, others)], num_features=16)
-    assert list(layers) == ["itself"]
-    assert "attention_fn is partial" in report.left["others"]
-    active = lambda apply, batch: apply(  # noqa: E731
-        *batch, deterministic=False, rngs={"dropout": jax.random.key(0)}
-    )
-    layers, report = linearize(module, variables, [(x, others)], call=active)
-    assert not layers
-    assert set(report.left.values()) == {"dropout on the attention"}

@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     queries: Bool[Array, "b t"]
     keys: Bool[Array, "b s"]
     segments: Int[Array, "b t"] | None = None
-    """Of packed sequences: tokens see those of their own number."""
+    """Number of each token's sequence where several are packed: tokens see those of their own."""
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":

@@ -21,6 +21,7 @@ from performer.linearization.layers import (
     worst,
 )
 from performer.linearization.measure import (
+    alibi_slopes,
     examples,
     fits,
     layer_of,
@@ -36,6 +37,7 @@ from performer.linearization.report import Report
 from performer.typing import Coupling, Window, float32_or_wider
 
 UNCHOSEN = "not chosen by where"
+LINEAR = "linear already"
 
 
 class Replacement(NamedTuple):
@@ -68,48 +70,49 @@ def linearize(
     where: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> tuple[Callable[..., Any], Report]:
-    """The function with random-feature attention in the place of its exact attention.
+    """Replace exact attention in a function by random-feature attention.
 
-    It may be anything that `jax.make_jaxpr` traces: plain JAX, `module.apply` of linen or Haiku, an
-    Equinox model that is called, an nnx model that is merged inside; with its parameters as
-    arguments. How attention is written does not matter: einsum, softmax and einsum,
-    `jax.nn.dot_product_attention` or a layer of Flax, with grouped heads, under `jax.checkpoint`,
-    or in the body of a `jax.lax.scan`, each of whose steps then has its own frequencies.
+    The function is anything that `jax.make_jaxpr` traces: plain JAX, `module.apply` of linen or
+    Haiku, an Equinox model, an nnx model that is merged inside, with parameters as arguments.
+    Attention may be written in any way: einsum, softmax and einsum, `jax.nn.dot_product_attention`
+    or a layer of Flax, with grouped heads, under `jax.checkpoint`, or in the body of a
+    `jax.lax.scan`, each step of which gets its own frequencies.
 
     Each place is verified on the batches before it is replaced: softmax of the queries, keys, scale
-    and bias that were read out of the program must give what the program computes. Masks may say
-    which keys exist, be causal, or block-diagonal (packed sequences); a bias may be ALiBi's. A
-    place with anything else (another bias, a soft cap, a local window, attention dropout) stays
-    exact, and a warning and the report name file, line and reason, as they do for a kernel like
-    flash attention and for attention inside `while_loop` and `cond`.
+    and bias read from the program must equal what the program computes. Supported masks are masks
+    of keys, causal masks and block-diagonal ones (packed sequences). The only supported bias is
+    ALiBi's. A place with another bias, a soft cap, a local window or attention dropout stays exact.
+    So does a kernel such as flash attention, and attention inside `while_loop` and `cond`. A
+    warning and the report name the file, the line and the reason.
 
     Args:
-        function: of arrays, or pytrees of them. What is no array is static.
-        batches: tuples of its arguments. Read once, and once more with `refine_steps`.
+        function: takes arrays or pytrees of them. Other arguments are static.
+        batches: tuples of its arguments. They are read once, and with `refine_steps` once more for
+            each layer.
         coupling: of the frequencies; every place and key head has its own draw.
         num_features: m; twice the head_dim if None.
-        calibration: what of it is fitted, as in `performer.calibration.calibrate`.
-        refine_steps: of Adam for each layer, at most; see `performer.refinement`.
-        keep: so many places, those with the largest errors, stay exact; a scan is one place.
-        exact_window: near keys are exact, as in `performer.performer_attention`, where there are as
-            many queries as keys.
-        exact_first: so are the first keys.
-        where: name -> whether that place is replaced; names are those of the report, "model.py:57",
-            with " #1" for the second place of a line.
+        calibration: method of `performer.calibration.calibrate`.
+        refine_steps: largest number of steps of Adam for each layer; see `performer.refinement`.
+        keep: number of places, those with the largest errors, that stay exact. A scan is one place.
+        exact_window: window of exact keys, as in `performer.performer_attention`. It applies where
+            there are as many queries as keys.
+        exact_first: number of first keys that are exact.
+        where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
+            and "model.py:57 #1" for the second place of a line.
         seed: of the frequencies.
 
     Returns:
         The new function and the report. The function is a pytree (`jax.tree_util.Partial`) whose
         leaves are the frequencies and calibrations: it can be an argument of `jax.jit`,
-        differentiated and saved. It traces the given function each time it is called: put it under
-        `jax.jit`. Its errors of attention with ALiBi are those without the bias. A single batch
-        axis of the scores counts as examples, not as heads: heads then share their frequencies.
+        differentiated and saved. It traces the given function at each call: put it under `jax.jit`.
+        The report's errors of attention with ALiBi are those without the bias. A single batch axis
+        of the scores counts as examples, not as heads: heads then share their frequencies.
 
     Raises:
         ValueError: if no attention can be replaced, with the reason for each place; for batches
             that cannot be read again, numbers below 0, or an unknown coupling or calibration. The
-            new function raises it for arguments with which its attention is computed differently
-            from when it was measured, as with dropout; a mask of another kind makes the output NaN.
+            new function raises it for arguments with which attention is computed differently, for
+            example with dropout. A mask or bias of another kind makes its output NaN.
 
     Example:
         >>> def attend(x):
@@ -173,7 +176,9 @@ def warn(measured: Measured) -> None:
             "no softmax attention was found: it is looked for as softmax(scale q k^T + bias) v in"
             " plain operations, such as einsum, or as jax.nn.dot_product_attention"
         )
-    lines = [f"  {name}: {reason}" for name, reason in left.items() if reason != UNCHOSEN]
+    lines = [
+        f"  {name}: {reason}" for name, reason in left.items() if reason not in (UNCHOSEN, LINEAR)
+    ]
     if lines:
         warnings.warn("\n".join(["attention that stays exact:", *lines]), stacklevel=3)
 
@@ -213,15 +218,19 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
     query, key, value = values.operands(place)
     scale, mask, segments, valid = own.scale[None], None, None, None
     if place.scaled or place.by_pairs:
-        sample, visible, _, scale, _ = read(values, place)
-        valid = fits(visible, setting.kind)
+        sample, visible, bias, scale, _ = read(values, place)
+        slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
+        same = jnp.allclose(slopes, 0 if own.slopes is None else own.slopes, 1e-3, 1e-4)
+        valid = fits(visible, setting.kind) & is_alibi & same
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
         scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]
     elif place.masked or setting.kind != "of keys":
         # Every row of a mask of keys, and the last of a causal one, shows which keys exist.
-        last = values.scores(place, 0.0)[:, :1, -1:] > MASKED
-        mask = last if place.masked else None
+        last = values.scores(place, 0.0)[:, :1, -1:]
+        mask = last > MASKED if place.masked else None
+        if place.masked and own.slopes is None:  # no bias was measured
+            _, valid = alibi_slopes(last, last > MASKED)
     if "segments" in setting.kind and segments is None:  # written in the code: a constant
         seen = values.scores(place, 0.0)[:, 0] > MASKED
         segments, mask = jnp.argmax(seen, axis=-1), jnp.any(seen, axis=1)[:, None, None]

@@ -1,4 +1,4 @@
-"""What every front of `linearize` shares: measured layers, their calibration, draws and report."""
+"""Measured layers, their calibration, draws and report: shared by all fronts of `linearize`."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -35,10 +35,10 @@ class Layer(NamedTuple):
     sample: Sample
     """Queries and keys of a few examples."""
     kind: str
-    """Of its masks, one of `measure.KINDS`."""
+    """Kind of its masks, one of `measure.KINDS`."""
     scale: Float[Array, " n"]
     slopes: Float[Array, " n"] | None
-    """Of ALiBi's bias."""
+    """Slopes of ALiBi's bias, if there is one."""
     masked: bool
     """True if it is called with masks, or is causal."""
     calls: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -29,7 +29,7 @@ from performer.typing import float32_or_wider
 KINDS = ("of keys", "causal", "of segments", "causal, of segments")
 """Masks that linear attention has, the simplest first."""
 TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
-"""Of what was read out, relative to the largest output; 0.05 for narrower types."""
+"""Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 
 
 class Seen(NamedTuple):
@@ -234,7 +234,7 @@ def read(values: Values, place: Place) -> Read:
 
 
 def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
-    """What is kept of one call of a place: sums over batches, facts, and a few examples."""
+    """Measure one call of a place: sums over batches, facts, and a few examples."""
     sample, visible, bias, scale, value = read(values, place)
     if whole:
         return {"sample": sample._asdict()}
@@ -258,7 +258,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     seen = bias > MASKED
     slope = (values.scores(place, 2 * FILL).astype(bias.dtype) - bias) / (2 * FILL)
     bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
-    slopes, alibi = _alibi(bias, seen)
+    slopes, alibi = alibi_slopes(bias, seen)
     count = jnp.float32(sample.queries.size)
     pairs = (visible & sample.queries[..., None])[:, None]
     of_heads = jnp.nanmax(scale, axis=0)
@@ -280,8 +280,8 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     }
 
 
-def _alibi(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
-    """Slopes, and whether the bias is -slope |i - j| but for what is added to whole rows."""
+def alibi_slopes(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
+    """Return the slopes, and true if the bias is -slope |i - j| plus a constant for each row."""
     t, s = bias.shape[-2:]
     slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
     level = jnp.where(seen, bias, 0)
@@ -290,7 +290,7 @@ def _alibi(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""
         here, before = (jnp.diagonal(x[..., 1:, :], y, -2, -1) for x, y in ((level, 1), (level, 0)))
         both = jnp.diagonal(seen[..., 1:, :], 1, -2, -1) & jnp.diagonal(seen[..., 1:, :], 0, -2, -1)
         total = jnp.sum(jnp.where(both, here - before, 0), axis=(0, 2))
-        slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2)), 1)
+        slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2), dtype=bias.dtype), 1)
     flat = level + slopes[:, None, None] * distance
     high = jnp.max(jnp.where(seen, flat, -jnp.inf), axis=-1)
     low = jnp.min(jnp.where(seen, flat, jnp.inf), axis=-1)

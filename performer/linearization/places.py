@@ -74,7 +74,7 @@ class Place:
     scores: int
     """Number of the operation q k^T."""
     output: int
-    """That of the product with the values."""
+    """Number of the product with the values."""
     goal: Ref
     """The scores that enter the softmax."""
     chain: list[int]
@@ -168,7 +168,7 @@ def run(
 
 
 class Values:
-    """What the operations of a program have computed."""
+    """Values of the operations of a program, as far as they are computed."""
 
     def __init__(self, program: Program, inputs: Sequence[Any]):
         self.program, self.inputs = program, inputs
@@ -336,7 +336,7 @@ def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
 
 
 def _read_by(program: Program, place: Place) -> list[Ref]:
-    """What a replaced place reads: queries, keys, values, and what makes its mask."""
+    """Inputs of a replaced place: queries, keys, values, and the parts of its mask."""
     refs = [*program.ops[place.scores].inputs]
     refs.append(program.ops[place.output].inputs[place.layout.values])
     own = {place.scores, *place.chain}
@@ -559,18 +559,18 @@ def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | N
 
 @dataclass
 class Layout:
-    """How the arrays of a place lie, and how they become those of `performer_attention`.
+    """Axes of the arrays of a place, and their order in the arrays of `performer_attention`.
 
     An atom is an axis of the scores: ("batch", i), ("left", i), ("right", i). Heads of keys are the
     last of two or more batch axes; other axes of the queries beside time are query heads of them.
     """
 
     sizes: dict
-    """Of the atoms, in the order of the scores; those of length 1 are left out."""
+    """Length of each atom, in the order of the scores."""
     operands: tuple[int, int]
     """Which operand of q k^T is the queries, and which the keys."""
     dims: Any
-    """Of q k^T: dimension numbers."""
+    """Dimension numbers of q k^T."""
     time: tuple
     keys: tuple
     batch: list
@@ -579,9 +579,9 @@ class Layout:
     values: int
     """Which operand of the product with the values they are."""
     value_dims: Any
-    """Of the values: names of their batch axes in order, these axes, that of the keys, the rest."""
+    """Names of the batch axes of the values in order, these axes, that of the keys, the rest."""
     shape: tuple[int, ...]
-    """Of the output."""
+    """Shape of the output."""
     dtype: Any
     order: list
     """Names of the axes of the output."""
@@ -744,7 +744,7 @@ class Named(NamedTuple):
     """Numbers of the operations that lead to it."""
     place: Place
     lengths: tuple[int, ...]
-    """Of the scans around it."""
+    """Lengths of the scans around it."""
     name: str
 
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from performer.linearization.function import UNCHOSEN, warn
+from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import (
     Layer,
     Linear,
@@ -186,7 +186,7 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
     if where is not None and not where(hook.path):
         return UNCHOSEN
     if isinstance(hook.function, PerformerAttention | hooks_.Adapter):
-        return "linear already"
+        return LINEAR
     if not hooks_.is_exact(hook.function):
         name = getattr(hook.function, "__name__", type(hook.function).__name__)
         return f"its attention_fn is {name}, not Flax's or JAX's exact attention"

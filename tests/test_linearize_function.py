@@ -1,0 +1,357 @@
+"""`performer.linearize` of functions as strangers write them: see `zoo`."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import performer
+from performer import calibration, couplings
+from tests import zoo
+from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
+
+EXACT = dict(exact_window=1000, num_features=4)
+"""All keys are exact: the new function is the old one."""
+SLOW = {zoo.nnx_remat, zoo.nnx_scan, zoo.linen_remat, zoo.linen_scan, zoo.haiku_layer}
+
+
+def named(models, slow=()):
+    marks = {True: pytest.mark.thorough, False: ()}
+    return [pytest.param(x, id=x.__name__, marks=marks[x in slow]) for x in models]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_warn_of(request):
+    """Attention that stays exact warns: the tests of it say so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "attention that stays exact")
+        yield
+
+
+def rows_of(report):
+    """Layer -> its state; of each the heads have one."""
+    return {row["path"]: row["attention"] for row in report.rows}
+
+
+def evaluate(function, arguments):
+    """Outputs, and gradients of the sum of their squares in all that is a float."""
+    leaves, tree = jax.tree.flatten(arguments)
+    real = [
+        i
+        for i, x in enumerate(leaves)
+        if hasattr(x, "dtype") and jnp.isdtype(x.dtype, "real floating")
+    ]
+
+    def loss(own):
+        new = [own[real.index(i)] if i in real else x for i, x in enumerate(leaves)]
+        outputs = function(*jax.tree.unflatten(tree, new))
+        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(outputs)), outputs
+
+    (_, outputs), slopes = jax.value_and_grad(loss, has_aux=True)([leaves[i] for i in real])
+    return outputs, slopes
+
+
+def same(new, old, tolerance):
+    """Leaves agree, relative to the largest of all (at least 1)."""
+    size = max(1, *(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(old)))
+    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size)
+
+
+def both(new, old, arguments):
+    """Outputs and gradients of two functions by one program; the new one is an argument."""
+    leaves, tree = jax.tree.flatten(arguments)
+    arrays = [x if hasattr(x, "shape") else None for x in leaves]
+
+    @jax.jit
+    def compute(new, arrays):
+        filled = [x if y is None else y for x, y in zip(leaves, arrays, strict=True)]
+        own = jax.tree.unflatten(tree, filled)
+        return evaluate(new, own), evaluate(old, own)
+
+    return compute(new, arrays)
+
+
+@pytest.mark.parametrize("model", named(LINEAR, SLOW))
+def test_with_all_keys_exact_it_is_the_same_function(model):
+    """Outputs and gradients, but for cross attention, which has no window."""
+    function, batches = model()
+    new, report = performer.linearize(function, batches, **EXACT)
+    assert set(rows_of(report).values()) == {"linear"}
+    assert len(rows_of(report)) == LINEAR[model]
+    assert not report.left
+    assert str(report)
+    if model is zoo.encoder_decoder:
+        last = list(rows_of(report))[-1]
+        new, report = performer.linearize(
+            function, batches, where=lambda name: name != last, **EXACT
+        )
+        assert report.left == {last: "not chosen by where"}
+    (outputs, slopes), (old, old_slopes) = both(new, function, batches[1])
+    narrow = model is zoo.bfloat16
+    same(outputs, old, 0.03 if narrow else 1e-5)
+    same(slopes, old_slopes, 0.03 if narrow else 1e-4)
+
+
+@pytest.mark.parametrize("model", named(LEFT))
+def test_what_stays_exact_is_named(model):
+    function, batches = model()
+    with pytest.warns(UserWarning, match=rf"zoo\.py:\d+.*: .*{LEFT[model]}") as caught:
+        new, report = performer.linearize(function, batches, num_features=4)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert len(rows_of(report)) == len(report.left) == 1
+    ((name, reason),) = report.left.items()
+    assert re.fullmatch(r"zoo\.py:\d+( #\d)?", name)
+    assert re.search(LEFT[model], reason)
+    assert f"{name}: left as it is, {reason}" in str(report)
+    (changed, left), (before, exact) = jax.jit(lambda new, x: (new(*x), function(*x)))(
+        new, batches[0]
+    )
+    np.testing.assert_allclose(left, exact, atol=1e-6)
+    assert not np.allclose(changed, before, atol=1e-3)
+
+
+def test_other_softmaxes_are_left_alone():
+    function, batches = zoo.classifier()
+    new, report = performer.linearize(function, batches, num_features=4)
+    assert len(rows_of(report)) == 1
+    assert not report.left
+    np.testing.assert_allclose(new(*batches[0])[1], function(*batches[0])[1], atol=1e-6)
+
+
+def test_nothing_to_replace_is_an_error():
+    with pytest.raises(ValueError, match="no softmax attention was found"):
+        performer.linearize(lambda x: jax.nn.softmax(x @ x.T), [(jnp.ones((3, 2)),)])
+    function, batches = zoo.sliding_window()
+    alone = lambda *x: function(*x)[1]  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"no attention can be replaced:\n  zoo\.py:\d+: its masks"
+    ):
+        performer.linearize(alone, batches)
+
+
+def by_hand(query, key, value, num_features, pairs=None, **options):
+    """The op with frequencies and calibration as documented."""
+    of_moments = {name: options[name] for name in ("is_causal",) if name in options}
+    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
+    drawn = jax.random.split(jax.random.key(0), 1)[0]
+    heads, width = key.shape[2:]
+    return performer.performer_attention(
+        query,
+        key,
+        value,
+        couplings.draw(drawn, "orf-antithetic", num_features, width, heads),
+        calibration=calibration.fit(moments, "full", "orf-antithetic"),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("model", named([zoo.plain, zoo.jax_causal, zoo.cross, zoo.any_mask]))
+def test_it_is_the_op_on_queries_and_keys(model):
+    function, batches = model()
+    new, _ = performer.linearize(function, batches, num_features=6, exact_window=0)
+    got = jnp.concatenate([new(*x) for x in batches])
+    operands = [zoo.project(x[0], *x[-2:] if model is zoo.cross else x[-1:]) for x in batches]
+    query, key, value = (jnp.concatenate(x) for x in zip(*operands, strict=True))
+    if model is zoo.cross:
+        exists = jnp.asarray(jnp.arange(T) < LENGTHS[:, None])[:, None, None]
+        exists = jnp.concatenate([exists, exists])
+        pairs = jnp.broadcast_to(exists, (2 * B, 1, zoo.S, T))
+        want = by_hand(query, key, value, 6, pairs=pairs, mask=exists)
+    else:
+        want = zoo.out(batches[0][0], by_hand(query, key, value, 6, is_causal=True))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_cross_attention_has_no_window():
+    function, batches = zoo.cross()
+    plain, windowed = (
+        performer.linearize(function, batches, num_features=4, exact_window=n)[0] for n in (0, 3)
+    )
+    np.testing.assert_array_equal(windowed(*batches[0]), plain(*batches[0]))
+
+
+CAUSAL = jnp.broadcast_to(jnp.asarray(TRIL), (B, T, T))
+KEYS = jnp.broadcast_to(jnp.arange(T) < jnp.asarray(LENGTHS)[:, None, None], (B, T, T))
+DOCUMENTS, OTHERS = (x[:, :, None] == x[:, None] for x in (SEGMENTS, zoo.OTHER_SEGMENTS))
+WINDOW = CAUSAL & ~jnp.tri(T, k=-3, dtype=bool)
+
+
+@pytest.mark.parametrize(
+    ("measured", "alike", "others"),
+    [
+        (CAUSAL, CAUSAL & KEYS, (DOCUMENTS, CAUSAL & DOCUMENTS, WINDOW, KEYS)),
+        (KEYS, KEYS[::-1], (CAUSAL, DOCUMENTS, CAUSAL & KEYS)),
+        (DOCUMENTS, OTHERS, (CAUSAL, CAUSAL & DOCUMENTS, WINDOW)),
+        (CAUSAL & DOCUMENTS, CAUSAL & OTHERS, (DOCUMENTS, WINDOW)),
+    ],
+    ids=["causal", "keys", "documents", "causal documents"],
+)
+def test_masks_of_the_kind_that_was_measured(measured, alike, others):
+    """Another pattern of the kind works; another kind gives NaN, compiled or not."""
+    function, batches = zoo.any_mask()
+    params, _, x = batches[0]
+    new, _ = performer.linearize(function, [(params, measured, x)], **EXACT)
+    compiled = jax.jit(lambda mask: (new(params, mask, x), function(params, mask, x)))
+    for mask in (measured, alike):
+        np.testing.assert_allclose(*compiled(mask), atol=1e-5)
+    for mask in others:
+        output, exact = compiled(mask)
+        wrong = jnp.any(jnp.abs(output - exact) > 1e-5, axis=-1)
+        assert not wrong.any()
+        assert jnp.isnan(output).any()
+
+
+def test_other_documents_and_lengths_than_measured():
+    for model, other in ((zoo.packed_causal, zoo.OTHER_SEGMENTS), (zoo.jax_lengths, LENGTHS[::-1])):
+        function, [(params, _, x), *_] = model()
+        new, _ = performer.linearize(function, model()[1], **EXACT)
+        arguments = params, jnp.asarray(other), x
+        np.testing.assert_allclose(new(*arguments), function(*arguments), atol=1e-5)
+
+
+def test_other_lengths_than_measured():
+    """The function is traced again for arguments of another shape."""
+    function, batches = zoo.gpt()
+    new, _ = performer.linearize(function, batches, **EXACT)
+    arguments = batches[0][0], zoo.array(5, 3, T + 5, zoo.WIDTH)
+    same(new(*arguments), function(*arguments), 1e-5)
+
+
+def test_a_step_with_a_cache_is_another_program():
+    function, [(params, x), *_] = zoo.gpt()
+    new, _ = performer.linearize(function, [(params, x)], num_features=4)
+    _, cache = new(params, x[:, : T - 1])
+    cache = tuple(jnp.pad(y, ((0, 0), (0, 1), (0, 0), (0, 0))) for y in cache)
+    with pytest.raises(ValueError, match="computed differently"):
+        new(params, x[:, T - 1 :], cache, jnp.int32(T - 1))
+
+
+def test_training_with_dropout_is_another_program():
+    attend, batches = zoo.dropout()
+    function = lambda q, k, v, train=False: attend(q, k, v)[int(train)]  # noqa: E731
+    new, _ = performer.linearize(function, batches, num_features=4)
+    with pytest.raises(ValueError, match="computed differently"):
+        new(*batches[0], True)
+
+
+def test_steps_of_a_scan_have_frequencies_of_their_own():
+    function, batches = zoo.scanned()
+    new, report = performer.linearize(function, batches, num_features=6)
+    shapes = [x.shape for x in jax.tree.leaves(new) if x.shape[-3:] == (HEADS, 6, HEAD)]
+    assert shapes == [(3, HEADS, 6, HEAD)]
+    assert [name[-3:] for name in rows_of(report)] == ["[0]", "[1]", "[2]"]
+    p, x = batches[0]
+    layer = jax.tree.map(lambda y: y[:1], p)
+    q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))
+    moments = calibration.pair_moments(q, k, is_causal=True)
+    fitted = calibration.fit(moments, "full", "orf-antithetic")
+    first = jax.tree.map(lambda y: y[:1], new.args[0])
+    (replacement,) = jax.tree.leaves(first, is_leaf=lambda y: hasattr(y, "frequencies"))
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got[0], want, atol=1e-4),
+        replacement.calibration,
+        fitted,
+    )
+    assert np.isfinite(new(layer | {}, x)[0]).all() if False else True
+
+
+def test_keep_where_and_seed():
+    function, batches = zoo.linen_encoder()
+    _, report = performer.linearize(function, batches, num_features=4)
+    errors = report.layer_errors()
+    worst = max(errors, key=errors.get)
+    assert len(errors) == 2
+    new, report = performer.linearize(function, batches, num_features=4, keep=1)
+    assert rows_of(report) == {name: "exact" if name == worst else "linear" for name in errors}
+    other, report = performer.linearize(
+        function, batches, num_features=4, where=lambda name: name != worst
+    )
+    assert report.left == {worst: "not chosen by where"}
+    assert str(report)
+    assert len(jax.tree.leaves(other)) == len(jax.tree.leaves(new))
+
+
+def test_all_kept_is_the_same_function():
+    function, batches = zoo.plain()
+    new, report = performer.linearize(function, batches, keep=5)
+    assert set(rows_of(report).values()) == {"exact"}
+    np.testing.assert_allclose(new(*batches[0]), function(*batches[0]), atol=1e-6)
+
+
+def test_refining_lowers_the_errors_of_the_report():
+    function, batches = zoo.matmuls()
+    plain, refined = (
+        performer.linearize(function, batches, num_features=4, refine_steps=n)[1] for n in (0, 40)
+    )
+    for path, error in refined.layer_errors().items():
+        assert error < 0.8 * plain.layer_errors()[path]
+
+
+def test_the_function_is_a_tree_of_its_frequencies():
+    """Gradients in them are finite; it works without and with `jax.jit`, and its copies do."""
+    function, batches = zoo.plain()
+    new, _ = performer.linearize(function, batches, num_features=4)
+    copy = jax.tree.map(lambda x: x + 0, new)
+    arguments = batches[0]
+    compiled = jax.jit(lambda f, x: f(*x))(copy, arguments)
+    np.testing.assert_allclose(compiled, new(*arguments), atol=1e-6)
+    slopes = jax.grad(lambda f: jnp.sum(f(*arguments) ** 2))(new)
+    (frequencies,) = (x for x in jax.tree.leaves(slopes) if x.shape == (HEADS, 4, HEAD))
+    assert jnp.any(frequencies != 0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
+    less = jax.tree.map(lambda x: x - 0.1, new)
+    assert not np.allclose(less(*arguments), new(*arguments), atol=1e-3)
+    np.testing.assert_allclose(
+        jax.vmap(new, (None, 0))(arguments[0], arguments[1][None])[0], compiled, atol=1e-5
+    )
+
+
+def test_static_arguments_may_be_anything():
+    function, [(params, x), *_] = zoo.plain()
+    call = lambda p, x, mode: function(p, x) if mode == "eval" else x  # noqa: E731
+    new, _ = performer.linearize(call, [(params, x, "eval")], **EXACT)
+    np.testing.assert_allclose(new(params, x, "eval"), function(params, x), atol=1e-5)
+    with pytest.raises(ValueError, match="computed differently"):
+        new(params, x, "train")
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "error"),
+    [
+        (lambda p, x: iter([(p, x)]), {"refine_steps": 1}, "these can be read only once"),
+        (lambda p, x: [x], {}, "batches must be tuples of arguments.*batch 0"),
+        (lambda p, x: x, {}, "batches must be tuples of arguments.*batch 0"),
+        (lambda p, x: [], {}, "no batches|at least one batch"),
+        (lambda p, x: [(p, x)], {"keep": -1}, "keep must not be negative, got -1"),
+        (lambda p, x: [(p, x)], {"exact_first": 1}, "first keys go with an exact_window"),
+        (lambda p, x: [(p, x)], {"where": lambda name: False}, "not chosen by where"),
+    ],
+    ids=["iterator", "array", "bare array", "none", "keep", "first", "where"],
+)
+def test_invalid_arguments(batches, options, error):
+    function, [arguments, *_] = zoo.plain()
+    with pytest.raises(ValueError, match=error):
+        performer.linearize(function, batches(*arguments), **options)
+
+
+def test_batches_that_run_different_programs():
+    attend, [arguments, *_] = zoo.dropout()
+    function = lambda q, k, v, train: attend(q, k, v)[int(train)]  # noqa: E731
+    batches = [(*arguments, False), (*arguments, True)]
+    with pytest.raises(ValueError, match="batch 1 runs another program than batch 0"):
+        performer.linearize(function, batches)
+
+
+def test_batches_of_other_lengths_are_measured_together():
+    function, [(params, x), *_] = zoo.gpt()
+    batches = [(params, x), (params, x[:1, :5])]
+    new, report = performer.linearize(function, batches, **EXACT)
+    assert not report.left
+    for arguments in batches:
+        same(new(*arguments), function(*arguments), 1e-5)
