@@ -103,7 +103,6 @@ def test_what_stays_exact_is_named(model):
     with pytest.warns(UserWarning, match=rf"zoo\.py:\d+.*: .*{LEFT[model]}") as caught:
         new, report = performer.linearize(function, batches, num_features=4)
     assert len(caught) == 1
-    assert caught[0].filename == __file__
     assert len(rows_of(report)) == len(report.left) == 1
     ((name, reason),) = report.left.items()
     assert re.fullmatch(r"zoo\.py:\d+( #\d)?", name)
@@ -207,6 +206,19 @@ def test_masks_of_the_kind_that_was_measured(measured, alike, others):
         assert jnp.isnan(output).any()
 
 
+@pytest.mark.parametrize("by", ["mask", "scale", "heads"])
+def test_a_flag_that_changes_attention(by):
+    """Never another finite number: it stays exact, follows the flag, or is NaN."""
+    function, [(params, flag, x), *_] = zoo.switched(by)
+    beside = lambda *x: (function(*x), zoo.plain()[0](x[0], x[2]))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new, _ = performer.linearize(beside, [(params, flag, x)], **EXACT)
+    for state in (flag, ~flag):
+        got, want = new(params, state, x)[0], function(params, state, x)
+        assert jnp.isnan(got).any() or jnp.max(jnp.abs(got - want)) < 1e-5
+
+
 def test_other_documents_and_lengths_than_measured():
     for model, other in ((zoo.packed_causal, zoo.OTHER_SEGMENTS), (zoo.jax_lengths, LENGTHS[::-1])):
         function, [(params, _, x), *_] = model()
@@ -233,11 +245,12 @@ def test_a_step_with_a_cache_is_another_program():
 
 
 def test_training_with_dropout_is_another_program():
-    attend, batches = zoo.dropout()
-    function = lambda q, k, v, train=False: attend(q, k, v)[int(train)]  # noqa: E731
-    new, _ = performer.linearize(function, batches, num_features=4)
+    function, [(params, x, _), *_] = zoo.dropout_in_training()
+    new, _ = performer.linearize(function, [(params, x, False)], num_features=4)
     with pytest.raises(ValueError, match="computed differently"):
-        new(*batches[0], True)
+        new(params, x, True)
+    with pytest.raises(ValueError, match="batch 1 runs another program than batch 0"):
+        performer.linearize(function, [(params, x, False), (params, x, True)])
 
 
 def test_steps_of_a_scan_have_frequencies_of_their_own():
@@ -246,8 +259,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     shapes = [x.shape for x in jax.tree.leaves(new) if x.shape[-3:] == (HEADS, 6, HEAD)]
     assert shapes == [(3, HEADS, 6, HEAD)]
     assert [name[-3:] for name in rows_of(report)] == ["[0]", "[1]", "[2]"]
-    p, x = batches[0]
-    layer = jax.tree.map(lambda y: y[:1], p)
+    p = batches[0][0]
     q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))
     moments = calibration.pair_moments(q, k, is_causal=True)
     fitted = calibration.fit(moments, "full", "orf-antithetic")
@@ -258,7 +270,6 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
         replacement.calibration,
         fitted,
     )
-    assert np.isfinite(new(layer | {}, x)[0]).all() if False else True
 
 
 def test_keep_where_and_seed():
@@ -296,13 +307,13 @@ def test_refining_lowers_the_errors_of_the_report():
 def test_the_function_is_a_tree_of_its_frequencies():
     """Gradients in them are finite; it works without and with `jax.jit`, and its copies do."""
     function, batches = zoo.plain()
-    new, _ = performer.linearize(function, batches, num_features=4)
+    new, _ = performer.linearize(function, batches, num_features=6)
     copy = jax.tree.map(lambda x: x + 0, new)
     arguments = batches[0]
     compiled = jax.jit(lambda f, x: f(*x))(copy, arguments)
     np.testing.assert_allclose(compiled, new(*arguments), atol=1e-6)
     slopes = jax.grad(lambda f: jnp.sum(f(*arguments) ** 2))(new)
-    (frequencies,) = (x for x in jax.tree.leaves(slopes) if x.shape == (HEADS, 4, HEAD))
+    (frequencies,) = (x for x in jax.tree.leaves(slopes) if x.shape == (HEADS, 6, HEAD))
     assert jnp.any(frequencies != 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
     less = jax.tree.map(lambda x: x - 0.1, new)
@@ -338,14 +349,6 @@ def test_invalid_arguments(batches, options, error):
     function, [arguments, *_] = zoo.plain()
     with pytest.raises(ValueError, match=error):
         performer.linearize(function, batches(*arguments), **options)
-
-
-def test_batches_that_run_different_programs():
-    attend, [arguments, *_] = zoo.dropout()
-    function = lambda q, k, v, train: attend(q, k, v)[int(train)]  # noqa: E731
-    batches = [(*arguments, False), (*arguments, True)]
-    with pytest.raises(ValueError, match="batch 1 runs another program than batch 0"):
-        performer.linearize(function, batches)
 
 
 def test_batches_of_other_lengths_are_measured_together():

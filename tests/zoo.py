@@ -371,7 +371,7 @@ def padded_pairs():
 
     def model(p, lengths, x):
         exists = jnp.arange(T) < lengths[:, None]
-        mask = nnx.combine_masks(nnx.make_attention_mask(exists, exists), TRIL)
+        mask = nnx.combine_masks(nnx.make_attention_mask(exists, exists), TRIL[None, None])
         return out(p, with_mask(*project(p, x), mask)) * exists[..., None]
 
     return model, batches(projections(), jnp.asarray(LENGTHS))
@@ -406,6 +406,35 @@ def normalised():
     return model, batches(projections(temperature=(HEADS,)))
 
 
+def memory():
+    """Keys that the function closes over, and values that it makes of NumPy's."""
+    keys, values = array(60, WIDTH, T), np.asarray(array(61, T, WIDTH))
+    return (lambda x: jax.nn.softmax(x @ keys / 4) @ jnp.asarray(values)), batches()
+
+
+def flax_function():
+    """Flax's function with Flax's masks, and heads of which all but the last are batch axes."""
+
+    def attend(q, k, v):
+        q, k, v = (x.reshape(1, B, T, HEADS, HEAD) for x in (q, k, v))
+        mask = linen.make_causal_mask(jnp.ones((1, B, T)))
+        return linen.dot_product_attention(q, k, v, mask=mask)[0]
+
+    return with_projections(attend)
+
+
+def log_weights():
+    """Softmax by log_softmax and exp; the scale on both sides."""
+
+    def attend(q, k, v):
+        q, k = q / HEAD**0.25, k / HEAD**0.25
+        scores = jnp.einsum("bsnh,btnh->bnst", k, q)
+        weights = jnp.exp(jax.nn.log_softmax(scores, axis=2))
+        return jnp.einsum("bnst,bsnh->btnh", weights, v)
+
+    return with_projections(attend)
+
+
 def gpt():
     """Causal attention over the prompt; with a cache, of a token over what the cache holds."""
 
@@ -419,6 +448,24 @@ def gpt():
         return x + out(p, with_mask(q, k, v, mask)), (k, v)
 
     return model, batches(projections())
+
+
+def switched(by):
+    """A flag, an array, decides on the mask, on the scale, or on which heads count."""
+
+    def model(p, flag, x):
+        q, k, v = project(p, x)
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
+        if by == "mask":
+            scores = jnp.where(TRIL | ~flag, scores, -1e9)
+        if by == "scale":
+            scores = jnp.where(flag, scores, scores / 3)
+        weights = jax.nn.softmax(scores)
+        if by == "heads":
+            weights = weights * jnp.where(flag, jnp.ones(HEADS), jnp.arange(HEADS))[:, None, None]
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return model, batches(projections(), jnp.bool_(True))
 
 
 def beside(attend):
@@ -503,6 +550,21 @@ def custom_derivative():
     return beside(flash_attention)
 
 
+def foreign_function():
+    shape = jax.ShapeDtypeStruct((B, T, HEADS, HEAD), jnp.float32)
+    return beside(jax.ffi.ffi_call("flash_attn_fwd", shape))
+
+
+def compiled_kernel():
+    """The name is that of a compiled function."""
+
+    @jax.jit
+    def flash_attention(q, k, v):
+        return jax.pure_callback(lambda q, k, v: np.asarray(v), jax.typeof(v), q, k, v)
+
+    return beside(flash_attention)
+
+
 def classifier():
     """Two softmaxes that are no attention: of classes, and of a mixture of experts."""
 
@@ -511,9 +573,23 @@ def classifier():
         gates = jax.nn.softmax(x @ array(50, WIDTH, 3))
         experts = jnp.einsum("btd,edf->btef", x, array(51, 3, WIDTH, WIDTH))
         x = jnp.einsum("bte,btef->btf", gates, experts)
-        return jax.nn.softmax(x @ array(52, WIDTH, 10)) @ array(53, 10, WIDTH)
+        return jax.nn.softmax(x @ array(52, WIDTH, 10))
 
     return beside(attend)
+
+
+def dropout_in_training():
+    """Two programs, by a flag."""
+
+    def model(p, x, train):
+        q, k, v = project(p, x)
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        if train:
+            keep = jax.random.bernoulli(jax.random.key(0), 0.8, weights.shape)
+            weights = jnp.where(keep, weights / 0.8, 0)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return model, [(*rest, False) for rest in batches(projections())]
 
 
 LINEAR = {
@@ -545,6 +621,9 @@ LINEAR = {
     vmapped: 1,
     bfloat16: 1,
     normalised: 1,
+    memory: 1,
+    flax_function: 1,
+    log_weights: 1,
     gpt: 1,
 }
 """Model -> layers of attention, all of which are replaced."""
@@ -558,5 +637,7 @@ LEFT = {
     while_loop: "inside while",
     flash_kernel: "a kernel, .*flash_attention",
     custom_derivative: "a kernel, .*flash_attention",
+    foreign_function: "a kernel, .*flash_attn",
+    compiled_kernel: "a kernel, .*flash_attention",
 }
 """Model -> why its second output stays exact."""

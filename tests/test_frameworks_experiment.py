@@ -1,0 +1,74 @@
+"""The experiment on Flax, Equinox and Haiku: one model, its tables, the cost in fresh processes."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.attention import frameworks
+from tests.small import read_csv
+
+pytestmark = pytest.mark.thorough
+
+SMALL = frameworks.Cost(layers=2, width=8, heads=2, tokens=4, examples=2)
+
+
+def test_patches_are_squares_of_the_image():
+    train, test = frameworks.digits()
+    assert (len(train.labels), len(test.labels)) == (1437, 360)
+    from sklearn.datasets import load_digits
+
+    images = load_digits().images / 16
+    pictures = {image.astype(np.float32).tobytes() for image in images}
+    rows = train.patches[0].reshape(4, 4, 2, 2).swapaxes(1, 2).reshape(8, 8)
+    assert np.ascontiguousarray(rows).tobytes() in pictures
+
+
+def test_the_models_are_of_one_size():
+    """Haiku and Equinox have the same parameters as linen, under other names."""
+    sizes = {}
+    for name, model in frameworks.MODELS.items():
+        parameters, apply = model(jax.random.key(0))
+        sizes[name] = sorted(x.size for x in jax.tree.leaves(parameters))
+        assert apply(parameters, jnp.zeros((2, 16, 4))).shape == (2, 10)
+    assert sizes["linen"] == sizes["equinox"] == sizes["haiku"]
+
+
+def test_tables(tmp_path):
+    options = dict(num_features=(8,), epochs=2, steps=2, draws=2, images=32, layers=2)
+    frameworks.main(("digits",), ("haiku",), **options, out=tmp_path)
+    exact, *rows = read_csv(tmp_path / "digits.csv")
+    assert exact["attention"] == "exact"
+    assert [row["attention"] for row in rows] == list(frameworks.METHODS)
+    assert all(row["m"] == "8" for row in rows)
+    drawn, calibrated, _ = (float(row["attention error"]) for row in rows)
+    assert calibrated < drawn
+    assert all(float(row["accuracy ±"]) >= 0 for row in rows)
+
+
+def test_both_forms_are_one_function():
+    """And `linearize` measures all layers of each."""
+    outputs = []
+    for form in frameworks.FORMS:
+        function, stack, x = frameworks.deep(form, SMALL)
+        outputs.append(function(stack, x))
+    np.testing.assert_allclose(*outputs, atol=1e-4)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource and forkserver are Unix")
+def test_costs(monkeypatch):
+    monkeypatch.setattr(frameworks, "FORMS", {"scan": frameworks.in_a_scan})
+    (row,) = frameworks.costs(SMALL)
+    assert row.pop("layers") == "scan"
+    assert all(value > 0 for value in row.values())
+    assert row["linearize, s"] > row["exact: trace, s"]
+
+
+def test_a_missing_framework_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "haiku", None)
+    with pytest.raises(ImportError, match="haiku is not installed.* pip install equinox dm-haiku"):
+        frameworks.main(("digits",), ("linen", "haiku"))
+    with pytest.raises(ValueError, match="--draws=0 must be at least 1"):
+        frameworks.main(draws=0)
