@@ -108,6 +108,8 @@ def test_what_stays_exact_is_named(model):
     assert re.fullmatch(r"zoo\.py:\d+( #\d)?", name)
     assert re.search(LEFT[model], reason)
     assert f"{name}: left as it is, {reason}" in str(report)
+    if model is zoo.foreign_function:
+        return  # no such kernel is registered, so neither function runs
     (changed, left), (before, exact) = jax.jit(lambda new, x: (new(*x), function(*x)))(
         new, batches[0]
     )

@@ -32,7 +32,7 @@ from performer.linearization.measure import (
     steps_of,
     words_of,
 )
-from performer.linearization.places import MASKED, Place, Values, named, run
+from performer.linearization.places import MASKED, Named, Place, Values, named, run
 from performer.linearization.report import Report
 from performer.typing import Coupling, Window, float32_or_wider
 
@@ -54,11 +54,13 @@ class Setting(NamedTuple):
 
     kind: str
     window: Window
+    square: bool
+    """True if there were as many queries as keys."""
 
 
 def linearize(
     function: Callable[..., Any],
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Any],
     *,
     coupling: str | Coupling = "orf-antithetic",
     num_features: int | None = None,
@@ -152,12 +154,20 @@ def linearize(
     for number in ranked.keys() - kept:
         own = [i for i, place in enumerate(of_place) if place == number]
         each = [Replacement(*drawn[i][:2], layers[i].scale, layers[i].slopes) for i in own]
-        settings[number] = Setting(layers[own[0]].kind, drawn[own[0]].window)
+        settings[number] = Setting(
+            layers[own[0]].kind, drawn[own[0]].window, is_square(seen.places[number])
+        )
         replacements[number] = _stacked(each, seen.places[number].lengths)
     words = tuple(words_of(seen.places))
     new = jax.tree_util.Partial(partial(_call, function, settings, words), replacements)
     exact = {i for i, number in enumerate(of_place) if number in kept}
     return new, report_of(measured, errors, exact)
+
+
+def is_square(place: Named) -> bool:
+    """True for as many queries as keys."""
+    layout = place.place.layout
+    return layout.sizes[layout.time] == layout.sizes[layout.keys]
 
 
 def _stacked(each: Sequence[Replacement], lengths: tuple[int, ...]) -> Replacement:
@@ -197,8 +207,9 @@ def _call(
     """The function on these arguments, its places replaced."""
     program, arrays, result = program_of(function, arguments)
     places = named(program)
-    for number in settings:
-        if len(places) != len(words) or places[number].place.words != words[number]:
+    for number, setting in settings.items():
+        same = len(places) == len(words) and places[number].place.words == words[number]
+        if not same or is_square(places[number]) != setting.square:
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
                 " measured on, as in training mode with dropout or in decoding with a cache:"
@@ -218,10 +229,10 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
     query, key, value = values.operands(place)
     scale, mask, segments, valid = own.scale[None], None, None, None
     if place.scaled or place.by_pairs:
-        sample, visible, bias, scale, _ = read(values, place)
+        sample, visible, bias, scale, _, affine = read(values, place)
         slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
         same = jnp.allclose(slopes, 0 if own.slopes is None else own.slopes, 1e-3, 1e-4)
-        valid = fits(visible, setting.kind) & is_alibi & same
+        valid = fits(visible, setting.kind) & is_alibi & same & affine
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
         scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]

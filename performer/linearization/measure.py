@@ -44,15 +44,16 @@ class Seen(NamedTuple):
 
 def observe(
     function: Callable[..., Any],
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Any],
     chosen: Callable[[Named], bool] = lambda place: True,
 ) -> Seen:
     """Call the function on the batches, and measure the chosen places.
 
     Raises:
-        ValueError: if the batches run different programs, or one is no tuple of arguments.
+        ValueError: if there are no batches, if they run different programs, or if one is no tuple
+            of arguments.
     """
-    seen = Seen([], {}, {})
+    seen, number = Seen([], {}, {}), None
     for number, (program, new) in enumerate(_observations(function, batches, chosen)):
         places = named(program)
         if number and words_of(places) != words_of(seen.places):
@@ -65,12 +66,14 @@ def observe(
             seen.left[each.line if same else f"{each.line}, too"] = each.scope, each.reason
         both = {i: together(seen.records[i], new[i]) for i in seen.records.keys() & new}
         seen = seen._replace(places=places, records=new | both)
+    if number is None:
+        raise ValueError("there are no batches: give at least one batch of arguments")
     return seen
 
 
 def program_of(
     function: Callable[..., Any], arguments: Sequence[Any]
-) -> tuple[Program, list[Array], Any]:
+) -> tuple[Program, list[Any], Any]:
     """The program for these arguments, the arrays among them, the structure of the result."""
     leaves, tree = jax.tree.flatten(tuple(arguments))
     given = [hasattr(x, "shape") for x in leaves]
@@ -141,7 +144,7 @@ def steps_of(seen: Seen, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
 
 def examples(
     function: Callable[..., Any],
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Any],
     layer: Layer,
 ) -> Sample:
     """Queries and keys of one layer in all batches, at all its calls."""
@@ -159,7 +162,7 @@ def examples(
 
 def _observations(
     function: Callable[..., Any],
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Any],
     chosen: Callable[[Named], bool],
     whole: bool = False,
 ) -> Iterator[tuple[Program, dict[int, Any]]]:
@@ -211,6 +214,8 @@ class Read(NamedTuple):
     bias: Float[Array, "b n t s"]
     scale: Float[Array, "b n"]
     value: Array
+    affine: Bool[Array, ""]
+    """True if every visible score has this scale."""
 
 
 def read(values: Values, place: Place) -> Read:
@@ -223,6 +228,8 @@ def read(values: Values, place: Place) -> Read:
     seen = bias > MASKED
     scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+    bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
+    affine = jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(scale))
     visible = jnp.any(seen, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # a mask of keys: padding is no query, either
@@ -230,12 +237,12 @@ def read(values: Values, place: Place) -> Read:
         queries &= keys | ~of_keys
     factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
     sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
-    return Read(sample, visible, bias, scale, value)
+    return Read(sample, visible, bias, scale, value, affine)
 
 
 def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
     """Measure one call of a place: sums over batches, facts, and a few examples."""
-    sample, visible, bias, scale, value = read(values, place)
+    sample, visible, bias, scale, value, affine = read(values, place)
     if whole:
         return {"sample": sample._asdict()}
     _, t, n, h = sample.query.shape
@@ -270,7 +277,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "batches": jnp.float32(1),
         "slopes": slopes,
         "scale": jnp.nan_to_num(of_heads),
-        "affine": jnp.max(bend) <= 0.01 * jnp.max(jnp.abs(of_heads)),
+        "affine": affine & (jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(of_heads))),
         "same heads": jnp.all(seen == visible[:, None]),
         "alibi": alibi,
         "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),

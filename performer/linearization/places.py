@@ -21,6 +21,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 Ref = tuple
@@ -35,6 +36,9 @@ SOFTMAX = {"exp", "reduce_sum", "div"}
 ATTENTION = {"exp", "dot_general"}
 KERNELS = ("flash", "attention", "attn", "mha", "fmha")
 """Names of kernels that compute all of attention in one operation."""
+NAMES = ("name", "name_and_src_info", "target_name")
+"""Parameters of operations that name a kernel."""
+OPAQUE = {"ffi_call", "custom_call", "pure_callback", "io_callback", "pallas_call"}
 STIRS = {
     "cumsum",
     "cumlogsumexp",
@@ -115,7 +119,9 @@ class Program:
 def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
     """The program of a function for these arguments, and the structure of its result."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    return program_of(closed.jaxpr, closed.consts), jax.tree.structure(result)
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return program_of(jaxpr, closed.consts), jax.tree.structure(result)
 
 
 def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
@@ -177,7 +183,7 @@ class Values:
     def read(self, ref: Ref) -> Any:
         """The value that a reference stands for."""
         if ref[0] == "value":
-            return ref[1]
+            return ref[1] if isinstance(ref[1], jax.Array | float | int) else jnp.asarray(ref[1])
         return self.inputs[ref[1]] if ref[0] == "input" else self.of[ref[1]][ref[2]]
 
     def bind(self, op: Op, read: Callable[[Ref], Any]) -> list[Any]:
@@ -243,8 +249,9 @@ def _inlined(
     for equation in jaxpr.eqns:
         read_in = [read(atom) for atom in equation.invars]
         inner, own = _inner(equation), f"{scope}/{equation.source_info.name_stack}"
+        called = equation.params.get("name", "") if equation.primitive.name in INLINED else ""
         if inner is not None:
-            outputs = _inlined(*inner, read_in, ops, own)
+            outputs = _inlined(*inner, read_in, ops, f"{own}/{called}")
         else:
             outputs = [("op", len(ops), i) for i in range(len(equation.outvars))]
             ops.append(Op(equation, read_in, own))
@@ -276,14 +283,17 @@ def _look_inside(program: Program, op: Op) -> None:
     """Find places in the body of an operation, and attention that cannot be reached."""
     equation = op.equation
     name, line = equation.primitive.name, line_of(equation)
-    own = str(equation.params.get("name", "")) + str(equation.params.get("name_and_src_info", ""))
-    known = f"{name} {own}".lower() if name not in BODIES else ""
+    own = "".join(str(equation.params.get(x, "")) for x in NAMES)
+    if "call_jaxpr" in equation.params:  # a function with a derivative of its own
+        own += str(getattr(equation.params["call_jaxpr"].jaxpr.debug_info, "func_name", ""))
+    around = op.scope.split("/")[::-1] if name in OPAQUE else []
+    kernel = [x for x in (own, name, *around) if any(word in x.lower() for word in KERNELS)]
     inner = [
         program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ()), op.scope)
         for x in jex.jaxprs_in_params(equation.params)
     ]
-    if any(word in known for word in KERNELS):
-        reason = f"a kernel, {own or name}: its queries and keys are not read"
+    if kernel and name not in BODIES:
+        reason = f"a kernel, {kernel[0]}: its queries and keys are not read"
         program.left.append(Left(line, op.scope, reason))
     elif name in BODIES:
         if left_in(inner[0]) or any(places_in(inner[0])):
@@ -406,8 +416,11 @@ def _place(
     if layout is None:
         return None
     goal = program.ops[exponential].inputs[0]
-    if goal[0] == "op" and program.ops[goal[1]].equation.primitive.name == "sub":
-        goal = program.ops[goal[1]].inputs[0]  # the largest score was taken off
+    while goal[0] == "op" and program.ops[goal[1]].equation.primitive.name == "sub":
+        whole, part = program.ops[goal[1]].inputs
+        if part[0] != "op" or part[1] not in names:
+            break
+        goal = whole  # the largest score, or the logarithm of the sum, was taken off
     chain = _between(program, scores, goal)
     if goal[0] != "op" or goal[1] not in names or (not chain and goal[1] != scores):
         raise Unfit("its scores do not come from one product of queries and keys")
@@ -417,20 +430,26 @@ def _place(
     }:
         raise Unfit("axes of the scores are lost before the softmax")
     varying = _varying(program)
+    own = {scores, *chain}
     by_pairs = masked = scaled = False
     for i in chain:
-        word = program.ops[i].equation.primitive.name
-        for ref in program.ops[i].inputs:
-            if not (ref[0] == "input" or (ref[0] == "op" and ref[1] in varying)):
-                continue
-            if ref[0] == "op" and ref[1] in (scores, *chain):
+        word, inputs = program.ops[i].equation.primitive.name, program.ops[i].inputs
+        of_scores = [ref[0] == "op" and ref[1] in own for ref in inputs]
+        # jnp.where(mask, scores, -inf) has the scores last
+        beside = word == "select_n" and of_scores == [False, False, True]
+        scaled |= word == "select_n" and sum(of_scores) > 1
+        for ref in (x for x, known in zip(inputs, of_scores, strict=True) if not known):
+            if not _varies(ref, varying):
                 continue
             if word in ("mul", "div"):
                 scaled = True
                 continue
             masked = True
             rows = [j for j, axis in enumerate(names[i]) if layout.time in axis]
-            by_pairs |= not rows or not _is_same_along(program, ref, rows[0], varying)
+            by_pairs |= not rows or not _is_same_along(program, ref, rows[0], varying, beside)
+    for i in (i for i in names if exponential < i < output):
+        if any(_varies(x, varying) and x[1] not in names for x in program.ops[i].inputs):
+            raise Unfit("its weights are changed after the softmax, as by dropout")
     inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
     words = (program.ops[i].equation.primitive.name for i in inside)
     kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
@@ -453,38 +472,43 @@ def _between(program: Program, start: int, goal: Ref) -> list[int]:
     return sorted((after & towards) - {start})
 
 
+def _varies(ref: Ref, varying: set[int]) -> bool:
+    return ref[0] == "input" or (ref[0] == "op" and ref[1] in varying)
+
+
 def _varying(program: Program) -> set[int]:
     """Operations that depend on inputs of the program."""
     varying: set[int] = set()
     for number, op in enumerate(program.ops):
-        if any(ref[0] == "input" or (ref[0] == "op" and ref[1] in varying) for ref in op.inputs):
+        if any(_varies(ref, varying) for ref in op.inputs):
             varying.add(number)
     return varying
 
 
-def _is_same_along(program: Program, ref: Ref, axis: int, varying: set[int]) -> bool:
-    """True if what depends on the inputs is the same along an axis, by being broadcast."""
-    if ref[0] == "value":
+def _is_same_along(program: Program, ref: Ref, axis: int, varying: set[int], beside: bool) -> bool:
+    """True if what depends on the inputs is the same along an axis, by being broadcast.
+
+    With `beside`, constants that differ along the axis may be joined to it by "and", as a mask of
+    keys is to a causal one.
+    """
+    shape = _shape(program, ref)
+    is_constant = ref[0] == "value" or (ref[0] == "op" and ref[1] not in varying)
+    if (is_constant and beside) or (shape is not None and (shape[axis:] or (1,))[0] == 1):
         return True
-    if ref[0] == "input":
+    if ref[0] != "op" or not program.ops[ref[1]].inputs:
         return False
     op = program.ops[ref[1]]
-    shape = op.equation.outvars[ref[2]].aval.shape
-    if ref[1] not in varying or len(shape) <= axis or shape[axis] == 1:
-        return True
-    if op.equation.primitive.name == "broadcast_in_dim":
+    word = op.equation.primitive.name
+    if word == "broadcast_in_dim":
         onto = list(op.equation.params["broadcast_dimensions"])
         if axis not in onto:
             return True
-        inner = onto.index(axis)
-        whence = _shape(program, op.inputs[0])
-        return whence is not None and (
-            whence[inner] == 1 or _is_same_along(program, op.inputs[0], inner, varying)
-        )
-    if op.equation.primitive.name in MOVES or op.equation.primitive.name in STIRS:
+        return _is_same_along(program, op.inputs[0], onto.index(axis), varying, beside)
+    if word in MOVES or word in STIRS:
         return False
     same = [x for x in op.inputs if _shape(program, x) not in ((), shape)]
-    return not same and all(_is_same_along(program, x, axis, varying) for x in op.inputs)
+    beside = beside and word in ("and", "convert_element_type", "copy", "stop_gradient")
+    return not same and all(_is_same_along(program, x, axis, varying, beside) for x in op.inputs)
 
 
 def _shape(program: Program, ref: Ref) -> tuple[int, ...] | None:
