@@ -258,6 +258,39 @@ def test_what_cannot_be_taken_is_named_and_left():
     assert "linear already" in why(already)
 
 
+class ByName(Model):
+    """Attention that is called by its name, beside a layer that the model holds."""
+
+    def __call__(self, x):
+        x = super().__call__(x)
+        heads = x.reshape(B, T, HEADS, -1)
+        return x + jax.nn.dot_product_attention(heads, heads, heads).reshape(x.shape)
+
+
+def test_attention_that_no_attribute_holds_is_named():
+    with pytest.warns(UserWarning, match=r"test_linearize.py:\d+: no layer that the model holds"):
+        _, report = linearize(ByName(), BATCHES, num_features=8)
+    assert list(report.layer_errors()) == ["attention"]
+    with pytest.raises(ValueError, match="no softmax attention was found"):
+        linearize(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), BATCHES, num_features=8)
+
+
+def test_packed_sequences_of_another_pattern():
+    """The kind of the mask is that of the batches, and its segments are those of each call."""
+    model = Model()
+    masks = [
+        nnx.make_attention_mask(x, x, jnp.equal).astype(bool)
+        for x in jnp.array([[[0, 0, 0, 1, 1, 1]] * B, [[0, 1, 1, 1, 1, 2]] * B])
+    ]
+    new, report = linearize(model, [{"x": X[0], "mask": masks[0]}], exact_window=T)
+    assert not report.left
+    for mask in masks:
+        got = nnx.jit(lambda model, mask: model(X[0], mask=mask))(new, mask)
+        np.testing.assert_allclose(got, model(X[0], mask=mask), atol=1e-5)
+    with pytest.raises(ValueError, match="were of segments when it was measured"):
+        new(X[0], mask=CAUSAL)
+
+
 def test_layers_in_a_stack_or_not_called_are_left():
     @nnx.split_rngs(splits=2)
     @nnx.vmap

@@ -360,3 +360,33 @@ def test_batches_of_other_lengths_are_measured_together():
     assert not report.left
     for arguments in batches:
         same(new(*arguments), function(*arguments), 1e-5)
+
+
+def test_a_mask_written_in_the_code():
+    """Constants: padding at the keys, alone and beside causality."""
+    exists = jnp.arange(9) < jnp.array([9, 5])[:, None]
+    x = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
+
+    def attend(x, causal):
+        mask = exists[:, None, None] & (jnp.tri(9, dtype=bool) if causal else True)
+        scores = jnp.einsum("bqnh,bknh->bnqk", x, x)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(jnp.where(mask, scores, -1e9)), x)
+
+    for causal in (False, True):
+        new, _ = performer.linearize(attend, [(x, causal)], exact_window=9)
+        np.testing.assert_allclose(new(x, causal), attend(x, causal), atol=1e-5)
+        changed = x.at[1, 5:].set(7.0)  # keys that do not exist
+        new, _ = performer.linearize(attend, [(x, causal)], num_features=8)
+        np.testing.assert_allclose(new(changed, causal)[1, :5], new(x, causal)[1, :5], atol=1e-5)
+
+
+def test_steps_of_a_scan_with_other_masks_stay_exact():
+    x = jax.random.normal(jax.random.key(0), (2, 6, 4))
+    masks = jnp.stack([jnp.tri(6, dtype=bool), jnp.arange(6)[:, None] // 3 == jnp.arange(6) // 3])
+
+    def step(x, mask):
+        scores = jnp.where(mask, jnp.einsum("bqh,bkh->bqk", x, x), -1e9)
+        return jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), x), None
+
+    with pytest.raises(ValueError, match="of another kind in each step of a scan"):
+        performer.linearize(lambda x, masks: jax.lax.scan(step, x, masks)[0], [(x, masks)])

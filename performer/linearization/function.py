@@ -54,6 +54,7 @@ class Setting(NamedTuple):
 
     kind: str
     window: Window
+    padded: bool
     square: bool
     """True if there were as many queries as keys."""
 
@@ -131,6 +132,8 @@ def linearize(
         steps = steps_of(seen, number) if number in seen.records else {}
         own = [layer_of(seen, _name(place.name, step), [(number, step)]) for step in steps]
         reasons = [x for x in own if isinstance(x, str)] if own else [UNCHOSEN]
+        if not reasons and len({(x.kind, x.slopes is None) for x in own}) > 1:
+            reasons = ["its masks or biases are of another kind in each step of a scan"]
         if reasons:
             left[place.name] = reasons[0]
         else:
@@ -154,9 +157,9 @@ def linearize(
     for number in ranked.keys() - kept:
         own = [i for i, place in enumerate(of_place) if place == number]
         each = [Replacement(*drawn[i][:2], layers[i].scale, layers[i].slopes) for i in own]
-        settings[number] = Setting(
-            layers[own[0]].kind, drawn[own[0]].window, is_square(seen.places[number])
-        )
+        first, padded = layers[own[0]], any(layers[i].padded for i in own)
+        square = is_square(seen.places[number])
+        settings[number] = Setting(first.kind, drawn[own[0]].window, padded, square)
         replacements[number] = _stacked(each, seen.places[number].lengths)
     words = tuple(words_of(seen.places))
     new = jax.tree_util.Partial(partial(_call, function, settings, words), replacements)
@@ -236,11 +239,11 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
         scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]
-    elif place.masked or setting.kind != "of keys":
+    elif place.masked or setting.padded:
         # Every row of a mask of keys, and the last of a causal one, shows which keys exist.
         last = values.scores(place, 0.0)[:, :1, -1:]
-        mask = last > MASKED if place.masked else None
-        if place.masked and own.slopes is None:  # no bias was measured
+        mask = last > MASKED
+        if own.slopes is None:  # no bias was measured
             _, valid = alibi_slopes(last, last > MASKED)
     if "segments" in setting.kind and segments is None:  # written in the code: a constant
         seen = values.scores(place, 0.0)[:, 0] > MASKED

@@ -41,6 +41,8 @@ class Layer(NamedTuple):
     """Slopes of ALiBi's bias, if there is one."""
     masked: bool
     """True if it is called with masks, or is causal."""
+    padded: bool
+    """True if no query sees some of the keys."""
     calls: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Places that it is called at, and steps of the scans around each."""
 

@@ -132,6 +132,7 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         scale=record["scale"],
         slopes=slopes if jnp.any(jnp.abs(slopes) > 1e-6) else None,
         masked=any(seen.places[i].place.masked for i, _ in calls) or not record["open"],
+        padded=not record["all keys"],
         calls=tuple(calls),
     )
 
@@ -282,6 +283,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "alibi": alibi,
         "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
         "open": jnp.all(seen),
+        "all keys": jnp.all(sample.keys),
         "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
         "sample": few,
     }
@@ -323,6 +325,6 @@ def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
 def together(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Records of two calls as one: sums, what must hold in both, the first examples."""
     sums = ("moments", "count", "batches", "slopes")
-    facts = ("affine", "same heads", "alibi", "exact", "open", "kinds")
+    facts = ("affine", "same heads", "alibi", "exact", "open", "all keys", "kinds")
     both = {name: before[name] + new[name] for name in sums}
     return before | both | {name: before[name] & new[name] for name in facts}

@@ -47,42 +47,44 @@ def linearize(
     measured: Measured | None = None,
     seed: int = 0,
 ) -> tuple[Model, Report]:
-    """The model with random-feature attention in the place of its exact attention.
+    """Replace exact attention in a model by `PerformerAttention`, whose frequencies are state.
 
-    It is called on the batches, and every layer of attention measures its queries and keys: their
-    moments, whose size does not depend on how many batches there are. From these it is calibrated;
-    frequencies are drawn; and, with `refine_steps`, moved towards softmax attention on the queries
-    and keys of all batches, one layer after another. These are those of the model itself: those
-    that come through layers already replaced did no better (docs, "Results").
+    `performer.linearize` does the same for any function. This front returns a model instead:
+    checkpoints, fine-tuning, redraws and Flax's decoding cache work on. Every layer measures its
+    queries and keys on the batches: their moments, whose size does not depend on the number of
+    batches. The moments calibrate it, its frequencies are drawn, and with `refine_steps` moved
+    towards softmax attention on the queries and keys of all batches, one layer after another, as
+    the original model computes them. Those that come through replaced layers did no better (docs,
+    "Results").
 
     Layers are `nnx.MultiHeadAttention`, with self or cross attention, grouped heads, normalised
-    queries and keys, or a cache for decoding; and any attribute of any module that is
-    `nnx.dot_product_attention` or `jax.nn.dot_product_attention`, or a `functools.partial` of them.
-    Masks may say which keys exist, and be causal, also as arrays over pairs of a query and a key:
-    of what kind these are is seen in the batches. Moments are over the pairs that exist. A layer is
-    left as it is, and named in the report, where a bias, another mask, attention dropout
-    (evaluation mode has none), a local window or another function is found, or no call. So is one
-    in a stack of `nnx.vmap` or `nnx.scan`. Replaced layers of Flax lose their attention dropout,
-    which linear attention cannot apply, so that the model can be trained on. What calls exact
-    attention by a name that is no attribute cannot be seen.
+    queries and keys, or a decoding cache; and any attribute of a module that is
+    `nnx.dot_product_attention`, `jax.nn.dot_product_attention`, or a `functools.partial` of one.
+    Masks may be masks of keys, causal, or block-diagonal (packed sequences), also as arrays over
+    pairs of a query and a key: the kind is detected from the batches. Moments are over the pairs
+    that exist. A layer stays exact if it has a bias, another mask, attention dropout (evaluation
+    mode has none), a local window or another function, if it is not called, or if `nnx.vmap` or
+    `nnx.scan` stacks it. So does attention that no attribute holds, such as a call of
+    `jax.nn.dot_product_attention` by its name. A warning and the report name it, with the reason.
+    Replaced layers of Flax lose their attention dropout, which linear attention cannot apply.
 
     Args:
-        model: any module. It stays as it is.
-        batches: what the model is called with: an array, a tuple of arguments, or a dict of them by
-            name; with `call`, anything. Read once, but once for each layer with `refine_steps`.
+        model: any module. It is not changed.
+        batches: inputs of the model: arrays, tuples of arguments, or dicts of them by name; with
+            `call`, anything. They are read once, and with `refine_steps` once more for each layer.
         coupling: of the frequencies; every layer and key head has its own draw.
         num_features: m; twice the head_dim of a layer if None, which with head_dim 16 kept 97% of
             the accuracy without a gradient, and 99% refined (docs, "Results").
         calibration: as of `PerformerAttention`.
-        refine_steps: of Adam for each layer, at most; see `performer.refinement`.
-        keep: so many layers, those with the largest errors after refinement, stay exact.
-        exact_window: near keys are exact, as in `performer.performer_attention`, in layers of as
-            many queries as keys; the errors are those with it.
-        exact_first: so are the first keys.
+        refine_steps: largest number of steps of Adam for each layer; see `performer.refinement`.
+        keep: number of layers, those with the largest errors after refinement, that stay exact.
+        exact_window: window of exact keys, as in `performer.performer_attention`, in layers with as
+            many queries as keys. The reported errors are those with it.
+        exact_first: number of first keys that are exact.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
-        call: (model, batch) -> anything, for a model that is called otherwise.
-        measured: of `measure` on this model, to leave out the first passes.
+        call: (model, batch) -> output, for a model that is called otherwise.
+        measured: result of `measure` on this model, to leave out the first passes.
         seed: of the frequencies.
 
     Returns:
@@ -90,7 +92,7 @@ def linearize(
 
     Raises:
         ValueError: for batches that cannot be read again, numbers below 0, `exact_first` without a
-            window, or an unknown coupling or calibration.
+            window, an unknown coupling or calibration, or a model without attention.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)
