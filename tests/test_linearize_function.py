@@ -208,7 +208,7 @@ def test_masks_of_the_kind_that_was_measured(measured, alike, others):
         assert jnp.isnan(output).any()
 
 
-@pytest.mark.parametrize("by", ["mask", "scale", "heads"])
+@pytest.mark.parametrize("by", ["mask", "hidden", "scale", "heads"])
 def test_a_flag_that_changes_attention(by):
     """Never another finite number: it stays exact, follows the flag, or is NaN."""
     function, [(params, flag, x), *_] = zoo.switched(by)
@@ -260,6 +260,8 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     new, report = performer.linearize(function, batches, num_features=6)
     shapes = [x.shape for x in jax.tree.leaves(new) if x.shape[-3:] == (HEADS, 6, HEAD)]
     assert shapes == [(3, HEADS, 6, HEAD)]
+    (drawn,) = (x for x in jax.tree.leaves(new) if x.shape == shapes[0])
+    assert jnp.min(jnp.max(jnp.abs(drawn[:2] - drawn[1:]), axis=(1, 2, 3))) > 0.1
     assert [name[-3:] for name in rows_of(report)] == ["[0]", "[1]", "[2]"]
     p = batches[0][0]
     q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))

@@ -458,6 +458,8 @@ def switched(by):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
         if by == "mask":
             scores = jnp.where(TRIL | ~flag, scores, -1e9)
+        if by == "hidden":  # masked where the flag is set
+            scores = jnp.where(~TRIL & flag, -1e9, scores)
         if by == "scale":
             scores = jnp.where(flag, scores, scores / 3)
         weights = jax.nn.softmax(scores)

@@ -131,13 +131,14 @@ def linearize(
     for number, place in enumerate(seen.places):
         steps = steps_of(seen, number) if number in seen.records else {}
         own = [layer_of(seen, _name(place.name, step), [(number, step)]) for step in steps]
+        read_out = [x for x in own if not isinstance(x, str)]
         reasons = [x for x in own if isinstance(x, str)] if own else [UNCHOSEN]
-        if not reasons and len({(x.kind, x.slopes is None) for x in own}) > 1:
+        if not reasons and len({(x.kind, x.slopes is None) for x in read_out}) > 1:
             reasons = ["its masks or biases are of another kind in each step of a scan"]
         if reasons:
             left[place.name] = reasons[0]
         else:
-            layers += own
+            layers += read_out
     measured = Measured(layers, left)
     if left and not layers:
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())

@@ -506,9 +506,10 @@ def _is_same_along(program: Program, ref: Ref, axis: int, varying: set[int], bes
         return _is_same_along(program, op.inputs[0], onto.index(axis), varying, beside)
     if word in MOVES or word in STIRS:
         return False
-    same = [x for x in op.inputs if _shape(program, x) not in ((), shape)]
+    shapes = [_shape(program, x) for x in op.inputs]
+    aligned = shape is not None and all(x is not None and len(x) in (0, len(shape)) for x in shapes)
     beside = beside and word in ("and", "convert_element_type", "copy", "stop_gradient")
-    return not same and all(_is_same_along(program, x, axis, varying, beside) for x in op.inputs)
+    return aligned and all(_is_same_along(program, x, axis, varying, beside) for x in op.inputs)
 
 
 def _shape(program: Program, ref: Ref) -> tuple[int, ...] | None:
