@@ -57,7 +57,6 @@ def test_both_forms_are_one_function():
     np.testing.assert_allclose(*outputs, atol=1e-4)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="resource and forkserver are Unix")
 def test_costs(monkeypatch):
     monkeypatch.setattr(frameworks, "FORMS", {"scan": frameworks.in_a_scan})
     (row,) = frameworks.costs(SMALL)

@@ -275,6 +275,18 @@ def test_attention_that_no_attribute_holds_is_named():
         linearize(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), BATCHES, num_features=8)
 
 
+def test_a_layer_with_a_call_that_cannot_be_replaced_stays_exact():
+    model = Model()
+
+    def call(model, x):
+        return jax.lax.cond(x.sum() > 0, model, lambda x: x, model(x))
+
+    with pytest.warns(UserWarning, match="attention: inside cond"):
+        new, report = linearize(model, BATCHES, num_features=8, call=call)
+    assert not report.rows
+    assert new.attention.attention_fn is nnx.dot_product_attention
+
+
 def test_packed_sequences_of_another_pattern():
     """The kind of the mask is that of the batches, and its segments are those of each call."""
     model = Model()

@@ -471,7 +471,7 @@ def switched(by):
 
 
 def beside(attend):
-    """What stays exact beside what is replaced."""
+    """Attention that stays exact beside attention that is replaced."""
 
     def model(q, k, v):
         return with_mask(q, k, v, TRIL), attend(q, k, v)

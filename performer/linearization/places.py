@@ -8,7 +8,7 @@ Every product of two arrays is a candidate for q k^T. Its axes are followed by n
 operations that keep or move them, past an exponential, to a product that sums over the keys. The
 bias is what the operations between product and exponential make of scores that are all 0, and the
 scale follows from scores that are all 64. Whether the place is softmax attention indeed is decided
-by numbers (`performer.linearization.function`): softmax of what was read out must be the output.
+by numbers (`performer.linearization.measure`): softmax of what was read out must be the output.
 """
 
 import heapq
@@ -25,12 +25,12 @@ from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 Ref = tuple
-"""Where a value comes from: ("value", x), ("input", i) or ("op", number, output)."""
+"""Source of a value: ("value", x), ("input", i) or ("op", number, output)."""
 Axis = tuple
 """Names of the axes of the scores that one axis is made of, () for an axis of length 1."""
 
 INLINED = {"jit", "pjit", "closed_call", "core_call"}
-BODIES = {"scan": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+BODIES = {"scan", "remat2", "checkpoint"}
 """Operations whose bodies are programs of their own: layers in a scan, and under a checkpoint."""
 SOFTMAX = {"exp", "reduce_sum", "div"}
 ATTENTION = {"exp", "dot_general"}
@@ -87,7 +87,7 @@ class Place:
     line: str
     """File and line of the user's code."""
     scope: str
-    """As of its operations."""
+    """Scope of its operations."""
     words: tuple[str, ...]
     """Names of all operations of the place but those of layout."""
     by_pairs: bool

@@ -156,6 +156,8 @@ def measure(
         path = hooks_.path_of(scope)
         left[path or name] = reason if path is None else f"{reason} ({name})"
     for path, own in calls.items():
+        if left[path]:  # another of its calls cannot be replaced
+            continue
         layer = layer_of(seen, path, own)
         reason = refused.get(path) or (layer if isinstance(layer, str) else "")
         if reason:
