@@ -29,6 +29,7 @@ from performer import couplings as known
 from performer.attention.calibration import parts as parts_of
 from vit.reports.attention_report import report_attention
 
+FIGURES = errors.FIGURES
 Part = Literal["figure7", "vit", "features"]
 
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 import jax
 
-from experiments.common import launch, timing
+from experiments.common import harness, launch, timing
 from experiments.speed import attention, data, samplers, vit
 from vit.reports import report
 
@@ -41,7 +41,8 @@ def of_attention(quick: bool, out: Path) -> None:
     rows += [attention.decoding(scale), *attention.exactness()]
     print(report.table(rows, out / "summary"), flush=True)
     print("Nanoseconds per token and head, forward + backward\n")
-    print(report.table(attention.crossover(scale, out / "crossover"), out / "crossover"))
+    times = attention.crossover(scale)
+    print(harness.write(times, out / "crossover", attention.FIGURES["crossover"]))
     if (platform := jax.default_backend()) in attention.ROUNDS:
         rows, times = attention.rounds(platform, scale)
         print(report.table(times, out / f"times_{platform}"))
@@ -81,8 +82,7 @@ def main(
         of_attention(quick, out)
     elif what == "vit":
         rows = vit.measured(64, 2) if quick else vit.measured()
-        vit.draw(rows, out / "vit")
-        print(report.table(rows, out / "vit"))
+        print(harness.write(rows, out / "vit", vit.FIGURES["vit"]))
     else:
         of_data(images or data.sample_images(), out)
 

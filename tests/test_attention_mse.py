@@ -30,7 +30,7 @@ def test_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_data, "DATA", kinds)
     table = errors.figure7(["pm"], [16], 30, tmp_path / "figure7")
     assert len(table.splitlines()) == 2 + 2
-    assert (tmp_path / "figure7_I___d.png").exists()
+    assert (tmp_path / "figure7.png").exists()
     table = errors.vit(["orf"], ["none", "full"], [1.0], [0, 64], 32, 4, tmp_path / "vit")
     rows = read_csv(tmp_path / "vit.csv")
     schemes = [(r["coupling"], r["calibration"], r["exact window"]) for r in rows]
@@ -43,10 +43,12 @@ def test_tables(tmp_path, monkeypatch):
     assert max(ratios[2] / ratios[0], ratios[3] / ratios[1]) < 0.5  # 4 of 5 pairs are exact
     assert (tmp_path / "vit.png").exists()
     table = errors.against_features(["iid", "orf"], [16, 64], 3, tmp_path / "features")
-    assert len(table.splitlines()) == 2 + 2
-    for line in read_csv(tmp_path / "features.csv"):
+    assert len(table.splitlines()) == 2 + 3
+    *lines, uniform = read_csv(tmp_path / "features.csv")
+    for line in lines:
         few, many = (float(line[f"m = {m}"].split()[0]) for m in (16, 64))
         assert many < few
+    assert uniform["m = 16"] == uniform["m = 64"]
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):

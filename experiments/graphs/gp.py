@@ -58,6 +58,17 @@ BOUNDS = [(-4.0, 4.0)] * 3
 """Bounds of the logarithms of scales."""
 ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
+FIGURES: harness.Figures = {
+    name: dict(
+        x="m",
+        y={"error": "relative kernel error", "RMSE": f"RMSE{unit}", "KL": "KL (nats)"},
+        panel="{graph}, N = {N}",
+        across=3,
+        log="x",
+        xlabel="m (walks)",
+    )
+    for name, unit in {"figure_4": "", "figure_11": " (mph)"}.items()
+}
 
 
 class Task(NamedTuple):
@@ -263,9 +274,8 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
         said.append(line)
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
-    options: Any = dict(panel="{graph}, N = {N}: {quantity}", columns=len(tasks), ylabel="")
-    harness.figure(harness.regrouped(rows, "{quantity}"), out, x="m", **options)
-    return report.table(harness.wide(rows, "{quantity}"), out, "\n".join(said))
+    lines = harness.wide(rows, "{quantity}")
+    return harness.write(lines, out, FIGURES[out.name], "\n".join(said))
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:

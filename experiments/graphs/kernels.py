@@ -29,7 +29,21 @@ from performer.typing import Key
 WALKS = (2, 4, 8, 16)
 P_KERNEL, P_PAGERANK = 0.5, 0.3
 KERNEL = kernels.RegularisedLaplacian(2, 0.1)
-QUANTITIES = {"figure_2": "relative squared error of K", "figure_4": "squared error of PageRank"}
+FIGURES: harness.Figures = {
+    name: dict(
+        columns="m = {m}",
+        x="m",
+        line="{walks}",
+        panel="{graph}, N = {N}",
+        log="xy",
+        xlabel="m (walks)",
+        ylabel=label,
+    )
+    for name, label in [
+        ("figure_2", "relative squared error of K"),
+        ("figure_4", "squared error of PageRank"),
+    ]
+}
 DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eurosis_lcc")
 
 Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
@@ -99,11 +113,8 @@ def figure(
         f" {means.shape[1]} cases)."
         for name, ratio in zip(names[1:], ratios[1:], strict=True)
     )
-    options: Any = dict(
-        case="{graph}, m = {m}", tested="walks", ylabel=QUANTITIES[out.name], log=True
-    )
-    options |= dict(x="m", line="{walks}", panel="{graph}, N = {N}")
-    return harness.show(rows, out, "m = {m}", text=said, **options)
+    options: Any = dict(case="{graph}, m = {m}", tested="walks", text=said)
+    return harness.show(rows, out, "m = {m}", FIGURES[out.name], **options)
 
 
 def main(

@@ -37,6 +37,27 @@ KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
 P_HALT = 0.5
 SIZES = (10**3, 10**4, 10**5, 3 * 10**5, 10**6)
+TIMES = ("graph", "features", "product K v", "PageRank")
+UNITS = {"s": "time (s)", "GiB": "memory of the process (GiB)"}
+
+
+def by_unit(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows with the quantity of their unit and without the unit in the name."""
+    split = [(row, *row["line"].split(", ")) for row in rows]
+    return [row | {"line": name, "unit": UNITS[unit]} for row, name, unit in split]
+
+
+FIGURES: harness.Figures = {
+    "graph_scale": dict(
+        columns=(*(f"{name}, s" for name in TIMES), "memory, GiB"),
+        change=by_unit,
+        x="nodes",
+        line="{line}",
+        panel="{unit}",
+        log="xy",
+        xlabel="nodes (5 edges and 4 walks for each)",
+    )
+}
 
 
 def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
@@ -134,11 +155,7 @@ def main(
     for size in (n for n in SIZES if n <= largest):
         rows.append(scale(size))
         print(rows[-1], flush=True)
-    print(report.table(rows, out / "graph_scale", text))
-    names = ("graph, s", "features, s", "product K v, s", "PageRank, s", "memory, GiB")
-    label = "nodes (5 edges, 4 walks for each)"
-    options: Any = dict(x="nodes", line="{line}", log=True, xlabel=label, ylabel="")
-    harness.figure(harness.melted(rows, names), out / "graph_scale", **options)
+    print(harness.write(rows, out / "graph_scale", FIGURES["graph_scale"], text))
 
 
 if __name__ == "__main__":

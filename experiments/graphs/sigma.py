@@ -37,7 +37,6 @@ from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
-from vit.reports import report
 
 COUPLINGS = ("independent", "antithetic", "sigma")
 Errors = dict[str, np.ndarray]
@@ -52,6 +51,36 @@ P_PAGERANK = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ORDER, ORDER_PAGERANK = 30, 10
 FIGURE_8, P_FIGURE_8, REDUCED = ("karate", "eurosis_lcc"), 0.3, 32
 ORDERS = (*range(2, 11), 12, 15, 20, 25, 30)
+WALKS: harness.Row = dict(
+    columns="{coupling} / independent",
+    x="p_halt",
+    panel="{graph}, N = {N}",
+    ylabel="error / error of independent walks",
+)
+FIGURES: harness.Figures = {
+    "figure_3": dict(
+        x="q",
+        y="sigma(q)",
+        line="sigma",
+        panel="p_halt = {p_halt}",
+        across=5,
+        ylabel="sigma(q)",
+        finish=lambda axis, _: axis.lines[0].set(linestyle="", markersize=2),
+        box_aspect=1,
+    ),
+    "figure_8": dict(
+        change=lambda rows: [row | {"error / independent ±": row["±"]} for row in rows],
+        x="{n}",
+        y={x: x for x in ("error / independent", "Cayley distance")},
+        line="{learned}",
+        panel="{graph}",
+        across=1,
+        high=1.6,
+        xlabel="n (order of the permutation)",
+    ),
+    "figure_9": WALKS,
+    "figure_10": WALKS,
+}
 NODES = 100_000
 """About so many at once, of all graphs."""
 
@@ -142,21 +171,17 @@ def figure(
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    options: Any = dict(
-        case=case, panel="{graph}, N = {N}", ylabel="error / error of independent walks"
-    )
-    return harness.show(rows, out, "", lines=lines, x="p_halt", y="ratio", **options)
+    return harness.write(lines, out, FIGURES[out.name], harness.verdict(rows, case))
 
 
-def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:
-    """The permutations."""
+def figure_3(permutations: dict[float, np.ndarray], out: Path) -> str:
+    """A row for each permutation, number and image."""
     rows = [
         {"p_halt": p, "q": q, "sigma(q)": image}
         for p, permutation in permutations.items()
         for q, image in enumerate(permutation)
     ]
-    options: Any = dict(line="sigma", panel="p_halt = {p_halt}", style=lambda _: {"ls": ""})
-    harness.figure(rows, out, x="q", y="sigma(q)", columns=3, **options)
+    return harness.write(rows, out, FIGURES["figure_3"])
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
@@ -205,10 +230,7 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
                 row |= {"Cayley distance": cayley_distance(best, permutation)}
                 row |= {"excess of the objective": objective / least - 1}
                 rows.append(row | {"permutation": " ".join(map(str, permutation))})
-    y = ("error / independent", "Cayley distance")
-    options: Any = dict(x="n", y=y, line="{learned}", panel="{graph}", columns=2)
-    harness.figure(rows, out, error="±", **options)
-    return report.table(rows, out)
+    return harness.write(rows, out, FIGURES["figure_8"])
 
 
 def main(
@@ -231,7 +253,7 @@ def main(
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, chosen, repeats)
     print(figure(chosen, errors, sigmas, out / "figure_10"))
-    figure_3(sigmas, out / "figure_3")
+    print(figure_3(sigmas, out / "figure_3"))
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
     print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}

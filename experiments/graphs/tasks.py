@@ -56,6 +56,35 @@ MESHES = ("cylinder", "teapot", "idler_riser", "busted", "torus")
 PRINTED = Path(__file__).parent / "qgrf_tables.csv"
 """The paper's tables; in brackets the error of the last digit."""
 WORDS = {"independent": "GRFs", "antithetic": "q-GRFs"}
+TITLES = {
+    "table_1": "Table 1, diffusion: squared error",
+    "table_2": "Table 2, k-means: share of wrong pairs",
+    "table_3": "Table 3, normals: 1 - cos",
+}
+
+
+def beside_paper(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows of both couplings with the number that the paper printed."""
+    theirs = [str(row[f"paper {WORDS[row['line']]}"]).partition("(")[0] for row in rows]
+    return [
+        row | {"title": TITLES[row["table"]], "paper": float(paper or "nan")}
+        for row, paper in zip(rows, theirs, strict=True)
+    ]
+
+
+FIGURES: harness.Figures = {
+    "tasks": dict(
+        tables=tuple(TITLES),
+        columns=tuple(WORDS),
+        change=beside_paper,
+        x="{graph}",
+        line="{line}",
+        panel="{title}",
+        across=1,
+        high=1.9,
+        log="y",
+    )
+}
 
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
@@ -134,17 +163,16 @@ def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
-TABLES: dict[int, tuple[str, Callable[..., np.ndarray]]] = {
-    1: ("diffusion: squared error", diffusion_errors),
-    2: ("k-means: wrong pairs", clustering_errors),
-    3: ("normals: 1 - cos", normal_errors),
+TABLES: dict[int, Callable[..., np.ndarray]] = {
+    1: diffusion_errors,
+    2: clustering_errors,
+    3: normal_errors,
 }
 
 
-def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> list[harness.Row]:
-    """Print a table with the paper's numbers; both couplings have the same keys. The rows."""
-
-    title, errors = TABLES[number]
+def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> None:
+    """Print a table with the paper's numbers; both couplings have the same keys."""
+    errors = TABLES[number]
 
     def measure(case: harness.Row) -> np.ndarray:
         return errors(jax.random.key(0), case["coupling"], trials, *problems[case["graph"]])
@@ -165,12 +193,8 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> li
         line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
         theirs = printed.get((str(number), name), {})
         lines.append(line | {f"paper {word}": theirs.get(word, "") for word in WORDS.values()})
-        for row in rows:
-            if row["graph"] == name and (text := theirs.get(WORDS[row["coupling"]])):
-                row["paper"] = float(text.split("(")[0])
     text = report.table(lines, out / f"table_{number}", harness.verdict(rows, "{graph}"))
     print(f"Table {number}\n\n{text}", flush=True)
-    return [row | {"title": f"Table {number}, {title}"} for row in rows]
 
 
 def main(
@@ -192,10 +216,10 @@ def main(
     if data_dir:
         paths = {name: data_dir / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: data.mesh(path) for name, path in paths.items()}
-    rows = []
     for number, instances in problems.items():
-        rows += table(number, instances, trials // 10 if number == 2 else trials, out)
-    harness.figure(rows, out / "tasks", x="{graph}", panel="{title}", yscale="log", ylabel="error")
+        table(number, instances, trials // 10 if number == 2 else trials, out)
+    numbers = [f"table_{number}" for number in problems]
+    harness.figure(out / "tasks", **FIGURES["tasks"] | {"tables": numbers})
 
 
 if __name__ == "__main__":

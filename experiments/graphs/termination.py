@@ -40,6 +40,16 @@ P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)
 P_DRAWN, SIGMA_DRAWN = (0.1, 0.3, 0.5), 1.0
 DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
 DRAWN = ("karate", "Binary tree")
+FIGURES: harness.Figures = {
+    "ratios": dict(
+        columns=("pairs", "ensembles", "close pairs", "circles"),
+        change=lambda rows: [row for row in rows if row["sigma"] == SIGMA_DRAWN],
+        x="p_halt",
+        line="{line}",
+        panel="{graph}, N = {N}",
+        ylabel="squared error / that of independent walks",
+    )
+}
 
 
 def groups(p_halt: float) -> dict[str, Group]:
@@ -118,12 +128,7 @@ def main(
             row = {"graph": name, "N": graph.num_nodes, "sigma": sigma}
             rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
         print(name, flush=True)
-    print(report.table(rows, out / "ratios"))
-    drawn = [row for row in rows if row["sigma"] == SIGMA_DRAWN]
-    curves = harness.melted(drawn, list(groups(0.5))[1:])
-    label = "squared error / that of independent walks"
-    options: Any = dict(line="{line}", panel="{graph}, N = {N}", ylabel=label)
-    harness.figure(curves, out / "ratios", x="p_halt", **options)
+    print(harness.write(rows, out / "ratios", FIGURES["ratios"]))
     print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:

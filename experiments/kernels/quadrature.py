@@ -48,7 +48,6 @@ from performer.choices import unknown
 from performer.kernels import quadrature
 from performer.kernels.quadrature import Rule
 from performer.typing import Key
-from vit.reports import report
 from vit.run import bounded
 
 RULES = 5
@@ -85,6 +84,42 @@ METHODS: dict[str, Callable[..., Rule]] = quadrature.METHODS | {
 }
 """(key, num_rules, d, reflect=) -> Rule."""
 SPHERICAL_RADIAL = ("H", "B", "B rejected", "B one rho")
+
+
+def of_five(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the errors of the largest n over that of G, and the scores less the exact kernel's."""
+    found, last = [], [row for row in rows if row["n"] == RULES]
+    for group in harness.grouped(last, "{kernel}, {data set}").values():
+        base = next(row for row in group if row["method"] in ("G", "exact"))
+        for row in group:
+            if "error" in row:
+                y = {name: row[name] / base["error"] for name in ("error", "95%")}
+            else:
+                y = {"score": row["score"] - base["score"]}
+            found.append(row | y)
+    return [row for row in found if row["method"] != "exact"]
+
+
+POINTS: harness.Row = dict(
+    change=of_five,
+    x="{data set}",
+    error="95%",
+    line="{method}",
+    panel="{kernel}",
+    across=1,
+    high=2.2,
+)
+FIGURES: harness.Figures = {
+    "figure_1": POINTS | dict(y="error", log="y", ylabel=f"error / error of G, n = {RULES}"),
+    "figure_2": POINTS | dict(y="score", ylabel=f"score - score of the exact kernel, n = {RULES}"),
+    "figure_3": dict(
+        columns=("butterfly, ms", "dense, ms"),
+        x="d",
+        line="{line}",
+        log="xy",
+        ylabel=f"time (ms for {BATCH} vectors)",
+    ),
+}
 
 
 class Data(NamedTuple):
@@ -194,7 +229,7 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS)
         for kernel in KERNELS
     ]
-    rows = swept(cases, measure, "error", out)
+    rows = swept(cases, measure, "error")
     last = {(r["kernel"], r["data set"], r["method"]): r["error"] for r in rows if r["n"] == RULES}
     ratios = [
         f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
@@ -202,7 +237,7 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         if method == "B" and (kernel, name, "G") in last
     ]
     text = f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
-    return report.table(rows, out, text)
+    return harness.write(rows, out, FIGURES["figure_1"], text)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
@@ -260,8 +295,9 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
         for method in ("exact", *METHODS)
         if method not in ("H", "B one rho")
     ]
-    rows = swept(cases, measure, "score", out)
-    return report.table(rows, out, "Scores: R^2 for regression, else accuracy.")
+    rows = swept(cases, measure, "score")
+    text = "Scores: R^2 for regression, else accuracy."
+    return harness.write(rows, out, FIGURES["figure_2"], text)
 
 
 def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
@@ -290,8 +326,6 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         row |= {f"{name}, CPU ms": 1e3 * times.cpu for name, times in best.items()}
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
-    lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
-    labels: Any = dict(ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
     large = [row for row in rows if row["d"] >= LARGE]
     growth = [
         f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
@@ -302,12 +336,11 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     after = [d for d in widths if not slow or d > max(slow)]
     faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
     text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
-    harness.figure(lines, out, x="d", line="{line}", log=True, **labels)
-    return report.table(rows, out, f"{text} {timing.hardware()}.")
+    return harness.write(rows, out, FIGURES["figure_3"], f"{text} {timing.hardware()}.")
 
 
-def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
-    """Rows with the mean as y and half of its 95% interval; a panel for each kernel and set."""
+def swept(cases: list[harness.Row], measure: Any, y: str) -> list[harness.Row]:
+    """Return rows with the mean as y and half of its 95% interval."""
     rows = []
     for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
         values = np.asarray(row["values"], np.float64)
@@ -315,24 +348,6 @@ def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[har
         row = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
         rows.append(row | {y: mean, "95%": half} | ({"runs": len(values)} if y == "error" else {}))
 
-    def style(method: str) -> harness.Row:
-        if method not in METHODS:
-            return dict(color="black", ls="--")
-        return dict(color=f"C{list(METHODS).index(method)}")
-
-    def limits(axis: Any, here: list[harness.Row]) -> None:
-        """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
-        low, high = (end(row[y] for row in here) for end in (min, max))
-        room = 0.1 * (high - low) + 1e-3
-        if y == "error":
-            axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
-        else:
-            axis.set_ylim(low - room, high + room)
-
-    columns = len(harness.grouped(rows, "{data set}"))
-    options: Any = dict(error="95%", columns=columns, style=style, finish=limits)
-    by_kernel, panel = harness.regrouped(rows, "{kernel}"), "{data set}, {kernel}"
-    harness.figure(by_kernel, out, x="n", y=y, line="{method}", panel=panel, **options)
     return rows
 
 

@@ -10,7 +10,6 @@ in bfloat16, twenty passes queued at a time.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +29,16 @@ EXACT_TOKENS = 4096
 """On a CPU exact attention is measured with up to so many."""
 TOKENS_AND_HEADS = 16384
 """Product of tokens and heads in each case of `crossover`."""
+CROSSOVER = ("exact", "public", "ours", "ours, causal")
+FIGURES: harness.Figures = {
+    "crossover": dict(
+        columns=CROSSOVER,
+        x="tokens",
+        line="{line}",
+        log="xy",
+        ylabel="time per token and head (ns)",
+    )
+}
 DIFFERENCE = 0.03
 """Bound of the error by bfloat16 in output and gradients, relative to their norm."""
 
@@ -202,28 +211,18 @@ def exactness() -> list[Row]:
     return rows
 
 
-def crossover(scale: Scale, out: Path) -> list[Row]:
-    """Nanoseconds per token and head against the number of tokens; draws `out`.png.
+def crossover(scale: Scale) -> list[Row]:
+    """Nanoseconds per token and head against the number of tokens.
 
     Forward + backward, for about 16,384 tokens x heads: where a curve rises, attention costs more
     than linear.
     """
     total, rows = TOKENS_AND_HEADS // scale.divisor, []
-    names = ("exact", "public", "ours", "ours, causal")
     for tokens in (2**i for i in range(7, total.bit_length())):
         heads = total // tokens
         args = inputs(tokens, heads)
-        programs = {name: program(name, BOTH, args) for name in feasible(names, tokens)}
+        programs = {name: program(name, BOTH, args) for name in feasible(CROSSOVER, tokens)}
         here = measured(programs, BOTH, args[0].shape, repeats=scale.repeats)
         times = {name: 1e6 * each["wall, ms"] / (tokens * heads) for name, each in here.items()}
         rows.append({"tokens": tokens, "heads": heads, "exact": "", **times})
-    harness.figure(
-        harness.melted(rows, names),
-        out,
-        x="tokens",
-        line="{line}",
-        log=True,
-        ylabel="time per token and head, ns",
-        title=f"{BOTH}, m = {baselines.M}, d = {baselines.D}, float32",
-    )
     return rows

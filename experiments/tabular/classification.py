@@ -53,6 +53,41 @@ PRINTED = Path(__file__).parent / "simrf_tables.csv"
 """Tables 2 and 3 of the paper; the former has no column for ORF."""
 
 
+def with_exact(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows and one of the exact kernel for each data set, without m."""
+    exact = [
+        group[0] | {"coupling": "exact", "m / d": "", "mean": group[0]["exact kernel"]}
+        for group in harness.grouped(rows, "{data set}").values()
+    ]
+    return [*rows, *exact]
+
+
+def mark_sigma(axis: Any, rows: list[harness.Row]) -> None:
+    """Mark the sigma that is used, where it is listed."""
+    if sigma := printed(2, rows[0]["data set"]).get("sigma"):
+        axis.axvline(float(sigma), color=harness.INK, linewidth=0.8)
+
+
+FIGURES: harness.Figures = {
+    "figure_8": dict(
+        columns="m = {m / d} d",
+        change=with_exact,
+        x="m / d",
+        panel="{data set}",
+        ylabel="test accuracy",
+    ),
+    "figure_10": dict(
+        columns=("iid", "exact"),
+        x="sigma",
+        line="{line}",
+        panel="{data set}",
+        finish=mark_sigma,
+        log="x",
+        ylabel="validation accuracy",
+    ),
+}
+
+
 class Problem(NamedTuple):
     """Points to learn from and points to classify, standardised, float32, and their factor."""
 
@@ -215,16 +250,7 @@ def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str
         largest = problem.one_hot.sum(axis=0).argmax()
         summary.append(row | {"largest class": float(np.mean(problem.test_y == largest))})
         print(f"{table.name}: sigma = {sigma:.3g}", flush=True)
-    used = {problem.name: problem.sigma for problem in tuned}
-
-    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
-        axis.plot(SIGMAS, [row["exact"] for row in rows], "C1:", label="exact kernel")
-        axis.axvline(used[rows[0]["data set"]], color="gray", linewidth=0.8)
-
-    options: Any = dict(line="iid", panel="{data set}", finish=finish, xscale="log")
-    labels: Any = dict(y="iid", ylabel="validation accuracy")
-    harness.figure(searched, out / "figure_10", x="sigma", **options, **labels)
-    report.table(searched, out / "figure_10")
+    harness.write(searched, out / "figure_10", FIGURES["figure_10"])
     text = "Validation accuracies. Largest class: the share of the test rows in it."
     return tuned, report.table(summary, out / "sigma", text)
 
@@ -247,16 +273,10 @@ def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Accuracy against m / d."""
     rows = measured(tuned, FIGURE_8, draws, MULTIPLES)
     exact = {of.name: exact_accuracies(of, [of.sigma])[0] for of in tuned}
-
-    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
-        style: Any = dict(color="black", linestyle=":", label="exact kernel")
-        axis.axhline(exact[rows[0]["data set"]], **style)
-
     wide = harness.wide(rows, "m = {m / d} d")
     lines = [line | {"exact kernel": exact[line["data set"]]} for line in wide]
-    options: Any = dict(x="m / d", panel="{data set}", finish=finish, ylabel="test accuracy")
-    case = "{data set}, m = {m / d} d"
-    return harness.show(rows, out, "", case=case, lines=lines, **options)
+    text = harness.verdict(rows, "{data set}, m = {m / d} d")
+    return harness.write(lines, out, FIGURES["figure_8"], text)
 
 
 def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:

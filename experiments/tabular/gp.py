@@ -47,6 +47,9 @@ SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
 """The last axis of scores; of single draws the first is the mean square."""
 QUANTITIES = SCORES[:4]
 CASE = "{data set}, {features}, m = {m}"
+FIGURES: harness.Figures = {
+    "figure_1": dict(x="m", y={score: score for score in SCORES}, across=3, log="xy")
+}
 
 
 class Split(NamedTuple):
@@ -228,17 +231,10 @@ def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
                 error /= 2 * mean
             row |= {label: float(mean), f"{label} ±": float(error)}
         rows.append(row)
-    references = baselines(first, stacked)
-
-    def lines(axis: Any, _: Any) -> None:
-        if (label := axis.get_ylabel()) in ("RMSE", "NLL"):
-            for (word, values), style in zip(references.items(), (":", "--"), strict=True):
-                axis.axhline(values[0, SCORES.index(label)], color="black", ls=style, label=word)
-            axis.legend()
-
-    title = f"VRC Fig. 1: {name}, one split"
-    harness.figure(rows, out, x="m", y=SCORES, columns=5, log=True, finish=lines, suptitle=title)
-    return report.table(rows, out)
+    for word, (values,) in baselines(first, stacked).items():
+        known = {k: v for k, v in zip(SCORES[2:4], values[2:4].tolist(), strict=True) if v == v}
+        rows.append(dict.fromkeys(rows[0], "") | {"coupling": word} | known)
+    return harness.write(rows, out, FIGURES["figure_1"])
 
 
 def main(

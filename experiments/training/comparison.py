@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.common import launch, statistics
-from experiments.common.harness import band
+from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
 from vit import config as configs
@@ -32,10 +31,36 @@ IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Attention errors are measured on so many images, over so many draws, in so many runs."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
-DROP = 0.22
-"""Distance of the dots of the seeds from the interval of their mean, in rows."""
-LINES = ("-", "--", ":", "-.")
-"""Line styles of the points; couplings have colours."""
+CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
+
+
+def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the compared rows with half of their interval."""
+    compared = [row for row in rows if row["95% interval"]]
+    ends = [[float(end) for end in row["95% interval"].split(" to ")] for row in compared]
+    return [row | {"95%": (b - a) / 2} for row, (a, b) in zip(compared, ends, strict=True)]
+
+
+def seeds_beside(axis: Any, rows: list[harness.Row]) -> None:
+    """Draw the zero, and a dot for each seed beside the interval."""
+    axis.axhline(0, color=harness.INK, linewidth=0.8)
+    for i, row in enumerate(rows):
+        dots = [float(x) for x in str(row.get("of seeds", "")).split()]
+        axis.plot([i + 0.15] * len(dots), dots, "o", color=harness.INK)
+
+
+FIGURES: harness.Figures = {
+    "results": dict(
+        change=beside_baseline,
+        x="{setting}",
+        y="difference to baseline",
+        error="95%",
+        line="{setting}",
+        finish=seeds_beside,
+        ylabel="difference in accuracy to the baseline",
+    ),
+    "curves": dict(x="epoch", y=CURVES, line="{setting}"),
+}
 
 
 class Setting(NamedTuple):
@@ -344,6 +369,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "accuracy": estimate(list(result.accuracy.values())),
                 "difference to baseline": f"{d.mean:+.4f}" if against else "baseline",
                 "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if against else "",
+                "of seeds": " ".join(f"{x:+.4f}" for x in result.differences),
                 "corrected p": f"{result.corrected:.2g}" if against else "",
                 f"seeds needed for {EFFECT:+.3f}": str(needed),
                 "attention error": error,
@@ -352,6 +378,21 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "images/s": f"{np.median(rates or np.nan):,.0f}",
             }
         )
+    return table
+
+
+def curves(results: Sequence[Result]) -> list[harness.Row]:
+    """Return means over seeds by epoch, at the steps that all sound runs of a setting have."""
+    table = []
+    for result in filter(lambda r: r.sound, results):
+        logs = [{r["epoch"]: r for r in run.log} for run in result.sound]
+        for epoch in sorted(set.intersection(*map(set, logs))):
+            row: harness.Row = {"setting": result.setting.name, "epoch": epoch}
+            for key in CURVES:
+                values = [log[epoch][key] for log in logs if key in log[epoch]]
+                found = statistics.mean_and_error(values) if len(values) == len(logs) else ("", "")
+                row |= dict(zip((key, f"{key} ±"), found, strict=True))
+            table.append(row)
     return table
 
 
@@ -369,7 +410,7 @@ def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
 
 
 def write(results: Sequence[Result], baseline: str, config: configs.Config, out: Path) -> str:
-    """Writes report.md, comparison.png, results.csv and seeds.csv; returns report.md.
+    """Write report.md, results and curves (csv, png) and seeds.csv; return report.md.
 
     Args:
         results: of all settings.
@@ -379,8 +420,10 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     """
     results = compared(results, baseline)
     table = reports.table(rows(results), out / "results")
+    if any(result.baseline for result in results):
+        harness.figure(out / "results", **FIGURES["results"])
+    harness.write(curves(results), out / "curves", FIGURES["curves"])
     reports.table(seeds(results, out), out / "seeds")
-    draw(results, out / "comparison")
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
     diverged = "; ".join(
         f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
@@ -399,57 +442,11 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         " first seeds; beside it that of uniform attention, the mean of all values. `seeds.csv`"
         " has the result and the folder of each run.\n",
         *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
-        "![Differences with 95% intervals (not corrected) and a dot for each seed; learning curves"
-        " with standard errors over the seeds](comparison.png)\n",
+        "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",
+        "![Learning curves with standard errors over the seeds](curves.png)\n",
         "Versions, hardware, and the config of the first run:\n",
         *(f"    {name} = {value}" for name, value in (launch.versions() | values).items()),
     ]
     text = "\n".join(lines) + "\n"
     files.write(out / "report.md", text)
     return text
-
-
-def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the figure: differences seed by seed, if there are any, and learning curves."""
-    others = [result for result in results if result.baseline]
-    drawn, axes = reports.figure(path, columns=2 + bool(others))
-    drawn.set_figheight(max(4.0, 1.2 + 0.5 * len(others)))
-    if others:
-        differences(axes[0], others)
-    curves(axes[-2:], results)
-    reports.save(drawn, path)
-
-
-def differences(axis: Any, results: Sequence[Result]) -> None:
-    """A row for each setting: the mean with its interval, and below it a dot for each seed."""
-    for row, result in enumerate(results):
-        d, dots = result.difference, result.differences
-        axis.plot(dots, [row + DROP] * len(dots), "o", color="0.35", alpha=0.6, markersize=4)
-        if not np.isnan(d.p_value):
-            color = "C3" if result.corrected < LEVEL else "C0"
-            axis.errorbar([d.mean], [row], xerr=d.high - d.mean, fmt="o", color=color, capsize=4)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(results)), [reports.literal(r.setting.name) for r in results])
-    axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set(xlabel="difference in accuracy to the baseline\n(red: corrected p < 0.05)")
-    axis.grid(alpha=0.3, axis="x")
-
-
-def curves(axes: Sequence[Any], results: Sequence[Result]) -> None:
-    """Training loss and accuracy by epoch, at the steps that all sound runs of a setting have."""
-    couplings = list(dict.fromkeys(result.setting.coupling for result in results))
-    points = list(dict.fromkeys(result.setting.point for result in results))
-    for axis, key in zip(axes, ("train_loss", "eval_accuracy"), strict=True):
-        for result in filter(lambda r: r.sound, results):
-            logs = [{r["epoch"]: r[key] for r in run.log if key in r} for run in result.sound]
-            epochs = sorted(set.intersection(*map(set, logs)))
-            found = [statistics.mean_and_error([log[epoch] for log in logs]) for epoch in epochs]
-            style = dict(
-                color=f"C{couplings.index(result.setting.coupling)}",
-                linestyle=LINES[points.index(result.setting.point) % len(LINES)],
-                marker="o" if len(epochs) == 1 else "",  # a line of one point is invisible
-            )
-            band(axis, epochs, found, reports.literal(result.setting.name), **style)
-        axis.set(xlabel="epoch", ylabel=key.replace("_", " "))
-        axis.grid(alpha=0.3)
-    axes[1].legend(fontsize="small")
