@@ -44,7 +44,7 @@ def main(
     draws: int = 50,
     out: Path = Path("results/attention_mse"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         workdir: a trained run, instead of the parts.

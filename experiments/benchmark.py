@@ -34,7 +34,7 @@ from vit.reports import report
 
 
 def of_attention(quick: bool, out: Path) -> None:
-    """Prints and writes the tables of `performer_attention`."""
+    """Print and write the tables of `performer_attention`."""
     scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
     rows, times = attention.rounds("", scale)
     print(report.table(times, out / "times"), flush=True)
@@ -50,7 +50,7 @@ def of_attention(quick: bool, out: Path) -> None:
 
 
 def of_data(images: Path, out: Path) -> None:
-    """Prints and writes the table of the input pipeline."""
+    """Print and write the table of the input pipeline."""
     files = data.read(images)
     print(report.table(data.rates(files), out / f"data_{images.name}"))
     print("Records that come 30 ms late\n")
@@ -64,7 +64,7 @@ def main(
     images: Path | None = None,
     out: Path = Path("results/benchmark"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         what: is measured.

@@ -33,7 +33,7 @@ from vit.run import devices, machine
 
 
 def main(_: list[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     logging.set_verbosity(logging.FATAL)
     out = Path(str(_OUT.value))
     _JOIN()

@@ -108,7 +108,7 @@ def roads(folder: Path) -> Arrays:
 
 
 def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray]:
-    """The columns of these names: all but the last as text, the last as numbers."""
+    """Return the columns of these names: all but the last as text, the last as numbers."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -119,7 +119,7 @@ def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray
 
 
 def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
-    """The csv file, the target last."""
+    """Return the content of the csv file, the target last."""
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
     if not lines:

@@ -87,7 +87,7 @@ FIGURES: harness.Figures = {
 
 
 def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
-    """VRC Fig. 7 in both readings: variance, covariance, attention error against m."""
+    """Measure VRC Fig. 7 in both readings: variance, covariance and attention error against m."""
     rows = []
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
@@ -114,7 +114,7 @@ def vit(
     draws: int,
     out: Path,
 ) -> str:
-    """Errors, absolute and relative to ORF's, for three kinds of data and several norms.
+    """Measure the errors, absolute and relative to ORF's, on three kinds of data at several norms.
 
     Means and standard errors over the data sets. The tokens have no places: with a window the keys
     that are exact are any, a share of all.
@@ -144,7 +144,7 @@ def vit(
 def errors(
     kind: str, squared_norm: float, scheme: tuple[str, str, int], m: int, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on each data set of (coupling, calibration, window), and of uniform attention.
+    """Return errors on each data set of (coupling, calibration, window), and of uniform attention.
 
     What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
     of their own, which all couplings share.
@@ -163,7 +163,7 @@ def errors(
 
 
 def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
-    """The copula of `LEARNED` with a low attention error on these tokens, (t, 1, h) each."""
+    """Learn the copula of `LEARNED` on these tokens, (t, 1, h) each."""
 
     @jax.jit
     def thetas(query: Any, key: Any) -> Any:
@@ -176,7 +176,7 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
-    """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
+    """Measure the error against m on anisotropic data of squared norm 2."""
     rows, uniform = [], np.zeros(0)
     for name, method in [(name, "none") for name in names] or CURVES:
         label = name if method == "none" else f"{name}, calibrated"

@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
 
 def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_causal: bool = False):
-    """phi(q) phi(k)^T, rows divided by their sums."""
+    """Return phi(q) phi(k)^T, rows divided by their sums."""
     factor = sample.query.shape[-1] ** -0.25
     of_query, of_key = features(maps, fixed, factor * sample.query, factor * sample.key)
     scores = jnp.einsum("btnm,bsnm->bnts", of_query, of_key)
@@ -53,14 +53,14 @@ def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_caus
 
 
 def _linear(maps: dict, query: Array, key: Array) -> tuple[Array, Array]:
-    """W x + b of queries and keys, (b, t, n, m) each."""
+    """Return W x + b of queries and keys, (b, t, n, m) each."""
     pairs = (query, *maps["query"]), (key, *maps["key"])
     of_query, of_key = (jnp.einsum("btnh,nmh->btnm", x, W) + b for x, W, b in pairs)
     return of_query, of_key
 
 
 def _exponentials(of_query: Array, of_key: Array) -> tuple[Array, Array]:
-    """With the largest of each feature over the keys, and of each query, taken out."""
+    """Return the exponentials over the largest of each feature over the keys, and of each query."""
     largest = jax.lax.stop_gradient(jnp.max(of_key, axis=1, keepdims=True))
     exponent = of_query + largest
     exponent = exponent - jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
@@ -128,7 +128,7 @@ def _start_free(key: Key, moments: Array, m: int) -> tuple[Any, Any]:
 
 
 def _sizes(moments: Array) -> tuple[int, int]:
-    """Heads, and the width of one."""
+    """Return heads, and the width of one."""
     return len(moments), (moments.shape[-1] - 1) // 2
 
 

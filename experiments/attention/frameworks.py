@@ -115,7 +115,7 @@ def optional(name: str) -> Any:
 
 
 def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model with `linen.MultiHeadDotProductAttention`."""
+    """Return a model with `linen.MultiHeadDotProductAttention`."""
     linen = optional("flax.linen")
 
     class Classifier(linen.Module):
@@ -134,7 +134,7 @@ def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
 
 
 def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
+    """Return a model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
     eqx = optional("equinox")
     nn = eqx.nn
 
@@ -184,7 +184,7 @@ def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
 
 
 def in_haiku(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model with `hk.MultiHeadAttention`."""
+    """Return a model with `hk.MultiHeadAttention`."""
     hk = optional("haiku")
 
     def classifier(x):
@@ -217,7 +217,7 @@ MODELS: dict[str, Callable[[jax.Array], tuple[Parameters, Apply]]] = {
 
 
 class Digits(NamedTuple):
-    """Patches (b, 16, 4) in [0, 1] and labels."""
+    """Patches (b, 16, 4) in [0, 1] and their labels."""
 
     patches: np.ndarray
     labels: np.ndarray
@@ -225,7 +225,7 @@ class Digits(NamedTuple):
 
 @functools.cache
 def digits() -> tuple[Digits, Digits]:
-    """Training and test images: the split of `vit.train`."""
+    """Return the training and the test images of `vit.train`."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -239,7 +239,7 @@ def digits() -> tuple[Digits, Digits]:
 
 
 def trained(name: str, epochs: int, seed: int = 0) -> tuple[Parameters, Apply]:
-    """A model after Adam with a cosine schedule."""
+    """Train a model by Adam with a cosine schedule."""
     train, _ = digits()
     key, order = jax.random.split(jax.random.key(seed))
     parameters, apply = MODELS[name](key)
@@ -268,7 +268,7 @@ def trained(name: str, epochs: int, seed: int = 0) -> tuple[Parameters, Apply]:
 
 @jax.jit
 def tested(apply: jax.tree_util.Partial, parameters: Parameters) -> tuple[jax.Array, jax.Array]:
-    """Accuracy and mean loss on the test images."""
+    """Return accuracy and mean loss on the test images."""
     _, test = digits()
     logits = apply(parameters, test.patches)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels)
@@ -278,7 +278,7 @@ def tested(apply: jax.tree_util.Partial, parameters: Parameters) -> tuple[jax.Ar
 def converted(
     name: str, *, num_features: Sequence[int], epochs: int, steps: int, draws: int, images: int
 ) -> list[dict[str, Any]]:
-    """Rows of one framework: exact attention, then each method with each m."""
+    """Return the rows of one framework: exact attention, then each method with each m."""
     start = time.monotonic()
     parameters, apply = trained(name, epochs)
     seconds = time.monotonic() - start
@@ -317,7 +317,7 @@ def converted(
 
 
 def costs(size: Cost) -> list[dict[str, Any]]:
-    """A row for a list of layers, and one for layers in a scan."""
+    """Return a row for a list of layers, and one for layers in a scan."""
     # Processes of a server that has computed nothing: peak memory is that of their own work.
     context = multiprocessing.get_context("forkserver")
     rows = []
@@ -332,7 +332,7 @@ def costs(size: Cost) -> list[dict[str, Any]]:
 
 
 def cost_of_exact(form: str, size: Cost) -> dict[str, float]:
-    """Seconds to trace and compile the function with exact attention; peak memory of one call."""
+    """Measure tracing, compiling and peak memory of the function with exact attention."""
     function, stack, x = deep(form, size)
     lower, compile_, call = compiled(jax.jit(function), stack, x)
     jax.block_until_ready(call(stack, x))
@@ -344,7 +344,7 @@ def cost_of_exact(form: str, size: Cost) -> dict[str, float]:
 
 
 def cost_of_linearize(form: str, size: Cost) -> dict[str, float]:
-    """Seconds of `linearize`, and to trace and compile the new function; peak memory."""
+    """Measure `linearize`, then tracing and compiling of the new function."""
     function, stack, x = deep(form, size)
     start = time.perf_counter()
     new, _ = performer.linearize(function, [(stack, x)], calibration="full")
@@ -360,7 +360,7 @@ def cost_of_linearize(form: str, size: Cost) -> dict[str, float]:
 
 
 def compiled(function: Any, *arguments: Any) -> tuple[float, float, Any]:
-    """Seconds to trace and lower, seconds to compile, and the program."""
+    """Return seconds to trace and lower, seconds to compile, and the program."""
     start = time.perf_counter()
     lowered = function.lower(*arguments)
     middle = time.perf_counter()
@@ -369,13 +369,13 @@ def compiled(function: Any, *arguments: Any) -> tuple[float, float, Any]:
 
 
 def peak_memory() -> float:
-    """Largest resident memory of this process so far, in MiB."""
+    """Return the largest resident memory of this process so far, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def deep(form: str, size: Cost) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
-    """A transformer of many layers, its random parameters and tokens."""
+    """Return a transformer of many layers, its random parameters and tokens."""
     keys = jax.random.split(jax.random.key(0), 5)
     wide = {"qkv": (size.width, 3 * size.width), "out": (size.width, size.width)}
     wide |= {"first": (size.width, 4 * size.width), "second": (4 * size.width, size.width)}
@@ -391,7 +391,7 @@ def deep(form: str, size: Cost) -> tuple[Callable[..., jax.Array], Any, jax.Arra
 
 
 def block(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:
-    """Attention and a multilayer perceptron, each behind a normalisation."""
+    """Apply attention and a multilayer perceptron, each after a normalisation."""
     query, key, value = (
         y.reshape(*y.shape[:2], heads, -1)
         for y in jnp.split(jax.nn.standardize(x) @ layer["qkv"], 3, axis=-1)
@@ -403,14 +403,14 @@ def block(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:
 
 
 def in_a_list(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """One layer after another, in Python."""
+    """Apply one layer after another, in Python."""
     for each in stack:
         x = layer(x, each)
     return x
 
 
 def in_a_scan(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """The body of `jax.lax.scan`, traced once."""
+    """Apply all layers by `jax.lax.scan`, whose body is traced once."""
     return jax.lax.scan(lambda x, each: (layer(x, each), None), x, stack)[0]
 
 

@@ -28,7 +28,7 @@ from vit.weights import conversion
 
 
 def samples(run: runs.Restored, model: nnx.Module, batches: Sequence[Any], layer: int) -> Sample:
-    """Queries and keys of one layer on all examples."""
+    """Return queries and keys of one layer on all examples."""
     graph, state = nnx.split(model)
     seen = [_projected(run.task, graph, layer, state, batch) for batch in batches]
     return Sample.of(*(jnp.concatenate(x) for x in zip(*seen, strict=True)))
@@ -41,14 +41,14 @@ def _projected(task, graph, layer, state, batch):
 
 @partial(jax.jit, static_argnums=0)
 def errors(estimate, trained, fixed, sample: Sample) -> tuple[jax.Array, jax.Array]:
-    """Relative squared error and divergence, means over heads."""
+    """Return relative squared error and divergence, means over heads."""
     parts = estimate(trained, fixed, sample), softmax_attention(sample), sample.pairs(False)
     return jnp.mean(squared(*parts)), jnp.mean(divergence(*parts))
 
 
 @cache
 def attention(estimate: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
+    """Return (query, key, value, parameters, fixed) -> output, in quadratic time."""
 
     def of(query, key, value, trained, fixed):
         weights = estimate(trained, fixed, Sample.of(query, key))
@@ -66,7 +66,7 @@ def main(
     eval_images: int = 0,
     out: Path = Path("results/attention/linearize"),
 ) -> None:
-    """Writes and prints the table, `linearize` in `out`.
+    """Write and print the table `linearize` in `out`.
 
     Args:
         num_features: each m; even numbers.

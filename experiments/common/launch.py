@@ -73,7 +73,7 @@ def at_least(least: float, **values: float) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions, devices and host of this process."""
+    """Return versions, devices and host of this process."""
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def record(out: Path, seconds: float) -> None:
-    """Note the command in out/run.json, with those that wrote to `out` before and were others.
+    """Add the command to out/run.json; other commands that wrote to `out` stay.
 
     Tables grow, and parts of a program have the same folder. Nothing where there are no tables.
     """

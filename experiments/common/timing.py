@@ -34,7 +34,7 @@ class Best(NamedTuple):
 
 
 def hardware() -> str:
-    """The hardware, its load and the version of JAX."""
+    """Describe the hardware, its load and the version of JAX."""
     device = jax.devices()[0]
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
@@ -44,7 +44,7 @@ def hardware() -> str:
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Program:
-    """`function` of `args`, traced and compiled but not run."""
+    """Trace and compile `function` of `args` without running it."""
     start = time.perf_counter()
     program = jax.jit(function).lower(*args).compile()
     seconds = time.perf_counter() - start
@@ -53,7 +53,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> Program:
 
 
 def race(calls: dict[str, Callable[[], Any]], repeats: int, queued: int = 1) -> dict[str, Best]:
-    """The calls take turns, `repeats` times.
+    """Time the calls in turn, `repeats` times.
 
     In its turn a call is made twice, and the second one counts: what came before leaves the caches
     and the allocator in another state, which costs tens of percent after a program that needs much

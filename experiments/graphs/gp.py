@@ -88,7 +88,7 @@ class Task(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A task with its scales, and what the exact kernel of these makes of it."""
+    """A task, its scales, the exact kernel and its law."""
 
     task: Task
     scales: gp.Scales
@@ -98,7 +98,7 @@ class Process(NamedTuple):
 
 
 def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = False) -> Task:
-    """The task of that name: "torus", "traffic", or that of a mesh.
+    """Read the task of a name: "torus", "traffic", or a mesh.
 
     Args:
         name: of the task.
@@ -133,7 +133,7 @@ def split(
     walks: tuple[int, ...] = (16, 32, 64),
     standardised: bool = False,
 ) -> Task:
-    """The task with `count` random test nodes, by the number of the split, and the rest known."""
+    """Return the task of a split: `count` random test nodes, and the rest known."""
     test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
     mean, unit = 0.0, 1.0
     if standardised:
@@ -143,7 +143,7 @@ def split(
 
 
 def fitted(task: Task) -> gp.Scales:
-    """The scales that maximise the marginal likelihood under an estimate of the kernel."""
+    """Fit the scales by the marginal likelihood under an estimate of the kernel."""
     options: Any = dict(num_walks=FIT_WALKS, p_halt=P_HALT, coupling="independent")
     walks = features.sample(jax.random.key(0), task.graph, **options)
     known = jnp.asarray(task.train), jnp.asarray(task.y, walks.load.dtype)
@@ -153,7 +153,7 @@ def fitted(task: Task) -> gp.Scales:
 
 
 def likeliest(task: Task) -> gp.Scales:
-    """The scales that maximise the marginal likelihood under the exact kernel, from several starts.
+    """Fit the scales by the marginal likelihood under the exact kernel, from several starts.
 
     The search is in the standard deviation of the mean node, not in the output scale.
     """
@@ -180,14 +180,14 @@ def likeliest(task: Task) -> gp.Scales:
 
 
 def process(task: Task, scales: gp.Scales) -> Process:
-    """The task under the exact kernel of these scales."""
+    """Condition the task under the exact kernel of these scales."""
     with jax.enable_x64(True):
         exact = np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
     return Process(task, scales, exact, law(task, exact, scales))
 
 
 def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
-    """The law of the test values; `gram` (N, N), dense or of SciPy, has no output scale yet."""
+    """Return the law of the test values; `gram` (N, N) has no output scale yet."""
     rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
     train, test = rows[task.train], rows[task.test]
     blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
@@ -199,12 +199,12 @@ def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
 
 
 def rmse(task: Task, predicted: Any) -> float:
-    """RMSE of predictions (k,), or of one for all, in the units of the values."""
+    """Return the RMSE of predictions (k,), or of one for all, in the units of the values."""
     return task.unit * float(np.sqrt(np.mean((np.asarray(predicted) - task.test_y) ** 2)))
 
 
 def nearest(task: Task, count: int) -> np.ndarray:
-    """The mean value of the `count` known nodes that are nearest, for each test node.
+    """Return the mean value of the `count` nearest known nodes of each test node.
 
     An edge is as long as its weight is small.
     """
@@ -217,7 +217,7 @@ def nearest(task: Task, count: int) -> np.ndarray:
 def estimated(
     of: Process, repeat: int, num_walks: int, coupling: str | Coupling
 ) -> scipy.sparse.csr_array:
-    """The features of all nodes."""
+    """Draw the features of all nodes."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     walks = features.sample(jax.random.key(repeat), of.task.graph, **options)
     phi = features.modulate(walks, kernels.Diffusion(of.scales.lengthscale))
@@ -225,7 +225,7 @@ def estimated(
 
 
 def scores(of: Process, phi: Any) -> tuple[float, float, float]:
-    """Error, RMSE and KL of the features `phi`."""
+    """Return error, RMSE and KL of the features `phi`."""
     predicted = law(of.task, phi @ phi.T, of.scales)
     with jax.enable_x64(True):
         divergence = float(gp.kl(of.law, predicted))
@@ -234,13 +234,13 @@ def scores(of: Process, phi: Any) -> tuple[float, float, float]:
 
 
 def sigma(of: Process) -> Coupling:
-    """The coupling that is learned for the kernel, on an Erdos-Renyi graph."""
+    """Learn the coupling for the kernel, on an Erdos-Renyi graph."""
     kernel = kernels.Diffusion(of.scales.lengthscale)
     return couplings.sigma(matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER))
 
 
 def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
-    """Rows of each m, coupling and quantity, means over splits; a line about the scales."""
+    """Return rows of each m, coupling and quantity, means over splits; a line about the scales."""
     processes = [process(task, fitted(task)) for task in splits]
     permuted = [sigma(of) for of in processes]
 
@@ -266,7 +266,7 @@ def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harn
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
-    """A line for each graph, m and coupling; a panel for each quantity and graph."""
+    """Write a line for each graph, m and coupling, and its figure; return the markdown."""
     rows, said = [], []
     for name, splits in tasks.items():
         found, line = measured(name, splits, repeats)
@@ -279,7 +279,7 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
-    """A row for each way to predict, means over splits; `roads` has the tasks of each weighting."""
+    """Write a row for each predictor, means over splits; `roads`: the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
     rows = []

@@ -51,7 +51,7 @@ Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
 
 
 def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
-    """|K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
+    """Return |K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
     exact = [np.asarray(KERNEL.dense(graph), np.float64) for graph in graphs]
     once, ends = data.side_by_side(graphs), np.cumsum([len(k) for k in exact])
     blocks = [slice(end - len(k), end) for end, k in zip(ends, exact, strict=True)]
@@ -66,7 +66,7 @@ def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int
 def _phis(
     key: Key, graph: Graph, coupling: str, num_walks: int, repeats: int
 ) -> Iterator[scipy.sparse.csr_array]:
-    """Phi (N, N) of each repetition."""
+    """Yield Phi (N, N) of each repetition."""
     if coupling == "reinforced":  # one by one, for each takes memory in N times the edges
         normalised = graph.normalised()
         for pair in jax.random.split(key, (repeats, 2)):
@@ -83,7 +83,7 @@ def _phis(
 
 
 def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
-    """|pi - pi_hat|_2^2 of PageRank, (graphs, repeats, sizes)."""
+    """Return |pi - pi_hat|_2^2 of PageRank, (graphs, repeats, sizes)."""
 
     def errors(graph: Graph, m: int) -> np.ndarray:
         exact = np.asarray(pagerank.power_iteration(graph, p_halt=P_PAGERANK), np.float64)
@@ -98,7 +98,7 @@ def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: i
 def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
 ) -> str:
-    """Write the errors of all graphs and couplings, a panel for each graph; the table."""
+    """Write the errors of all graphs and couplings, and their figure; return the markdown."""
     rows = []
     for name in names:
         found = errors(jax.random.key(0), list(graphs.values()), name, repeats)

@@ -61,7 +61,7 @@ FIGURES: harness.Figures = {
 
 
 def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
-    """qGRF Eq. 8 with independent walks: the rows of the features, arrays or dictionaries."""
+    """Run qGRF Eq. 8 with independent walks in Python; return the rows of the features."""
     matrix, n = graph.normalised().to_scipy(), graph.num_nodes
     parts: Any = (matrix.indptr, matrix.indices, matrix.data, np.asarray(KERNEL(1000), np.float64))
     draw, phi = np.random.default_rng(0).random, np.zeros((n, n))
@@ -84,7 +84,7 @@ def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
 
 
 def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
-    """Times of both loops, of ours, and of the walks alone: the best of the repeats."""
+    """Time both loops, ours, and the walks alone: the best of the repeats."""
     normalised = graph.normalised()
     lengths = couplings.lengths(jax.random.key(0), "antithetic", graph.num_nodes, num_walks, p_halt)
     calls: dict[str, Callable[[], Any]] = {
@@ -108,13 +108,13 @@ def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
 
 
 def random_graph(num_nodes: int, num_edges: int) -> Graph:
-    """Ends of edges drawn uniformly; a few are drawn twice and weigh 2, some nodes have none."""
+    """Draw ends of edges uniformly; a few are drawn twice and weigh 2, some nodes have none."""
     ends = np.random.default_rng(0).integers(0, num_nodes, (num_edges, 2))
     return Graph.from_edges(ends, num_nodes)
 
 
 def scale(num_nodes: int) -> dict:
-    """Times and memory for a random graph; every program is compiled before it is timed."""
+    """Time a random graph; every program is compiled before it is timed."""
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
     built = time.perf_counter() - begin

@@ -91,7 +91,7 @@ def repeated(
     estimate: Callable[[Key, Graph], Any],
     error: Callable[[Any, slice, str], np.ndarray],
 ) -> Errors:
-    """error(estimate(key, all), nodes, name) (copies,) of each graph.
+    """Return error(estimate(key, all), nodes, name) (copies,) of each graph.
 
     All graphs are one, each in several copies: one program draws the walks of several repeats.
     """
@@ -110,7 +110,7 @@ def repeated(
 def kernel_errors(
     graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|K - K_hat|_F / |K|_F with two walks from each node."""
+    """Return |K - K_hat|_F / |K|_F with two walks from each node."""
     exact = {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
     def phi(key: Key, whole: Graph) -> scipy.sparse.csr_array:
@@ -126,7 +126,7 @@ def kernel_errors(
 def pagerank_errors(
     graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|rho - rho_hat|_2 with two walks from each node.
+    """Return |rho - rho_hat|_2 with two walks from each node.
 
     Raises:
         ValueError: for a node without edges, whose walks would go on to the other graphs.
@@ -145,7 +145,7 @@ def pagerank_errors(
 
 
 def require_edges(graphs: dict[str, Graph]) -> None:
-    """Raises ValueError when a node has no edge."""
+    """Raise ValueError for a graph with a node without edges."""
     for name, graph in graphs.items():
         if int(graph.degrees.min()) == 0:
             raise ValueError(f"graph {name!r} has nodes without edges: take its largest component")
@@ -157,7 +157,7 @@ def figure(
     permutations: dict[float, np.ndarray],
     out: Path,
 ) -> str:
-    """A line for each graph and p_halt, a panel for each graph."""
+    """Write a line for each graph and p_halt, and the figure; return the markdown."""
     rows = []
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
@@ -175,7 +175,7 @@ def figure(
 
 
 def figure_3(permutations: dict[float, np.ndarray], out: Path) -> str:
-    """A row for each permutation, number and image."""
+    """Write a row for each permutation, number and image, and the figure."""
     rows = [
         {"p_halt": p, "q": q, "sigma(q)": image}
         for p, permutation in permutations.items()
@@ -185,7 +185,7 @@ def figure_3(permutations: dict[float, np.ndarray], out: Path) -> str:
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
-    """Permutations for Fig. 8, and their quadratic objectives."""
+    """Learn the permutations of Fig. 8; return them with their quadratic objectives."""
     responses = matching.spectral_responses(graph, KERNEL, P_FIGURE_8, order)
     edges, rng = matching.spectral_edges(responses), np.random.default_rng(order)
     permutations = {
@@ -203,14 +203,14 @@ def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
 
 
 def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
-    """The fewest transpositions from one permutation to another: n minus the cycles of a^-1 b."""
+    """Return the fewest transpositions between permutations: n minus the cycles of a^-1 b."""
     n, between = len(a), np.argsort(a)[b]
     steps = scipy.sparse.csr_array((np.ones(n), (np.arange(n), between)), shape=(n, n))
     return n - int(scipy.sparse.csgraph.connected_components(steps)[0])
 
 
 def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
-    """A row for each graph, order and way to learn; equal permutations have equal errors."""
+    """Write a row for each graph, order and method; equal permutations have equal errors."""
     rows = []
     for name, graph in graphs.items():
         errors = partial(kernel_errors, {name: graph}, repeats, p_halt=P_FIGURE_8)

@@ -88,7 +88,7 @@ FIGURES: harness.Figures = {
 
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
-    """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
+    """Return |u - u_hat|^2 of each trial, qGRF Eq. 21."""
     exact = np.asarray(kernels.Diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
     kernel, errors = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5), []
     for batch_key, count in _batches(key, trials):
@@ -104,7 +104,7 @@ def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.n
 
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
-    """The share of wrong pairs in each trial, qGRF Eq. 22."""
+    """Return the share of wrong pairs in each trial, qGRF Eq. 22."""
     kernel = kernels.RegularisedLaplacian(2, CLUSTER_SIGMA)
     exact, errors = kernel.dense(graph), []
     for walks_key, start_key in jax.random.split(key, (trials, 2)):
@@ -122,7 +122,7 @@ def _labels(key: Key, kernel: jax.Array | Estimate) -> jax.Array:
 def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
-    """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
+    """Return the mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
     kernel, errors = kernels.RegularisedLaplacian(2, MESH_SIGMA), []
     for batch_key, count in _batches(key, trials):
         walks_key, nodes_key = jax.random.split(batch_key)
@@ -138,7 +138,7 @@ def normal_errors(
 
 
 def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """1 - cos where hidden, mean of each row; 1 where nothing was found."""
+    """Return the mean of 1 - cos over the hidden vertices; 1 where nothing was found."""
     lengths = np.linalg.norm(estimates, axis=-1)
     cosines = np.sum(estimates * normals, axis=-1) / np.where(lengths > 0, lengths, 1)
     return np.mean(1 - np.nan_to_num(cosines), axis=1, where=hidden)
@@ -152,13 +152,13 @@ def _estimate(
     coupling: str,
     count: int = 1,
 ) -> Estimate:
-    """The estimate of the kernel of `count` copies of the graph."""
+    """Estimate the kernel of `count` copies of the graph."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 
 def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
-    """Keys and numbers of trials."""
+    """Yield keys and numbers of trials."""
     sizes = [min(BATCH, trials - done) for done in range(0, trials, BATCH)]
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 

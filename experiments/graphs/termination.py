@@ -53,7 +53,7 @@ FIGURES: harness.Figures = {
 
 
 def groups(p_halt: float) -> dict[str, Group]:
-    """Each way to couple, by its name."""
+    """Return each way to couple, by its name."""
     least = p_halt * (1 - p_halt)
     most = int(1 / least + 1e-9)
     return {
@@ -66,7 +66,7 @@ def groups(p_halt: float) -> dict[str, Group]:
 
 
 def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
-    """The error of independent walks, and of the others the squared error relative to theirs."""
+    """Return the error of independent walks, and the squared error of the others over theirs."""
     kernel = kernels.RegularisedLaplacian(2, sigma)
     error = partial(theory.expected_error, graph, kernel, num_walks=WALKS, p_halt=p_halt)
     errors = {name: error(coupling=group) for name, group in groups(p_halt).items()}
@@ -75,7 +75,7 @@ def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
 
 
 def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray:
-    """|Phi_1 Phi_2^T - K|_F^2 of each draw."""
+    """Return |Phi_1 Phi_2^T - K|_F^2 of each draw."""
     kernel, n = kernels.RegularisedLaplacian(2, SIGMA_DRAWN), graph.num_nodes
     exact, many = np.asarray(kernel.dense(graph), np.float64), data.copies(graph, draws)
     coupling = partial(couplings.antithetic, offset=group.offset, size=group.size)
@@ -88,7 +88,7 @@ def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray
 
 
 def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
-    """Ratios in closed form and drawn, and how many standard errors they are apart."""
+    """Yield ratios in closed form and drawn, and how many standard errors they are apart."""
     for name, graph in graphs.items():
         for p_halt in P_DRAWN:
             expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
@@ -102,7 +102,7 @@ def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
 
 
 def recommended(name: str, graph: Graph) -> dict:
-    """A row of what to take."""
+    """Return a row with the recommended coupling."""
     kernel = kernels.RegularisedLaplacian(2, SIGMA_DRAWN)
     best = theory.recommend(graph, kernel, TOLERANCE)
     row = {"graph": name, "N": graph.num_nodes} | best._asdict()

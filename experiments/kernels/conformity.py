@@ -27,7 +27,7 @@ from performer.couplings import directions, norms
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
-    """The average over pairs of 0F1(; d/2; v^2 |w_i + w_j|^2 / 4): Eq. 10 for given vectors."""
+    """Return the mean over pairs of 0F1(; d/2; v^2 |w_i + w_j|^2 / 4): Eq. 10."""
     m, d = vectors.shape
     squares = np.sum((vectors[:, None] + vectors[None]) ** 2, axis=-1)
     pairs = special.hyp0f1(d / 2, v**2 * squares / 4)
@@ -35,7 +35,7 @@ def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
 
 
 def figure_4(out: Path) -> str:
-    """One draw of lengths, arranged in five ways."""
+    """Arrange one draw of lengths in five ways."""
     d, v = 6, 1.0
     lengths = norms.independent(jax.random.key(4), d, d)
     column = np.asarray(lengths, np.float64)[:, None]
@@ -90,7 +90,7 @@ def histograms(axis: Any, rows: list[harness.Row]) -> None:
 
 
 def figure_5(out: Path) -> str:
-    """Densities of |w_i + w_j| against 20,000 sampled pairs."""
+    """Compare the densities of |w_i + w_j| with 20,000 sampled pairs."""
     d, r, rows = 6, np.linspace(1e-6, 12, 4001), []
     for name in ("iid", "orf", "simrf"):
         lengths, pdf = pair_lengths(name), theory.pair_length_pdf(name, r, d)
@@ -105,7 +105,7 @@ def figure_5(out: Path) -> str:
 
 
 def mse(name: str, v: np.ndarray, d: int = 64) -> np.ndarray:
-    """Mean squared error of d frequencies at |x + y| = v, from theory."""
+    """Return the mean squared error of d frequencies at |x + y| = v, from theory."""
     x = np.multiply.outer(v, np.eye(d)[0] / 2)
     return np.asarray(theory.kernel_mse(name, x, x, d))
 
@@ -130,7 +130,7 @@ def dots(axis: Any, rows: list[harness.Row]) -> None:
 
 
 def figure_6(out: Path) -> str:
-    """MSE of d = m = 64 frequencies over that of iid ones: lines from theory, dots measured.
+    """Compare MSEs of d = m = 64 frequencies over that of iid: lines in theory, dots measured.
 
     Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
     """
@@ -151,7 +151,7 @@ def figure_6(out: Path) -> str:
 
 
 def figure_7(out: Path) -> str:
-    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features: 200 draws."""
+    """Measure the Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
     d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
     exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
@@ -199,7 +199,7 @@ def main(
     figures: Sequence[Literal["4", "5", "6", "7"]] = ("4", "5", "6", "7"),
     out: Path = Path("results/kernels/conformity"),
 ) -> None:
-    """Draw the figures asked for.
+    """Draw the figures.
 
     Args:
         figures: of SimRF.

@@ -72,7 +72,7 @@ LARGE_METHODS = ("G", "ROM", "B", "B rejected")
 
 
 def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
-    """Quad Eq. 5: butterfly matrices, and one rho for all vertices of a rule."""
+    """Draw Quad Eq. 5: butterfly matrices, and one rho for all vertices of a rule."""
     rule = quadrature.structured(key, num_rules, d, reflect=reflect)
     first_of_each = jnp.broadcast_to(rule.lengths[:, :1], rule.lengths.shape)
     return replace(rule, lengths=first_of_each).dense()
@@ -165,20 +165,20 @@ def load(name: str, data_dir: Path | None) -> Data:
 
 
 def owners(rule: Rule, name: str, reflect: bool) -> np.ndarray:
-    """The number of the part, of `RULES`, that each point belongs to; reflected ones come last."""
+    """Return which of the `RULES` parts each point belongs to; reflected ones come last."""
     signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
     return np.tile(np.repeat(np.arange(RULES), len(rule.weights) // RULES // signs), signs)
 
 
 def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
-    """The rule of the first n of `RULES` parts of another, whose other weights become 0."""
+    """Return the rule of the first n of `RULES` parts; the other weights become 0."""
     weights = rule.weights * (owners(rule, name, reflect) < n) * (RULES / n)
     constant = 1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant
     return Rule(rule.points, weights, constant)
 
 
 def singles(rule: Rule, name: str, reflect: bool) -> Rule:
-    """The `RULES` rules of which another is the mean, along a leading axis."""
+    """Return the `RULES` rules whose mean is the rule, along a leading axis."""
     order = owners(rule, name, reflect).argsort(kind="stable").reshape(RULES, -1)
     weights = RULES * rule.weights[order]
     constant = jnp.broadcast_to(rule.constant, (RULES,))
@@ -187,20 +187,20 @@ def singles(rule: Rule, name: str, reflect: bool) -> Rule:
 
 
 def lengthscale(kernel: str, d: int) -> float:
-    """gamma = 1 / (2 sigma^2) = 1 / d for the Gaussian kernel; the others have none."""
+    """Return sqrt(d / 2), gamma = 1 / (2 sigma^2) = 1 / d, for the Gaussian kernel; else 1."""
     return (d / 2) ** 0.5 if kernel == "gaussian" else 1.0
 
 
 @partial(jax.jit, static_argnames="kernel")
 def exact(x: jax.Array, y: jax.Array, kernel: str) -> jax.Array:
-    """The kernel that the features estimate; a few rows at a time, for the memory."""
+    """Return the exact kernel, a few rows at a time for the memory."""
     k, length = kernels.get(kernel), lengthscale(kernel, x.shape[-1])
     return jax.lax.map(lambda row: k(row[None], y, lengthscale=length)[0], x, batch_size=32)
 
 
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Array:
-    """|K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
+    """Return |K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
     options: Any = dict(lengthscale=lengthscale(kernel, d))
     gram = exact(x, x, kernel)
@@ -216,7 +216,7 @@ def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Arr
 
 
 def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path) -> str:
-    """Kernel errors: a row for each data set, kernel, method and n; of `methods`, or those of d."""
+    """Measure kernel errors: a row for each data set, kernel, method and n."""
     points = {name: jnp.asarray(x[: SAMPLES.get(name, 550)]) for name, x, _ in data}
 
     def measure(case: harness.Row) -> jax.Array:
@@ -241,7 +241,7 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
-    """Test accuracy or R^2 of a linear SVM on centred features of mean squared length 1."""
+    """Return test accuracy or R^2 of a linear SVM on centred features of mean squared length 1."""
     centre = train.mean(axis=0)
     train, test = train - centre, test - centre
     if train.shape[1] > len(train):  # a linear model sees the span of its training rows only
@@ -253,7 +253,7 @@ def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray
 
 
 def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.ndarray]:
-    """Features whose products are the exact kernel of training rows with training and test rows."""
+    """Return features whose products are the exact kernel with the training rows."""
     values, vectors = np.linalg.eigh(np.asarray(exact(train, train, kernel), np.float64))
     kept = values > 1e-6 * values[-1]  # what float32 leaves of the kernel
     back = vectors[:, kept] / np.sqrt(values[kept])
@@ -262,14 +262,14 @@ def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.nd
 
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
-    """The features of n rules. The constant's sign does not matter beside an intercept."""
+    """Return the features of n rules; the constant's sign does not matter beside an intercept."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
     rule = first(METHODS[name](key, RULES, d, reflect=reflect), name, n, reflect)
     return quadrature.feature_maps(x, rule, kernel, lengthscale=lengthscale(kernel, d))[0]
 
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Scores: a row for each data set, kernel, method and n; without H and a rho for each rule."""
+    """Measure scores: a row for each data set, kernel, method (not H, "B one rho") and n."""
     keys = jax.random.split(jax.random.key(1), runs)
     labelled = {name: (x, y) for name, x, y in data if y is not None}
 
@@ -301,12 +301,12 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
 
 
 def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
-    """p of time ~ d^p, by least squares of the logarithms."""
+    """Return p of time ~ d^p, by least squares of the logarithms."""
     return float(np.polyfit(np.log(d), np.log(seconds), 1)[0])
 
 
 def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
-    """Times of one rule's map of a batch, by an operator and by a matrix that are drawn before."""
+    """Time one rule's map of a batch, by an operator and by a matrix that are drawn before."""
 
     def by_operator(matrices: Any, lengths: jax.Array, x: jax.Array) -> jax.Array:
         # The operator by its parts: its types refuse the arguments without values of `lower`.

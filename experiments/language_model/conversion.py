@@ -29,7 +29,7 @@ SIZE = 0.3
 def replaced(
     learned: Task, model: Decoder, seen: Sequence[Sample], batches: Sequence[Batch], case: Case
 ) -> Decoder:
-    """The decoder with another attention; transferred beside a window it is no worse than that.
+    """Return the decoder with another attention; transferred beside a window it is no worse.
 
     Args:
         learned: task of the model.
@@ -50,7 +50,7 @@ def replaced(
 
 
 def calibrated(sample: Sample, near: Array, case: Case, seed: int) -> tuple[Far, Calibration]:
-    """Features of a coupling, calibrated to pairs that are not near.
+    """Draw features of a coupling, calibrated to pairs that are not near.
 
     Args:
         sample: queries and keys.
@@ -70,7 +70,7 @@ def calibrated(sample: Sample, near: Array, case: Case, seed: int) -> tuple[Far,
 
 
 def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
-    """The attention of each layer, by what it sees; m = 0 for the window alone."""
+    """Return the attention of each layer, by what it sees; m = 0 for the window alone."""
     if not case.num_features:
         return [Hybrid(None, None, case.window) for _ in layers]
     near = jnp.asarray(near_pairs(layers[0].query.shape[1], case.window, 1))
@@ -87,7 +87,7 @@ def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
 def no_worse(
     learned: Task, model: Decoder, attention: Sequence[Hybrid], batches: Sequence[Batch]
 ) -> list[Hybrid]:
-    """Layer by layer the features beside the window, or `SILENT` ones where they cost loss.
+    """Return each layer's features beside the window, `SILENT` ones where they cost loss.
 
     So the loss on these batches is never higher than that of the windows alone; the squared error
     of the attention matrix, by which features are transferred, does not bound it.

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def begun(model: Decoder, tokens: Int[np.ndarray, " t"], room: int, seed: int) -> Place:
-    """After this text; exact attention has room for `room` characters in all."""
+    """Return the state after a text; exact attention has room for `room` characters in all."""
     graph, state = nnx.split(model)
     place = Place(jnp.zeros(()), jnp.int32(0), model.empty(room), jax.random.key(seed))
     for start in range(0, len(tokens), PREFILL):
@@ -65,7 +65,7 @@ def _read(graph, state, tokens, place: Place) -> Place:
 
 
 def continued(model: Decoder, place: Place, temperature: float) -> Iterator[tuple[Array, Place]]:
-    """`PIECE` characters after another, and where the text stands then; without end.
+    """Yield `PIECE` characters after another, and the state after them, without end.
 
     Each is drawn from softmax(logits / temperature), or is the likeliest with temperature 0.
     """
@@ -91,7 +91,7 @@ def _piece(graph, state, temperature, place: Place):
 
 
 def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds for a character here, the least of many pieces, and megabytes of the states."""
+    """Return ms a character here, the least of many pieces, and megabytes of the states."""
     steps, times = continued(model, place, 1.0), []
     jax.block_until_ready(next(steps))
     while len(times) < repeats or sum(times) < SECONDS:
@@ -103,7 +103,7 @@ def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
 
 
 def costs(run: runs.Restored, out: Path, lengths: Sequence[int] = LENGTHS) -> str:
-    """The table of what a character costs, with the attention of the run and with exact one."""
+    """Return the cost of a character with the attention of the run and with exact attention."""
     model, rng, rows = run.model(), np.random.default_rng(0), []
     exact = conversion.exchanged(run.task, model, [Softmax() for _ in model.blocks])
     for length in lengths:
@@ -128,7 +128,7 @@ def main(
     lengths: Sequence[int] = LENGTHS,
     out: Path = Path("results/language_model/generate"),
 ) -> None:
-    """Text, or the table.
+    """Print a text, or the table of costs.
 
     Args:
         prompt: beginning of the text.

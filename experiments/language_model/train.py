@@ -44,7 +44,7 @@ def main(
     seed: int = 0,
     quick: bool = False,
 ) -> None:
-    """Trains, or goes on.
+    """Train, or resume.
 
     Args:
         text: a file in UTF-8; Python's help topics if none.
@@ -84,7 +84,7 @@ def main(
 
 
 def check_source(source: Path, characters: list[str]) -> None:
-    """Raises ValueError for a run of other characters, or of features that go with its own task."""
+    """Raise ValueError for a run of other characters, or one with features of its own task."""
     found = of_folder(source, NAME)
     if found.get("class_names", characters) != characters:
         raise ValueError(f"--init_from={source} has other characters than the text")

@@ -83,7 +83,7 @@ ROUNDS = {
 
 
 def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
-    """One implementation, compiled for one pass."""
+    """Compile one implementation for one pass."""
     function = IMPLEMENTATIONS[name]
 
     def both(query, key, value, frequencies, gradient):
@@ -96,7 +96,7 @@ def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
 def measured(
     programs: dict[str, timing.Program], which: str, shape: Sequence[int], **turns: int
 ) -> dict[str, Row]:
-    """A row of the table of all times for each program; they take turns, as `timing.race`."""
+    """Time programs in turn (`timing.race`); return a row of the table of times for each."""
     best = timing.race({name: each.call for name, each in programs.items()}, **turns)
     return {
         name: {
@@ -113,24 +113,24 @@ def measured(
 
 
 def row(quantity: str, case: str, measured: float, cpu: float | str = "") -> Row:
-    """A row of the summary."""
+    """Return a row of the summary."""
     return {"quantity": quantity, "case": case, "measured": float(measured), "by CPU time": cpu}
 
 
 def versus(names: str, case: str, above: Row, below: Row) -> Row:
-    """A row of the summary with the ratio of two times."""
+    """Return a row of the summary with the ratio of two times."""
     wall, cpu = (above[key] / below[key] for key in ("wall, ms", "CPU, ms"))
     return row(f"time: {names}", case, wall, cpu)
 
 
 def feasible(names: Iterable[str], tokens: int) -> list[str]:
-    """Without exact attention where it takes too long."""
+    """Return the names without exact attention where it takes too long."""
     short = jax.default_backend() != "cpu" or tokens <= EXACT_TOKENS
     return [name for name in names if short or not name.startswith("exact")]
 
 
 def rounds(kind: str, scale: Scale) -> tuple[list[Row], list[Row]]:
-    """Ratios of times and of memory of `ROUNDS`, and all the times behind them.
+    """Return ratios of times and memory of `ROUNDS`, and all the times behind them.
 
     Raises:
         ValueError: as `difference`, before a kernel is timed.
@@ -158,7 +158,7 @@ def rounds(kind: str, scale: Scale) -> tuple[list[Row], list[Row]]:
 
 
 def difference(kernel: Any, without: Any) -> float:
-    """The largest relative difference of the output, and of the gradients if they are given.
+    """Return the largest relative difference of the output, and of any gradients.
 
     Raises:
         ValueError: where it is more than bfloat16 can make it: times of wrong values mean nothing.
@@ -174,12 +174,12 @@ def difference(kernel: Any, without: Any) -> float:
 
 
 def relative(value: np.ndarray, exact: np.ndarray) -> float:
-    """|value - exact| / |exact|."""
+    """Return |value - exact| / |exact|."""
     return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
 
 
 def decoding(scale: Scale, heads: int = 12) -> Row:
-    """Sixteen tokens one by one, after many tokens and after few."""
+    """Time sixteen tokens one by one, after many tokens and after few."""
     causal = partial(performer_attention, is_causal=True, return_state=True)
     step, token = jax.jit(causal), inputs(1, heads)[:4]
 
@@ -199,7 +199,7 @@ def decoding(scale: Scale, heads: int = 12) -> Row:
 
 
 def exactness() -> list[Row]:
-    """Relative errors against float64."""
+    """Return relative errors against float64."""
     query, key, value, frequencies, _ = inputs(256, 2)
     rows = []
     for name in ("ours", "ours, causal"):
@@ -212,7 +212,7 @@ def exactness() -> list[Row]:
 
 
 def crossover(scale: Scale) -> list[Row]:
-    """Nanoseconds per token and head against the number of tokens.
+    """Time attention against the number of tokens, in nanoseconds per token and head.
 
     Forward + backward, for about 16,384 tokens x heads: where a curve rises, attention costs more
     than linear.

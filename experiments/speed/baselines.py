@@ -25,7 +25,7 @@ EPSILON = 1e-6
 
 
 def public(query, key, value, frequencies, *, is_causal=False):
-    """Random-feature attention as published."""
+    """Compute random-feature attention as published."""
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
@@ -51,7 +51,7 @@ def _public_features(x, frequencies, maximum_over):
 
 @jax.custom_vjp
 def prefix_products(query, key, value):
-    """q_i . sum_{j <= i} k_j v_j^T, token by token: features (n, b, h, m), values (n, b, h, d)."""
+    """Return q_i . sum_{j <= i} k_j v_j^T: features (n, b, h, m), values (n, b, h, d)."""
     return _prefix_products(query, key, value)[0]
 
 
@@ -67,7 +67,7 @@ def _prefix_products(query, key, value):
 
 
 def _prefix_products_backward(saved, gradients):
-    """With A_i the sums and B_i = sum_{j >= i} q_j g_j^T: dq = A g, dk = B v, dv = B^T k."""
+    """Return dq = A g, dk = B v, dv = B^T k, with A_i the sums and B_i = sum_{j >= i} q_j g_j^T."""
     last, *tokens = saved
 
     def step(carry, token):
@@ -87,7 +87,7 @@ prefix_products.defvjp(_prefix_products, _prefix_products_backward)
 
 
 def exact(query, key, value, frequencies, **options):
-    """Softmax attention."""
+    """Compute softmax attention."""
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
@@ -105,7 +105,7 @@ IMPLEMENTATIONS = {
 
 
 def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:
-    """Query, key, value, frequencies, and the gradient with respect to the output."""
+    """Return query, key, value, frequencies, and the gradient with respect to the output."""
     keys = jax.random.split(jax.random.key(0), 5)
     shape = (batch, tokens, heads, D)
     query, key, value, gradient = (jax.random.normal(k, shape, dtype) for k in keys[:4])
@@ -113,7 +113,7 @@ def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) ->
 
 
 def in_float64(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
-    """The estimate that `performer_attention` computes, in float64 from all pairs of tokens.
+    """Compute the estimate of `performer_attention` in float64 from all pairs of tokens.
 
     A query q gives the key k the weight mean_j e^{w_j.q} e^{w_j.k - |k|^2 / 2}, over their sum.
     """

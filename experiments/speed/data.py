@@ -30,14 +30,14 @@ DELAY, LATE_BATCH, LATE_BATCHES = 0.03, 128, 4
 
 
 def sample_images() -> Path:
-    """The folder of scikit-learn's two photographs."""
+    """Return the folder of scikit-learn's two photographs."""
     from sklearn import datasets
 
     return Path(datasets.__file__).parent / "images"
 
 
 def read(folder: Path) -> list[bytes]:
-    """The JPEG files of a folder, as they are.
+    """Read the JPEG files of a folder, not decoded.
 
     Raises:
         ValueError: when there are none.
@@ -49,7 +49,7 @@ def read(folder: Path) -> list[bytes]:
 
 
 def rates(files: list[bytes]) -> list[dict[str, Any]]:
-    """One row for each pipeline, with the best repeat (`experiments.common.timing`)."""
+    """Time each pipeline; a row for each with the best repeat (`experiments.common.timing`)."""
     size = min(len(files), 50)
     images = size * -(-IMAGES // size)
     streams = {name: _stream(files, size, name) for name in ("training", "evaluation")}
@@ -61,7 +61,7 @@ def rates(files: list[bytes]) -> list[dict[str, Any]]:
 
 
 def waiting(files: list[bytes]) -> list[dict[str, Any]]:
-    """One row for each number of threads: seconds to the first batch, and images/s after it."""
+    """Time each number of threads: seconds to the first batch, and images/s after it."""
 
     def late(*arguments: Any) -> data.Batch:
         time.sleep(DELAY)

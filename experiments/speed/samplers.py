@@ -14,7 +14,7 @@ REPEATS = 7
 
 
 def samplers() -> list[dict[str, Any]]:
-    """One row for each coupling."""
+    """Time each coupling."""
     rows = []
     keys = jax.random.split(jax.random.key(0), HEADS)
     for name in couplings.names():
@@ -41,7 +41,7 @@ def samplers() -> list[dict[str, Any]]:
 
 
 def products() -> list[dict[str, Any]]:
-    """Dense W x against structured W x, m = d."""
+    """Time dense W x and structured W x, m = d."""
     rows = []
     dense, fast = jax.jit(lambda W, x: x @ W.T), jax.jit(lambda f, x: f.apply(x))
     for d in (256, 512, 1024, 2048, 4096):

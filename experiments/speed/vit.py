@@ -34,7 +34,7 @@ FIGURES: harness.Figures = {
 
 
 def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
-    """One row for each number of tokens and kind of attention."""
+    """Time each number of tokens with each kind of attention."""
     rows = []
     for patch in PATCHES:
         programs = {name: step(kind, patch, pixels) for name, kind in KINDS.items()}
@@ -54,7 +54,7 @@ def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
 
 
 def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable[[], Any], int]:
-    """A call that makes one step after another, and the bytes that its program needs."""
+    """Compile a step; return a call that makes one after another, and the bytes it needs."""
     settings = config.Config(
         model=config.Model(f"Ti/{patch}"),
         attention=attention,

@@ -10,7 +10,7 @@ those of `experiments.tabular.uci`. The figure has the loss of each step and its
 the mean losses of the fixed couplings; the table the mean errors of fresh draws on training and
 test points, and how far the learned coupling is from "+ pnc", in standard errors of the difference.
 
-Writes copula.csv, copula.md, correlations.npz (the learned matrices) and one png for each data set.
+Writes copula and figure_6 (csv, md, png) and correlations.npz, the learned matrices, to --out.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def of_scheme(
     train_draws: int,
     draws: int,
 ) -> tuple[list[dict], np.ndarray, np.ndarray]:
-    """The rows of one kind of features, the losses in training and the learned correlations."""
+    """Learn the copula for one kind of features; return rows, training losses and correlations."""
     splits = tabular.Split(*(part[:1] for part in splits))
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
@@ -64,12 +64,12 @@ def of_scheme(
     m = scheme.per_dimension * d
 
     def build(theta: jax.Array) -> Coupling:
-        """Orthogonal, and with their negatives for Laplace features."""
+        """Return orthogonal frequencies, with their negatives for Laplace features."""
         coupling = copula.orthogonal(theta)
         return coupling if scheme.name == "Fourier" else couplings.Antithetic(coupling)
 
     def errors(loss: copula.Loss, coupling: Coupling) -> np.ndarray:
-        """The loss of each of `draws` fresh draws, which all couplings share."""
+        """Return the loss of each of `draws` fresh draws, which all couplings share."""
         return harness.draws(lambda key: loss(coupling(key, m, d)), draws, seed=1)
 
     optimizer = optax.adam(optax.cosine_decay_schedule(0.1, num_steps))
@@ -97,7 +97,7 @@ def of_scheme(
 
 
 def curve(rows: list[harness.Row], losses: np.ndarray) -> list[harness.Row]:
-    """VRC Fig. 6: the running mean of the losses in training, and those of the fixed couplings."""
+    """Return VRC Fig. 6: the running mean of the training losses, and those of fixed couplings."""
     smooth, _ = signal.lfilter([1 - SMOOTHING], [1, -SMOOTHING], losses, zi=[SMOOTHING * losses[0]])
     steps = range(0, len(losses), EVERY)
     lines = [("copula", step, float(smooth[step])) for step in steps]

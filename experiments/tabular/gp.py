@@ -63,19 +63,19 @@ class Split(NamedTuple):
 
 
 def split_of(name: str, scheme: uci.Scheme, splits: tabular.Split) -> Split:
-    """All splits, stacked, with their scales."""
+    """Return all splits, stacked, with their scales."""
     scales = uci.hyperparameters(name, scheme, splits)
     return Split(*(jnp.asarray(part) for part in splits[:4]), scales)  # pyright: ignore
 
 
 def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The exact kernel with the scales of the split."""
+    """Return the exact kernel with the scales of the split."""
     lengthscale, output_scale, _ = split.scales
     return kernels.gaussian(x, y, lengthscale=lengthscale, output_scale=output_scale)
 
 
 def exact(split: Split) -> gp.Gaussian:
-    """The exact law of the test values."""
+    """Return the exact law of the test values."""
     x, test_x, noise = split.x, split.test_x, split.scales.noise_scale
     f = gp.condition(
         gram(split, x, x), gram(split, test_x, x), gram(split, test_x, test_x), split.y, noise
@@ -84,7 +84,7 @@ def exact(split: Split) -> gp.Gaussian:
 
 
 def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
-    """RMSE and NLL of a predictive law."""
+    """Return RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
     return [rmse, gp.negative_log_density(law, split.test_y)]
 
@@ -92,7 +92,7 @@ def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
 def scores(
     split: Split, frequencies: jax.Array, reference: gp.Gaussian, kernel: kernels.Kernel
 ) -> jax.Array:
-    """The `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
+    """Return the `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
     lengthscale, output_scale, noise = split.scales
     options: Any = dict(lengthscale=lengthscale, output_scale=output_scale)
     points = (split.x, split.test_x)
@@ -109,7 +109,7 @@ def scores(
 def measured(
     scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
 ) -> np.ndarray:
-    """Scores by split and draw, (s, draws, scores), in the units of the targets."""
+    """Return scores by split and draw, (s, draws, scores), in the units of the targets."""
     d, kernel = stacked.x.shape[-1], scheme.kernel
     m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
 
@@ -128,7 +128,7 @@ def measured(
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
+    """Return scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
     found, scale = np.array(raw), scale.reshape(-1, *[1] * (raw.ndim - 2))
     found[..., 2] *= scale
     found[..., 3] += np.log(scale)
@@ -136,14 +136,14 @@ def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def over_draws(by_draw: np.ndarray) -> np.ndarray:
-    """Means over the draws, (s, draws, scores) -> (s, scores); of squares the root."""
+    """Return means over the draws, (s, draws, scores) -> (s, scores); of squares the root."""
     means = np.mean(by_draw, axis=1)
     means[:, 0] = np.sqrt(means[:, 0])
     return means
 
 
 def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
-    """The exact Gaussian process and ridge regression, (s, scores)."""
+    """Return the exact Gaussian process and ridge regression, (s, scores)."""
     of_split = partial(jax.lax.map, lambda split: jnp.stack(law_scores(exact(split), split)))
     laws = jax.jit(of_split)(stacked)
     linear = [
@@ -157,7 +157,7 @@ def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
 
 
 def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
-    """A row for each scheme, m, coupling and quantity: its values by split."""
+    """Return a row for each scheme, m, coupling and quantity: its values by split."""
     rows = []
     for scheme in uci.SCHEMES:
         stacked = split_of(name, scheme, splits)
@@ -182,7 +182,7 @@ def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
 
 
 def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
-    """A line for each coupling: mean, two standard errors and the paper's for each quantity."""
+    """Return a line for each coupling: mean, two standard errors and the paper's values."""
     ratios = harness.relative([row for row in rows if row["quantity"] == "kernel RMSE"], CASE)
     ratios = [
         row | {"quantity": "kernel ratio", "mean": row["ratio"], "±": row["ratio ±"] / 2}
@@ -205,7 +205,7 @@ def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
 
 
 def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
-    """The paired differences of "+ pnc" to "orthogonal", and what they say."""
+    """Return the paired differences of "+ pnc" to "orthogonal", and their verdict."""
     lines, said = [], ""
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         for name, values in harness.cases_of(group, CASE).items():
@@ -218,7 +218,7 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
 
 
 def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
-    """Scores against m on the first split, Fourier features."""
+    """Measure scores against m on the first split, Fourier features."""
     scheme, first = uci.SCHEMES[0], tabular.Split(*(part[:1] for part in splits))
     stacked, rows = split_of(name, scheme, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):

@@ -42,7 +42,7 @@ def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
 
 
 def seeds_beside(axis: Any, rows: list[harness.Row]) -> None:
-    """Draw the zero, and a dot for each seed beside the interval."""
+    """Draw the zero line, and a dot for each seed beside its interval."""
     axis.axhline(0, color=harness.INK, linewidth=0.8)
     for i, row in enumerate(rows):
         dots = [float(x) for x in str(row.get("of seeds", "")).split()]
@@ -130,7 +130,7 @@ class Result(NamedTuple):
 def settings(
     config: configs.Config, couplings: Sequence[str], grid: Mapping[str, Sequence[Any]]
 ) -> dict[Setting, configs.Config]:
-    """The config of every coupling at every point of the grid.
+    """Return the config of every coupling at every point of the grid.
 
     Raises:
         ValueError: for couplings that are given twice, or none.
@@ -148,7 +148,7 @@ def settings(
 
 
 def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:
-    """["config.attention.num_features=16,32"] -> {"attention.num_features": [16, 32]}.
+    """Parse ["config.attention.num_features=16,32"]: {"attention.num_features": [16, 32]}.
 
     Raises:
         ValueError: for a field that is none or is compared already, or values of another type.
@@ -167,7 +167,7 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
 
 
 def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
-    """The coupling that the others are compared with: by default the first that is not softmax.
+    """Return the baseline: by default the first coupling that is not softmax.
 
     Raises:
         ValueError: when there is no such coupling, or not at every point.
@@ -192,7 +192,7 @@ def compare(
     grid: Sequence[str] = (),
     baseline: str = "",
 ) -> str:
-    """Trains what has not been trained, and writes the report; returns it as markdown.
+    """Train the missing runs and write the report; return it as markdown.
 
     On several hosts all train, and no report is written: that takes the same call on one host.
 
@@ -248,7 +248,7 @@ def compare(
 
 
 def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
-    """Reports on finished runs of `vit.train`; returns the report as markdown.
+    """Report on finished runs of `vit.train`; return the report as markdown.
 
     Args:
         folders: of the runs; the fields in which their configs differ, beside the seed, are
@@ -267,7 +267,7 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
 
 
 def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline: str) -> str:
-    """Reads the runs, measures their attention and writes the report."""
+    """Read the runs, measure their attention and write the report."""
     found: dict[Setting, dict[int, Run]] = {}
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
@@ -290,7 +290,7 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
 
 
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
-    """Attention errors of the first runs and of uniform attention, means over layers and heads."""
+    """Measure the attention errors of the first runs and of uniform attention."""
     found = []
     try:
         for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
@@ -314,7 +314,7 @@ def _attention_errors(result: Result) -> list[tuple[float, float]]:
 
 
 def compared(results: Sequence[Result], baseline: str) -> list[Result]:
-    """Each setting beside the baseline of its point; with one coupling, of the first point."""
+    """Pair each setting with the baseline of its point; with one coupling, of the first point."""
     first = {r.setting.point: r for r in results if r.setting.coupling == baseline}
     if len({r.setting.coupling for r in results}) == 1:
         first = dict.fromkeys(first, results[0])
@@ -331,7 +331,7 @@ def compared(results: Sequence[Result], baseline: str) -> list[Result]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """The result of all comparisons."""
+    """Return the result of all comparisons."""
     total = sum(r.baseline is not None for r in results)
     if not total:
         return "One setting: nothing is compared."
@@ -352,7 +352,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The table, one row for each setting."""
+    """Return the table, one row for each setting."""
     table = []
     for result in results:
         logs = [run.log for run in result.sound]
@@ -397,7 +397,7 @@ def curves(results: Sequence[Result]) -> list[harness.Row]:
 
 
 def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
-    """The last record and the folder of each run."""
+    """Return the last record and the folder of each run."""
     names = ("train_loss", "eval_loss", "eval_accuracy", "eval_top5")
     return [
         {"coupling": result.setting.coupling, "point": result.setting.point, "seed": run.seed}
