@@ -128,7 +128,7 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
-    """Return the chance that a two-sided paired t-test over `count` seeds finds a difference."""
+    """Return the chance that a two-sided paired t-test over `count` seeds detects the difference."""
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
     limit = stats.t.ppf(1 - level / 2, freedom)
     missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)

@@ -240,7 +240,7 @@ def sigma(of: Process) -> Coupling:
 
 
 def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
-    """Return rows of each m, coupling and quantity, means over splits; a line about the scales."""
+    """Return rows of each m, coupling and quantity, means over splits; and a line about the scales."""
     processes = [process(task, fitted(task)) for task in splits]
     permuted = [sigma(of) for of in processes]
 
@@ -279,7 +279,7 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
-    """Write a row for each predictor, means over splits; `roads`: the tasks of each weighting."""
+    """Write a row for each predictor, means over splits; `roads` has the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
     rows = []

@@ -38,7 +38,7 @@ FIGURES: harness.Figures = {
 
 
 def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int) -> np.ndarray:
-    """Return |K_hat - K|_F / |K|_F, (draws, sizes); smaller m are the first blocks of a draw."""
+    """Return |K_hat - K|_F / |K|_F, (draws, sizes); the first blocks of a draw are the smaller m."""
     d, exact = x.shape[-1], kernel(x, x)
 
     def one(key):

@@ -269,7 +269,7 @@ def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
 
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Measure scores: a row for each data set, kernel, method (not H, "B one rho") and n."""
+    """Measure scores: a row for each data set, kernel, method and n; H and "B one rho" are left out."""
     keys = jax.random.split(jax.random.key(1), runs)
     labelled = {name: (x, y) for name, x, y in data if y is not None}
 

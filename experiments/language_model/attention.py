@@ -121,7 +121,7 @@ class Hybrid(nnx.Module):
 AttentionFn = Softmax | Hybrid
 
 
-def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> AttentionFn:
+def of_config(config: Config, *, rngs: nnx.Rngs) -> AttentionFn:
     """Return the attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.
@@ -129,7 +129,7 @@ def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> Attention
     size, own = config.model.size, config.attention
     if own.kind == "softmax":
         return Softmax()
-    feature_map = LEARNED if transferred else positive
+    feature_map = LEARNED if own.transferred else positive
     if own.exact_window and own.num_features == 1:
         return Hybrid(None, None, own.exact_window, feature_map)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads
@@ -138,7 +138,7 @@ def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> Attention
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:
-    """Return shift, scale and its inverse of each head; what is left out is the identity."""
+    """Return shift, scale and its inverse of each head: what a calibration leaves out is the identity."""
     eye = jnp.broadcast_to(jnp.eye(head_dim), (heads, head_dim, head_dim))
     identity = {"shift": jnp.zeros((heads, head_dim)), "scale": eye, "inverse_scale": eye}
     given = {name: x for name, x in calibration._asdict().items() if x is not None}

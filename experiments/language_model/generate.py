@@ -91,7 +91,7 @@ def _piece(graph, state, temperature, place: Place):
 
 
 def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
-    """Return ms a character here, the least of many pieces, and megabytes of the states."""
+    """Time a character here, the least of many pieces (ms), and return the megabytes of the states."""
     steps, times = continued(model, place, 1.0), []
     jax.block_until_ready(next(steps))
     while len(times) < repeats or sum(times) < SECONDS:

@@ -27,7 +27,7 @@ def task(characters: int, settings: Settings) -> Task:
         settings: of the run.
     """
     return Task(
-        create=partial(Decoder, characters=characters, transferred=settings.transferred),
+        create=partial(Decoder, characters=characters),
         loss=loss,
         count=count,
         layers=layers,
@@ -64,12 +64,12 @@ SUBJECTS[NAME] = of_run
 
 
 def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
-    """Return the mean loss of the windows."""
+    """Return mean over windows of their losses."""
     return jnp.mean(losses(model, batch)), {}
 
 
 def count(model: Decoder, batch: Batch) -> Sums:
-    """Return the sum of the losses of windows that are not padding."""
+    """Return sum of the losses of the windows that are no padding."""
     return {"loss": jnp.sum(batch["mask"] * losses(model, batch))}
 
 
@@ -79,7 +79,7 @@ def layers(model: Decoder) -> list[Attention]:
 
 
 def projections(model: Decoder, batch: Batch) -> list[Triple]:
-    """Return queries, keys and values of each layer."""
+    """Return queries, keys and values of each of them."""
     return model.projections(batch["tokens"][:, :-1])
 
 
@@ -92,7 +92,6 @@ def replacement(
 
     def replaced(case: Case) -> Replaced:
         new = conversion.replaced(learned, model, seen, batches, case)
-        settings = learned.settings._replace(transferred=case.refine_steps > 0)
-        return Replaced(new, task(model.head.out_features, settings))
+        return Replaced(new, transferred=case.refine_steps > 0)
 
     return replaced
