@@ -158,14 +158,14 @@ def main(
     """Write the files and print their paths.
 
     Args:
-        source: a file, or a folder of them.
-        out: folder of the data, to be named by --data_dir.
-        name: of the result; that of the source.
-        largest_component: of a graph, and nothing of the others.
-        kind: of a table, by its target.
-        columns: names, for a table without a header.
-        target: the column that goes last; the last one.
-        drop: columns that are left out.
+        source: file, or folder of files.
+        out: folder of the data, the later --data_dir.
+        name: name of the result; by default that of the source.
+        largest_component: keep only the largest component of a graph.
+        kind: kind of target of a table.
+        columns: names of the columns of a table without a header.
+        target: target column, written last; the last one by default.
+        drop: columns to leave out.
     """
     if source.suffix.lower() in KINDS or (source / "roads.csv").is_file():
         found = [source]

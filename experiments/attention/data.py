@@ -1,7 +1,7 @@
 """Random queries and keys of one head, on which the attention error is measured.
 
-A squared norm is that of a query or key on the average. An entry of `DATA` is (squared_norm, seed)
--> queries and keys (197, 1, 64); with `tokens` so many of them, of the same law.
+The squared norm is the mean over queries and keys. An entry of `DATA` is (squared_norm, seed,
+tokens=197) -> queries and keys (tokens, 1, 64).
 """
 
 import jax

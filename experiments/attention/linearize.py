@@ -1,11 +1,11 @@
-"""Feature maps in the place of a trained model's softmax attention: ours, T2R's, Hedgehog's.
+"""Replace a trained model's softmax attention by feature maps: ours, T2R's, Hedgehog's.
 
     python -m experiments.attention.linearize --workdir=runs/softmax --num_features=16,32,64 \\
         --steps=300 --out=results/attention/linearize
 
-All have the same queries and keys, those of the softmax model on training images, the same steps of
-Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own parameters stay:
-accuracy is that without any further training. Errors are those on images of the evaluation split.
+All maps are trained on the queries and keys of the softmax model on training images, with the same
+steps of Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own parameters
+are not trained. Errors are measured on images of the evaluation split.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,13 +70,13 @@ def main(
 
     Args:
         num_features: each m; even numbers.
-        steps: of Adam, at most, for each layer.
-        draws: of the first parameters.
-        images: of the training split.
-        eval_images: to measure accuracy on; 0 for all.
+        steps: most steps of Adam for each layer.
+        draws: draws of the initial parameters.
+        images: training images.
+        eval_images: images to measure accuracy on; 0 for all.
 
     Raises:
-        ValueError: when there is no such run, or it has no softmax attention.
+        ValueError: for a folder without a run, or a run without softmax attention.
     """
     launch.at_least(1, steps=steps, draws=draws, images=images)
     launch.at_least(0, eval_images=eval_images)

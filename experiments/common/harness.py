@@ -279,7 +279,7 @@ def figure(
         x: key of the abscissa, for lines with bands; a template, "{data set}", for points with
             error bars, side by side at the place of each text.
         y: key of the ordinate; {key: label} makes a panel for each key.
-        columns: of `tall`, for a csv that has several numbers of one quantity in a line.
+        columns: argument of `tall`, for a csv with several numbers of one quantity in a line.
         change: called with all rows first.
         line: template; a colour for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
@@ -291,7 +291,7 @@ def figure(
         finish: called with the axes and the rows of each panel at the end.
         xlabel: one label for all panels; x, or "m (features)", if empty.
         ylabel: likewise, for a single y.
-        axis_options: of all panels, as `axis.set` takes them.
+        axis_options: options of `axis.set` for all panels.
     """
     rows = [
         row | {"table": table}

@@ -1,8 +1,8 @@
 """Statistics of few seeds: means, paired differences, corrected p-values, power.
 
-Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
-cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom. So
-for draws and splits.
+Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; the effect of the
+seed cancels. The d_s are assumed normal and independent: t-tests with n - 1 degrees of freedom.
+Draws and splits are treated in the same way.
 """
 
 from bisect import bisect_left
@@ -104,8 +104,8 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
     """Report how often one differs from another, and by how much at most elsewhere.
 
     Args:
-        name: of the first of each pair.
-        other: of the second.
+        name: first of each pair.
+        other: second of each pair.
         cases: (values, values of the other) by the name of the case, paired.
     """
     tests = {case: paired(a, b) for case, (a, b) in cases.items()}
@@ -128,7 +128,7 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
-    """Return the chance that a two-sided paired t-test over `count` seeds detects the difference."""
+    """Return the chance that a two-sided paired t-test over `count` seeds finds a difference."""
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
     limit = stats.t.ppf(1 - level / 2, freedom)
     missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)

@@ -39,7 +39,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     Args:
         name: in `GENERATED`, or of a file `<name>.npz`; in `BUNDLED` without data_dir.
         data_dir: folder with a folder `graphs`.
-        weighted: with the weights of the file, where it has some; all are 1 otherwise.
+        weighted: whether to read the weights of the file; otherwise all are 1.
 
     Raises:
         ValueError: for a name that is not there, with the choices, and as `arrays`.

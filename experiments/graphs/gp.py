@@ -20,11 +20,11 @@ same for all repeats; of traffic each repeat is the mean over several splits. Po
 and in float64. Repeats of two couplings share their keys, so tests are paired.
 
 All roads weigh 1 in Fig. 11. With the weights of the file, the mean length over a road's own, and
-scales fitted as above the exact kernel hardly predicts better than the mean of all sensors does.
-The table "predictors" says why. It has, over the same splits, the errors of that mean, of the mean
-of the nearest 5 sensors, and of Gaussian processes with both kinds of weights: with scales fitted
-under the estimate, with those of the likelihood of the exact kernel, and of an estimate with the
-latter scales by 16 walks.
+scales fitted as above the exact kernel predicts hardly better than the mean of all sensors. The
+table "predictors" shows why. It has, over the same splits, the errors of that mean, of the mean of
+the nearest 5 sensors, and of Gaussian processes with both kinds of weights: with scales fitted
+under the estimate, with scales of the exact likelihood, and with an estimate of the latter by 16
+walks.
 
 Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """
@@ -101,13 +101,13 @@ def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = 
     """Read the task of a name: "torus", "traffic", or a mesh.
 
     Args:
-        name: of the task.
+        name: name of the task.
         data_dir: folder with meshes/ and traffic_san_jose/.
-        number: of the split.
+        number: number of the split.
         weighted: roads weigh the mean length over their own; all weigh 1 otherwise.
 
     Raises:
-        ValueError: when the file is not there, or none can be without data_dir.
+        ValueError: for a missing file, or a name that needs data_dir.
     """
     if name == "torus" and data_dir is None:  # of 20 by 30 faces
         faces = networkx.grid_2d_graph(20, 30, periodic=True)
@@ -240,7 +240,7 @@ def sigma(of: Process) -> Coupling:
 
 
 def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
-    """Return rows of each m, coupling and quantity, means over splits; and a line about the scales."""
+    """Return rows of each m, coupling and quantity, means over splits; a line about the scales."""
     processes = [process(task, fitted(task)) for task in splits]
     permuted = [sigma(of) for of in processes]
 
@@ -279,7 +279,7 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
-    """Write a row for each predictor, means over splits; `roads` has the tasks of each weighting."""
+    """Write a row for each predictor, means over splits; `roads`: the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
     rows = []
@@ -315,8 +315,8 @@ def main(
 
     Args:
         graphs: names of meshes, "traffic" or "torus"; those of the paper.
-        repeats: of the walks; four times as many of traffic.
-        splits: of the sensors of traffic into known ones and others.
+        repeats: repeats of the walks; traffic has four times as many.
+        splits: splits of the sensors of traffic into known and test nodes.
     """
     launch.at_least(2, repeats=repeats, splits=splits)
     names = graphs or ([*MESHES, "traffic"] if data_dir else ["torus"])

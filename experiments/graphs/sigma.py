@@ -4,23 +4,23 @@
     python -m experiments.graphs.sigma --data_dir=DIR --graphs=karate,cora_lcc --repeats=100
 
 Two walks from each node, independent, antithetic or sigma-coupled; the permutations are learned on
-one Erdos-Renyi graph of 100 nodes and used on all graphs. Its edge probability, which the paper
-does not say, is 0.1 here.
+one Erdos-Renyi graph of 100 nodes and used on all graphs. The paper does not give its edge
+probability; here it is 0.1.
 
 Figs 3, 10: |K - K_hat|_F / |K|_F of the 2-regularised Laplacian (I + L)^{-2}; permutations of 30.
 Fig. 8: the same at p_halt = 0.3, with permutations of 2 to 30, learned on the graph itself: by the
     linear objective (Eq. 56), by random projections (Lemma C.2), and up to 10 by the quadratic one
     (Eq. 55) among all permutations, and among all with vectors reduced to 32 dimensions (Eq. 62).
-    Each has its Cayley distance from the quadratic one (from 11 on, from the projected one), and by
-    how much its quadratic objective exceeds that one's: quantiles that hold the same lengths may
-    change places, which makes a distance and nothing else.
+    Each has its Cayley distance from the quadratic one (from 11 on, from the projected one), and
+    the excess of its quadratic objective. Quantiles with equal lengths can swap, which changes the
+    distance alone.
 Fig. 9: |rho - rho_hat|_2 of PageRank; permutations of 10, of the exact objective (Eq. 82). For
-    p_halt >= 1/2 the coupling learned has the law of antithetic walks, of which one has length 0.
+    p_halt >= 1/2 the learned coupling has the law of antithetic walks, one of them of length 0.
 
 Means ± standard errors over repeats. The repeats of two couplings share their keys, so ratios and
 tests are paired.
 
-Writes figure_8, figure_9, figure_10 (csv, md, png) and figure_3.png to --out.
+Writes figure_3, figure_8, figure_9 and figure_10 (csv, md, png) to --out.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ FIGURES: harness.Figures = {
     "figure_10": WALKS,
 }
 NODES = 100_000
-"""About so many at once, of all graphs."""
+"""Nodes of all graphs together in one program, about."""
 
 
 def repeated(
@@ -243,8 +243,8 @@ def main(
     """Print the tables.
 
     Args:
-        repeats: of kernel estimates.
-        pagerank_repeats: of PageRank.
+        repeats: repeats of kernel estimates.
+        pagerank_repeats: repeats of PageRank.
     """
     launch.at_least(2, repeats=repeats, pagerank_repeats=pagerank_repeats)
     chosen = data.chosen(graphs, DEFAULT, data_dir)

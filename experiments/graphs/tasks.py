@@ -11,9 +11,9 @@ estimate of 10 walks, of sigma^2 = t / N_t, N_t / 2 times, N_t = 1000 (Eq. 21). 
 squared error; only sums over the nodes are as large as what it prints.
 
 Table 2, kernel k-means: the share of pairs (Eq. 22) that are together in the two clusters of the
-exact kernel or in those of an estimate of 10 walks, but not in both. The paper does not say sigma,
-walks, starts and repetitions. Here sigma = 1, for with 0.1, as elsewhere, k-means does not leave
-its start; both kernels have the same random start, a new one in each of a tenth of the trials.
+exact kernel or in those of an estimate of 10 walks, but not in both. The paper gives no sigma,
+walks, starts and repetitions. Here sigma = 1: with 0.1, as elsewhere, k-means does not leave its
+start. Both kernels have the same random start, a new one in each of a tenth of the trials.
 
 Table 3, normals of meshes: 1 - cos between the normals of 5% of the vertices and what regression on
 the rest finds (Eq. 23), with 6 walks and sigma = 0.1; new vertices and walks in each trial. The
@@ -93,7 +93,7 @@ def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.n
     kernel, errors = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5), []
     for batch_key, count in _batches(key, trials):
         estimate = _estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count)
-        # SciPy merges the visits to a node, which saves most work.
+        # SciPy merges the visits to a node, which saves most of the work.
         phi = estimate.left.to_scipy().astype(np.float64)
         transposed, state = phi.T.tocsr(), np.zeros(estimate.shape[0])
         state[:: len(exact)] = 1
@@ -206,7 +206,7 @@ def main(
     """Print the tables.
 
     Args:
-        trials: a tenth in Table 2.
+        trials: trials; Table 2 has a tenth of them.
     """
     launch.at_least(20, trials=trials)
     problems: dict[int, dict[str, tuple]] = {

@@ -13,9 +13,9 @@ L)^{-2}. The termination variables of neighbours in a group are offset by
     circles       1 / size, for the most walkers whose neighbours Thm 3.4 still allows:
                   floor(1 / (p_halt (1 - p_halt)))
 
-"draws" compares these ratios with those of pairs of ensembles drawn at sigma = 1, on two small
-graphs. "recommended" has what `theory.recommend` takes for an expected error of 10% at sigma = 1:
-it says whether a graph gains.
+"draws" compares these ratios with pairs of ensembles drawn at sigma = 1, on two small graphs.
+"recommended" has the recommendations of `theory.recommend` for an expected error of 10% at sigma =
+1.
 
 Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
 """
@@ -118,7 +118,7 @@ def main(
     """Print the tables.
 
     Args:
-        draws: of each pair of ensembles.
+        draws: draws of each pair of ensembles.
     """
     launch.at_least(2, draws=draws)
     chosen = data.chosen(graphs, DEFAULT, data_dir)

@@ -8,7 +8,7 @@
     6   mean squared error over that of iid, against v (d = m = 64)
     7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
 
-Each prints a table, writes it as csv and markdown with a png, and ends with what agrees.
+Each writes a table (csv, md) with a figure (png), and prints the agreement.
 """
 
 from collections.abc import Sequence
@@ -202,7 +202,7 @@ def main(
     """Draw the figures.
 
     Args:
-        figures: of SimRF.
+        figures: figures of SimRF.
     """
     for name in figures:
         print(f"Figure {name}\n\n{PARTS[name](out / f'figure_{name}')}", flush=True)

@@ -6,7 +6,7 @@
 The relative Frobenius error of the Gram matrix against m, for nu = 1/2, 3/2 and 5/2 and lengthscale
 1: of the paper's 64 points N(0, I / 8) in 8 dimensions, and of 64 points of each data set,
 standardised and divided by sqrt(d) to lie as far apart. The frequencies are multivariate t: the
-lengths of `norms.matern` in the place of chi_d, coupled as ever.
+lengths of `norms.matern` instead of chi_d, in the same couplings.
 
 Writes matern (csv, md, png) to --out.
 """
@@ -38,7 +38,7 @@ FIGURES: harness.Figures = {
 
 
 def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int) -> np.ndarray:
-    """Return |K_hat - K|_F / |K|_F, (draws, sizes); the first blocks of a draw are the smaller m."""
+    """Return |K_hat - K|_F / |K|_F, (draws, sizes); smaller m are the first blocks of a draw."""
     d, exact = x.shape[-1], kernel(x, x)
 
     def one(key):

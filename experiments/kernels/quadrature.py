@@ -18,15 +18,15 @@ stands before the paper's modification, "B one rho" (one rho for all vertices of
 To a linear model (figure_2) half of the reflected arc-cosine features bring little: step(-u) =
 1 - step(u), and max(-u, 0) = max(u, 0) - u.
 
-Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; it says
-neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same d for
-CIFAR100 and LEUKEMIA, where H and Gort are left out besides QMC and GQ (a Haar matrix takes O(d^3);
-normal_7129 needs 11 GB as it is); --methods names them. --data_sets takes any csv file of the
-folder, too, as letter. Its Table 2 has 10 to 500 runs; here 2 to 500, see `RUNS`, or --runs. All n
-of a run come from one draw, by its first points, and all runs have the same points of data. B and H
-keep a negative constant (`performer.quadrature`), the paper's are "B rejected". SVMs have the
-squared loss and C = 1, on centred features of mean squared length 1, and at most 1,000 rows to
-train on, the exact kernel's by its features, too; what the paper's have it does not say.
+Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; the paper
+gives neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same
+d for CIFAR100 and LEUKEMIA. There H and Gort are left out besides QMC and GQ (a Haar matrix takes
+O(d^3); normal_7129 needs 11 GB without); --methods adds them. --data_sets also accepts any csv file
+of the folder, such as letter. The paper's Table 2 has 10 to 500 runs; here 2 to 500 (`RUNS`, or
+--runs). All n of a run come from one draw, by its first points, and all runs have the same data. B
+and H keep a negative constant (`performer.quadrature`); the paper's rule is "B rejected". SVMs have
+the squared loss and C = 1, on centred features of mean squared length 1 of at most 1,000 training
+rows; the paper gives no settings.
 
 Tables (csv, md) and figures (png) go to --out.
 """
@@ -51,7 +51,7 @@ from performer.typing import Key
 from vit.run import bounded
 
 RULES = 5
-"""n goes up to so many."""
+"""Largest n."""
 KERNELS = ("gaussian", "arc-cosine-0", "arc-cosine-1")
 TRAIN, TEST = 1000, 2000
 """Rows at most, in Fig. 2."""
@@ -59,7 +59,7 @@ SVC: dict[str, Any] = dict(dual="auto", random_state=0)
 SVR: dict[str, Any] = dict(dual="auto", random_state=0, loss="squared_epsilon_insensitive")
 WIDTHS = (64, 128, 256, 512, 784, 1024, 2048, 3072, 4096, 7129, 8192)
 BATCH, LARGE = 256, 512
-"""Vectors, and the least d that Fig. 3 takes the slopes from."""
+"""Vectors, and the least d in the slopes of Fig. 3."""
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
@@ -269,7 +269,7 @@ def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
 
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Measure scores: a row for each data set, kernel, method and n; H and "B one rho" are left out."""
+    """Measure scores: a row for each data set, kernel, method (not H, "B one rho") and n."""
     keys = jax.random.split(jax.random.key(1), runs)
     labelled = {name: (x, y) for name, x, y in data if y is not None}
 
@@ -368,11 +368,11 @@ def main(
     """Print the tables.
 
     Args:
-        data_sets: names; those of the paper.
-        methods: of Fig. 1; all, or of random points those in O(d log d).
+        data_sets: names; those of the paper by default.
+        methods: methods of Fig. 1; by default all, and on random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
         widths: dimensions in Fig. 3.
-        repeats: of each time in Fig. 3.
+        repeats: repeats of each time in Fig. 3.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)

@@ -138,7 +138,7 @@ def of_config(config: Config, *, rngs: nnx.Rngs) -> AttentionFn:
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:
-    """Return shift, scale and its inverse of each head: what a calibration leaves out is the identity."""
+    """Return shift, scale and its inverse of each head; what is left out is the identity."""
     eye = jnp.broadcast_to(jnp.eye(head_dim), (heads, head_dim, head_dim))
     identity = {"shift": jnp.zeros((heads, head_dim)), "scale": eye, "inverse_scale": eye}
     given = {name: x for name, x in calibration._asdict().items() if x is not None}

@@ -36,9 +36,9 @@ def replaced(
 
     Args:
         learned: task of the model.
-        model: with softmax attention.
+        model: decoder with softmax attention.
         seen: queries and keys of each layer on the batches.
-        batches: of training examples.
+        batches: training examples.
         case: the attention.
 
     Raises:

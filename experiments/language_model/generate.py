@@ -91,7 +91,7 @@ def _piece(graph, state, temperature, place: Place):
 
 
 def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
-    """Time a character here, the least of many pieces (ms), and return the megabytes of the states."""
+    """Return ms a character here, the least of many pieces, and megabytes of the states."""
     steps, times = continued(model, place, 1.0), []
     jax.block_until_ready(next(steps))
     while len(times) < repeats or sum(times) < SECONDS:
@@ -134,7 +134,7 @@ def main(
         prompt: beginning of the text.
         length: characters that follow.
         temperature: 0 for the likeliest ones.
-        seed: of what is drawn.
+        seed: seed of the draws.
         measure: a table of time and memory in place of text.
         lengths: characters so far, of the table.
     """

@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: its sections `model` and `attention`.
-        characters: how many there are.
+        characters: number of characters.
         rngs: streams params and frequencies.
     """
 
@@ -103,9 +103,9 @@ class Decoder(nnx.Module):
         """Return logits, and the states after these tokens.
 
         Args:
-            tokens: which follow those of the states.
-            position: how many tokens there were before.
-            states: of the layers, at first `empty`.
+            tokens: tokens that follow those of the states.
+            position: number of tokens before.
+            states: states of the layers, at first `empty`.
         """
         place, given, after = position + jnp.arange(tokens.shape[1]), iter(states), []
 

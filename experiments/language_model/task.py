@@ -23,8 +23,8 @@ def task(characters: int, settings: Settings) -> Task:
     """Return the task: cross entropy of each next character, in nats.
 
     Args:
-        characters: how many there are.
-        settings: of the run.
+        characters: number of characters.
+        settings: settings of the run.
     """
     return Task(
         create=partial(Decoder, characters=characters),
@@ -46,7 +46,7 @@ def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
     """Read the text and the task of a run.
 
     Args:
-        config: of the run.
+        config: config of the run.
         described: content of its `task.json`.
 
     Raises:
@@ -64,12 +64,12 @@ SUBJECTS[NAME] = of_run
 
 
 def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
-    """Return mean over windows of their losses."""
+    """Return the mean loss of the windows."""
     return jnp.mean(losses(model, batch)), {}
 
 
 def count(model: Decoder, batch: Batch) -> Sums:
-    """Return sum of the losses of the windows that are no padding."""
+    """Return the sum of the losses of windows that are not padding."""
     return {"loss": jnp.sum(batch["mask"] * losses(model, batch))}
 
 
@@ -79,7 +79,7 @@ def layers(model: Decoder) -> list[Attention]:
 
 
 def projections(model: Decoder, batch: Batch) -> list[Triple]:
-    """Return queries, keys and values of each of them."""
+    """Return queries, keys and values of each layer."""
     return model.projections(batch["tokens"][:, :-1])
 
 

@@ -30,7 +30,7 @@ def read(path: str = "") -> Text:
     """Read a text in UTF-8; without a path, the help topics that come with Python.
 
     Raises:
-        ValueError: for a file that cannot be read, or is no UTF-8.
+        ValueError: for a file that cannot be read as UTF-8.
     """
     if not path:
         topics = importlib.import_module("pydoc_data.topics").topics

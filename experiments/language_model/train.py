@@ -49,14 +49,14 @@ def main(
     Args:
         text: a file in UTF-8; Python's help topics if none.
         init_from: run whose parameters a new run begins with.
-        attention: of all layers.
+        attention: attention of all layers.
         num_features: m of performer and both.
         window: tokens of a chunk of window and both.
         length: characters of a window of the text.
-        steps: of the optimiser.
+        steps: steps of the optimiser.
         batch_size: windows of a step.
         learning_rate: peak learning rate.
-        seed: of all that is random.
+        seed: seed of parameters, data and draws.
         quick: a smaller model, 150 steps of 128 characters.
     """
     launch.at_least(1, window=window, steps=steps, batch_size=batch_size)

@@ -26,7 +26,7 @@ FORWARD, BOTH = "forward", "forward + backward"
 SIZES = ((1, 1024, 12), (1, 4096, 4), (1, 16384, 1))
 """(batch, tokens, heads)"""
 EXACT_TOKENS = 4096
-"""On a CPU exact attention is measured with up to so many."""
+"""Most tokens of exact attention on a CPU."""
 TOKENS_AND_HEADS = 16384
 """Product of tokens and heads in each case of `crossover`."""
 CROSSOVER = ("exact", "public", "ours", "ours, causal")
@@ -133,7 +133,7 @@ def rounds(kind: str, scale: Scale) -> tuple[list[Row], list[Row]]:
     """Return ratios of times and memory of `ROUNDS`, and all the times behind them.
 
     Raises:
-        ValueError: as `difference`, before a kernel is timed.
+        ValueError: by `difference`, before a kernel is timed.
     """
     rows, times = [], []
     dtype, queued = (jnp.bfloat16, 20) if kind else (jnp.float32, 1)
@@ -161,7 +161,7 @@ def difference(kernel: Any, without: Any) -> float:
     """Return the largest relative difference of the output, and of any gradients.
 
     Raises:
-        ValueError: where it is more than bfloat16 can make it: times of wrong values mean nothing.
+        ValueError: for a difference above the error of bfloat16.
     """
     pairs = zip(jax.tree.leaves(kernel), jax.tree.leaves(without), strict=True)
     found = [relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]

@@ -40,7 +40,7 @@ def read(folder: Path) -> list[bytes]:
     """Read the JPEG files of a folder, not decoded.
 
     Raises:
-        ValueError: when there are none.
+        ValueError: for a folder without JPEG files.
     """
     paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:

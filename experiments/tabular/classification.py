@@ -185,7 +185,7 @@ def accuracies(
     """Return accuracies (draws, blocks) with m = d, 2 d, ..., blocks d features.
 
     Raises:
-        ValueError: when an estimate is not finite.
+        ValueError: for an estimate that is not finite.
     """
     _, train_x, one_hot, test_x, test_y, sigma = problem
     (n, d), (k, c) = train_x.shape, (len(test_x), one_hot.shape[-1])
@@ -223,7 +223,7 @@ def printed(number: int, name: str) -> Mapping[str, str]:
 
 
 def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[harness.Row]:
-    """Return a row for each sigma: accuracy of the exact kernel, and of iid features at m = 10 d."""
+    """Return a row for each sigma: accuracy of the exact kernel and of iid features, m = 10 d."""
     rows = []
     for sigma, exact in zip(sigmas, exact_accuracies(problem, sigmas), strict=True):
         tried = problem._replace(sigma=sigma)

@@ -121,7 +121,7 @@ def main(
     """Print the table.
 
     Args:
-        steps: of training.
+        steps: training steps.
         train_draws: draws in each step.
         draws: for the table.
     """

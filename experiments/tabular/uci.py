@@ -144,7 +144,7 @@ def printed(quantity: str, features: str, coupling: str, name: str) -> tuple[flo
             "kernel RMSE, m = 8d" (Table 4).
         features: Fourier or Laplace.
         coupling: iid, halton, orthogonal or + pnc (for Laplace + pnc + antithetic).
-        name: of the data set.
+        name: name of the data set.
     """
     table = harness.printed(PRINTED, "quantity", "features", "coupling")
     cell = table.get((quantity, features, coupling), {}).get(name)

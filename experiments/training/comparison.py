@@ -28,7 +28,7 @@ from vit.run import checkpoint, files, loop, runs
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
-"""Attention errors are measured on so many images, over so many draws, in so many runs."""
+"""Images, draws and runs of the attention errors."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
 CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
@@ -170,7 +170,7 @@ def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
     """Return the baseline: by default the first coupling that is not softmax.
 
     Raises:
-        ValueError: when there is no such coupling, or not at every point.
+        ValueError: for a coupling without runs, or without runs at some point.
     """
     couplings = list(dict.fromkeys(setting.coupling for setting in chosen))
     name = name or next((each for each in couplings if each != SOFTMAX), couplings[0])
@@ -197,16 +197,16 @@ def compare(
     On several hosts all train, and no report is written: that takes the same call on one host.
 
     Args:
-        config: of all runs, but for what is compared.
-        out: folder.
+        config: config of all runs, except for the compared fields.
+        out: folder of the report and the runs.
         couplings: names, or "softmax".
-        num_seeds: of each setting: config.seed, config.seed + 1, ...
-        grid: as `--grid`.
-        baseline: as `chosen_baseline`. With one coupling it is the first point of the grid.
+        num_seeds: seeds of each setting: config.seed, config.seed + 1, ...
+        grid: argument of `parse_grid`.
+        baseline: argument of `chosen_baseline`; with one coupling, the first point of the grid.
 
     Raises:
         ValueError: before anything is trained, for input that cannot be.
-        SystemExit: as `loop.train`, when a signal stops it; the same call resumes.
+        SystemExit: by `loop.train` when a signal stops it; the same call resumes.
     """
     checkpoint.check_path(out)
     if num_seeds < 1:
@@ -251,10 +251,9 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
     """Report on finished runs of `vit.train`; return the report as markdown.
 
     Args:
-        folders: of the runs; the fields in which their configs differ, beside the seed, are
-            compared.
+        folders: folders of the runs. The fields in which their configs differ are compared.
         out: folder of the report.
-        baseline: as `compare`.
+        baseline: argument of `chosen_baseline`.
 
     Raises:
         ValueError: for a folder without a run, a run that has not ended, two of the same setting
@@ -413,9 +412,9 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     """Write report.md, results and curves (csv, png) and seeds.csv; return report.md.
 
     Args:
-        results: of all settings.
+        results: results of all settings.
         baseline: the coupling that the others are compared with.
-        config: of the first run.
+        config: config of the first run.
         out: the folder.
     """
     results = compared(results, baseline)
