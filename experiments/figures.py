@@ -3,8 +3,8 @@
     python -m experiments.figures
     python -m experiments.figures --folders=graphs/kernels,tabular
 
-The options of a figure stand in `FIGURES` of the module that its run.json names, or below for the
-figures of commands that draw their own, and of programs that are no longer in the tree.
+The options of a figure stand in `FIGURES` of the module that its run.json names. `OWN` has those of
+folders without a run.json, and of programs that are no longer in the tree.
 """
 
 import importlib

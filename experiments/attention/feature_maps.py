@@ -1,17 +1,16 @@
 """Feature maps of linear attention, as they are and trained by attention transfer.
 
-In all of them A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys
-after the factor h^(-1/4) each, and with maps of its own for each head and for queries and keys:
-
+A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys times h^(-1/4).
+Each head has maps of its own, for queries and for keys:
     T2R            phi(x) = relu(W x + b)                          Kasai et al. 2021
     Hedgehog       phi(x) = [softmax(W x + b), softmax(-W x - b)]  Zhang et al. 2024; W = I at first
     Hedgehog, exp  phi(x) = [exp(W x + b), exp(-W x - b)]          the same without normalising
     positive       calibrated frequencies: one W for queries and keys, exp(W k - |k|^2 / 2 + weight)
     free           that, then W for queries, W for keys and weights apart
 
-All are trained at one rate, 0.1: of 0.005, 0.02, 0.05 and 0.1 the best for each of them by the
-divergence that it ends with, on digits with m = 32. Where m is not 2 h, Hedgehog's first rows are
-those of I and of random rotations.
+All are trained at the rate 0.1: of 0.005, 0.02, 0.05 and 0.1 it ends with the lowest divergence
+for each, on digits with m = 32. If m is not 2 h, Hedgehog starts from rows of I and of random
+rotations.
 """
 
 from collections.abc import Callable

@@ -9,9 +9,9 @@ trained once in each. The table has test accuracy and loss with exact attention,
 conversion without further training: frequencies as drawn, calibrated, and calibrated and refined.
 The draws are those of `seed=0, 1, ...`; the standard errors are over them.
 
-Part "cost": time and peak memory of `performer.linearize` for 24 layers of width 256 (8 heads, 64
-tokens, random parameters), and of compiling the new function and the old one. The layers are a list
-that Python loops over, or are stacked for `jax.lax.scan`. Each case is a fresh process.
+Part "cost": time and peak memory of `performer.linearize`, and of compiling the new function and
+the old one, for 24 layers of width 256 (8 heads, 64 tokens, random parameters). The layers are a
+list that Python loops over, or are stacked for `jax.lax.scan`. Each case is a fresh process.
 
 Equinox and Haiku are no dependencies of this package: `pip install equinox dm-haiku`.
 """

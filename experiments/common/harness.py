@@ -3,8 +3,8 @@
     rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
     print(show(rows, out / "errors", "m = {m}", FIGURES["errors"], case="{data set}, m = {m}"))
 
-`show` writes the table errors.csv (a line for each case, a column for each m), paired tests between
-the couplings below its markdown, and errors.png, which `figure` draws from errors.csv.
+`show` writes the table errors.csv: a line for each case, a column for each m. Paired tests between
+the couplings stand below its markdown. `figure` draws errors.png from errors.csv, and
 `python -m experiments.figures` draws all committed figures again.
 
 A row is a dict: the names of its case, then "values" (draws,), their "mean" and standard error "±".

@@ -19,12 +19,11 @@ Means ± standard errors over repeats of the walks, four times as many in Fig. 1
 same for all repeats; of traffic each repeat is the mean over several splits. Posteriors are dense
 and in float64. Repeats of two couplings share their keys, so tests are paired.
 
-All roads weigh 1 in Fig. 11. With the weights of the file, the mean length over a road's own, and
-scales fitted as above the exact kernel predicts hardly better than the mean of all sensors. The
-table "predictors" shows why. It has, over the same splits, the errors of that mean, of the mean of
-the nearest 5 sensors, and of Gaussian processes with both kinds of weights: with scales fitted
-under the estimate, with scales of the exact likelihood, and with an estimate of the latter by 16
-walks.
+All roads weigh 1 in Fig. 11. With the weights of the file (mean length over a road's own) the exact
+kernel with the fitted scales predicts hardly better than the mean of all sensors. The table
+"predictors" shows why. It has, over the same splits, the errors of that mean, of the mean of the
+nearest 5 sensors, and of Gaussian processes with both kinds of weights. Their scales are fitted
+under the estimate, or by the exact likelihood, the latter also with an estimate by 16 walks.
 
 Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """

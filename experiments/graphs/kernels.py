@@ -4,11 +4,11 @@
     python -m experiments.graphs.kernels --data_dir=DIR --graphs=karate,cora --repeats=100
 
 Fig. 2: |K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian (I + sigma^2 L)^{-2}, sigma = 0.1,
-p_halt = 0.5, with independent and antithetic walks and with the self-avoiding ones of Sec. 4.1
-(`reinforced`, of independent lengths). Fig. 4: |pi - pi_hat|_2^2 of PageRank, p_halt = 0.3, beside
+p_halt = 0.5. Walks are independent, antithetic, or the self-avoiding ones of Sec. 4.1
+(`reinforced`, of independent lengths). Fig. 4: |pi - pi_hat|_2^2 of PageRank, p_halt = 0.3, from
 power iteration. Both for 2, 4, 8 and 16 walks from each node and 100 repetitions; means and their
 standard errors. Repetitions of two kinds of walks share their keys, so tests are paired. At
-p_halt = 0.5 ensembles are antithetic pairs, and are left out.
+p_halt = 0.5 ensembles are antithetic pairs and are left out.
 
 Writes figure_2 and figure_4 (csv, md, png) to --out.
 """

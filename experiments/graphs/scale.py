@@ -4,10 +4,10 @@
     python -m experiments.graphs.scale --data_dir=DIR        # cora
     python -m experiments.graphs.scale --largest=1000000     # 5 million edges
 
-Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 as it is written, with
-draws of numpy's generator into a dense array, and the same with Python's own lists, dictionary and
-`random`. Ours, whose draws are coupled, is timed with everything from the graph to the features,
-and once more with the adjacency matrix already normalised and the lengths drawn.
+Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 with draws of NumPy's
+generator into a dense array, and the same with Python's own lists, dictionary and `random`. Our
+coupled walks are timed from the graph to the features, and alone, with the adjacency matrix
+normalised and the lengths drawn before.
 
 Time and memory for random graphs of N nodes and 5 N edges, at 4 walks from each node: features of
 the 2-regularised Laplacian, the product K v, and PageRank. Memory is the largest that the process

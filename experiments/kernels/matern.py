@@ -4,8 +4,8 @@
     python -m experiments.kernels.matern --data_dir=DIR --data_sets=concrete,abalone
 
 The relative Frobenius error of the Gram matrix against m, for nu = 1/2, 3/2 and 5/2 and lengthscale
-1: of the paper's 64 points N(0, I / 8) in 8 dimensions, and of 64 points of each data set,
-standardised and divided by sqrt(d) to lie as far apart. The frequencies are multivariate t: the
+1. Points are the paper's 64, N(0, I / 8) in 8 dimensions, and 64 of each data set, standardised and
+divided by sqrt(d). The frequencies are multivariate t: the
 lengths of `norms.matern` instead of chi_d, in the same couplings.
 
 Writes matern (csv, md, png) to --out.

@@ -4,12 +4,12 @@
     python -m experiments.kernels.quadrature                  # the sets of scikit-learn
     python -m experiments.kernels.quadrature --parts=figure_1,figure_3 --quick
 
-Methods: G independent, Gort orthogonal, ROM S-Rademacher, QMC Halton, GQ Gauss-Hermite, H and B
-spherical-radial rules with Haar and butterfly matrices, all with as many points as n of the last
-two have: n (d + 1) for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d), and twice
-as many, reflected in H and B, for the arc-cosine kernels of order 0 and 1. Of B there are the
-paper's own rule, "B rejected" (Sec. 8: lengths are drawn again until a_0^2 >= 0), and Eq. 5 as it
-stands before the paper's modification, "B one rho" (one rho for all vertices of a rule).
+Methods: G independent, Gort orthogonal, ROM S-Rademacher, QMC Halton, GQ Gauss-Hermite; H and B are
+spherical-radial rules with Haar and butterfly matrices. All have the points of n rules: n (d + 1)
+for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d). The arc-cosine kernels of order
+0 and 1 have twice as many, reflected in H and B. Variants of B: "B rejected", the paper's own rule
+(Sec. 8: lengths are drawn again until a_0^2 >= 0), and "B one rho", Eq. 5 before the paper's
+modification (one rho for all vertices of a rule).
 
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
     figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
@@ -90,7 +90,7 @@ def of_five(rows: list[harness.Row]) -> list[harness.Row]:
     """Return the errors of the largest n over that of G, and the scores less the exact kernel's."""
     found, last = [], [row for row in rows if row["n"] == RULES]
     for group in harness.grouped(last, "{kernel}, {data set}").values():
-        base = next(row for row in group if row["method"] in ("G", "exact"))
+        base = next((row for row in group if row["method"] in ("G", "exact")), group[0])
         for row in group:
             if "error" in row:
                 y = {name: row[name] / base["error"] for name in ("error", "95%")}

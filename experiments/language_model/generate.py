@@ -2,9 +2,9 @@
 
     python -m experiments.language_model generate --workdir=runs/lm --prompt="To be" --seed=1
 
-With a Performer's attention the state has one size however long the text; exact attention keeps all
-keys and values. --measure reports what a character costs after 1,000 and after 100,000 of them, of
-the run and, in the same process, of exact attention with its cache, filled up at once.
+With a Performer's attention the state has a constant size; exact attention keeps all keys and
+values. --measure reports the cost of a character after 1,000 and after 100,000 of them, for the run
+and, in the same process, for exact attention with its cache, filled at once.
 """
 
 import sys

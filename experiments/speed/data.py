@@ -3,8 +3,8 @@
 JPEG bytes to batches of uint8 by `vit.data` with one thread. `training`: inception crop to
 224 x 224 and flip; `evaluation`: shorter side to 256, centre crop of 224.
 
-`waiting` measures records that storage hands out 30 ms after they are requested, as a network file
-system may, with and without the threads that read them side by side.
+`waiting` measures storage that answers after 30 ms, as a network file system may, with and without
+threads that read records in parallel.
 """
 
 import itertools

@@ -5,10 +5,10 @@
 
 A Gaussian copula over the d lengths of orthogonal frequencies (`performer.copula`) is trained on
 the kernel error (VRC Eq. 35) of the training points of the first split, from a random start, for
-m = d Fourier and, with their negatives, m = 2 d Laplace frequencies; points and lengthscales are
-those of `experiments.tabular.uci`. The figure has the loss of each step and its running mean beside
-the mean losses of the fixed couplings; the table the mean errors of fresh draws on training and
-test points, and how far the learned coupling is from "+ pnc", in standard errors of the difference.
+m = d Fourier and, with their negatives, m = 2 d Laplace frequencies. Points and lengthscales are
+those of `experiments.tabular.uci`. The figure has the running mean of the loss and the mean losses
+of the fixed couplings. The table has the mean errors of fresh draws on training and test points,
+and the difference to "+ pnc" in its standard errors.
 
 Writes copula and figure_6 (csv, md, png) and correlations.npz, the learned matrices, to --out.
 """

@@ -15,9 +15,9 @@ With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and wit
 
 Values are means over splits of means over draws, ± two standard errors over the splits (of the
 kernel ratio one, as in the paper). What the
-couplings themselves change is far smaller than what the splits do, and is told from the paired
+couplings themselves change is far smaller than what the splits do. It is tested by the paired
 differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm's correction over
-the cases of a quantity, and intervals where they show nothing.
+the cases of a quantity, and intervals where they are not significant.
 "exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
 
 Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m from d to 32 d, and
