@@ -138,8 +138,8 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     for number, row in enumerate([header, *rows]):
         if len(row) != len(header):
             raise ValueError(
-                f"row {number} of {source} has {len(row)} cells, but there are {len(header)}"
-                " columns: see --columns"
+                f"row {number} of {source} has {len(row)} cells, but the table has"
+                f" {len(header)} columns: see --columns"
             )
         writer.writerow([row[i] for i in order])
     return content.getvalue()
@@ -173,17 +173,17 @@ def main(
         found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
     if not found or not source.exists():
         raise ValueError(
-            f"--source={source} is no file that ends in {', '.join(KINDS)}, and no folder with such"
-            " graphs or meshes, or with roads.csv"
+            f"--source={source} must be a file that ends in {', '.join(KINDS)}, or a folder with"
+            " graphs, meshes or roads.csv"
         )
     if name and len(found) > 1:
-        raise ValueError(f"--name={name} is one name, but {source} has {len(found)} files")
+        raise ValueError(f"--name={name}: {source} has {len(found)} files, which need a name each")
     for path in found:
         suffix, stem = path.suffix.lower(), name or path.stem
         folder = "traffic_san_jose" if path.is_dir() else FOLDERS.get(suffix, f"uci_{kind}")
         result = out / folder / f"{stem}.{'csv' if suffix in TABLES else 'npz'}"
         if result.exists():
-            raise ValueError(f"{result} is there already: remove it, or give another --name")
+            raise ValueError(f"{result} already exists: remove it, or use another --name")
         if suffix in TABLES:
             content: Any = table(path, columns, target, drop)
             read = partial(tabular.load, stem, kind, out)

@@ -1,7 +1,8 @@
 """Feature maps of linear attention, as they are and trained by attention transfer.
 
-A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys times h^(-1/4).
-Each head has maps of its own, for queries and for keys:
+A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys that are
+multiplied by h^(-1/4). Each head has maps of its own, for queries and for keys:
+
     T2R            phi(x) = relu(W x + b)                          Kasai et al. 2021
     Hedgehog       phi(x) = [softmax(W x + b), softmax(-W x - b)]  Zhang et al. 2024; W = I at first
     Hedgehog, exp  phi(x) = [exp(W x + b), exp(-W x - b)]          the same without normalising

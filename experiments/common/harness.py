@@ -397,7 +397,10 @@ def lines_of(
             axis.axhline(own[0][y], label=name, **styles[name])
             continue
         if not places:
-            band(axis, [row[x] for row in own], estimates, name, **styles[name])
+            at, (means, errors) = [row[x] for row in own], np.asarray(estimates, float).T
+            axis.plot(at, means, marker="o", label=name, **styles[name])
+            shade: Row = dict(color=styles[name]["color"], alpha=0.2, linewidth=0)
+            axis.fill_between(at, means - errors, means + errors, **shade)
             continue
         shift = 0.6 * ((names.index(name) + 0.5) / len(names) - 0.5) * (line != x)
         at = [places.index(x.format_map(row)) + shift for row in own]
@@ -412,15 +415,6 @@ def lines_of(
         axis.set_xticks(
             range(len(places)), places, rotation=30 * long, ha="right" if long else "center"
         )
-
-
-def band(axis: Any, x: Sequence[float], estimates: Any, label: str, **style: Any) -> None:
-    """Draw a line of means with a band of their errors, as (mean, error) for each x."""
-    means, errors = np.asarray(estimates, float).T
-    (line,) = axis.plot(x, means, label=label, **{"marker": "o"} | style)
-    axis.fill_between(
-        x, means - errors, means + errors, color=line.get_color(), alpha=0.2, linewidth=0
-    )
 
 
 def printed(path: Path, *keys: str) -> dict[tuple[str, ...], Mapping[str, str]]:

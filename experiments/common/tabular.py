@@ -113,7 +113,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
         else:
             x[column] = values
     if not x:
-        raise ValueError(f"data set {name!r} has no column but identifiers: add one to learn from")
+        raise ValueError(f"data set {name!r} has identifiers only: add a column of features")
     where, cells = f"target {header[-1]!r} of data set {name!r}", columns[-1]
     classes = kind == "classification"
     y, is_text = _column(where, cells, classes)

@@ -13,7 +13,7 @@ Time and memory for random graphs of N nodes and 5 N edges, at 4 walks from each
 the 2-regularised Laplacian, the product K v, and PageRank. Memory is the largest that the process
 has held so far.
 
-Writes graph_speed and graph_scale, csv and md, and graph_scale.png to --out.
+Writes graph_speed (csv, md) and graph_scale (csv, md, png) to --out.
 """
 
 import random

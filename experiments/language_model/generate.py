@@ -144,11 +144,11 @@ def main(
     run = runs.restore(workdir)
     if measure:
         if run.config.attention.kind == "softmax":
-            raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
+            raise ValueError(f"--measure: {workdir} has softmax attention; use a converted run")
         print(costs(run, out / "generate", lengths))
         return
     if not prompt:
-        raise ValueError("--prompt= is empty: give at least one character")
+        raise ValueError("--prompt must have at least one character")
     model, characters = run.model(), run.dataset.class_names
     tokens = np.asarray(text.encoded(prompt, characters), np.int32)
     sys.stdout.write(prompt)

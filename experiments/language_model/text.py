@@ -56,7 +56,7 @@ def encoded(text: str, characters: tuple[str, ...]) -> list[int]:
     """
     places = {character: i for i, character in enumerate(characters)}
     if other := sorted(set(text) - set(places)):
-        raise ValueError(f"the text that was learned has no {''.join(other)!r}: leave it out")
+        raise ValueError(f"the training text has no {''.join(other)!r}: leave it out")
     return [places[character] for character in text]
 
 
