@@ -1,4 +1,4 @@
-"""Speed, memory and exactness of `performer_attention`; `python -m experiments.benchmark` runs it.
+"""Speed and memory of `performer_attention`; `python -m experiments.benchmark` runs it.
 
 m = 128 frequencies, heads of width 64. A pass is the output ("forward") or the output and the
 gradients with respect to query, key and value ("forward + backward"): one compiled program, made in
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import harness, timing
-from experiments.speed import baselines
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
 from performer import performer_attention
 
@@ -196,19 +195,6 @@ def decoding(scale: Scale, heads: int = 12) -> Row:
     long, short = measured(programs, FORWARD, shape, repeats=repeats).values()
     case = f"decoding step after {lengths[0]} / {lengths[1]} tokens, H = {heads}"
     return versus("ours, causal", case, long, short)
-
-
-def exactness() -> list[Row]:
-    """Return relative errors against float64."""
-    query, key, value, frequencies, _ = inputs(256, 2)
-    rows = []
-    for name in ("ours", "ours, causal"):
-        for factor in (1, 3, 5):
-            args = (factor * query, factor * key, value, frequencies)
-            got = np.asarray(jax.jit(IMPLEMENTATIONS[name])(*args), np.float64)
-            error = relative(got, baselines.in_float64(*args, is_causal="causal" in name))
-            rows.append(row(f"relative error: {name}", f"N = 256, q and k times {factor}", error))
-    return rows
 
 
 def crossover(scale: Scale) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Baselines of `performer_attention`, for the speed and for the numbers.
+"""Baselines of `performer_attention` in the benchmark.
 
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from performer import couplings, performer_attention
 
@@ -110,19 +109,3 @@ def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) ->
     shape = (batch, tokens, heads, D)
     query, key, value, gradient = (jax.random.normal(k, shape, dtype) for k in keys[:4])
     return [query, key, value, couplings.get("pm")(keys[4], M, D), gradient]
-
-
-def in_float64(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
-    """Compute the estimate of `performer_attention` in float64 from all pairs of tokens.
-
-    A query q gives the key k the weight mean_j e^{w_j.q} e^{w_j.k - |k|^2 / 2}, over their sum.
-    """
-    arrays = (np.asarray(x, np.float64) for x in (query, key, value, frequencies))
-    query, key, value, frequencies = arrays
-    query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
-    of_query = np.exp(query @ frequencies.T)
-    of_key = np.exp(key @ frequencies.T - np.sum(key**2, axis=-1, keepdims=True) / 2)
-    weights = np.einsum("bthm,bshm->bhts", of_query, of_key)
-    weights = np.tril(weights) if is_causal else weights
-    weights /= np.sum(weights, axis=-1, keepdims=True)
-    return np.einsum("bhts,bshv->bthv", weights, value)
