@@ -105,25 +105,27 @@ def scores(
     return jnp.stack([rmse, divergence, *law_scores(law, split), prior_kl])
 
 
+@partial(jax.jit, static_argnames="kernel")
+def scored(stacked: Split, frequencies: jax.Array, kernel: kernels.Kernel) -> jax.Array:
+    """The scores of frequencies (s, draws, m, d): (s, draws, scores); compiled once for each m."""
+
+    def of_split(arguments):
+        split, of_draws = arguments
+        reference = exact(split)
+        return jax.lax.map(lambda w: scores(split, w, reference, kernel), of_draws)
+
+    return jax.lax.map(of_split, (stacked, frequencies))
+
+
 def measured(
     scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
 ) -> np.ndarray:
     """Scores by split and draw, (s, draws, scores), in the units of the targets."""
     d, kernel = stacked.x.shape[-1], scheme.kernel
     m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
-
-    def of_split(arguments):
-        split, keys = arguments
-        reference = exact(split)
-
-        def draw(key):
-            w = kernels.frequencies(key, kernel, m, d, chosen)
-            return scores(split, w, reference, kernel)
-
-        return jax.lax.map(draw, keys)
-
-    arguments = stacked, uci.split_keys(len(scale), draws)
-    return in_units(jax.jit(partial(jax.lax.map, of_split))(arguments), scale)
+    draw = jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))
+    frequencies = jax.jit(partial(jax.lax.map, draw))(uci.split_keys(len(scale), draws))
+    return in_units(scored(stacked, frequencies, kernel), scale)
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
