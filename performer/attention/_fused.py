@@ -1,8 +1,8 @@
-"""The kernels for TPU as an implementation of `performer_attention`: what they take, and where.
+"""The kernels for TPU as an implementation of `performer_attention`.
 
-A program compiled for a TPU has the kernels of `_pallas`, forward and backward; compiled for
-something else, what `performer_attention` does without them. Which of the two is not known while a
-function is traced, so it is `jax.lax.platform_dependent`, inside one `jax.custom_vjp`.
+Only a program compiled for a TPU has the kernels of `_pallas`, forward and backward. The platform is
+unknown while a function is traced: `jax.lax.platform_dependent` chooses, inside one
+`jax.custom_vjp`.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from performer.attention._masks import Pairs
 from performer.attention._sizes import LANES, ROWS
 
 INTERPRET = False
-"""Kernels are interpreted, for tests: slow, and without a TPU."""
+"""Interpret kernels, for tests without a TPU: slow."""
 
 MEMORY = 15 * 2**20
-"""Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
+"""Bytes of the core's memory for a step of a kernel; the compiler allows 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
 WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
-"""Memory for each token and query head: so many times (h + v) elements, and so many bytes
-for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
-than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
+"""Memory for each token and query head: WIDTHS (h + v) elements, and FEATURES bytes for each
+feature, with elements of two and of four bytes; half more if (z, s) is wider than a register.
+Reported by the compiler for TPU v5e for the backward passes, rounded up."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which gradients are asked for, beside those of queries, keys and values."""
+    """Requested gradients, beside those of queries, keys and values."""
 
     of_query: bool
     of_key: bool
@@ -50,13 +50,13 @@ class Wanted:
 def with_kernels(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, state: object, plan: Plan
 ) -> Plan:
-    """The plan with the kernels if they take the call, else as it is, with a warning."""
+    """The plan with the kernels if they support the call; else unchanged, with a warning."""
     streams = state is not None or plan.return_state or plan.axis_name is not None
     reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
     if reason is None:
         sizes = heads_and_block(tokens, estimate, pairs.is_causal)
     if sizes is None:
-        warn(f"does not take {reason or LARGE}: attention is computed without the kernel")
+        warn(f"does not support {reason or LARGE}: attention is computed without the kernel")
         return plan
     if _sizes.platform() != "tpu" and not INTERPRET:
         warn(f"is for programs compiled for a TPU: those for {_sizes.platform()} have no kernel")
@@ -67,7 +67,7 @@ def with_kernels(
 def _refused(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
 ) -> str | None:
-    """Reason why the kernels do not support the call, whatever the sizes; None if they do."""
+    """Reason why the kernels do not support the call; None if they do."""
     sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
     widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
     dtypes = [x.dtype.name for x in tokens]
@@ -91,12 +91,12 @@ def _refused(
 
 @cache
 def warn(what: str) -> None:
-    """Says once that there is no kernel, and why."""
+    """Warn once that there is no kernel, and why."""
     warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
 
 
 def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tuple[int, int] | None:
-    """Key heads and tokens of a step of the kernels; None if not even one head fits."""
+    """Key heads and tokens of a step of the kernels; None if no head fits."""
     (query, key, value), frequencies = tokens, estimate.frequencies
     (t, n, h), s, (v, m) = query.shape[-3:], key.shape[-3], (value.shape[-1], frequencies.shape[-2])
     k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
@@ -115,7 +115,7 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
     found = [(heads(*choice), choice[1]) for choice in choices]
-    # While one head waits another computes: two at least, where that is possible.
+    # Two heads at least, if possible: while one waits, the other computes.
     pairs = [x for x in found if x[0] * (n // k) >= min(2, n)]
     return next((x for x in [*pairs, *found] if x[0]), None)
 
@@ -125,7 +125,7 @@ def attention(
 ) -> Float[Array, "b t n v"]:
     """Attention by the kernels on a TPU, by `ordinary` elsewhere.
 
-    No compiler splits a kernel: over the mesh in context each device has its part of the batch.
+    Compilers do not shard kernels: each device of the mesh in context has a part of the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -181,7 +181,7 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 
 
 def _varying(tree, *like):
-    """Inside `jax.shard_map` all vary over the axes that one of them, or of `like`, varies over."""
+    """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
     of_each = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
     axes = frozenset().union(*of_each)
 
@@ -199,12 +199,12 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
 
 
 def _operands(x: Arguments, scale: float):
-    """Operands in the layout of the kernels: tokens last, one of everything for each key head."""
-    from performer.attention._pallas import Operands  # a slow import, for those who use it
+    """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
+    from performer.attention._pallas import Operands  # slow to import
 
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
-    # As in the sums without kernels: the root of the scale goes into W, rounded once.
+    # The root of the scale is in W, rounded once, as without kernels.
     of_query, of_key = (
         jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.of_query, x.of_key)
     )

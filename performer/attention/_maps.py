@@ -1,7 +1,7 @@
-"""Tokens and the values of a call, to features of queries and of keys, as functions.
+"""Features of queries and of keys, as functions, from the values of a call.
 
-Shift, calibration, scale and weights of the features have their place here, so that the sums over
-keys know of none of them.
+Shift, calibration, scale and weights of features are applied here: the sums over keys do not know
+them.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Exact, Tokens, heads_of_keys
 from performer.attention._masks import Pairs
-from performer.attention._sizes import max_dim
 from performer.attention.calibration import (
     fold,
     for_heads,
@@ -29,7 +29,7 @@ from performer.typing import float32_or_wider
 
 
 class Arguments(NamedTuple):
-    """Arguments of the computation, after shift and calibration; all heads that have own sums."""
+    """Arguments after shift and calibration; keys have all heads that have sums of their own."""
 
     query: Float[Array, "b t n h"]
     keys: Keys
@@ -39,12 +39,12 @@ class Arguments(NamedTuple):
 
 
 def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> Arguments:
-    """Tokens, and the frequencies of both with their log-weights, after shift and calibration."""
+    """Apply shift and calibration to tokens and frequencies."""
     query, key, value = tokens
     if (wide := float32_or_wider(*tokens)) == jnp.float64:
         query, key, value = (x.astype(wide) for x in tokens)
     if pairs.log_weights is not None:
-        # Whatever stands where no key is, NaN too, and no gradient of it.
+        # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(pairs.log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
     query, key, *of_heads = _transformed(query, key, estimate, exact)
@@ -57,7 +57,7 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
             x if x is None or x.ndim == rank else jnp.repeat(x, heads // x.shape[0], axis=0)
             for x, rank in zip(of_heads, (2, 2, 1), strict=True)
         ]
-    if pairs.is_causal:  # as many keys as queries: later ones are in the future of all
+    if pairs.is_causal:  # as many keys as queries; no query sees later ones
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
     return Arguments(query, keys, *cast(Any, of_heads))
@@ -70,7 +70,7 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     given = estimate.query_frequencies
     own = of_key if given is None else given.astype(wide)
     of_features = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if exact.window:  # the kernel itself, no multiple of it
+    if exact.window:  # the kernel itself, not a multiple
         m, weight = of_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         of_features = even if of_features is None else of_features + math.log(weight)
@@ -79,13 +79,13 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
-    if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
+    if frequencies.ndim == 3:  # one calibration for each head of the frequencies
         calibration = for_heads(calibration, frequencies.shape[0])
     of_query, of_key, tilt = fold(calibration, of_key)
     if given is not None:
         of_query = fold(calibration, own)[0]
     if exact.window and calibration.scale is not None:
-        # e^{q.k} itself needs the queries, and so does their half norm.
+        # e^{q.k} itself and the half norm need the queries.
         query = transform_queries(calibration, query)
         of_query = of_key if given is None else own
     if exact.window and calibration.root is not None and tilt is not None:
@@ -98,7 +98,7 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
 def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     feature_map, keys = estimate.feature_map, x.keys
-    # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
+    # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
     of_query, of_key = (
         (w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.of_query, x.of_key)
     )
@@ -143,18 +143,18 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
 
 
 def _google(projections: Array, half_norm: Array, maximum: Array) -> features.Split:
-    """exp(. - maximum) + 1e-6, as the public code of Choromanski et al. 2021 has it."""
+    """exp(. - maximum) + 1e-6, as in the public code of Choromanski et al. 2021."""
     return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
 
 
 def _logarithm(weights: Array) -> Array:
-    """log of weights that may be 0, with gradients that are finite there."""
+    """log of weights that may be 0, where its gradient is finite."""
     positive = weights > 0
     return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)
 
 
 def _importance(split: features.Split, log_weights: Array, per_frequency: int) -> features.Split:
-    """The features of keys times the weights of their frequencies, (m,) or (k, m)."""
+    """Features of keys times the weights of their frequencies, (m,) or (k, m)."""
     log_weights = jnp.concatenate([log_weights] * per_frequency, axis=-1)
     exponent, factor = split
     *heads, m = log_weights.shape

@@ -18,28 +18,28 @@ z^T p is the output and s^T p = 1. With g the gradient of the output, and d for 
 c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
 of the frequencies are dx q^T and dl k^T.
 
-Bidirectional: where the tokens fit into one block, keys and queries are one kernel, and the
-backward pass folds its keys again; else each is a kernel that goes over blocks.
+Bidirectional: if the tokens fit into one block, keys and queries are one kernel, whose backward
+pass folds the keys again; else each is a kernel that iterates over blocks.
 
-Causal: one kernel, chunk by chunk. Of the keys before its chunk a query sees the state (c, s, z),
-which stays in the core's memory from chunk to chunk; those of its chunk it sees in pairs,
-stabilised as in `_sweep`: with mu_s the largest exponent of a key and nu_t that of a query,
+Causal: one kernel, chunk by chunk. Keys before the chunk enter through the state (c, s, z), which
+stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as in `_sweep`: with
+mu_s the largest exponent of a key and nu_t that of a query,
 
     A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
     w_st = (K_st + TINY) e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
 
-L and F are such that all weights p.s + sum_s w of a query sum to 1. The backward pass has them, one
-number a token each, and the state before each chunk, and goes over the chunks in reverse, with
-[dz ds] of the state after the chunk. There, with r = v^T g,
+L and F make all weights p.s + sum_s w of a query sum to 1. The backward pass reads them, one number
+a token each, and the state before each chunk. It iterates over the chunks in reverse, with [dz ds]
+of the state after the chunk. With r = v^T g,
 
     a = p.u + sum_s w_s r_s,   dy = dx + B * A D,   D = e^{M - F} (r - a)
     dl = A * B D^T + f (dz v + ds),   dv = dz^T f + g w^T
 
 and [dz ds] of the state before is e^{c - c'} times that after, plus p [g; -a]^T.
 
-Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
-make the normaliser and its gradient, are three operands each, that add up to 24 bits, and z and dz
-are two in z^T g and dz v, from which s a and -ds take the largest part away.
+Products have operands in the dtype of the inputs and sum in float32. In bfloat16 s and a, of the
+normaliser and its gradient, are three operands each, of 24 bits together; z and dz are two in z^T g
+and dz v, most of which s a and -ds cancel.
 """
 
 import dataclasses
@@ -59,14 +59,14 @@ from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
 CHUNK = LANES
-"""Tokens."""
+"""Tokens of a causal chunk."""
 
 
 class Operands(NamedTuple):
-    """Arrays of a call, or a gradient for each, or blocks or references: None for none.
+    """Arrays of a call, or gradients, blocks or references of them; None for none.
 
-    Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
-    (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
+    Tokens come last: query (b, n, h, t), key (b, k, h, s), value (b, k, v, s), W_q and W_k
+    (k, m, h), log-weights of features (k, m, 1) and of keys (b, k, 1, s).
     """
 
     query: Any = None
@@ -79,7 +79,7 @@ class Operands(NamedTuple):
 
 
 def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
-    """Products of heads (n, ., .), summed over these axes in float32."""
+    """Products of heads (n, ., .) over these axes, in float32."""
     return jax.lax.dot_general(
         left,
         right,
@@ -90,7 +90,7 @@ def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
 
 
 def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
-    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, of one, in float32."""
+    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, one in float32."""
     rows = [x]
     if dtype == jnp.bfloat16:
         high = x.astype(dtype).astype(x.dtype)
@@ -102,7 +102,7 @@ def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
 def fine(left: Array, right: Array) -> Array:
     """The product of float32 with an operand: in bfloat16 the left side is two operands.
 
-    They lie side by side in the sum, where 64 of its 128 places would be empty.
+    They lie side by side in the summed axis, of which 64 fill only half a register.
     """
     if right.dtype != jnp.bfloat16:
         return dot(left, right)
@@ -112,7 +112,7 @@ def fine(left: Array, right: Array) -> Array:
 
 
 def shared(x: Array, n: int) -> Array:
-    """One for each of n query heads, of which consecutive ones share a key head."""
+    """Repeat for n query heads; consecutive ones share a key head."""
     if len(x) == n:
         return x
     each = jnp.broadcast_to(x[:, None], (len(x), n // len(x), *x.shape[1:]))
@@ -120,7 +120,7 @@ def shared(x: Array, n: int) -> Array:
 
 
 def gathered(x: Array, k: int) -> Array:
-    """The sums over the query heads of each key head."""
+    """Sum over the query heads of each key head."""
     return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
 
 
@@ -137,7 +137,7 @@ def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
 def fold(
     exponents: Array, value: Array, c: Array | None = None, z: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """f, c and [z s], after those of earlier keys."""
+    """f, c and [z s], after c and [z s] of earlier keys."""
     largest = jnp.max(exponents, axis=2, keepdims=True)
     largest = largest if c is None else jnp.maximum(c, largest)
     f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
@@ -148,7 +148,7 @@ def fold(
 
 
 def columns(x: Array, count: int) -> Array:
-    """Return columns where there are `LANES` equal ones: one must be copied to all lanes first."""
+    """Repeat `LANES` equal columns to `count`; a single one broadcasts."""
     if x.shape[2] == 1:
         return x
     return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
@@ -186,9 +186,9 @@ def of_queries(x: Operands) -> Float[Array, "n m t"]:
 def attend(
     x: Operands, y: Array, c: Array, zs: Array, near: tuple[Array, Array] | None = None
 ) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
-    """The output and L, which is inf for a query without any key.
+    """The output and L, inf for a query without keys.
 
-    `near` has weights of pairs (n, s, t), relative to e^maximum, and the maximum (n, 1, t).
+    `near` is the weights of pairs (n, s, t) relative to e^maximum, and the maximum (n, 1, t).
     """
     n, dtype, width = len(x.query), x.query.dtype, zs.shape[1] - ROWS
     exponents = y + shared(c, n)
@@ -204,7 +204,7 @@ def attend(
 
 
 def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: Array, near=None):
-    """dx, [dz ds] and a; `near` has w and r of pairs (n, s, t)."""
+    """dx, [dz ds] and a; `near` is w and r of pairs (n, s, t)."""
     (n, k), width = (len(x.query), len(c)), gradient.shape[1]
     p = jnp.exp(y + shared(c, n) - L)
     s = shared(z[:, :, width : width + 1], n)
@@ -223,7 +223,7 @@ def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: 
 
 
 def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
-    """dk, dv and dl, to which `within` is added."""
+    """dk, dv and dl, which includes `within`."""
     dtype, width = x.key.dtype, x.value.shape[1]
     dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
     dl = within + f * (fine(dz, x.value) + ds)
@@ -233,7 +233,7 @@ def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | fl
 
 
 def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
-    """The i-th block of keys; past their number zeros, that do not count."""
+    """The i-th block of keys; keys past the last do not count."""
     inside = within(x.key.shape[2], length, i)
     if inside is None:
         return x
@@ -246,7 +246,7 @@ def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
 
 
 def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
-    """The i-th block of queries, their L and g; past their number p is 0."""
+    """The i-th block of queries, their L and g; p is 0 past the last."""
     inside = within(x.query.shape[2], length, i)
     if inside is None:
         return x, logsum, gradient
@@ -256,7 +256,7 @@ def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | i
 
 
 def within(block: int, length: int, i: Array | int) -> Array | None:
-    """Which tokens of the i-th block there are, (1, 1, block); None for all of every block."""
+    """Mask (1, 1, block) of the tokens in the i-th block; None if all blocks are full."""
     if length % block == 0:
         return None
     return i * block + jax.lax.broadcasted_iota(jnp.int32, (1, 1, block), 2) < length
@@ -274,12 +274,12 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     total = jnp.where(total == 0, 1.0, total)
     maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
     output, L = attend(x, y, c, zs, (weights / total, maximum))
-    # Without any key the maximum is -inf, and L is inf.
+    # Without keys the maximum is -inf, and L is inf.
     return output, L, finite(largest) - finite(maximum) + jnp.log(total) + L
 
 
 def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
-    """dk, dv, dy, dl and [dz ds] of the state before; `after` and dz are of the one after."""
+    """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c of that after it."""
     (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, of_queries(x)
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
@@ -296,7 +296,7 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, s
 
 
 def read(refs):
-    """The arrays of references."""
+    """Return the arrays of references."""
     return jax.tree.map(lambda ref: ref[...], refs)
 
 
@@ -314,7 +314,7 @@ def _keys(x, c, z, zs, wide, *, scale, lengths):
     wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])[1:]
     c[...] = wide[:, :, :1]
 
-    @pl.when(i == pl.num_programs(2) - 1)  # in the kernel: outside XLA may skip a rounding
+    @pl.when(i == pl.num_programs(2) - 1)  # outside the kernel XLA may skip a rounding
     def _():
         zs[...] = numerators(z[...], zs.dtype)
 
@@ -349,20 +349,16 @@ def _keys_backward(x, c, dz, grads, *, scale, lengths):
 
 
 def write_queries(x: Operands, dx: Array, grads: Operands) -> None:
-    """Gradients of the queries and, if they are wanted, of their frequencies."""
+    """Write gradients of the queries and, if wanted, of their frequencies."""
     dx = dx.astype(x.query.dtype)
     dq = dot(shared(x.of_query, len(x.query)).swapaxes(1, 2), dx)
     grads.query[...] = dq.astype(grads.query.dtype)
     if grads.of_query is not None:
-        add(
-            grads.of_query,
-            gathered(dot(dx, x.query, (2, 2)), len(x.of_query)),
-            _first(),
-        )
+        add(grads.of_query, gathered(dot(dx, x.query, (2, 2)), len(x.of_query)), _first())
 
 
 def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) -> None:
-    """Gradients of keys and values and of what else has to do with the keys and is wanted."""
+    """Write gradients of keys, values and, if wanted, of the weights and frequencies of keys."""
     grads.key[...], grads.value[...] = dk.astype(grads.key.dtype), dv.astype(grads.value.dtype)
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
@@ -373,7 +369,7 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
 
 
 def start(c, z, first: Array) -> None:
-    """The state of no keys, at the first step of the grid."""
+    """Set the state of no keys at the first step of the grid."""
 
     @pl.when(first)
     def _():
@@ -382,7 +378,7 @@ def start(c, z, first: Array) -> None:
 
 
 def add(ref, value: Array, first: Array) -> None:
-    """A sum over steps of the grid, from nothing at the first."""
+    """Add to a sum over steps of the grid."""
 
     @pl.when(first)
     def _():
@@ -397,7 +393,7 @@ def _first() -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """An array, or that of a kernel's result, and whether it is cut along tokens, or is a state."""
+    """An operand or result: "tokens", cut along them, "weights", "state" or "states" of chunks."""
 
     array: Any
     kind: str
@@ -405,7 +401,7 @@ class Piece:
     def spec(self, settings: Kernel, k: int, last: int | None) -> pl.BlockSpec:
         """The block of a step (group of heads, batch entry, tokens) of the grid.
 
-        Of the steps of tokens, `last` is the first if it is not None.
+        Steps of tokens run backwards from `last` if it is not None.
         """
         shape = self.array.shape
 
@@ -433,10 +429,10 @@ def operands(x: Operands) -> Operands:
 
 
 def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bool = False):
-    """The arrays of the pieces `outs`, by a kernel that sees one block of each piece at a time.
+    """Run a kernel over the blocks of the pieces; return the arrays of `outs`.
 
-    The kernel gets references to the blocks of `ins`, `outs` and, to keep from step to step of the
-    tokens, to arrays of the shapes `scratch` for its heads.
+    Its arguments are references to the blocks of `ins` and `outs`, and to arrays of the shapes
+    `scratch` for its heads, which persist over the steps of tokens.
     """
     leaves = jax.tree.leaves((ins, outs))
     k = next(len(x.array) for x in leaves if x.kind == "weights")
@@ -450,7 +446,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
         ]
         for tree in (ins, outs)
     )
-    # Inside `jax.shard_map` the results vary over the axes that an argument varies over.
+    # Inside `jax.shard_map` results vary over the axes of the arguments.
     varies = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(ins[0])]
     results = jax.tree.map(lambda x: Out(x.shape, x.dtype, manual_axis_type=varies[0]), outs[0])
     sums = any(len(x.shape) == 3 for x in jax.tree.leaves(outs[0]))
@@ -468,8 +464,8 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
     )(*ins[0])
 
 
-def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and for the backward pass L and (c, [z s]): small, so always."""
+def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
@@ -488,7 +484,7 @@ def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool = True):
 def backward_of_blocks(
     x: Operands, settings: Kernel, wanted, logsum, state, gradient: Array
 ) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     t, s = x.query.shape[3], x.key.shape[3]
     run = partial(call, settings=settings, lengths=(t, s))
     grads = gradients(x, wanted)
@@ -505,7 +501,7 @@ def backward_of_blocks(
 
 
 def gradients(x: Operands, wanted) -> Operands:
-    """Shapes and dtypes of the gradients that are wanted; those of weights are float32."""
+    """Shapes and dtypes of the wanted gradients; those of frequencies and weights are float32."""
     like = Operands(
         *(y if getattr(wanted, name, True) else None for name, y in x._asdict().items())
     )
@@ -554,8 +550,8 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
     write_keys(x, dk, dv, dl, grads)
 
 
-def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and for the backward pass L and F and the states before chunks."""
+def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t); for the backward pass (L, F) and the states before chunks."""
     (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
     chunks, state = -(-t // CHUNK), ((m, 1), (m, width + ROWS))
     logs = states = None
@@ -569,7 +565,7 @@ def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool = True):
 
 
 def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, gradient) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     t, width = x.query.shape[3], x.value.shape[2]
     ins = operands(x), pieces(states, "states"), pieces(logs, "tokens")
     ins = *ins, pieces(gradient, "tokens")
@@ -578,13 +574,13 @@ def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, grad
     return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
 
 
-def forward(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and what the backward pass needs."""
+def forward(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t), and the residuals of the backward pass."""
     run = forward_of_chunks if settings.is_causal else forward_of_blocks
     return run(x, settings, residuals)
 
 
 def backward(x: Operands, settings: Kernel, wanted, logs, states, gradient: Array) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     run = backward_of_chunks if settings.is_causal else backward_of_blocks
     return run(x, settings, wanted, logs, states, gradient)
