@@ -1,7 +1,7 @@
 """The kernels for TPU as an implementation of `performer_attention`.
 
-Only a program compiled for a TPU has the kernels of `_pallas`, forward and backward. The platform is
-unknown while a function is traced: `jax.lax.platform_dependent` chooses, inside one
+Only a program compiled for a TPU has the kernels of `_pallas`, forward and backward. The platform
+is unknown while a function is traced: `jax.lax.platform_dependent` chooses, inside one
 `jax.custom_vjp`.
 """
 
