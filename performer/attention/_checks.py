@@ -104,8 +104,8 @@ def with_one_batch_axis(tokens: Tokens) -> Tokens:
     for name, x in tokens._asdict().items():
         check_dtype(name, x)
     shapes, axes = [x.shape for x in tokens], tokens.query.ndim - 3
-    (*lead, _, n, h), (*of_keys, s, k, width), of_values = shapes
-    if not (lead == of_keys and h == width and of_values[:-1] == (*lead, s, k)) or not k or n % k:
+    (*lead, _, n, h), (*also, s, k, width), (*rest, _) = shapes
+    if not (lead == also and h == width and rest == [*lead, s, k]) or not k or n % k:
         raise ValueError(
             f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
             " head_dim must be the same, lengths and heads those of key for value, and the heads of"

@@ -69,8 +69,8 @@ def as_seen(keys: Keys, side: str) -> Keys:
     """Keys weighted as for queries before all of them, "since", or after all, "until"."""
     if keys.log_decay is None:
         return keys
-    of_tokens = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]  # (b, k, s)
-    weights = jnp.swapaxes(of_tokens, 1, 2)
+    per_token = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]  # (b, k, s)
+    weights = jnp.swapaxes(per_token, 1, 2)
     if keys.log_weights is not None:
         weights = weights + keys.log_weights
     return keys._replace(log_weights=weights)

@@ -41,9 +41,9 @@ Reported by the compiler for TPU v5e for the backward passes, rounded up."""
 class Wanted:
     """Requested gradients, beside those of queries, keys and values."""
 
-    of_query: bool
-    of_key: bool
-    of_features: bool
+    w_query: bool
+    w_key: bool
+    feature_bias: bool
     log_weights: bool
 
 
@@ -104,8 +104,8 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
 
     def heads(kind: str, block: int) -> int:
         wide = 1.5 if v + ROWS > LANES else 1.0
-        of_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
-        most = MEMORY // (of_token * block * (n // k))
+        per_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
+        most = MEMORY // (per_token * block * (n // k))
         return max((x for x in range(1, k + 1) if k % x == 0 and x <= most), default=0)
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
@@ -182,8 +182,8 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 
 def _varying(tree, *like):
     """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
-    of_each = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
-    axes = frozenset().union(*of_each)
+    axes_of = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*axes_of)
 
     def cast(y):
         missing = axes - jax.typeof(y).manual_axis_type.varying
@@ -202,18 +202,18 @@ def _operands(x: Arguments, scale: float):
     """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
     from performer.attention._pallas import Operands  # slow to import
 
-    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
+    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # The root of the scale is in W, rounded once, as without kernels.
-    of_query, of_key = (
-        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.of_query, x.of_key)
+    w_query, w_key = (
+        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.w_query, x.w_key)
     )
-    of_features, log_weights = x.of_features, x.keys.log_weights
-    if of_features is not None:
-        of_features = jnp.broadcast_to(of_features, (k, m))[..., None]
+    feature_bias, log_weights = x.feature_bias, x.keys.log_weights
+    if feature_bias is not None:
+        feature_bias = jnp.broadcast_to(feature_bias, (k, m))[..., None]
     if log_weights is not None:
         log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
-    return Operands(query, key, value, of_query, of_key, of_features, log_weights)
+    return Operands(query, key, value, w_query, w_key, feature_bias, log_weights)
 
 
 def _forward(x: Arguments, settings: Kernel, residuals: bool):

@@ -33,9 +33,9 @@ class Arguments(NamedTuple):
 
     query: Float[Array, "b t n h"]
     keys: Keys
-    of_query: Float[Array, "*k m h"]
-    of_key: Float[Array, "*k m h"]
-    of_features: Float[Array, "*k m"] | None
+    w_query: Float[Array, "*k m h"]
+    w_key: Float[Array, "*k m h"]
+    feature_bias: Float[Array, "*k m"] | None
 
 
 def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> Arguments:
@@ -47,61 +47,59 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
         # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(pairs.log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    query, key, *of_heads = _transformed(query, key, estimate, exact)
+    query, key, *per_head = _transformed(query, key, estimate, exact)
     keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
     t, n, k = *query.shape[1:3], key.shape[2]
     heads = heads_of_keys(n, k, estimate, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
         keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
-        of_heads = [
+        per_head = [
             x if x is None or x.ndim == rank else jnp.repeat(x, heads // x.shape[0], axis=0)
-            for x, rank in zip(of_heads, (2, 2, 1), strict=True)
+            for x, rank in zip(per_head, (2, 2, 1), strict=True)
         ]
     if pairs.is_causal:  # as many keys as queries; no query sees later ones
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
-    return Arguments(query, keys, *cast(Any, of_heads))
+    return Arguments(query, keys, *cast(Any, per_head))
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     frequencies, calibration = estimate.frequencies, estimate.calibration
     wide = float32_or_wider(key)
-    of_key = frequencies.astype(wide)
+    w_key = frequencies.astype(wide)
     given = estimate.query_frequencies
-    own = of_key if given is None else given.astype(wide)
-    of_features = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
+    own = w_key if given is None else given.astype(wide)
+    feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
     if exact.window:  # the kernel itself, not a multiple
-        m, weight = of_key.shape[-2], estimate.feature_map.weight
+        m, weight = w_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
-        of_features = even if of_features is None else of_features + math.log(weight)
+        feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
     if calibration is None:
-        return query, key, own, of_key, of_features
+        return query, key, own, w_key, feature_bias
     root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each head of the frequencies
         calibration = for_heads(calibration, frequencies.shape[0])
-    of_query, of_key, tilt = fold(calibration, of_key)
+    w_query, w_key, tilt = fold(calibration, w_key)
     if given is not None:
-        of_query = fold(calibration, own)[0]
+        w_query = fold(calibration, own)[0]
     if exact.window and calibration.scale is not None:
         # e^{q.k} itself and the half norm need the queries.
         query = transform_queries(calibration, query)
-        of_query = of_key if given is None else own
+        w_query = w_key if given is None else own
     if exact.window and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
-    both = [x for x in (of_features, tilt) if x is not None]
-    of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
-    return query, (moved / root).astype(key.dtype), of_query, of_key, of_features
+    both = [x for x in (feature_bias, tilt) if x is not None]
+    feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
+    return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias
 
 
 def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     feature_map, keys = estimate.feature_map, x.keys
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
-    of_query, of_key = (
-        (w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.of_query, x.of_key)
-    )
+    w_query, w_key = ((w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.w_query, x.w_key))
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
@@ -112,7 +110,7 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
         return estimate.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
 
     def query_map(x):
-        projections = project(x, of_query)
+        projections = project(x, w_query)
         if estimate.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
@@ -122,22 +120,22 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
 
     offset = None
     if estimate.google:
-        projections = project(keys.key.transpose(2, 0, 1, 3), of_key)  # (k, b, s, m)
+        projections = project(keys.key.transpose(2, 0, 1, 3), w_key)  # (k, b, s, m)
         if keys.log_weights is not None:
             absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
             projections = jnp.where(absent, -jnp.inf, projections)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
 
     def key_map(y):
-        projections = project(y, of_key)
+        projections = project(y, w_key)
         if offset is None:
             out = feature_map.split(projections, half_norm(y))
         else:
             maximum = offset.reshape(*offset.shape, *[1] * (y.ndim - 2))
             out = _google(projections, half_norm(y), maximum)
-        if x.of_features is None:
+        if x.feature_bias is None:
             return out
-        return _importance(out, x.of_features, feature_map.features_per_frequency)
+        return _importance(out, x.feature_bias, feature_map.features_per_frequency)
 
     return query_map, key_map
 

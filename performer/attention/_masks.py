@@ -76,8 +76,8 @@ def log_weights(
     if given is None:
         return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
     weights = jnp.asarray(given)
-    of_heads = weights.ndim > len(lead) + 1
-    want = (*lead, s, k) if of_heads else (*lead, s)
+    has_heads = weights.ndim > len(lead) + 1
+    want = (*lead, s, k) if has_heads else (*lead, s)
     if not _broadcasts(weights.shape, want):
         raise ValueError(
             f"key_log_weights has shape {weights.shape}; expected one that broadcasts to (batch,"
@@ -90,7 +90,7 @@ def log_weights(
             f"key_log_weights has dtype {weights.dtype} and the entry {bad}; expected floats, the"
             " logarithms of weights, below inf; -inf where there is no key"
         )
-    return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
+    return _joined(weights, exists, want, (b, s, k if has_heads else 1), dtype)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))  # a single dispatch outside jit

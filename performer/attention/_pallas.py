@@ -72,9 +72,9 @@ class Operands(NamedTuple):
     query: Any = None
     key: Any = None
     value: Any = None
-    of_query: Any = None
-    of_key: Any = None
-    of_features: Any = None
+    w_query: Any = None
+    w_key: Any = None
+    feature_bias: Any = None
     log_weights: Any = None
 
 
@@ -124,14 +124,14 @@ def gathered(x: Array, k: int) -> Array:
     return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
 
 
-def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
+def key_exponents(x: Operands, scale: float) -> Float[Array, "k m s"]:
     """l."""
     squares = jnp.square(x.key.astype(jnp.float32))
-    of_tokens = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
+    token_exponents = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
     if x.log_weights is not None:
-        of_tokens += x.log_weights
-    exponents = dot(x.of_key, x.key) + of_tokens
-    return exponents if x.of_features is None else exponents + x.of_features
+        token_exponents += x.log_weights
+    exponents = dot(x.w_key, x.key) + token_exponents
+    return exponents if x.feature_bias is None else exponents + x.feature_bias
 
 
 def fold(
@@ -178,9 +178,9 @@ def in_chunk(x: Operands, y: Array, exponents: Array):
     return A, B, K, jnp.where(s <= t, mu.swapaxes(1, 2), -jnp.inf)
 
 
-def of_queries(x: Operands) -> Float[Array, "n m t"]:
+def query_exponents(x: Operands) -> Float[Array, "n m t"]:
     """y."""
-    return dot(shared(x.of_query, len(x.query)), x.query)
+    return dot(shared(x.w_query, len(x.query)), x.query)
 
 
 def attend(
@@ -227,7 +227,7 @@ def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | fl
     dtype, width = x.key.dtype, x.value.shape[1]
     dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
     dl = within + f * (fine(dz, x.value) + ds)
-    dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
+    dk = dot(x.w_key.swapaxes(1, 2), dl.astype(dtype))
     dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
     return dk, dot(dz.astype(dtype).swapaxes(1, 2), f.astype(dtype)), dl
 
@@ -264,7 +264,7 @@ def within(block: int, length: int, i: Array | int) -> Array | None:
 
 def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     """The output, L and F."""
-    n, y = len(x.query), of_queries(x)
+    n, y = len(x.query), query_exponents(x)
     _, _, K, M = in_chunk(x, y, exponents)
     nu, largest = jnp.max(y, axis=1, keepdims=True), jnp.max(M, axis=1, keepdims=True)
     weights = (K + TINY) * shared(jnp.exp(M - finite(largest)), n)
@@ -280,18 +280,18 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
 
 def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
     """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c of that after it."""
-    (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, of_queries(x)
+    (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, query_exponents(x)
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
     w, r = (K + TINY) * near, dot(shared(x.value, n), gradient, (1, 1))
-    dx, of_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
+    dx, dz_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
     D = (near * (r - a)).astype(dtype)
     dy = dx + B * dot(A.astype(dtype), D)
     within = gathered(A * dot(B.astype(dtype), D, (2, 2)), k)
     f = jnp.exp(exponents - finite(after))
     dk, dv, dl = from_keys(x, f, dz, scale, within)
     dv += gathered(dot(gradient, w.astype(dtype), (2, 2)), k)
-    dz = dz * jnp.exp(c - finite(after)) + of_before
+    dz = dz * jnp.exp(c - finite(after)) + dz_before
     return dk, dv, dy, dl, dz
 
 
@@ -302,8 +302,8 @@ def read(refs):
 
 def _forward(x, output, logsum, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
-    _, c, z = fold(exponents_of_keys(x, scale), x.value)
-    out, logsum[...] = attend(x, of_queries(x), c, numerators(z, x.query.dtype))
+    _, c, z = fold(key_exponents(x, scale), x.value)
+    out, logsum[...] = attend(x, query_exponents(x), c, numerators(z, x.query.dtype))
     output[...] = out.astype(output.dtype)
 
 
@@ -311,7 +311,7 @@ def _keys(x, c, z, zs, wide, *, scale, lengths):
     i = pl.program_id(2)
     start(wide, z, i == 0)
     x = real_keys(read(x), lengths[1], i)
-    wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])[1:]
+    wide[...], z[...] = fold(key_exponents(x, scale), x.value, wide[...], z[...])[1:]
     c[...] = wide[:, :, :1]
 
     @pl.when(i == pl.num_programs(2) - 1)  # outside the kernel XLA may skip a rounding
@@ -321,15 +321,15 @@ def _keys(x, c, z, zs, wide, *, scale, lengths):
 
 def _queries(x, c, zs, output, logsum, *, scale, lengths):
     x = read(x)
-    out, logsum[...] = attend(x, of_queries(x), c[...], zs[...])
+    out, logsum[...] = attend(x, query_exponents(x), c[...], zs[...])
     output[...] = out.astype(output.dtype)
 
 
 def _backward(x, logsum, gradient, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
-    f, c, z = fold(exponents_of_keys(x, scale), x.value)
+    f, c, z = fold(key_exponents(x, scale), x.value)
     x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
-    dx, dz, _ = from_queries(x, of_queries(x), c, z, logsum, gradient)
+    dx, dz, _ = from_queries(x, query_exponents(x), c, z, logsum, gradient)
     write_queries(x, dx, grads)
     write_keys(x, *from_keys(x, f, dz, scale), grads)
 
@@ -337,24 +337,24 @@ def _backward(x, logsum, gradient, grads, *, scale, lengths):
 def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
     x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    dx, of_block, _ = from_queries(x, of_queries(x), c[...], z[...], logsum, gradient)
-    add(dz, of_block, i == 0)
+    dx, dz_block, _ = from_queries(x, query_exponents(x), c[...], z[...], logsum, gradient)
+    add(dz, dz_block, i == 0)
     write_queries(x, dx, grads)
 
 
 def _keys_backward(x, c, dz, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1], pl.program_id(2))
-    f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
+    f = jnp.exp(key_exponents(x, scale) - finite(c[...]))
     write_keys(x, *from_keys(x, f, dz[...], scale), grads)
 
 
 def write_queries(x: Operands, dx: Array, grads: Operands) -> None:
     """Write gradients of the queries and, if wanted, of their frequencies."""
     dx = dx.astype(x.query.dtype)
-    dq = dot(shared(x.of_query, len(x.query)).swapaxes(1, 2), dx)
+    dq = dot(shared(x.w_query, len(x.query)).swapaxes(1, 2), dx)
     grads.query[...] = dq.astype(grads.query.dtype)
-    if grads.of_query is not None:
-        add(grads.of_query, gathered(dot(dx, x.query, (2, 2)), len(x.of_query)), _first())
+    if grads.w_query is not None:
+        add(grads.w_query, gathered(dot(dx, x.query, (2, 2)), len(x.w_query)), _first())
 
 
 def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) -> None:
@@ -362,10 +362,10 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
     grads.key[...], grads.value[...] = dk.astype(grads.key.dtype), dv.astype(grads.value.dtype)
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
-    if grads.of_key is not None:
-        add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
-    if grads.of_features is not None:
-        add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
+    if grads.w_key is not None:
+        add(grads.w_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
+    if grads.feature_bias is not None:
+        add(grads.feature_bias, jnp.sum(dl, axis=2, keepdims=True), _first())
 
 
 def start(c, z, first: Array) -> None:
@@ -466,7 +466,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
 
 def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool):
     """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
     output = pieces(output, "tokens")
@@ -475,9 +475,9 @@ def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool):
     shapes = (m, 1), (m, width + ROWS), (width + ROWS, m)
     dtypes = jnp.float32, jnp.float32, x.query.dtype
     outs = [Out((b, k, *y), dtype) for y, dtype in zip(shapes, dtypes, strict=True)]
-    ins, outs = (operands(_of_keys(x)),), pieces(outs, "state")
+    ins, outs = (operands(_key_operands(x)),), pieces(outs, "state")
     c, z, zs = run(_keys, ins=ins, outs=outs, scratch=[(m, LANES)])
-    ins = operands(_of_queries(x)), *pieces((c, zs), "state")
+    ins = operands(_query_operands(x)), *pieces((c, zs), "state")
     return *run(_queries, ins=ins, outs=output), (c, z)
 
 
@@ -493,11 +493,11 @@ def backward_of_blocks(
         return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
     c, z = state
     state, dz = pieces(state, "state"), pieces(Out(z.shape, z.dtype), "state")
-    ins, outs = (operands(_of_queries(x)), *state, *rows), (operands(_of_queries(grads)), dz)
-    of_queries, dz = run(_queries_backward, ins=ins, outs=outs)
-    ins = operands(_of_keys(x)), *pieces((c, dz), "state")
-    (of_keys,) = run(_keys_backward, ins=ins, outs=(operands(_of_keys(grads)),))
-    return of_keys._replace(query=of_queries.query, of_query=of_queries.of_query)
+    ins, outs = (operands(_query_operands(x)), *state, *rows), operands(_query_operands(grads))
+    query_grads, dz = run(_queries_backward, ins=ins, outs=(outs, dz))
+    ins = operands(_key_operands(x)), *pieces((c, dz), "state")
+    (key_grads,) = run(_keys_backward, ins=ins, outs=(operands(_key_operands(grads)),))
+    return key_grads._replace(query=query_grads.query, w_query=query_grads.w_query)
 
 
 def gradients(x: Operands, wanted) -> Operands:
@@ -508,19 +508,19 @@ def gradients(x: Operands, wanted) -> Operands:
     return jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
 
 
-def _of_keys(x: Operands) -> Operands:
-    return x._replace(query=None, of_query=None)
+def _key_operands(x: Operands) -> Operands:
+    return x._replace(query=None, w_query=None)
 
 
-def _of_queries(x: Operands) -> Operands:
-    return Operands(query=x.query, of_query=x.of_query)
+def _query_operands(x: Operands) -> Operands:
+    return Operands(query=x.query, w_query=x.w_query)
 
 
 def _causal(x, output, logs, states, c, z, *, scale, lengths):
     i = pl.program_id(2)
     start(c, z, i == 0)
     x = real_keys(read(x), lengths[1], i)
-    exponents = exponents_of_keys(x, scale)
+    exponents = key_exponents(x, scale)
     before = c[...], z[...]
     if states is not None:
         states[0][...], states[1][...] = before[0][:, :, :1], before[1]
@@ -539,7 +539,7 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
         dz[...] = jnp.zeros_like(dz)
 
     x = real_keys(read(x), lengths[1], i)
-    exponents = exponents_of_keys(x, scale)
+    exponents = key_exponents(x, scale)
     c, z = read(states)
     after = jnp.maximum(c, jnp.max(exponents, axis=2, keepdims=True))
     x, (L, F), gradient = real_queries(x, read(logs), gradient[...], lengths[0], i)
@@ -552,7 +552,7 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
 
 def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool):
     """The output (b, n, v, t); for the backward pass (L, F) and the states before chunks."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
     chunks, state = -(-t // CHUNK), ((m, 1), (m, width + ROWS))
     logs = states = None
     if residuals:
@@ -570,7 +570,7 @@ def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, grad
     ins = operands(x), pieces(states, "states"), pieces(logs, "tokens")
     ins = *ins, pieces(gradient, "tokens")
     outs = (operands(gradients(x, wanted)),)
-    scratch = ((x.of_key.shape[1], width + ROWS),)
+    scratch = ((x.w_key.shape[1], width + ROWS),)
     return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
 
 

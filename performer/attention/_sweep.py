@@ -52,9 +52,9 @@ from performer.attention.state import (
     flat,
     heads_first,
     normalised,
-    of_keys,
     operand_dtype,
     pad,
+    state_of,
     weighted,
 )
 from performer.features import Split
@@ -163,15 +163,15 @@ def sweep(
 
     queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)
     queries = queries.reshape(*queries.shape[:4], g * s, h)
-    of_keys = jax.tree.map(chunks, extended(keys, 0, more))
-    around = segments = of_near = None
+    state_keys = jax.tree.map(chunks, extended(keys, 0, more))
+    around = segments = near_ids = None
     if ids is not None:
-        segments = of_near = chunks(ids[..., None])[:, 0]
+        segments = near_ids = chunks(ids[..., None])[:, 0]
     if near:
         around = jax.tree.map(partial(chunks, beside=sides), extended(near.keys, s, more + s))
         if ids is not None:
-            of_near = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
-    xs = Block(queries, of_keys, segments, around, of_near)
+            near_ids = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
+    xs = Block(queries, state_keys, segments, around, near_ids)
     start, later, own = _edge(ends[0], xs, 0), None, None
     if ends[1] is not None:
         # Without segments and decay queries on both sides see the same state of a chunk.
@@ -269,7 +269,7 @@ def _own(
         segment = ids[..., 0 if after else -1]  # (b, c)
         split = weighted(split, jnp.where(ids == segment[..., None], 0.0, -jnp.inf))
         segment = segment.T
-    state = of_keys(split, value)  # (k, b, c, m)
+    state = state_of(split, value)  # (k, b, c, m)
     axis = state.maximum.ndim - 2
     state, fading = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (state, fading))
     return Own(state, segment, fading)
@@ -332,8 +332,8 @@ def _block(
         parts.append((*_passed(_own(*features, x.ids, True), later, True)[0], until))
     allowed = _allowed(x, start, groups, is_causal=later is None)
     split = jax.tree.map(flat, maps[0](x.query))
-    of_query = None if x.ids is None else _for_groups(x.ids, groups)
-    rows = far = far_rows(split, parts, of_query, dtype)
+    query_ids = None if x.ids is None else _for_groups(x.ids, groups)
+    rows = far = far_rows(split, parts, query_ids, dtype)
     if x.near is not None:
         key, near_value, log_weights = jax.tree.map(flat, x.near[:3])
         logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
@@ -368,10 +368,10 @@ def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, 
     return None if allowed is None else _for_groups(allowed, groups, -2)
 
 
-def _weighed(logits: Array, allowed: Array | None, of_pairs: Array | None) -> Array:
+def _weighed(logits: Array, allowed: Array | None, pair_bias: Array | None) -> Array:
     """Logits with log-weights of pairs, -inf where the pair is not allowed."""
-    if of_pairs is not None:
-        logits = logits + of_pairs
+    if pair_bias is not None:
+        logits = logits + pair_bias
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
@@ -415,7 +415,7 @@ def _within(
     query_split: Split,
     key_split: Split,
     allowed: Array | None,
-    of_pairs: Array | None,
+    pair_bias: Array | None,
     least: float,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"], Float[Array, "*c t"]]:
@@ -432,7 +432,7 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    scores = _weighed(mu[..., None, :], allowed, of_pairs)
+    scores = _weighed(mu[..., None, :], allowed, pair_bias)
     largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     bound = jnp.exp(scores - finite(largest)[..., None])
     if query_split[0].shape[-1] == 1:  # features share the exponent: none underflows alone
@@ -447,25 +447,25 @@ def _within(
 
 
 def _in_logarithms(
-    maps, query: Array, keys: Keys, allowed, of_pairs, lost: Array, rows: Rows
+    maps, query: Array, keys: Keys, allowed, pair_bias, lost: Array, rows: Rows
 ) -> Rows:
     """The rows of a block, lost ones with the keys of their chunk, pair by pair."""
     query_split = jax.tree.map(flat, maps[0](query))
     key_split, value, _ = _flat_features(maps[1], keys)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def of_key(split):  # (k, b, c, m)
-        (exponent, factor), (of_key, factor_of_key) = query_split, split
-        exponent = exponent + of_key[..., None, :]
+    def log_kernel(split):  # (k, b, c, m)
+        (exponent, factor), (key_exponent, key_factor) = query_split, split
+        exponent = exponent + key_exponent[..., None, :]
         if factor is not None:
-            factor = factor * factor_of_key[..., None, :]
+            factor = factor * key_factor[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
         total = jnp.sum(exponentials((exponent, factor), maximum[..., None]), axis=-1)
         return maximum + jnp.log(jnp.where(total == 0, 1.0, total))
 
     by_key = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), key_split)
-    kernel = jnp.moveaxis(jax.lax.map(of_key, by_key), 0, -1)
-    again = softmax_rows(_weighed(kernel, allowed, of_pairs), value)
+    kernel = jnp.moveaxis(jax.lax.map(log_kernel, by_key), 0, -1)
+    again = softmax_rows(_weighed(kernel, allowed, pair_bias), value)
     both = merge(rows, again)  # lost rows have the maximum LAST, which counts for nothing
     return Rows(
         jnp.where(lost, both.maximum, rows.maximum),

@@ -113,10 +113,10 @@ def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k 
         fading, elapsed = None, state.first.log_decay
         if elapsed is not None:
             places = state.position[:, None] - w - filled + index
-            of_tokens, gone = (
+            per_token, gone = (
                 _faded_first(cast(Array, x.log_decay), places, f) for x in (around, folded)
             )
-            fading = elapsed[:, None] + take(of_tokens, w + filled + jnp.arange(t))
+            fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t))
             first = first._replace(log_decay=elapsed + gone[:, -1])
         rows = merge(rows, _exact(query, first, scale, _reached(place, f), fading))
     return ratio(rows), WindowState(after, near, first, state.position + t)

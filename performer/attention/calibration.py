@@ -193,11 +193,11 @@ def _pair_moments(
     logits = _dot("kbgth,kbsh->kbgts", query, key)
     attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
     attention = attention / query[0, ..., 0].size
-    of_query, of_key = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
+    query_weights, key_weights = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
     query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
-    query_query = _dot("kbgt,kbgty,kbgtz->kyz", of_query, query, query)
+    query_query = _dot("kbgt,kbgty,kbgtz->kyz", query_weights, query, query)
     query_key = _dot("kbgts,kbgty,kbsz->kyz", attention, query, key)
-    key_key = _dot("kbs,kbsy,kbsz->kyz", of_key, key, key)
+    key_key = _dot("kbs,kbsy,kbsz->kyz", key_weights, key, key)
     return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
 
 
@@ -245,13 +245,13 @@ def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
     to_v = jnp.concatenate([M, inverse], axis=-1)
     mean_v = _apply(M, queries) + _apply(inverse, keys - c)
     size = _dot("...xy,...yy,...xy->...", to_v, covariance, to_v)[..., None, None]
-    of_v = _transform(to_v, covariance)
-    of_v = of_v + ROUNDING * size * _eye(of_v)
+    spread = _transform(to_v, covariance)
+    spread = spread + ROUNDING * size * _eye(spread)
     if "proposal" in names:
-        return calibration._replace(mean=mean_v, root=_best_root(of_v))
+        return calibration._replace(mean=mean_v, root=_best_root(spread))
     if "tilt" not in names and "traceless" not in names:
         return calibration
-    root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
+    root = _best_root(spread + mean_v[..., :, None] * mean_v[..., None, :])
     if "traceless" in names:
         root = root / jnp.sqrt(jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h)
     return calibration._replace(root=root)
@@ -276,8 +276,8 @@ def fold(
     log_weights = None
     if w is not frequencies:
         log_weights = jnp.sum(jnp.broadcast_to(frequencies, w.shape) ** 2 - w**2, axis=-1) / 2
-    of_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
-    return of_query, w, log_weights
+    w_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
+    return w_query, w, log_weights
 
 
 def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
@@ -348,12 +348,12 @@ def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...
     return tuple("traceless" if name == "tilt" else name for name in names)
 
 
-def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+def _balance(Cq: Array, Ck: Array) -> tuple[Array, Array]:
     """M and M^-1 with M Cov(q) M = M^-1 Cov(k) M^-1, of regularised covariances."""
-    (of_queries, a), (of_keys, b) = _regularised(of_queries), _regularised(of_keys)
+    (Cq, a), (Ck, b) = _regularised(Cq), _regularised(Ck)
     # A^-1 # B = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2 (Bhatia 2007, Eq. 4.10)
-    root, inverse_root = _square_root(of_queries)
-    middle, _ = _square_root(_transform(root, of_keys))
+    root, inverse_root = _square_root(Cq)
+    middle, _ = _square_root(_transform(root, Ck))
     M, inverse = _square_root(_transform(inverse_root, middle))
     # One Newton step makes them inverse to each other, up to rounding.
     inverse = 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)

@@ -321,13 +321,13 @@ def _sums(
         keys = extended(keys, 0, 1)
     query = x.query.reshape(b, t, k, n // k, h)
     maps = _maps.feature_maps(x._replace(keys=keys), estimate, exact)
-    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.of_query, x.of_key)
+    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
     if exact.window:
         assert not isinstance(state, State)
-        of = estimate.scale, exact, pairs.is_causal, plan
-        call = _window.Call(maps, query, keys, nothing, *of)
+        how = estimate.scale, exact, pairs.is_causal, plan
+        call = _window.Call(maps, query, keys, nothing, *how)
         output, state = _window.attention(call, ids, state)
     else:
         assert not isinstance(state, WindowState)

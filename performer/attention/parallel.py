@@ -70,8 +70,8 @@ def _of_some(state: State, axis_name: str, which, log_decay: Array | None) -> St
     some = which(devices, here)
     if log_decay is not None:
         between = which(devices[:, None], devices) & some  # [i, j]: j is between i and here
-        of_devices = jax.lax.all_gather(log_decay, axis_name)[None]
-        faded = jnp.sum(jnp.where(between[..., None, None], of_devices, 0.0), axis=1)
+        per_device = jax.lax.all_gather(log_decay, axis_name)[None]
+        faded = jnp.sum(jnp.where(between[..., None, None], per_device, 0.0), axis=1)
         states = _decay.faded(states, faded)
     some = some.reshape(-1, *[1] * (states.maximum.ndim - 1))
     states = states._replace(maximum=jnp.where(some, states.maximum, -jnp.inf))

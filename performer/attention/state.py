@@ -152,7 +152,7 @@ def operand_dtype(value: Array) -> jnp.dtype:
     return value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)
 
 
-def of_keys(split: Split, value: Float[Array, "..."]) -> State:
+def state_of(split: Split, value: Float[Array, "..."]) -> State:
     """Every feature attends over the keys: features (..., s, m), values (..., s, v)."""
     exponent, _ = split
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
@@ -194,7 +194,7 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
     def add(state, xs):
         key, value, log_weights = xs
         split, value, log_weights = jax.tree.map(flat, (key_map(key), value, log_weights))
-        return combine(state, of_keys(weighted(split, log_weights), value))
+        return combine(state, state_of(weighted(split, log_weights), value))
 
     keys = extended(keys, 0, count * length - s)
     xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys[:3]))
@@ -217,7 +217,7 @@ def attend(
     (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
-    def of_block(query, state):
+    def attend_block(query, state):
         exponent, factor = jax.tree.map(flat, query_map(query))
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
@@ -229,9 +229,9 @@ def attend(
     # (b, t, k, g, h) -> (count, k, b, length g, h): the query heads of a key head are rows
     queries = heads_first(query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h), count, length * g)
     if count == 1:
-        outputs = of_block(queries[0], state)[None]
+        outputs = attend_block(queries[0], state)[None]
     else:
-        outputs = jax.lax.map(lambda x: of_block(x, state), queries)
+        outputs = jax.lax.map(lambda x: attend_block(x, state), queries)
     width = outputs.shape[-1]
     # (count, k, b, length g, v) -> (b, count length, k, g, v)
     outputs = outputs.reshape(count, k, b, length, g, width).transpose(2, 0, 3, 1, 4, 5)
@@ -258,13 +258,13 @@ def _(dtype, primals, tangents):
     total = jnp.sum(s, axis=-1)[..., None]
     mean = (jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total))[..., None, :]
     near, d_near = z - mean * s[..., None], dz - mean * ds[..., None]
-    of_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
-    of_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
-    denominator = of_s(weights, s)
-    change = of_z(d_weights, near) + of_z(weights, d_near)
-    of_weights = (of_s(d_weights, s) + of_s(weights, ds))[..., None]
-    change -= normalised(of_z(weights, near), denominator) * of_weights
-    output = normalised(of_z(weights, z), denominator)
+    over_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
+    over_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
+    denominator = over_s(weights, s)
+    change = over_z(d_weights, near) + over_z(weights, d_near)
+    d_denominator = (over_s(d_weights, s) + over_s(weights, ds))[..., None]
+    change -= normalised(over_z(weights, near), denominator) * d_denominator
+    output = normalised(over_z(weights, z), denominator)
     return output, normalised(rounded(change), denominator)
 
 
