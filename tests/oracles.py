@@ -115,17 +115,7 @@ def other_features(feature_map, p, half):
 
 
 def key_state(
-    key,
-    value,
-    frequencies,
-    heads,
-    log_weights,
-    *,
-    scale,
-    shift,
-    weights,
-    calibration,
-    feature_map,
+    key, value, frequencies, heads, log_weights, *, scale, shift, weights, calibration, feature_map
 ):
     """The state of `performer_attention`, (b, heads, m) and (b, heads, m, v), relative to c.
 
@@ -137,26 +127,16 @@ def key_state(
     features = []
     for i, head in np.ndindex(b, heads):
         exists = log_weights[i, :, head * k // heads, None] > -np.inf
+        tokens = np.zeros((1, h)), np.where(exists[..., None], key[i], 0)
         _, keys, w, of_features = _one_head(
-            np.zeros((1, h)),
-            np.where(exists[..., None], key[i], 0),
-            frequencies,
-            head,
-            heads,
-            root,
-            shift,
-            weights,
-            calibration,
+            *tokens, frequencies, head, heads, root, shift, weights, calibration
         )
         p, half = keys @ w.T, np.sum(keys**2, axis=-1, keepdims=True) / 2
         a = np.exp(np.broadcast_to(of_features, p.shape[-1:]))
-        exponential = {
-            "positive": lambda p, half: np.exp(p - half),
-            "hyperbolic": lambda p, half: np.exp(np.hstack([p, -p]) - half),
-            "trigonometric": lambda p, half: np.exp(half) * np.hstack([np.sin(p), np.cos(p)]),
-        }
-        if feature_map in exponential:
-            phi = exponential[feature_map](p, half)
+        if feature_map in ("positive", "hyperbolic"):
+            phi = np.exp((np.hstack([p, -p]) if feature_map == "hyperbolic" else p) - half)
+        elif feature_map == "trigonometric":
+            phi = np.exp(half) * np.hstack([np.sin(p), np.cos(p)])
         else:
             phi, _ = other_features(feature_map, p, half)
         features.append(phi * np.tile(a, phi.shape[-1] // len(a)))
@@ -295,12 +275,8 @@ def full_attention(
     of_keys = np.where(exists[..., None], of_keys, -np.inf).astype(np.float64)
     key, value = (np.where(of_keys[..., None] > -np.inf, x, 0) for x in (key, value))
     if earlier is not None:
-        key, value, of_keys = (
-            np.concatenate([np.asarray(x, np.float64), y], axis=1)
-            for x, y in zip(
-                (*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True
-            )
-        )
+        pairs = zip((*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True)
+        key, value, of_keys = (np.concatenate(pair, axis=1, dtype=np.float64) for pair in pairs)
     out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
     for i, head in np.ndindex(b, n):
         q, values = query[i, :, head] * root, value[i, :, head * k // n]

@@ -49,7 +49,7 @@ def frequencies_of(*heads):
 
 
 def parts_of(fitted, head):
-    """c, M, M^-1, mu, S of one head in float64, identities where there is none."""
+    """c, M, M^-1, mu, S of one head in float64, identities for None."""
     eye, zero = np.eye(H), np.zeros(H)
     leaves = [
         default if leaf is None else np.asarray(leaf[head], np.float64)
@@ -188,7 +188,7 @@ def attention_errors(keys, name, fitted, query, key, exact):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_attention_errors_fall(setting):
-    """Geometric mean over 2 data sets of 150 draws; over seeds it scatters by about 5%."""
+    """Geometric mean over 2 data sets of 150 draws; it scatters by about 5% over seeds."""
     name, method, kind, squared_norm, bound = SETTINGS[setting]
     ratios = []
     for seed in range(2):

@@ -1,5 +1,6 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
+import inspect
 import itertools
 from functools import partial
 
@@ -14,6 +15,7 @@ from flax import nnx
 import performer
 from performer import performer_attention
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
+from vit.config import Attention
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -46,6 +48,13 @@ def test_heads_and_layers_draw_their_own():
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
+def test_one_default_coupling():
+    of = (PerformerAttention, performer.linearize, performer.nnx.linearize)
+    of += (performer.analysis.attention_error, performer.analysis.recommend)
+    defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
+    assert defaults == {performer.couplings.DEFAULT, Attention().coupling}
+
+
 def test_the_dtype_of_the_layer_is_that_of_its_attention():
     heads = [X.reshape(3, 5, 2, 4)] * 3
     attention_fn = layer(decode=False).attention_fn
@@ -58,9 +67,6 @@ def test_the_dtype_of_the_layer_is_that_of_its_attention():
 WINDOW: dict = dict(exact_window=2, exact_first=1)
 SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
 PLACES = WINDOW | SLOPES
-"""What depends on the places of queries and keys."""
-
-
 OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
@@ -163,16 +169,11 @@ def test_redraw_every_so_many_steps():
     resumed = jax.tree.leaves(draws(key, 6, nnx.state(two_layers(3))))
     chex.assert_trees_all_equal(resumed, history[-1])
     fold_in = jax.random.fold_in
-    want = performer.couplings.draw(
-        fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, num_heads=2
-    )
+    want = performer.couplings.draw(fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, 2)
     np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
-
-
-def test_without_redraw_every_nothing_is_drawn():
-    model = two_layers(0)
+    model = two_layers(0)  # draws nothing
     before = jax.tree.leaves(nnx.state(model))
-    redraw(jax.random.key(0), model, 10)
+    redraw(key, model, 10)
     chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model)), before)
     with pytest.raises(ValueError, match="redraw_every must not be negative, got -1"):
         two_layers(-1)

@@ -23,6 +23,7 @@ from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
 from performer.attention._sizes import LANES, ROWS
+from performer.attention.state import varying
 
 INTERPRET = False
 """Interpret kernels, for tests without a TPU: slow."""
@@ -145,7 +146,7 @@ def attention(
 def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
     """Attention on one device."""
     by_platform = partial(_by_platform, interpret=settings.interpret)
-    x = _varying(x)
+    x = varying(x)
 
     @jax.custom_vjp
     def run(x):
@@ -161,7 +162,7 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
         def otherwise(x):
             _, rest = jax.eval_shape(kernel, x)
             zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
-            return ordinary(x), _varying(zeros, x)
+            return ordinary(x), varying(zeros, x)
 
         output, rest = by_platform(kernel, otherwise, x)
         asked = (*perturbed[2:], perturbed.keys.log_weights)
@@ -180,18 +181,6 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
     return run(x)
 
 
-def _varying(tree, *like):
-    """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
-    axes_of = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
-    axes = frozenset().union(*axes_of)
-
-    def cast(y):
-        missing = axes - jax.typeof(y).manual_axis_type.varying
-        return jax.lax.pcast(y, tuple(sorted(missing)), to="varying") if missing else y
-
-    return jax.tree.map(cast, tree)
-
-
 def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
     if interpret:
         return kernel(*args)
@@ -203,6 +192,7 @@ def _operands(x: Arguments, scale: float):
     from performer.attention._pallas import Operands  # slow to import
 
     (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
+    # (b, t, n, h) -> (b, n, h, t)
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
     # The root of the scale is in W, rounded once, as without kernels.
     w_query, w_key = (
@@ -220,14 +210,14 @@ def _forward(x: Arguments, settings: Kernel, residuals: bool):
     from performer.attention import _pallas
 
     output, *rest = _pallas.forward(_operands(x, settings.scale), settings, residuals)
-    return output.transpose(0, 3, 1, 2), rest
+    return output.transpose(0, 3, 1, 2), rest  # (b, n, v, t) -> (b, t, n, v)
 
 
 def _backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted: Wanted) -> Arguments:
     from performer.attention import _pallas
 
     operands, pull = jax.vjp(partial(_operands, scale=settings.scale), x)
-    gradient = gradient.transpose(0, 2, 3, 1)
+    gradient = gradient.transpose(0, 2, 3, 1)  # (b, n, v, t)
     grads = _pallas.backward(operands, settings, wanted, *rest, gradient=gradient)
     grads = (
         None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)

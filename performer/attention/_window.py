@@ -174,7 +174,7 @@ def _exact(
     log_weights = jnp.swapaxes(cast(Array, keys.log_weights), -1, -2)[..., :, None, :]
     logits = logits + (log_weights if keys.key.ndim == 5 else log_weights[:, None])
     if fading is not None:
-        logits = logits + jnp.swapaxes(fading, -1, -2)[..., None, :]
+        logits = logits + jnp.swapaxes(fading, -1, -2)[..., None, :]  # (b, t, k, 1, f)
     if allowed is not None:
         logits = jnp.where(allowed[:, :, None, None], logits, -jnp.inf)
     return softmax_rows(logits, keys.value, f"btkgs,{of[:-1]}v->btkgv")

@@ -265,12 +265,9 @@ def _where_it_runs(call, plan: Plan, direct: bool):
     batch_and_heads = key.shape[0] * key.shape[2]
 
     def on(platform):
-        sizes = (2 * (query.shape[1] + key.shape[1]),) * 2
-        if not direct:
-            sizes = _sizes.chunk_and_block(
-                platform, batch_and_heads, estimate.num_features, sweeping
-            )
-        chunk, block = sizes
+        sizes = platform, batch_and_heads, estimate.num_features, sweeping
+        whole = 2 * (query.shape[1] + key.shape[1])
+        chunk, block = (whole, whole) if direct else _sizes.chunk_and_block(*sizes)
         return partial(_attention, plan=replace(plan, chunk=chunk, block=block))
 
     if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms

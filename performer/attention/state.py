@@ -78,10 +78,19 @@ def empty(
     zeros = jnp.zeros_like(key[:, 0, :, :1], dtype=float32_or_wider(key)).swapaxes(0, 1)
     zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], num_features))
     numerator = jnp.broadcast_to(zeros[..., None], (*zeros.shape, value_width))
-    axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like if x is not None))
-    axes -= jax.typeof(zeros).manual_axis_type.varying
-    state = State(zeros - jnp.inf, zeros, numerator)
-    return jax.lax.pcast(state, tuple(sorted(axes)), to="varying")
+    return varying(State(zeros - jnp.inf, zeros, numerator), *like)
+
+
+def varying(tree, *like):
+    """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
+    axes_of = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*axes_of)
+
+    def cast(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
 
 
 def combine(left: State, right: State) -> State:

@@ -15,7 +15,6 @@ from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
-from performer.features import FeatureMap
 from performer.typing import Coupling, Window
 
 
@@ -108,11 +107,6 @@ class PerformerAttention(nnx.Module):
         if calibrations.parts(self.method):
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
-
-    @property
-    def feature_map(self) -> FeatureMap:
-        """The feature map of the options."""
-        return features.get(dict(self.options).get("feature_map", "positive"))
 
     @property
     def window(self) -> Window:
