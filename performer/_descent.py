@@ -1,4 +1,4 @@
-"""Gradient descent on a loss, as one compiled loop: what `gp.fit` and `copula.learn` share."""
+"""Gradient descent on a loss, as one compiled loop: what `gp` and `copula` share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -2,7 +2,8 @@
 
 import difflib
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,16 @@ def unknown(
         f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
         f" Choices: {shown or ', '.join(choices)}"
     )
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Name the extra to install if an import in the `with` block finds no such module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed: pip install 'performer-jax[{name}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def positive_integer(name: str, value: Any) -> int:

@@ -14,6 +14,7 @@ p(not s_2 | not s_1) and p(not s_2 | s_1) have changed places: the first is (1 -
 p), the second Delta / p.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -177,5 +178,5 @@ def _geometric(u: Array, p: float | Array) -> Array:
 
 def _uniform(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """Uniform in (0, 1]; small values have all their digits, as long walks need (not 2^-24)."""
-    bits = jax.random.bits(key, shape, jnp.uint32)
+    bits = jax.random.bits(key, (math.prod(shape),), jnp.uint32).reshape(shape)  # quick to compile
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from performer import choices
@@ -116,12 +117,21 @@ class Graph(NamedTuple):
         Raises:
             ValueError: when the graph is directed.
         """
-        import networkx
+        with choices.extra("graphs"):
+            import networkx
 
         if graph.is_directed():
             raise ValueError("the graph is directed; take graph.to_undirected()")
         matrix = networkx.to_scipy_sparse_array(graph, weight=weight)  # pyright: ignore (its stubs)
         return cls.from_scipy(matrix)
+
+    def __repr__(self) -> str:
+        """The sizes in place of the arrays, as "Graph(4 nodes, 3 edges, weighted)"."""
+        if any(isinstance(part, Tracer) for part in self):
+            return f"Graph({self.num_nodes} nodes, traced)"
+        loops = int((self.to_scipy().diagonal() != 0).sum())
+        kind = "unweighted" if (np.asarray(self.weights) == 1).all() else "weighted"
+        return f"Graph({self.num_nodes} nodes, {(len(self.indices) + loops) // 2} edges, {kind})"
 
     @property
     def num_nodes(self) -> int:
