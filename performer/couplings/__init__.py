@@ -186,22 +186,6 @@ COUPLINGS: dict[str, Coupling] = {
     "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
 _ANTITHETIC = "-antithetic"
-OTHER_NAMES = {
-    "independent": "iid",
-    "gaussian": "iid",
-    "random": "iid",
-    "orthogonal": "orf",
-    "favor+": "orf",
-    "simplex": "simrf",
-    "simplex_weighted": "simrf+",
-    "pairwise": "pnc",
-    "monotone": "pm",
-    "hadamard": "sorf",
-    "hadamard_simplex": "fast-simrf",
-    "qmc": "halton",
-    "antithetic": "pm-antithetic",
-}
-"""Couplings by names of other libraries and of their parts, for the message of `get`."""
 
 
 def get(coupling: str | Coupling) -> Coupling:
@@ -236,7 +220,7 @@ def _base(base: str, name: str) -> Coupling:
     if base.count("*") != 1:
         shown = ", ".join(COUPLINGS) + ", or <directions>*<norms>"
         shown += f", each also with {_ANTITHETIC!r} appended"
-        raise ValueError(unknown("coupling", name, names(), shown, OTHER_NAMES))
+        raise ValueError(unknown("coupling", name, names(), shown))
     first, second = base.split("*")
     if first not in DIRECTIONS:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
