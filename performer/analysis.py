@@ -160,7 +160,7 @@ def attention_error(
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"] | None = None,
     *,
-    coupling: str | Coupling,
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int,
     draws: int = 32,
     calibration: Calibration | None = None,
@@ -201,7 +201,7 @@ def attention_error(
             give (m, h), fewer than 3 draws or 1 feature, or a batch entry without keys.
 
     Example:
-        >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
+        >>> error = attention_error(query, key, value, num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
     options = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
@@ -213,7 +213,7 @@ def recommend(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     *,
-    coupling: str | Coupling,
+    coupling: str | Coupling = couplings.DEFAULT,
     tolerance: float,
     limit: int = 1024,
     show: Callable[[str], Any] | None = None,
@@ -239,7 +239,7 @@ def recommend(
         ValueError: for a tolerance or limit that is too small, and as `attention_error`.
 
     Example:
-        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+        >>> print(recommend(query, key, tolerance=0.1))
     """
     show = show or _print
     if not tolerance > 0:

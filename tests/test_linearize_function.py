@@ -146,8 +146,8 @@ def by_hand(query, key, value, num_features, pairs=None, **options):
         query,
         key,
         value,
-        couplings.draw(drawn, "orf-antithetic", num_features, width, heads),
-        calibration=calibration.fit(moments, "full", "orf-antithetic"),
+        couplings.draw(drawn, couplings.DEFAULT, num_features, width, heads),
+        calibration=calibration.fit(moments, "full", couplings.DEFAULT),
         **options,
     )
 
@@ -266,7 +266,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     p = batches[0][0]
     q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))
     moments = calibration.pair_moments(q, k, is_causal=True)
-    fitted = calibration.fit(moments, "full", "orf-antithetic")
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
     first = jax.tree.map(lambda y: y[:1], new.args[0])
     (replacement,) = jax.tree.leaves(first, is_leaf=lambda y: hasattr(y, "frequencies"))
     jax.tree.map(

@@ -1,6 +1,6 @@
 """Replaces the attention of a trained softmax model by a Performer's, without retraining.
 
-    python -m vit.convert --workdir=runs/softmax --coupling=orf-antithetic,pm --calibration=full \\
+    python -m vit.convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
         --num_features=32,64,128 --refine_steps=100 --out=runs/converted
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
@@ -37,6 +37,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
+from performer import couplings
 from vit import config as configs
 from vit.config.arguments import launch
 from vit.config.signature import define, given
@@ -154,7 +155,7 @@ def convert(
     workdir: Path,
     out: Path | None = None,
     *,
-    names: Sequence[str] = ("orf-antithetic",),
+    names: Sequence[str] = (couplings.DEFAULT,),
     method: str = "full",
     num_features: Sequence[int] = (32, 64, 128),
     refine_steps: int = 0,

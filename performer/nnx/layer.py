@@ -85,7 +85,7 @@ class PerformerAttention(nnx.Module):
         num_features: int,
         head_dim: int,
         *,
-        coupling: str | Coupling = "pm-antithetic",
+        coupling: str | Coupling = couplings.DEFAULT,
         num_heads: int | None = None,
         redraw_every: int = 0,
         calibration: str = "none",

@@ -185,7 +185,9 @@ class Attention:
     """Attention of the blocks. The parameters are the same for all kinds."""
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
-    coupling: str = _field("pm-antithetic", "Name of a coupling, as of `performer.couplings.get`.")
+    coupling: str = _field(
+        performer.couplings.DEFAULT, "Name of a coupling, as of `performer.couplings.get`."
+    )
     num_features: int = _number(
         128, "Number of random features m, frequencies of a head.", 1, 2**16
     )
