@@ -26,23 +26,28 @@ def mean_conformity(lengths, units, v):
     return pairs[:, ~np.eye(d, dtype=bool)].mean()
 
 
+def arrangements(simplex):
+    """Unit vectors: orthogonal ones, 100 random draws, and 100 close to the simplex."""
+    rng, shape = np.random.default_rng(0), (100, *simplex.shape)
+    for vectors in [np.eye(len(simplex)), *rng.normal(size=shape)]:
+        yield vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    for vectors in simplex + 0.1 * rng.normal(size=shape):
+        yield vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
 @pytest.mark.parametrize("v", [0.3, 1.5, 4.0])
 def test_simrf_theorem_3_4(v):
-    """Of arrangements that do not look at the lengths none is below the simplex, d = 4.
+    """Of arrangements that ignore the lengths none is below the simplex, d = 4.
 
-    Against orthogonal ones, two opposite pairs (as low a sum of cosines as the simplex has), 100
-    random ones, and 100 close to the simplex.
+    Two opposite pairs have as low a sum of cosines as the simplex has.
     """
-    d, rng = 4, np.random.default_rng(0)
+    d = 4
     lengths = stats.chi(d).rvs(size=d, random_state=1)
     simplex = directions.simplex(jax.random.key(0), jnp.asarray(lengths, jnp.float32), d)
     simplex = np.asarray(simplex, np.float64)
     pairs = np.array([[1, 0, 0, 0], [-1, 0, 0, 0], [0, 1, 0, 0], [0, -1, 0, 0]])
-    others = [np.eye(d), pairs, *rng.normal(size=(100, d, d))]
-    others += list(simplex + 0.1 * rng.normal(size=(100, d, d)))
     least = mean_conformity(lengths, simplex, v)
-    for vectors in others:
-        units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    for units in [pairs, *arrangements(simplex)]:
         assert mean_conformity(lengths, units, v) > least * (1 + 1e-6)
 
 
@@ -164,16 +169,11 @@ def test_simrf_lemma_a_1(v):
 
     Only there are all |u_i + u_j|^2 equal and the u_i add up to 0: then they are 2 (d - 2)/(d - 1).
     """
-    d, rng = 4, np.random.default_rng(0)
+    d = 4
     lengths, simplex = np.full(d, 1.7), printed_simplex(d)
     bound = special.hyp0f1(d / 2, v**2 * 1.7**2 * 2 * (d - 2) / (d - 1) / 4)
     assert mean_conformity(lengths, simplex, v) == pytest.approx(bound, rel=1e-12)
-    for vectors in [
-        np.eye(d),
-        *rng.normal(size=(100, d, d)),
-        *(simplex + rng.normal(size=(100, d, d)) / 10),
-    ]:
-        units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    for units in arrangements(simplex):
         assert mean_conformity(lengths, units, v) > bound * (1 + 1e-6)
 
 
