@@ -32,7 +32,7 @@ def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch
     count = sum(x.size for x in steps.parameters(program.abstract).values())
     assert re.search(rf"total +{count:,}", text)
     flops = runs.subject(SETTINGS)[1].operations(SETTINGS)
-    assert f"{flops / 1e9:.3f} GFLOP an image forward" in text
+    assert f"{flops / 1e9:.3f} GFLOP per image forward" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
     assert "batch: mask" not in text
     assert text.count("memory: arguments") == 2
@@ -55,7 +55,7 @@ def test_what_a_device_has_decides(plan):
     assert "does not fit: take a smaller config.data.batch_size" in dry_run.text(short)
     bound = plan["train"]["bytes"] / 1e6
     assert exact["roof"]["memory traffic"] == pytest.approx(bound)
-    assert f"{32 / bound:,.0f} images a second, bounded by memory traffic" in dry_run.text(exact)
+    assert f"{32 / bound:,.0f} images per second, bounded by memory traffic" in dry_run.text(exact)
     found = json.loads(json.dumps(exact))
     assert found["fits"] is True
     assert found["train"]["memory"]["in all"] == plan["train"]["memory"]["in all"]
@@ -115,7 +115,7 @@ def test_another_word_is_no_topology():
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="the compiler is here")
 def test_a_compiler_that_is_missing_is_named():
-    with pytest.raises(ValueError, match="v5e:2x2 needs its compiler, pip install libtpu"):
+    with pytest.raises(ValueError, match="v5e:2x2 requires its compiler, pip install libtpu"):
         topologies.devices("v5e:2x2")
 
 
@@ -129,7 +129,9 @@ def test_sizes_of_data_that_are_not_read():
         with pytest.raises(ValueError, match="four numbers above 0"):
             dry_run.dataset(SETTINGS, size=size)
     other = small_config(data=config.Data(name="mine"))
-    with pytest.raises(ValueError, match="how large is config.data.name='mine'.*--data_size="):
+    with pytest.raises(
+        ValueError, match="the size of config.data.name='mine' is not known.*--data_size="
+    ):
         dry_run.dataset(other, "v5e:4x4")
 
 

@@ -23,7 +23,7 @@ def test_as_many_files_as_the_data_set_has(monkeypatch, soft, hard, set_to):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
     if set_to is None:
-        with pytest.raises(ValueError, match="takes 1,280 descriptors, and this machine allows"):
+        with pytest.raises(ValueError, match="requires 1,280 descriptors, and this machine allows"):
             machine.allow_open_files(1024)
     else:
         machine.allow_open_files(1024)

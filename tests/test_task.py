@@ -97,7 +97,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     text = evaluate.report_attention(workdir, tmp_path / "own", task=TASK, **task)
     assert "of 2 heads are worse than uniform attention" in text
     silent = TASK._replace(layers=no_attention)
-    with pytest.raises(ValueError, match="does not say where its attention is"):
+    with pytest.raises(ValueError, match="does not define its attention layers"):
         evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
 
 
@@ -129,7 +129,6 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     calls = [
         partial(train.train, SETTINGS, workdir),
         partial(train.train, images, workdir, *runs.subject(images)),
-        partial(runs.extend, workdir, 1.0),
         partial(transfer.init_from, workdir, images, new),
         partial(evaluate.evaluate_run, workdir),
         partial(evaluate.evaluate_on, workdir, {"data.eval_split": "train"}),

@@ -159,7 +159,7 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints")
     log = (workdir / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="ends at step 3.* is missing; bring it back"):
+    with pytest.raises(ValueError, match="trained to step 3 .* is missing: restore it"):
         train.train(small_config(), workdir)
     assert (workdir / "metrics.jsonl").read_text() == log
     assert not (workdir / "checkpoints").exists()
@@ -260,7 +260,7 @@ def test_a_run_that_passes_over_a_step_resumes_bitwise(tmp_path, monkeypatch, ca
     monkeypatch.setattr(data, "run_batches", batches)
     subject = runs.subject(SKIPPING)[0], fragile()
     train.train(SKIPPING, tmp_path / "whole", *subject)
-    assert "not finite: passed over steps [2]" in capsys.readouterr().out
+    assert "not finite: skipped steps [2]" in capsys.readouterr().out
     log = metrics.read(tmp_path / "whole" / "metrics.jsonl")
     assert [r["skipped_steps"] for r in log] == [0, 1, 0]
     assert "train_loss" not in log[1]
@@ -275,7 +275,9 @@ def test_a_run_that_passes_over_a_step_resumes_bitwise(tmp_path, monkeypatch, ca
     jax.tree.map(np.testing.assert_array_equal, *states)
 
     black.add(3)
-    with pytest.raises(FloatingPointError, match=r"inf at step 3, after 1 such .*nonfinite=3$"):
+    with pytest.raises(
+        FloatingPointError, match=r"inf at step 3, after skipping 1; .*nonfinite=3$"
+    ):
         train.train(SKIPPING, tmp_path / "ends", *subject)
     allowed = dataclasses.replace(SKIPPING.optim, skip_nonfinite=2)
     allowed = dataclasses.replace(SKIPPING, optim=allowed)

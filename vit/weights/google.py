@@ -57,9 +57,8 @@ def read(path: Path) -> tuple[Arrays, list[str]]:
     What lies beside the parameters, as the moments of an optimiser under "opt/", is not read.
 
     Raises:
-        ValueError: when the file is none, truncated, holds pickled objects or no ViT, would unpack
-            to more than `bounded.unpacked` allows, or when arrays are of another type or not
-            finite; they are named.
+        ValueError: when the file is none, truncated, holds pickled objects or no ViT, or when
+            arrays are of another type or not finite; they are named.
     """
     bounded.check_npz(path)
     arrays: Arrays = {}
