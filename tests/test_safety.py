@@ -133,7 +133,7 @@ def test_so_many_steps_in_a_row_may_be_passed_over():
     bad = step(np.nan)
     assert check_finite(optim(2), [bad, bad, step(), bad], 4, NAMES) == 1
     assert check_finite(optim(2), [bad], 5, NAMES, skips=1) == 2
-    with pytest.raises(FloatingPointError, match="nan at step 6, after 2 such .*nonfinite=4$"):
+    with pytest.raises(FloatingPointError, match="nan at step 6, after skipping 2; .*nonfinite=4$"):
         check_finite(optim(2), [bad], 6, NAMES, skips=2)
 
 

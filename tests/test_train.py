@@ -130,18 +130,25 @@ def test_five_steps_are_traced(tmp_path, monkeypatch):
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
-    One run is stopped twice: before the frequencies are drawn anew and after it.
+    With gradients in parts and a running mean. One run is stopped by a signal before the
+    frequencies are drawn anew, and dies after it, between two checkpoints.
     """
-    settings = small_config(attention=dataclasses.replace(CALIBRATED, redraw_every=2))
+    settings = small_config(
+        attention=dataclasses.replace(CALIBRATED, redraw_every=2),
+        optim=config.Optim(learning_rate=1e-2, warmup_steps=1, accumulate=2, ema=0.9),
+    )
     train.train(settings, tmp_path / "whole")
 
-    for stop in (1, 2):
-        stop_at(monkeypatch, stop)
-        with pytest.raises(SystemExit) as exit:
-            train.train(settings, tmp_path / "parts")
-        assert exit.value.code == safety.STOPPED == 75
-        assert f"stopped at step {stop} of 3; the same command resumes" in capsys.readouterr().out
+    for stop, end in ((1, SystemExit), (2, KeyboardInterrupt)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop, end)
+            with pytest.raises(end) as ended:
+                train.train(settings, tmp_path / "parts")
+        if end is SystemExit:
+            assert ended.value.code == safety.STOPPED == 75
+            assert "stopped at step 1 of 3; the same command resumes" in capsys.readouterr().out
         assert metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1]["step"] == stop
+    assert checkpoint.found(tmp_path / "parts") == [1]
     train.train(settings, tmp_path / "parts")
 
     run, _ = program(settings)

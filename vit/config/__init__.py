@@ -7,11 +7,10 @@ conditions on several fields. `validate` checks all of them before any work star
 
 import copy
 import dataclasses
-import itertools
 import json
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,7 +198,7 @@ class Attention:
         "",
         'Blocks with exact attention whatever `kind` is, counted from 0, as "0,3".',
         'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
-        holds=lambda text: _rising([-1, *exact_layers(text)]),
+        holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
     )
     implementation: str = _choice(
         "xla pallas",
@@ -379,10 +378,6 @@ FIELDS: dict[str, dataclasses.Field] = {
     if field.name not in SECTIONS
 }
 TYPES: dict[str, Any] = {name: field.type for name, field in FIELDS.items()}
-
-
-def _rising(numbers: Sequence[float]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(numbers))
 
 
 RULES: dict[str, Callable[[Config], bool]] = {

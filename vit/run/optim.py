@@ -1,13 +1,13 @@
 """Optimiser: AdamW on clipped gradients, its learning rate, and the parameters' running mean."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.tree_util import tree_map_with_path
 from jaxtyping import Array, Integer
 
 from vit import config
@@ -54,7 +54,12 @@ def optimizer(
         distances: those of a `Task`, for `optim.layer_decay`: updates of a parameter are
             multiplied by decay^distance.
     """
-    parts = [optax.adamw(rate, b2=optim.b2, weight_decay=optim.weight_decay, mask=_is_kernel)]
+
+    def is_kernel(path: Any, _: Any) -> bool:
+        return "kernel" in [getattr(key, "key", 0) for key in path]
+
+    mask = partial(jax.tree.map_with_path, is_kernel)
+    parts = [optax.adamw(rate, b2=optim.b2, weight_decay=optim.weight_decay, mask=mask)]
     if optim.layer_decay != 1:
         parts = [*parts, _layer_wise(optim.layer_decay, distances)]
     if optim.clip_norm:
@@ -108,9 +113,3 @@ def running_mean(decay: float) -> optax.GradientTransformation:
 def averaged(optimizer: nnx.Optimizer) -> optax.Params:
     """Return the running mean of the parameters, or None without one (`config.optim.ema`)."""
     return optax.tree_utils.tree_get(nnx.as_pure(optimizer.opt_state), "mean")
-
-
-def _is_kernel(params: optax.Params) -> optax.Params:
-    return tree_map_with_path(
-        lambda path, _: "kernel" in [getattr(k, "key", 0) for k in path], params
-    )
