@@ -64,7 +64,7 @@ def test_workers_by_the_machine(tmp_path, monkeypatch):
 def test_a_bucket_is_no_folder(address, tmp_path, monkeypatch):
     """`Path` would make of it a folder `gs:` beside the user's own."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"bucket/run is an address: .* Mount the bucket"):
+    with pytest.raises(ValueError, match=r"bucket/run is an address, .* Mount the bucket"):
         loop.train(small_config(), Path(address))
     assert not list(tmp_path.iterdir())
 
