@@ -114,7 +114,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
         partial(vit.load, workdir),
     ]
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    message = f"^{workdir} holds a run of the task 'regression', not of .*: use python -m regression"
+    message = f"^{workdir} holds a run of the task 'regression', not of .*: use python -m reg"
     for call in calls:
         with pytest.raises(ValueError, match=message):
             call()
