@@ -15,7 +15,7 @@ from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
-from performer.features import FeatureMap
+from performer.attention.refinement import LEARNED
 from performer.typing import Coupling, Window
 
 
@@ -62,6 +62,8 @@ class PerformerAttention(nnx.Module):
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
             sharded batches they are means over all devices without it.
+        transferred: features learned by attention transfer, with frequencies of queries and weights
+            of their own in `learned`, as `performer.nnx.linearize` sets them beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
         options: keywords of `performer.performer_attention`, constants of the layer: `feature_map`,
             `implementation="pallas"`, and, for self attention, with Flax's cache too,
@@ -93,6 +95,7 @@ class PerformerAttention(nnx.Module):
         num_queries: int = 64,
         use_running_average: bool = False,
         axis_name: str | None = None,
+        transferred: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -108,19 +111,28 @@ class PerformerAttention(nnx.Module):
         self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
-        self.statistics = nnx.Dict()
+        self.learned, self.statistics = nnx.Dict(), nnx.Dict()
+        if transferred:
+            w = self.frequencies[...]
+            self.learned["query_frequencies"] = Frequencies(w)
+            self.learned["weights"] = Frequencies(jnp.full(w.shape[:-1], 1 / num_features))
         if calibrations.parts(self.method):
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
 
     @property
-    def feature_map(self) -> FeatureMap:
-        """The feature map of the options."""
-        return features.get(dict(self.options).get("feature_map", "positive"))
+    def estimate(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`: frequencies, calibration and options."""
+        own: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
+        if own:
+            own["feature_map"] = LEARNED
+        options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
+        own |= dict(frequencies=self.frequencies[...], calibration=self.calibration)
+        return own | options
 
     @property
     def window(self) -> Window:
-        """The exact keys of the options."""
+        """Exact keys of the options."""
         return Window(**{name: x for name, x in self.options if name in Window._fields})
 
     @property
@@ -190,8 +202,6 @@ class PerformerAttention(nnx.Module):
             query,
             key,
             value,
-            self.frequencies[...],
-            calibration=self.calibration,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
@@ -199,8 +209,8 @@ class PerformerAttention(nnx.Module):
             dtype=dtype,
             is_causal=is_causal,
             segment_ids=segment_ids,
-            weights=module is not None,
-            **{name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options},
+            return_weights=module is not None,
+            **self.estimate,
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)

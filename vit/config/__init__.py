@@ -210,6 +210,9 @@ class Attention:
         both neighbours, and to class token and registers. Patches are in the order of a Z-order
         curve, so a chunk is roughly a square of the image.""",
     )
+    transferred: bool = _field(
+        False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
+    )
 
 
 @dataclasses.dataclass
