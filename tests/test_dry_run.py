@@ -131,12 +131,6 @@ def test_sizes_of_data_that_are_not_read():
         dry_run.dataset(other, "v5e:4x4")
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused(eight_devices):
-    settings = small_config(data=config.Data(batch_size=12))
-    with pytest.raises(ValueError, match="12 is not divisible by the 8 devices"):
-        dry_run.plan(settings)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.parametrize(("topology", "kind"), [("v5e:2x2", "TPU v5 lite"), ("v6e:2x2", "TPU v6")])

@@ -42,16 +42,6 @@ def noise(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_a_run_keeps_what_its_model_needs(run):
-    workdir, _ = run
-    found = files.noted(workdir / "task.json")
-    assert found["task"] == "classification"
-    assert found["class_names"] == list("0123456789")
-    assert found["channels"] == 1
-    assert found["training examples"] == 1437
-    assert found["versions"]["jax"] == jax.__version__
-
-
 def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
     """The running mean of the parameters; same accuracy as in the log."""
     workdir, record = run
