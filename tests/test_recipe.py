@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
 from tests.test_prepare import write_idx
 from vit import config, data
 from vit.config import bundled, recipe
+from vit.data import arrays
 from vit.prepare import prepare
 from vit.run import optim, runs
 
@@ -95,6 +97,23 @@ def test_given_values_enter_before_the_others_are_derived(photos, values, expect
     assert recipe.for_images(11, 2, 96, 3, given) == derived
     with pytest.raises(ValueError, match="config.num_epochs=-1.0: must be a number above 0"):
         recipe.for_images(11, 2, 96, 3, {"num_epochs": -1.0})
+
+
+def test_fit_derives_its_config_after_the_given_values(monkeypatch, tmp_path):
+    """Two epochs were refused, for the warm-up was that of 90."""
+
+    def train(*arguments):
+        raise InterruptedError(arguments)
+
+    monkeypatch.setattr(arrays.loop, "train", train)
+    images = np.zeros((60, 8, 8), np.uint8)
+    with pytest.raises(InterruptedError) as reached:
+        vit.fit(images, [0, 1] * 30, workdir=tmp_path, values={"num_epochs": 2})
+    ((settings, _, dataset),) = reached.value.args
+    config.validate(settings)
+    _, num_steps = runs.length(settings, dataset)
+    assert (settings.num_epochs, settings.optim.warmup_steps) == (2, num_steps // 10)
+    optim.schedule(settings.optim, num_steps)
 
 
 def test_my_images_takes_the_test_split_where_there_is_no_validation(tmp_path):

@@ -101,7 +101,7 @@ def test_metrics_are_read_while_the_next_steps_compute():
         log = Progress(settings, task, rate, 44, ["kernel"], written.append, shown, 0.0)
         for number in range(1, 10):
             values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": [-1]}
-            log.add(number, values, asked=time.perf_counter(), waited=0.5)
+            log.add(number, values, requested=time.perf_counter(), waited=0.5)
             assert done[0] == max(0, number - 2)
             assert len(written) == max(0, number - 2) // 4
         log.read()

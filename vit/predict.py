@@ -87,11 +87,11 @@ def predict(
     with ThreadPoolExecutor(READERS) as pool:
         for start in range(0, len(paths), use.LARGEST):
             readable = list(filter(None, pool.map(read, paths[start : start + use.LARGEST])))
-            said = []
+            tops = []
             if readable:
                 logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
-                said = model.prediction(logits).top(top)
-            yield [Seen(*each, names) for each, names in zip(readable, said, strict=True)]
+                tops = model.prediction(logits).top(top)
+            yield [Seen(*each, names) for each, names in zip(readable, tops, strict=True)]
 
 
 def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start: int) -> None:

@@ -171,9 +171,9 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = " ".join(str(error).split(". HLO module")[0].split())
+        message = " ".join(str(error).split(". HLO module")[0].split())
         raise ValueError(
-            f"{function.__name__} does not fit: {ADVICE}. The compiler: {said}"
+            f"{function.__name__} does not fit: {ADVICE}. The compiler: {message}"
         ) from error
     seconds = time.perf_counter() - start
     counted = {} if gpu else program.cost_analysis() or {}  # libraries of GPUs are not counted

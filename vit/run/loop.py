@@ -75,7 +75,7 @@ def train(
     checkpoint.check_path(workdir)
     loggers.check(log)
     dataset, task = runs.subject(config, dataset, task, workdir)
-    hosts.check_same(runs.said_by_all(config, dataset, task))
+    hosts.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     machine.check_shared_memory(batch_bytes, machine.workers(config.data.num_workers, batch_bytes))
@@ -140,12 +140,12 @@ def train(
                 if step == traced:
                     progress.read()
                     tracing.enter_context(jax.profiler.trace(str(workdir / "profile")))
-                asked = time.perf_counter()
+                requested = time.perf_counter()
                 batch = next(batches)
-                waited = time.perf_counter() - asked
+                waited = time.perf_counter() - requested
                 state, values = program.train(state, batch)
                 step += 1
-                progress.add(step, values, asked, waited)
+                progress.add(step, values, requested, waited)
                 shown.advance()
                 if step == traced + PROFILED:
                     progress.read()

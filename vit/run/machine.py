@@ -56,16 +56,16 @@ SHARED = Path("/dev/shm")
 """Folder of shared memory on Linux."""
 
 
-def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
+def workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
     """Return the number of workers of this host for `config.data.num_workers`.
 
     Args:
-        asked: number of workers; -1 for one per core but one, limited by the shared memory.
+        requested: number of workers; -1 for one per core but one, limited by the shared memory.
         batch_bytes: size of a batch of this host.
         folder: folder of the shared memory.
     """
-    if asked >= 0:
-        return asked
+    if requested >= 0:
+        return requested
     room = _room(folder) // (HELD * batch_bytes) if folder.is_dir() else cores()
     return max(0, min(cores() - 1, room))
 

@@ -110,20 +110,20 @@ class Progress:
         """Return the duration of the run in seconds."""
         return time.perf_counter() - self.start
 
-    def add(self, step: int, values: dict[str, Any], asked: float, waited: float) -> None:
+    def add(self, step: int, values: dict[str, Any], requested: float, waited: float) -> None:
         """Add a dispatched step, and wait for the one `steps.AHEAD` before it.
 
         Args:
             step: number of the step.
             values: values of `steps.train_step`.
-            asked: time at which its batch was requested.
+            requested: time at which its batch was requested.
             waited: seconds until the batch arrived.
 
         Raises:
             FloatingPointError: as `check_finite`.
         """
         if not self.running and not self.ended:
-            self.mark = asked
+            self.mark = requested
         self.running.append((step, values, waited))
         if len(self.running) >= steps.AHEAD:
             self._wait()

@@ -253,7 +253,7 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     }
 
 
-def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
+def shared_settings(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts."""
     own = ("data.dir", "data.num_workers")  # may differ between hosts
     fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in own}
