@@ -314,11 +314,6 @@ class Optim:
     clip_norm: float = _number(
         1.0, "Maximum global norm of the gradients.", *(1e-6, 1e6, "gradients are not clipped")
     )
-    skip_nonfinite: int = _count(
-        0,
-        """Consecutive steps with a loss or gradients that are not finite that may be skipped;
-        parameters and moments stay unchanged. One more ends the run.""",
-    )
     label_smoothing: float = _share(
         0.0, "Label smoothing: share spread evenly over all classes (Szegedy et al. 2016)."
     )
@@ -561,7 +556,6 @@ PLACEMENT = (
     "data.dir",
     "data.num_workers",
     "data.max_bad_records",
-    "optim.skip_nonfinite",
     "fsdp",
     "checkpoint_every",
     "keep_every",

@@ -99,7 +99,10 @@ def parse_flags(
 def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config:
     """Return the config of the flag `--config`, overridden by the flags of its fields.
 
-    A program without a valid config file exits.
+    The program ends without a valid config file.
+
+    Raises:
+        ValueError: as `Config.overridden`.
     """
     flag: Any = values["config"]
     try:
@@ -109,10 +112,7 @@ def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config:
     if not isinstance(flag.value, Config):
         kind = type(flag.value).__name__
         sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
-    try:
-        return flag.value.overridden(config_flags.get_override_values(flag))
-    except ValueError as error:
-        sys.exit(str(error))
+    return flag.value.overridden(config_flags.get_override_values(flag))
 
 
 def nearest(argument: str, values: flags.FlagValues) -> str:

@@ -66,8 +66,7 @@ def train(
         ValueError: for an invalid config; a workdir with another run, in use or without its
             checkpoints; more unreadable records than `config.data.max_bad_records`; or hosts
             with different settings or folders.
-        FloatingPointError: when loss, gradients or parameters are not finite in more consecutive
-            steps than `config.optim.skip_nonfinite`; nothing is saved.
+        FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # Check everything before anything is written.

@@ -98,8 +98,6 @@ class Progress:
     """Time of the last line of the log, or of the first step after a pause."""
     bad: set[int] = dataclasses.field(default_factory=set)
     """Records that cannot be decoded."""
-    skips: int = 0
-    """Consecutive skipped steps up to the last line of the log."""
 
     @property
     def too_many_bad(self) -> bool:
@@ -149,18 +147,13 @@ class Progress:
         values, step = jax.device_get(values), numbers[-1]
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
-        self.skips = check_finite(self.config.optim, values, step, self.names, self.skips)
-        skipped = [i for i, v in zip(numbers, values, strict=True) if v.get("skipped")]
-        if skipped:
-            self.shown.line(f"loss or gradients are not finite: skipped steps {skipped}")
+        check_finite(self.config.optim, values, step, self.names)
         bad = {int(i) for each in values for i in each["bad"] if i >= 0} - self.bad
         if bad:
             self.shown.line(f"records that cannot be decoded: {sorted(bad)}")
         self.bad |= bad
         config, flops, peak = self.config, self.task.operations, devices.peak_flops()
         record = {"step": step, "epoch": step / self.steps_per_epoch, **means(values)}
-        if config.optim.skip_nonfinite:
-            record["skipped_steps"] = len(skipped)
         record["learning_rate"] = float(np.asarray(self.rate(step - 1)))
         examples = len(values) * config.data.batch_size
         record[self.task.rate] = examples / seconds
@@ -173,10 +166,9 @@ class Progress:
 
 
 def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
-    """Return the means of the values over the steps that were not skipped; {} for none."""
-    taken = [v for v in values if not v.get("skipped", False)]
-    names = [k for k in values[0] if k not in ("finite", "bad", "skipped")] if taken else []
-    return {k: np.mean([v[k] for v in taken], axis=0).astype(float).tolist() for k in names}
+    """Return the means of the values over the steps."""
+    names = [k for k in values[0] if k not in ("finite", "bad")]
+    return {k: np.mean([v[k] for v in values], axis=0).astype(float).tolist() for k in names}
 
 
 def check_finite(
@@ -184,8 +176,7 @@ def check_finite(
     values: Sequence[dict[str, Any]],
     last_step: int,
     names: Sequence[str],
-    skips: int = 0,
-) -> int:
+) -> None:
     """Check the loss, gradients and parameters of each step.
 
     Args:
@@ -193,19 +184,14 @@ def check_finite(
         values: `train_loss` and `finite` of `steps.train_step`, for each step.
         last_step: number of the last of these steps.
         names: names of the parameters, in the order of `finite`.
-        skips: consecutive skipped steps before these.
-
-    Returns:
-        Consecutive skipped steps at the end of these.
 
     Raises:
-        FloatingPointError: for the first diverged step that may not be skipped; the message names
-            the step, the loss and the first parameter.
+        FloatingPointError: for the first diverged step; the message names the step, the loss and
+            the first parameter.
     """
     for step, each in enumerate(values, last_step - len(values) + 1):
         loss, finite = float(each["train_loss"]), np.asarray(each["finite"])
-        skips = 0 if np.isfinite(loss) and finite.all() else skips + 1
-        if skips <= optim.skip_nonfinite:
+        if np.isfinite(loss) and finite.all():
             continue
         first = "all parameters and gradients are finite"
         if not finite.all():
@@ -213,12 +199,8 @@ def check_finite(
                 f"the first parameter whose gradient or value is not finite is"
                 f" {names[int(np.argmin(finite))]} ({(~finite).sum()} of {len(names)} are)"
             )
-        allowed = optim.skip_nonfinite
-        after = f", after skipping {allowed}" if allowed else ""
         raise FloatingPointError(
-            f"the loss is {loss} at step {step}{after}; {first}; nothing was saved since. Lower"
+            f"the loss is {loss} at step {step}; {first}; nothing was saved since. Lower"
             f" config.optim.learning_rate={optim.learning_rate} and start again with another"
-            f" --workdir; or skip a few such steps by"
-            f" --config.optim.skip_nonfinite={max(3, 2 * allowed)}"
+            " --workdir"
         )
-    return skips

@@ -161,13 +161,12 @@ def train_step(
 ) -> tuple[nnx.State, Sums]:
     """Return the state after one optimiser step on the mean loss of a batch, and its values.
 
-    Frequencies are redrawn if due. With `optim.skip_nonfinite` a step with a loss, gradient or
-    parameter that is not finite leaves the state unchanged.
+    Frequencies are redrawn if due.
 
     Returns:
         The new state, and a dict of values: train_loss; train_NAME, the mean of each sum of
         `task.loss`; gradient_norm; `finite`, True for each parameter whose gradient and new value
-        are finite; `bad`, as in `data.train_batches`; and with `optim.skip_nonfinite` `skipped`.
+        are finite; and `bad`, as in `data.train_batches`.
     """
     model, optimizer = nnx.merge(graph, state)
     model.train()
@@ -175,11 +174,9 @@ def train_step(
     redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
-    before = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
     parts = config.optim.accumulate
     loss, sums, gradients = loss_and_gradients(task, model, examples, parts, mesh)
     optimizer.update(model, gradients)
-    after = nnx.state((model, optimizer))
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
         gradients,
@@ -192,24 +189,7 @@ def train_step(
         "finite": jnp.stack(jax.tree.leaves(finite)),
         "bad": batch["bad"],
     }
-    if not config.optim.skip_nonfinite:
-        return after, values
-    good = jnp.isfinite(loss) & values["finite"].all()
-    return unless_skipped(good, before, after), values | {"skipped": ~good}
-
-
-def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.State:
-    """Return the state after a good step, else the state before with the optimiser's new counts.
-
-    The learning rate stays a function of the step. Adam's bias correction reads such a count, too:
-    it treats a skipped step as a step.
-    """
-
-    def chosen(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-        is_count = path[0].key == 1 and jnp.issubdtype(new.dtype, jnp.integer)
-        return new if is_count else jnp.where(good, new, old)
-
-    return jax.tree.map_with_path(chosen, before, after)
+    return nnx.state((model, optimizer)), values
 
 
 def loss_and_gradients(
