@@ -86,9 +86,7 @@ class Model:
     """The Vision Transformer (Dosovitskiy et al. 2021)."""
 
     variant: str = _field("B/16", 'A row of `SIZES`, "/", the patch size in pixels, as in "Ti/2".')
-    width: int = _number(
-        0, "Width of a token, divisible by the number of heads.", 1, 2**17, "the variant's"
-    )
+    width: int = _number(0, "Width of a token, divisible by num_heads.", 1, 2**17, "the variant's")
     depth: int = _number(0, "Number of blocks.", 1, 2**10, "the variant's")
     num_heads: int = _number(0, "Number of attention heads.", 1, 2**10, "the variant's")
     mlp_dim: int = _number(0, "Hidden width of the MLP.", 1, 2**17, "the variant's")
@@ -99,59 +97,40 @@ class Model:
         concatenated: DINOv2) or "token+register" (with the first register: distilled DeiT).""",
     )
     registers: int = _number(
-        0, "Register tokens after the class token (Darcet et al. 2024).", 0, 2**10
+        0, "Register tokens (Darcet et al. 2024) after the class token.", 0, 2**10
     )
-    position: str = _choice(
-        "learned sincos", 'Position embedding: "learned" or "sincos" (fixed, two-dimensional).'
-    )
-    dropout: float = _share(
-        0.0, "Dropout rate after the embedding, the attention and each MLP layer."
-    )
+    position: str = _choice("learned sincos", 'Position embedding; "sincos" is fixed, in two axes.')
+    dropout: float = _share(0.0, "Dropout rate after embedding, attention and each MLP layer.")
     drop_path: float = _share(
-        0.0,
-        """Stochastic depth (Huang et al. 2016): probability that the last block skips attention or
-        MLP for an example. It rises linearly from 0 in the first block.""",
+        0.0, "Stochastic depth (Huang et al. 2016): rate of the last block, rising linearly from 0."
     )
     layer_scale: float = _number(
-        0.0,
-        """Initial value of a learned factor for each channel of the outputs of attention and MLP
-        (LayerScale, Touvron et al. 2021); 0 disables it.""",
-        *(0, 10),
+        0.0, "Initial factor of each channel (LayerScale, Touvron et al. 2021); 0: none.", 0, 10
     )
     activation: str = _choice(
         "gelu_tanh gelu quick_gelu swiglu",
-        """Activation of the MLP: "gelu_tanh" (GELU, approximated), "gelu" (exact), "quick_gelu"
-        (x times the sigmoid of 1.702 x), or "swiglu" (SiLU of one half of the hidden units times
-        the other half).""",
+        """Activation of the MLP; "quick_gelu" is x sigmoid(1.702 x), "swiglu" SiLU of one half of
+        the hidden units times the other half.""",
     )
     epsilon: float = _number(1e-6, "Constant added to the variance by layer norms.", 1e-12, 0.1)
     embed_norm: bool = _field(False, "Layer norm before the first block (CLIP).")
-    final_norm: str = _choice(
-        "before after none",
-        'Position of the last layer norm: "before" pooling, "after" it, or "none".',
-    )
+    final_norm: str = _choice("before after none", "Position of the last norm relative to pooling.")
     dtype: str = _choice(
         "float32 bfloat16",
-        """Type of the activations. Parameters, logits and the sums of normalisation and attention
-        are always float32.""",
+        "Type of activations; parameters, logits, sums of norms and attention are float32.",
     )
     mlp_init: str = _choice(
         "lecun_normal xavier_uniform",
-        """Initial values of the MLP's kernels: "lecun_normal", or "xavier_uniform" with biases
-        from N(0, 1e-6), as in scenic, big_vision and vision_transformer.""",
+        """Initial kernels of the MLP; "xavier_uniform" comes with biases from N(0, 1e-6), as in
+        scenic, big_vision and vision_transformer.""",
     )
     pre_logits: bool = _field(
-        False,
-        "Linear layer of the model's width and tanh before the head (Dosovitskiy et al. 2021).",
+        False, "Linear layer and tanh before the head (Dosovitskiy et al. 2021)."
     )
     head_bias: float = _number(
-        0.0,
-        "Initial bias of each class; with a sigmoid loss a negative bias makes classes unlikely.",
-        *(-100, 100),
+        0.0, "Initial bias of the classes; negative values suit a sigmoid loss.", -100, 100
     )
-    remat: bool = _field(
-        False, "Recompute the activations of each block in the backward pass to save memory."
-    )
+    remat: bool = _field(False, "Recompute activations in the backward pass to save memory.")
 
     @property
     def size(self) -> Size:
@@ -182,28 +161,19 @@ class Attention:
     coupling: str = _field(
         "pm-antithetic", "Coupling of the frequencies, a name of `performer.couplings.names()`."
     )
-    num_features: int = _number(
-        128, "Number of random features m: frequencies of a head.", 1, 2**16
-    )
+    num_features: int = _number(128, "Random features m, the frequencies of a head.", 1, 2**16)
     share_heads: bool = _field(False, "Share one draw of frequencies among the heads of a layer.")
     calibration: str = _field(
-        "none",
-        """Calibration of the features by running statistics: "none", "shift", "shift+scale" or
-        "full" (`performer.calibration`).""",
+        "none", 'Calibration by running statistics: "none", "shift", "shift+scale" or "full".'
     )
-    redraw_every: int = _count(
-        0, "Training steps between new draws of the frequencies; 0 keeps the first draw."
-    )
+    redraw_every: int = _count(0, "Training steps between draws of the frequencies; 0: one draw.")
     exact_layers: str = _field(
         "",
         'Blocks with exact attention whatever `kind` is, counted from 0, as "0,3".',
         'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
         holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
     )
-    implementation: str = _choice(
-        "xla pallas",
-        '"xla", or "pallas" for the TPU kernels (compiled, not yet run on a TPU).',
-    )
+    implementation: str = _choice("xla pallas", "pallas: TPU kernels (compiled, not yet run).")
     exact_window: int = _count(
         0,
         """Tokens of a chunk; 0 disables the window. A query attends exactly to its own chunk, to
@@ -221,69 +191,51 @@ class Data:
 
     name: str = _field(
         "digits",
-        """Data set: "digits" (1,797 images of scikit-learn) or a TFDS data set in `dir`. Empty for
-        a run without data, as written by `vit.pretrained`.""",
+        """"digits" (1,797 images of scikit-learn) or a TFDS data set in `dir`; empty for a run of
+        `vit.pretrained` without data.""",
     )
-    dir: str = _field(
-        "", "Folder of TFDS data sets: the --out of `vit.prepare`, or TFDS's own data_dir."
-    )
+    dir: str = _field("", "Folder of TFDS data sets: --out of `vit.prepare`, or TFDS's data_dir.")
     train_split: str = _field(
         "train", 'Training split, as "train", "train[:90%]" or "train+validation".'
     )
     eval_split: str = _field("test", "Evaluation split, in the same notation.")
     image_size: int = _number(8, "Side of the model's input in pixels.", 1, 2**14)
     eval_resize: int = _number(
-        0,
-        "Shorter side before the centre crop of evaluation; 0: `image_size`.",
-        *(0, 2**16),
+        0, "Shorter side before the centre crop of evaluation; 0: `image_size`.", 0, 2**16
     )
     crop: str = _choice(
         "center inception",
         """Crop of training images: "center" as in evaluation, or "inception" (a random 8% to 100%
         of the area, sides 3:4 to 4:3, Szegedy et al. 2015).""",
     )
-    max_shift: int = _number(
-        0, "Largest random shift of a training image in pixels, padded with zeros.", 0, 2**14 - 1
-    )
-    flip: bool = _field(False, "Mirror training images left to right with probability 1/2.")
+    max_shift: int = _number(0, "Largest random shift of training images in pixels.", 0, 2**14 - 1)
+    flip: bool = _field(False, "Mirror training images with probability 1/2.")
     randaugment_layers: int = _number(
-        0, "Random operations on each training image (RandAugment, Cubuk et al. 2020).", 0, 20
+        0, "RandAugment (Cubuk et al. 2020): random operations per training image.", 0, 20
     )
     randaugment_magnitude: float = _number(
-        10.0,
-        """Strength of RandAugment, 0 to 30. AugReg, big_vision and timm (DeiT's m9) use 0 to 10:
-        multiply theirs by three.""",
-        *(0, 30),
+        10.0, "Strength of RandAugment: three times that of AugReg, big_vision and timm.", 0, 30
     )
     mixup: float = _number(
-        0.0,
-        """Alpha of mixup (Zhang et al. 2018): a batch is blended with a permutation of itself, with
-        weights from Beta(alpha, alpha).""",
-        *(1e-3, 1e3, "no mixup"),
+        0.0, "Alpha of mixup (Zhang et al. 2018) of images of a batch.", 1e-3, 1e3, "no mixup"
     )
     cutmix: float = _number(
         0.0,
-        """Alpha of CutMix (Yun et al. 2019): a rectangle of each image is replaced by that of
-        another image, with an area from Beta(alpha, alpha). With mixup as well, each batch uses
-        one of the two with probability 1/2.""",
+        """Alpha of CutMix (Yun et al. 2019): rectangles of other images. With mixup, too, a batch
+        has one of the two, with probability 1/2.""",
         *(1e-3, 1e3, "no CutMix"),
     )
     erase: float = _number(
-        0.0,
-        """Probability of random erasing (Zhong et al. 2020): 2% to a third of a training image
-        becomes random pixels.""",
-        *(0, 1),
+        0.0, "Probability of random erasing (Zhong et al. 2020) of 2% to a third of an image.", 0, 1
     )
     batch_size: int = _count(128, "Images per step, over all devices and hosts.", 1)
     num_workers: int = _number(
         0,
-        """Processes per host that read and augment. 0: threads of the main process. -1: one for
-        each core but one, limited by the space in /dev/shm.""",
+        """Processes per host that read and augment; 0: threads of the main process; -1: all cores
+        but one, as many as /dev/shm allows.""",
         *(-1, 1024),
     )
-    max_bad_records: int = _count(
-        10, "Undecodable training records that are skipped; more end the run."
-    )
+    max_bad_records: int = _count(10, "Unreadable training records to skip; one more ends the run.")
 
 
 @dataclasses.dataclass
@@ -292,8 +244,8 @@ class Optim:
 
     loss: str = _choice(
         "softmax sigmoid",
-        """Loss: "softmax" (cross entropy) or "sigmoid" (the sum of a binary cross entropy for each
-        class, Beyer et al. 2020; probabilities need not sum to one).""",
+        """"softmax" cross entropy, or the sum of binary cross entropies of the classes (Beyer et
+        al. 2020), whose probabilities need not sum to one.""",
     )
     learning_rate: float = _number(1e-3, "Peak learning rate.", 0, 10)
     final_learning_rate: float = _number(1e-5, "Learning rate at the end of the run.", 0, 10)
@@ -301,32 +253,21 @@ class Optim:
     constant_steps: int = _count(0, "Steps at the peak rate after the warm-up.")
     weight_decay: float = _number(
         1e-4,
-        """Decoupled weight decay, multiplied by the learning rate, of matrices only: biases, norms,
-        class token and positions are exempt. DeiT and AugReg use the same convention;
-        big_vision's `wd` is this times `lr`.""",
+        """Decoupled weight decay of the kernels of linear maps, multiplied by the learning rate, as
+        in DeiT and AugReg; big_vision's `wd` is this times `lr`.""",
         *(0, 1e3),
     )
-    b2: float = _share(
-        0.999,
-        """Decay of Adam's mean of squared gradients; 0.95 to 0.99 recovers faster from large
-        gradients.""",
-    )
-    clip_norm: float = _number(
-        1.0, "Maximum global norm of the gradients.", *(1e-6, 1e6, "gradients are not clipped")
-    )
+    b2: float = _share(0.999, "Adam's b2; 0.95 to 0.99 recovers faster from large gradients.")
+    clip_norm: float = _number(1.0, "Maximum global norm of gradients.", 1e-6, 1e6, "no clipping")
     label_smoothing: float = _share(
-        0.0, "Label smoothing: share spread evenly over all classes (Szegedy et al. 2016)."
+        0.0, "Share of labels spread over all classes (Szegedy et al. 2016)."
     )
-    accumulate: int = _count(
-        1, "Parts of a batch whose gradients are accumulated one after another to save memory.", 1
-    )
-    ema: float = _share(
-        0.0, "Decay of the running mean of the parameters, used by evaluation; 0: no mean."
-    )
+    accumulate: int = _count(1, "Parts of a batch with accumulated gradients, to save memory.", 1)
+    ema: float = _share(0.0, "Decay of the running mean of the parameters for evaluation; 0: none.")
     layer_decay: float = _number(
         1.0,
-        """Layer-wise decay for fine-tuning (Bao et al. 2022): factor of learning rate and weight
-        decay for each layer between a parameter and the head; 1 treats all layers alike.""",
+        """Factor of learning rate and weight decay for each layer between a parameter and the head
+        (Bao et al. 2022), for fine-tuning.""",
         *(1e-3, 1),
     )
 
