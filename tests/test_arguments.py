@@ -87,8 +87,8 @@ def test_help_lists_every_field(flag, capsys):
     shown = dict(re.findall(r"^  --config\.([\w.]+)=(\S*)", text, flags=re.MULTILINE))
     assert shown == {field: str(value) for field, value in FIELDS.items()}
     words = " ".join(text.split())
-    assert "performer | softmax" in words
-    assert "[an integer]" in words
+    assert "It must be one of performer, softmax." in words
+    assert "It must be 0 (the variant's), or an integer from 1 to 1024." in words
     assert "--steps_shown of them; default 3" in words
     assert text.index("--workdir") < text.index(arguments.HEADING)
     assert max(map(len, text.splitlines())) <= 120

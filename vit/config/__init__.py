@@ -85,7 +85,7 @@ def _share(default: float, help: str) -> Any:
 class Model:
     """The Vision Transformer (Dosovitskiy et al. 2021)."""
 
-    variant: str = _field("B/16", 'A row of `SIZES`, "/", the patch size in pixels, as in "Ti/2".')
+    variant: str = _field("B/16", "Size (XS, Ti, S, B or L) and patch size in pixels.")
     width: int = _number(0, "Width of a token, divisible by num_heads.", 1, 2**17, "the variant's")
     depth: int = _number(0, "Number of blocks.", 1, 2**10, "the variant's")
     num_heads: int = _number(0, "Number of attention heads.", 1, 2**10, "the variant's")
@@ -164,7 +164,7 @@ class Attention:
     num_features: int = _number(128, "Random features m, the frequencies of a head.", 1, 2**16)
     share_heads: bool = _field(False, "Share one draw of frequencies among the heads of a layer.")
     calibration: str = _field(
-        "none", 'Calibration by running statistics: "none", "shift", "shift+scale" or "full".'
+        "none", 'Calibration by running statistics, "none", "shift", "shift+scale" or "full".'
     )
     redraw_every: int = _count(0, "Training steps between draws of the frequencies; 0: one draw.")
     exact_layers: str = _field(

@@ -18,7 +18,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from vit.config import FIELDS, TYPES, WORDS, Config, allowed, bundled, flatten
+from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
@@ -154,9 +154,8 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
             if field.rpartition(".")[0] != section:
                 section = field.rpartition(".")[0]
                 lines.append("")
-            metadata = FIELDS[field].metadata
-            kind = " | ".join(metadata.get("choices", [WORDS[TYPES[field]]]))
-            lines += _row(f"--config.{field}={value}", f"{metadata['help']} [{kind}]")
+            text = f"{FIELDS[field].metadata['help']} It {allowed(field)}."
+            lines += _row(f"--config.{field}={value}", text)
     return "\n".join(lines)
 
 
