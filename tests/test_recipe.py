@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.test_prepare import write_idx
+from tests.test_sources import write_idx
 from vit import config, data
 from vit.config import bundled, recipe
 from vit.data import arrays

@@ -159,7 +159,7 @@ class Attention:
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field(
-        "pm-antithetic", "Coupling of the frequencies, a name of `performer.couplings.names()`."
+        performer.couplings.DEFAULT, "Coupling, a name of `performer.couplings.names()`."
     )
     num_features: int = _number(128, "Random features m, the frequencies of a head.", 1, 2**16)
     share_heads: bool = _field(False, "Share one draw of frequencies among the heads of a layer.")

@@ -1,12 +1,8 @@
 """Files of users: regular files of known formats."""
 
-import gzip
 import io
-import math
 import os
 import stat
-import zipfile
-import zlib
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,36 +44,3 @@ def image(encoded: bytes) -> Image.Image:
     if opened.mode.startswith("I"):
         return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     return opened
-
-
-def check_npz(path: Path) -> None:
-    """Raise ValueError unless the file is a regular zip archive."""
-    try:
-        with regular(path) as file, zipfile.ZipFile(file):
-            pass
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
-
-
-def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
-    """Read an IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values.
-
-    Raises:
-        ValueError: when the file has another format, or is damaged or empty.
-    """
-    try:
-        with regular(path) as file:
-            stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            read = stream.read()
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    start = 4 + 4 * num_dimensions
-    if len(read) < start or read[:4] != bytes([0, 0, 8, num_dimensions]):
-        raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
-    sizes = np.frombuffer(read[4:start], ">u4").tolist()
-    if not 0 < math.prod(sizes) == len(read) - start:
-        raise ValueError(
-            f"{path} is damaged: its header announces {math.prod(sizes):,} values,"
-            f" {len(read) - start:,} follow"
-        )
-    return np.frombuffer(read, np.uint8, offset=start).reshape(sizes)
