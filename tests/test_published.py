@@ -416,7 +416,7 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     assert program.in_avals[-1].shape[1:] == (24, 24, 3)
     with pytest.raises(ValueError, match="must name a data set: without one a run"):
         evaluate.evaluate_run(workdir)
-    with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
+    with pytest.raises(ValueError, match="holds a run already; choose another --workdir"):
         pretrained.pretrained(folder / "model.safetensors", None, workdir)
 
 
