@@ -1,6 +1,6 @@
 """Replace the attention of a trained softmax model by a Performer's, without retraining.
 
-    python -m vit.convert --workdir=runs/softmax --coupling=orf-antithetic,pm --calibration=full \\
+    python -m vit.convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
         --num_features=32,64,128 --refine_steps=100 --out=runs/converted
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
@@ -37,6 +37,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
+from performer import couplings
 from vit import config as configs
 from vit.config.arguments import launch
 from vit.config.cli import command
@@ -150,7 +151,7 @@ def convert(
     workdir: Path,
     out: Path | None = None,
     *,
-    coupling: Sequence[str] = ("orf-antithetic",),
+    coupling: Sequence[str] = (couplings.DEFAULT,),
     calibration: str = "full",
     num_features: Sequence[int] = (32, 64, 128),
     refine_steps: int = 0,
@@ -225,11 +226,10 @@ def convert(
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
-    new_config = dataclasses.replace(
-        config,
-        attention=dataclasses.replace(attention(chosen), exact_layers=",".join(exact)),
-        num_epochs=num_epochs,
-    )
+    own = dataclasses.replace(attention(chosen), exact_layers=",".join(exact))
+    if converted.transferred:  # learned features have no calibration
+        own = dataclasses.replace(own, calibration="none", transferred=True)
+    new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
     _, num_steps = runs.length(new_config, run.dataset)
     new_config.optim = dataclasses.replace(
         config.optim,
@@ -239,12 +239,12 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    new = converted.task.create(new_config, rngs=random_streams(config.seed))
+    new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
     run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset, converted.task)
+        runs.begin(folder, new, new_config, run.dataset, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total, status="")
         for record in compare(run, model, replaced, cases, draws):
