@@ -36,25 +36,6 @@ def converted(softmax_run):
     return out, convert.convert(softmax_run, out, **OPTIONS | more)
 
 
-def test_killed_before_the_end_there_is_no_run(softmax_run, monkeypatch):
-    """At the first line of the report, when the checkpoint is whole; nothing cleans up.
-
-    By `test_safety.py` the same call begins anew.
-    """
-    out = softmax_run.with_name("killed")
-
-    def killed(*_, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert, "compare", killed)
-    with pytest.raises(KeyboardInterrupt):
-        convert.convert(
-            softmax_run, out, coupling=["orf"], calibration="none", num_features=[8], draws=1
-        )
-    assert not out.exists()
-    assert out.with_name("killed.unfinished").exists()
-
-
 def test_report(converted, softmax_run):
     out, table = converted
     rows = read_csv(out / "conversion.csv")

@@ -140,7 +140,7 @@ def test_a_wrong_folder_says_what_is_wrong_with_it(photos):
         )
     itself = f"is a data set itself: give --config.data.dir={photos}/data --config.data.name=photos"
     assert itself in told(photos / "data" / "photos", "other")
-    assert "holds no data set; one is made of pictures by" in told(photos / "raw" / "cat")
+    assert "holds no data set; make one of pictures by" in told(photos / "raw" / "cat")
     assert "unknown config.data.name 'photo'; did you mean 'photos'? Choices: digits, photos" in (
         told(photos / "data", "photo")
     )
