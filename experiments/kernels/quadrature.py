@@ -64,7 +64,8 @@ BATCH, LARGE = 256, 512
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
-RUNS = {"power_plant": 500, "fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
+RUNS = dict.fromkeys(("power_plant", "letter", "digits"), 500)
+RUNS |= {"fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
 """Draws in Fig. 1; 50 of the other sets."""
 IN_FOLDER = ("power_plant", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
