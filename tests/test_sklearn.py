@@ -174,8 +174,8 @@ def test_in_pipelines_and_searches():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"n_components": 0}, "n_components must be a positive integer, got 0; use 100"),
-        ({"n_components": 10.0}, "n_components must be.*integer.*got 10.0; use 100"),
+        ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
+        ({"n_components": 10.0}, "n_components must be.*integer.*got 10.0, such as 100"),
         ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
         ({"gamma": float("inf")}, "gamma must be .*got inf"),
         ({"gamma": float("nan")}, "gamma must be .*got nan"),

@@ -235,7 +235,7 @@ class _Spectrum(NamedTuple):
     vectors: Matrix
     f: Float[np.ndarray, " t"]
     exact: float
-    """|K|^2, with the nodes alone, where nothing is drawn."""
+    """|K|^2, including nodes without edges."""
 
     def of(self, c: float) -> Float[np.ndarray, " n"]:
         """Return the eigenvalues of X: sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t}."""

@@ -48,7 +48,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 from scipy.special import roots_hermitenorm
 
 from performer import couplings, kernels
@@ -226,7 +226,7 @@ independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length 
 
 
 def feature_maps(
-    x: Float[Array, "*b d"],
+    x: Num[ArrayLike, "*b d"],
     rule: Rule,
     kernel: str | Kernel = "gaussian",
     *,
@@ -264,8 +264,8 @@ def feature_maps(
 
 
 def gram(
-    x: Float[Array, "n d"],
-    y: Float[Array, "k d"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, "k d"],
     rule: Rule,
     kernel: str | Kernel = "gaussian",
     *,
