@@ -185,6 +185,11 @@ COUPLINGS: dict[str, Coupling] = {
     "halton": halton,
     "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
+DEFAULT = "pm-antithetic"
+"""The default coupling of layers, conversions and analysis: unbiased, at no cost over others.
+
+As drawn it has the lowest attention error of the unbiased couplings; with full calibration it is no
+worse than "orf-antithetic" (docs, "Results")."""
 _ANTITHETIC = "-antithetic"
 
 

@@ -1,7 +1,7 @@
-"""Drop-ins for today's Flax (nnx): the layer, and what puts it into a model that is trained.
+"""Drop-ins for Flax nnx: the layer, and its conversion of trained models.
 
 layer          `PerformerAttention`, the `attention_fn` of `nnx.MultiHeadAttention`
-linearization  `linearize`: a trained model with exact attention -> one with random features
+linearization  `linearize`: a model with exact attention -> one with random features
 """
 
 from performer.choices import extra
