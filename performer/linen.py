@@ -96,7 +96,7 @@ def performer_attention_fn(
         deterministic=deterministic,
         dtype=dtype,
         is_causal=is_causal,
-        weights=module is not None,
+        return_weights=module is not None,
         **options,
     )
     if module is not None:

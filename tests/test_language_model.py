@@ -14,7 +14,8 @@ from experiments.language_model.attention import SILENT, Hybrid, Softmax
 from experiments.language_model.model import losses, rotated
 from experiments.language_model.task import layers, task
 from performer.attention.calibration import calibrate
-from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
+from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
+from performer.typing import Window
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Size, of_run, validate
@@ -111,8 +112,8 @@ def test_a_hybrid_is_what_was_fitted(window):
     fitted = calibrate(query, key, method="shift+scale", coupling="orf")
     unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
     got = Hybrid(far, fitted, window)(query, key, unit)
-    near = jnp.asarray(near_pairs(20, window, 1))
-    want = learned_estimate(far, (fitted, near), Sample.of(query, key), True)
+    fixed = fitted, Window(window, int(window > 0))
+    want = learned_estimate(far, fixed, Sample.of(query, key), True)
     np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
 
 
@@ -155,7 +156,7 @@ def test_conversion(method, steps, m):
     batch = {"tokens": tokens(33, rows=9)}
     replaced = learned.replacement(learned, config, model, [batch])
     new = replaced(Case("orf-antithetic", method, steps, 4, m))
-    assert new.task.settings.transferred == (steps > 0)
+    assert new.transferred == (steps > 0)
     found = losses(new.model, batch)
     assert found.shape == (9,)
     assert np.isfinite(found).all()

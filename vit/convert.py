@@ -226,11 +226,10 @@ def convert(
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
-    new_config = dataclasses.replace(
-        config,
-        attention=dataclasses.replace(attention(chosen), exact_layers=",".join(exact)),
-        num_epochs=num_epochs,
-    )
+    own = dataclasses.replace(attention(chosen), exact_layers=",".join(exact))
+    if converted.transferred:  # learned features have no calibration
+        own = dataclasses.replace(own, calibration="none", transferred=True)
+    new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
     _, num_steps = runs.length(new_config, run.dataset)
     new_config.optim = dataclasses.replace(
         config.optim,
@@ -240,12 +239,12 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    new = converted.task.create(new_config, rngs=random_streams(config.seed))
+    new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
     run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset, converted.task)
+        runs.begin(folder, new, new_config, run.dataset, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total, status="")
         for record in compare(run, model, replaced, cases, draws):

@@ -21,7 +21,7 @@ def attention_fn(
     dropout_rate: float,
     deterministic: bool,
     dtype: Any,
-    weights: bool,
+    return_weights: bool,
     **options: Any,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and with `weights` the attention matrix; options of `performer_attention`.
@@ -53,7 +53,7 @@ def attention_fn(
     options |= dict(mask=mask, is_causal=is_causal)
     output = performer_attention(query, key, value, frequencies, **options)
     output = _row(cast(Array, output), place, -3)
-    if not weights:
+    if not return_weights:
         return output, None
     options["implementation"] = None  # unit values are as wide as there are keys
     return output, _row(attention_weights(query, key, frequencies, **options), place, -2)

@@ -15,6 +15,7 @@ from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
+from performer.attention.refinement import LEARNED
 from performer.typing import Coupling, Window
 
 
@@ -57,6 +58,8 @@ class PerformerAttention(nnx.Module):
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         axis_name: axis of `jax.shard_map` or `jax.pmap` for means over devices. `jax.jit` with
             sharded batches needs none.
+        transferred: reserve `learned` for features of attention transfer, whose query frequencies
+            and weights `performer.nnx.linearize` sets beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
         options: constant keywords of `performer.performer_attention`, as `feature_map` and
             `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self
@@ -88,6 +91,7 @@ class PerformerAttention(nnx.Module):
         num_queries: int = 64,
         use_running_average: bool = False,
         axis_name: str | None = None,
+        transferred: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -103,14 +107,28 @@ class PerformerAttention(nnx.Module):
         self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
-        self.statistics = nnx.Dict()
+        self.learned, self.statistics = nnx.Dict(), nnx.Dict()
+        if transferred:
+            w = self.frequencies[...]
+            self.learned["query_frequencies"] = Frequencies(w)
+            self.learned["weights"] = Frequencies(jnp.full(w.shape[:-1], 1 / num_features))
         if calibrations.parts(self.method):
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
 
     @property
+    def estimate(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`: frequencies, calibration and options."""
+        own: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
+        if own:
+            own["feature_map"] = LEARNED
+        options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
+        own |= dict(frequencies=self.frequencies[...], calibration=self.calibration)
+        return own | options
+
+    @property
     def window(self) -> Window:
-        """The exact keys of the options."""
+        """Exact keys of the options."""
         return Window(**{name: x for name, x in self.options if name in Window._fields})
 
     @property
@@ -180,8 +198,6 @@ class PerformerAttention(nnx.Module):
             query,
             key,
             value,
-            self.frequencies[...],
-            calibration=self.calibration,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
@@ -189,8 +205,8 @@ class PerformerAttention(nnx.Module):
             dtype=dtype,
             is_causal=is_causal,
             segment_ids=segment_ids,
-            weights=module is not None,
-            **{name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options},
+            return_weights=module is not None,
+            **self.estimate,
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)

@@ -218,6 +218,9 @@ class Attention:
         and class token and registers are exact for all. Patches are then in the order of a Z-order
         curve, so that a chunk is nearly a square of the picture. 0: no window.""",
     )
+    transferred: bool = _field(
+        False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
+    )
 
 
 @dataclasses.dataclass

@@ -58,9 +58,7 @@ def maps(model: ViT, images: Array) -> Maps:
         if not isinstance(estimate, PerformerAttention):
             own.append(exact[-1])
             continue
-        options = {"calibration": estimate.calibration, "feature_map": estimate.feature_map}
-        options |= estimate.window._asdict()
-        own.append(attention_weights(query, key, estimate.frequencies[...], **options))
+        own.append(attention_weights(query, key, **estimate.estimate))
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
 

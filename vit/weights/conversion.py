@@ -48,10 +48,10 @@ class Replaced(NamedTuple):
     """A model with another attention, its parameters as they were."""
 
     model: Model
-    task: Task
-    """Task whose `create` makes such a model."""
     heads: Report | None = None
     """Errors of each head on the training examples, where the task has them."""
+    transferred: bool = False
+    """Features are those of attention transfer, as `config.attention.transferred`."""
 
 
 class Function(nnx.Module):
@@ -120,7 +120,7 @@ def linearized(
         window = Window(case.window, config.model.num_prefix) if case.window else NO_WINDOW
         if not case.num_features:
             alone = [Function(window_alone(window)) for _ in task.layers(model)]
-            return Replaced(exchanged(task, model, alone), task)
+            return Replaced(exchanged(task, model, alone))
         new, heads = linearize(
             model,
             batches,
@@ -134,7 +134,8 @@ def linearized(
             measured=measured,
             seed=case.seed,
         )
-        return Replaced(new, task, heads)
+        learned = any(getattr(layer.attention_fn, "learned", None) for layer in task.layers(new))
+        return Replaced(new, heads, transferred=learned)
 
     return replaced
 

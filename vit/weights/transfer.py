@@ -235,7 +235,7 @@ def resampled(
     return jax.image.resize(grid, shape, "bicubic", antialias=True).reshape(-1, shape[-1])
 
 
-FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
+FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
 """Fields of `config.attention` that say how frequencies are drawn."""
 
 
@@ -250,6 +250,8 @@ def _take_attention(trained: Source, model: Model, task: Task, config: configs.C
             continue
         if not different:
             new.frequencies[...] = old.frequencies[...]
+            for name, x in new.learned.items():
+                x[...] = old.learned[name][...]
         moments = [np.shape(x.statistics["moments"]) for x in (old, new) if x.statistics]
         if len(moments) == 2 and moments[0] == moments[1]:
             new.calibrate(old.statistics["moments"][...])
