@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from performer import couplings
 from performer.attention import performer_attention
 from performer.linearization.layers import (
     Linear,
@@ -60,7 +61,7 @@ def linearize(
     function: Callable[..., Any],
     batches: Iterable[Any],
     *,
-    coupling: str | Coupling = "orf-antithetic",
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int | None = None,
     calibration: str = "full",
     refine_steps: int = 0,

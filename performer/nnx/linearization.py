@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from performer import couplings
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import (
     Layer,
@@ -34,7 +35,7 @@ def linearize(
     model: Model,
     batches: Iterable[Any],
     *,
-    coupling: str | Coupling = "orf-antithetic",
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int | None = None,
     calibration: str = "full",
     refine_steps: int = 0,
