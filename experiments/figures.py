@@ -88,13 +88,15 @@ def options(png: Path) -> harness.Row:
     return module.FIGURES[png.stem]
 
 
-def main(folders: Sequence[str] = ("",)) -> None:
+def main(folders: Sequence[str] = ()) -> None:
     """Draw the figures.
 
     Args:
         folders: below `experiments/results`; all by default.
     """
-    for png in sorted(path for folder in folders for path in (RESULTS / folder).rglob("*.png")):
+    for png in sorted(
+        path for folder in folders or [""] for path in (RESULTS / folder).rglob("*.png")
+    ):
         harness.figure(png.with_suffix(""), **options(png))
         print(png.relative_to(RESULTS))
 

@@ -196,7 +196,7 @@ MODELS: dict[str, Callable[[jax.Array], tuple[Parameters, Apply]]] = {
 
 
 @functools.cache
-def digits() -> list[np.ndarray]:
+def digits() -> Any:
     """Return training and test patches (b, 16, 4), training and test labels, as `vit.train`."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

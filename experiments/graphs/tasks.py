@@ -218,7 +218,8 @@ def main(
         if f"table_{number}" in parts:
             table(number, instances, trials, out)
     tables = [name for name in TITLES if (out / f"{name}.csv").exists()]
-    harness.figure(out / "tasks", **FIGURES["tasks"] | {"tables": tables})
+    options: Any = FIGURES["tasks"] | {"tables": tables}
+    harness.figure(out / "tasks", **options)
 
 
 if __name__ == "__main__":

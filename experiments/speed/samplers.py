@@ -18,7 +18,8 @@ def samplers() -> list[dict[str, Any]]:
     rows = []
     keys = jax.random.split(jax.random.key(0), HEADS)
     for name in couplings.names():
-        draw = partial(couplings.get(name), m=M, d=D)
+        coupling: Any = couplings.get(name)
+        draw = partial(coupling, m=M, d=D)
         one, many = jax.jit(draw), jax.jit(jax.vmap(draw))
         best = timing.race({"one": partial(one, keys[0]), "many": partial(many, keys)}, REPEATS)
         times = {"one draw, ms": best["one"], f"{HEADS} draws, ms": best["many"]}

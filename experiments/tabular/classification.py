@@ -114,7 +114,7 @@ def problems(table: tabular.Table) -> tuple[Problem, Problem]:
         raise ValueError(
             f"data set {table.name!r} has the column {table.columns[0]!r} alone: SimRF needs two"
         )
-    count = int(printed(2, table.name).get("rows") or len(table.x))
+    count = min(len(table.x), int(printed(2, table.name).get("rows") or len(table.x)))
     if (held := int(count * TEST_SHARE)) < 1:
         raise ValueError(f"data set {table.name!r} has {count} rows: at least 20 are needed")
     order = np.random.default_rng(SEED).permutation(count)
