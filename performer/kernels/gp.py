@@ -89,7 +89,7 @@ class GaussianProcess:
     """
 
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
-    """Of `performer.kernels`, by its word or as a value."""
+    """Kernel of `performer.kernels`, by name or as a value."""
     scales: Scales = Scales()  # noqa: RUF009 (immutable)
     """Hyperparameters; `fit` starts from them."""
     frequencies: Float[Array, "m d"] | None = None
