@@ -156,9 +156,10 @@ class GaussianProcess:
         """Draw f at k points jointly, `num_samples` times; as `predict` otherwise."""
         f = self.predict(x)
         # By singular values: the covariance may be singular but for rounding.
-        return jax.random.multivariate_normal(
-            key, f.mean, f.covariance, (num_samples,), f.mean.dtype, method="svd"
-        )
+        vectors, values, _ = jnp.linalg.svd(f.covariance)
+        noise = jax.random.normal(key, (num_samples, len(f.mean)), f.mean.dtype)
+        noise = noise * jnp.sqrt(values)
+        return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 
 
 def log_marginal_likelihood(
