@@ -141,7 +141,7 @@ def test_refusals(converted, softmax_run, tmp_path):
 
     refused(tmp_path / "nowhere", "holds no run")
     refused(out, "was trained with config.attention.kind='performer'")
-    refused(softmax_run, "holds a run already; take another --out", out)
+    refused(softmax_run, "holds a run already; choose another --out", out)
     refused(softmax_run, "unknown coupling 'orff'", coupling=["orff"])
     refused(softmax_run, "unknown calibration 'fulll'", calibration="fulll")
     refused(softmax_run, "even number of features", coupling=["pm-antithetic"], num_features=[7])

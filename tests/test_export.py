@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def trained(**sections):
     model = new_vit(settings)
     kernel = model.head.kernel[...]
     model.head.kernel[...] = np.random.default_rng(0).normal(size=kernel.shape).astype(np.float32)
-    return use.Trained(settings, 3, NAMES, 1, model)
+    return use.Trained(Path("run"), settings, 3, NAMES, 1, model)
 
 
 def images(number):

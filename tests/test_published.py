@@ -398,7 +398,7 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
         ValueError, match="must name a data set: a run of vit.pretrained without data"
     ):
         evaluate.evaluate_run(workdir)
-    with pytest.raises(ValueError, match="holds a run already; take another --workdir"):
+    with pytest.raises(ValueError, match="holds a run already; choose another --workdir"):
         pretrained.pretrained(folder / "model.safetensors", None, workdir)
 
 
