@@ -48,8 +48,8 @@ from performer.choices import unknown
 from performer.kernels import quadrature
 from performer.kernels.quadrature import Rule
 from performer.typing import Key
+from vit.data.sources.arrays import read_idx
 from vit.reports import report
-from vit.run import bounded
 
 RULES = 5
 """n goes up to so many."""
@@ -117,7 +117,7 @@ def load(name: str, data_dir: Path | None) -> Data:
         x = x / 16
     elif name == "fashion_mnist" and data_dir:
         paths = (data_dir / name / f"train-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
-        x, y = (bounded.read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
+        x, y = (read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
         if len(x) != len(y):
             raise ValueError(f"{data_dir / name} has {len(x)} images but {len(y)} labels")
         x, y = x.reshape(len(x), -1) / 255, y.astype(int)
