@@ -84,7 +84,8 @@ def exact(split: Split) -> gp.Gaussian:
 def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
     """RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    return [rmse, -multivariate_normal.logpdf(split.test_y, *law) / len(split.test_y)]
+    density = multivariate_normal.logpdf(split.test_y, *law)
+    return [rmse, jnp.negative(density) / len(split.test_y)]
 
 
 def scores(
