@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from flax import linen
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.attention._dropin import attention_fn
+from performer.choices import extra
+
+with extra("flax"):
+    from flax import linen
 
 
 def performer_attention_fn(

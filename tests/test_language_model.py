@@ -178,8 +178,8 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     convert.convert(
         tmp_path / "run",
         out,
-        names=["orf-antithetic"],
-        method="shift+scale",
+        coupling=["orf-antithetic"],
+        calibration="shift+scale",
         num_features=[6],
         refine_steps=3,
         exact_window=[4],
@@ -204,7 +204,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert trained["step"] > 0
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
-        convert.convert(out, tmp_path / "x", names=["orf"], method="none", num_features=[8])
+        convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
     monkeypatch.setattr(configs, "SIZE", SIZE)
     options = dict(length=32, batch_size=4, steps=2, text=source)
     with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
@@ -238,7 +238,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, caps
     for _ in range(2):  # the second call resumes
         train.main(tmp_path / "new", **options | new)
     printed = capsys.readouterr().out
-    assert printed.count("short at step 2: 19 of 27 arrays of parameters are taken") == 1
+    assert printed.count("short at step 2: 19 of 27 arrays of parameters are copied") == 1
     assert runs.restore(tmp_path / "new").step == 2
 
 

@@ -323,9 +323,10 @@ def test_refining_beside_a_window(model, way, monkeypatch):
     else:
         monkeypatch.setattr(layers, "transfer", lambda _, w, *__, **___: 99 + w)
     new, refined = performer.linearize(function, batches, refine_steps=60, **window)
-    errors = (np.mean(list(x.layer_errors().values())) for x in (plain, refined))
-    before, after = errors
-    assert after < (1 if way == "frequencies" else 1.5) * before
+    before, after = (np.mean(list(x.layer_errors().values())) for x in (plain, refined))
+    if way == "features":  # none is worse than the window alone, but some than what is calibrated
+        before = np.mean([row["uniform attention"] for row in refined.rows])
+    assert after < before
     shapes = [x.shape[-3:] for x in jax.tree.leaves(new)]
     assert shapes.count((HEADS, 6, HEAD)) == 1 + (way == "features")
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new(*batches[0])))

@@ -1,4 +1,4 @@
-"""Training on arrays: the same loop, from a notebook or a script.
+"""Training on arrays, from a notebook or a script.
 
 import vit
 
@@ -35,7 +35,7 @@ def fit(
     values: Mapping[str, Any] | None = None,
     evaluation: float | tuple[Any, Any] = 0.1,
 ) -> use.Trained:
-    """Trains on images and labels, as `vit.train` does; the same call resumes a stopped run.
+    """Train on images and labels, as `vit.train` does; the same call resumes a stopped run.
 
     Args:
         images: n images, one array (n, height, width[, c]) or a sequence of arrays (height, width)
@@ -43,30 +43,31 @@ def fit(
         labels: n names or numbers of classes; their sorted values are the classes 0, 1, ...
         workdir: folder of the run; made if it does not exist.
         config: a `vit.config.Config`, the name of a bundled one, or None for one that is derived
-            from the images by `vit.config.recipe.for_images`. Its data set is not read, and
-            `data.num_workers` is 0: the arrays are in memory.
-        values: fields that have other values, as {"num_epochs": 3, "attention.coupling": "pm"}.
-        evaluation: (images, labels) to evaluate on; or the share of the images that is held out for
-            it, evenly over the classes, chosen by the seed of the config.
+            from the images and `values` by `vit.config.recipe.for_images`. Its data set is not
+            read, and `data.num_workers` is 0: the arrays are in memory.
+        values: fields with other values, as {"num_epochs": 3, "attention.coupling": "pm"}.
+        evaluation: (images, labels) to evaluate on; or the share of the images that is held out,
+            evenly over the classes, by the seed of the config.
 
     Returns:
         The result of `vit.load(workdir)`.
 
     Raises:
-        ValueError: before anything is written, for images or labels that do not fit, an unknown
-            config or field, or a config that cannot work; and as `vit.run.loop.train`.
+        ValueError: before anything is written, if images and labels do not fit, the config or a
+            field is unknown, or the config cannot work; and as `vit.run.loop.train`.
     """
     records, class_names = examples(images, labels)
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
-    if isinstance(config, str):
-        config = bundled.config(config)
-    config = config or recipe.for_images(len(records), len(class_names), side, channels)
-    own = {"data.name": NAME, "data.dir": "", "data.num_workers": 0}
-    for name in values or {}:
+    given = {**(values or {}), "data.name": NAME, "data.dir": "", "data.num_workers": 0}
+    for name in given:
         if name not in configs.TYPES:
             raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
-    config = configs.with_values(config, {**(values or {}), **own})
+    if config is None:
+        config = recipe.for_images(len(records), len(class_names), side, channels, given)
+    else:
+        config = bundled.config(config) if isinstance(config, str) else config
+        config = config.overridden(given)
     if isinstance(evaluation, tuple):
         held_out, _ = examples(*evaluation, class_names)
     else:
@@ -82,16 +83,16 @@ def fit(
 def examples(
     images: Any, labels: Any, class_names: Sequence[str] | None = None
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Records {"image", "label"} with numbers for the labels, and the names of the classes.
+    """Return records {"image", "label"} with numbers for the labels, and the class names.
 
     Args:
         images: as `fit`.
         labels: as `fit`.
-        class_names: those there are; the sorted labels if None.
+        class_names: existing names; the sorted labels if None.
 
     Raises:
-        ValueError: for arrays that are no images, another number of labels, or a label that is not
-            among the names.
+        ValueError: if arrays are no images, the number of labels differs, or a label is not among
+            the names.
     """
     images, labels = use.listed(images), np.asarray(labels)
     if labels.shape != (len(images),):

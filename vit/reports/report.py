@@ -1,4 +1,4 @@
-"""Tables as csv and markdown, figures as png: what every experiment writes."""
+"""Tables as csv and markdown, figures as png."""
 
 import csv
 import io
@@ -7,16 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-
 from vit.run import files
 
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
-    """Write `path`.csv and `path`.md, and return the markdown; numbers to four digits.
+    """Write `path`.csv and `path`.md, numbers to four digits, and return the markdown.
 
-    The text, what the table says, stands below it in the markdown.
+    The markdown has the text, as a conclusion, below the table.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
@@ -39,14 +36,14 @@ def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
 def plain(text: str) -> str:
     """Return markdown that shows the text, on one line of a table: no HTML, links or emphasis.
 
-    Underscores and brackets stay readable, for alone they mean nothing.
+    Underscores and single brackets have no meaning in markdown, and stay readable.
     """
     text = re.sub(r"[\\|*`]", r"\\\g<0>", " ".join(text.splitlines()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", r"]\(")
 
 
 def literal(text: str) -> str:
-    """Return the text for a figure, in which a dollar begins no formula."""
+    """Escape dollars, which begin formulas in a figure."""
     return text.replace("$", r"\$")
 
 
@@ -54,6 +51,8 @@ def figure(
     path: Path, columns: int = 1, rows: int = 1, *, size: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """Return figure and axes, as pyplot without its global state; `save` writes it."""
+    from matplotlib.figure import Figure  # 0.7 s, which commands without a figure save
+
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = Figure(figsize=size or (1 + 4.5 * columns, 4), layout="constrained")
     return drawn, drawn.subplots(rows, columns, **options)
@@ -68,6 +67,8 @@ def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
 
 def log_log(axis: Any, sizes: Sequence[float]) -> None:
     """Make both axes logarithmic, with a tick at each size and at plain decimals."""
+    from matplotlib.ticker import LogLocator
+
     axis.set(yscale="log")
     log_sizes(axis, sizes)
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
