@@ -24,6 +24,18 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from performer.choices import positive_values, unknown
 from performer.typing import expression, float32_or_wider
 
+__all__ = [
+    "MAPS",
+    "FeatureMap",
+    "arc_cosine",
+    "elu",
+    "get",
+    "hyperbolic",
+    "positive",
+    "relu",
+    "trigonometric",
+]
+
 Points = Float[Array, "*b d"] | Int[Array, "*b d"]
 Kernel = Literal["softmax", "gaussian"]
 Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]

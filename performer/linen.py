@@ -8,6 +8,8 @@ from jaxtyping import Array, Float
 
 from performer.attention._dropin import attention_fn
 
+__all__ = ["performer_attention_fn"]
+
 
 def performer_attention_fn(
     query: Float[Array, "*b t n h"],

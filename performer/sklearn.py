@@ -13,6 +13,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from performer import features, kernels
 
+__all__ = ["RandomFeatures"]
+
 
 @partial(jax.jit, static_argnames=("kernel", "odd"))
 def _features(x, frequencies, phase, lengthscale, *, kernel, odd):
