@@ -54,20 +54,9 @@ def modules() -> dict[str, str]:
     return pages | {"api/index": f"# Modules\n\n{rows}\n{toctree}\n"}
 
 
-GRAPHS = [
-    "kernels",
-    "couplings",
-    "theory",
-    "features",
-    "walks",
-    "matching",
-    "pagerank",
-    "tasks",
-    "gp",
-    "reinforced",
-]
+GRAPHS = sorted(path.stem for path in (ROOT / "performer" / "graphs").glob("[!_]*.py"))
 PARTS = {
-    "performer.graphs": [f"performer.graphs.{name}" for name in GRAPHS],
+    "performer.graphs": [f"performer.graphs.{name}" for name in GRAPHS if name != "graph"],
     "vit": ["vit.use", "vit.task"],
 }
 """Public modules of a folder, which share its page."""
