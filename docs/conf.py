@@ -6,9 +6,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")  # read by the kernels that run the pages
+# Of the kernels that run the pages: this tree before an installed one, figures for both themes.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")
 
 import docstrings
+import formulas
 import generate
 
 import performer
@@ -54,20 +57,22 @@ intersphinx_mapping = {
     "numpy": ("https://numpy.org/doc/stable", "inventories/numpy.txt"),
 }
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "Performer"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_show_sourcelink = False
 html_copy_source = False
-copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = ":not(.output) > div.highlight > pre"
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
 
 
 def setup(app):
     """Writes what is made of the code, and reads docstrings as the plain text that they are."""
+    formulas.setup(app)
     generate.write(HERE / "reference")
     generate.notebooks(HERE)
-    app.connect("source-read", generate.link_notebook)
+    app.connect("source-read", generate.extend)
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-process-signature", docstrings.shorten)

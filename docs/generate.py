@@ -118,7 +118,7 @@ def notebooks(docs: Path) -> None:
     """Write each page that has code as a notebook, for download."""
     for page in [*docs.glob("*.md"), *docs.glob("[!_]*/*.md")]:
         text = page.read_text()
-        if "```{code-cell}" in text:
+        if "```{code-cell}" in text and page.stem != "index":
             notebook = read_myst_markdown_notebook(text)
             for cell in notebook.cells:
                 if cell.cell_type == "markdown":  # pages of the site are not beside a notebook
@@ -130,12 +130,37 @@ def notebooks(docs: Path) -> None:
             put(path, nbformat.writes(notebook))
 
 
-def link_notebook(app, docname: str, content: list[str]) -> None:
-    """Handle `source-read`: below the title of a page with code, a link to its notebook."""
+SEARCH = {
+    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, inference, dropout",
+    "howto/convert": "convert a ViT, refinement",
+    "howto/export": "ONNX, StableHLO, serve",
+    "howto/fine-tune": "fine-tune, train longer, transfer learning",
+    "howto/linearize": "convert a model, Equinox, Haiku, linen, Hugging Face, pretrained model",
+    "howto/preemption": "resume, checkpoint, preemption, Slurm, requeue",
+    "howto/published-weights": "pretrained weights, timm, DINOv2, SigLIP, DeiT",
+    "howto/train-on-images": "own images, image folder, custom data",
+    "howto/use-a-run": "predict, inference with a ViT, vit.load, vit.fit",
+    "install": "installation, pip, GPU, TPU, CUDA",
+    "learn/attention": "softmax attention, linear attention, FAVOR+, mask, padding",
+    "learn/calibrate": "calibrate, calibration, tilt",
+    "learn/causal": "decoding, streaming, ALiBi, decay, relative positions, exact window, packed",
+    "learn/couplings": "which coupling, how many features, number of features, redraw",
+    "why/attention": "epsilon, overflow, stabilizer",
+    "why/faster": "flash attention, FlashAttention, speed, break-even, 512 tokens",
+}
+"""Queries of which the site's search shows the page first."""
+
+
+def extend(app, docname: str, content: list[str]) -> None:
+    """Handle `source-read`: below the title, a link to the notebook of the page and its queries."""
+    added = ""
     if (Path(app.srcdir) / NOTEBOOKS / f"{docname}.ipynb").exists():
         path = f"{'../' * docname.count('/')}{NOTEBOOKS}/{docname}.ipynb"
-        link = f"\n{{download}}`Notebook <{path}>`\n"
-        content[0] = re.sub(r"(?m)^# .*\n", lambda title: title[0] + link, content[0], count=1)
+        added += f"\n{{download}}`Download as a notebook <{path}>`\n"
+    if docname in SEARCH:
+        entries = ", ".join(f"! {entry}" for entry in SEARCH[docname].split(", "))
+        added += f"\n```{{index}} {entries}\n```\n"
+    content[0] = re.sub(r"(?m)^# .*\n", lambda title: title[0] + added, content[0], count=1)
 
 
 def config() -> str:
