@@ -1,28 +1,28 @@
 """Random-feature attention (FAVOR+) with swappable couplings of the frequencies.
 
+performer_attention   softmax attention in linear time, estimated with random features
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
+norms, directions     the two parts of a coupling
 features    feature maps whose dot products estimate a kernel
-kernels     these kernels themselves
-performer_attention   softmax attention in linear time, estimated with these features
-attention   its state, what devices exchange of it, and the attention matrix to look at
-calibration   exact invariances and importance sampling that lower its error
-refinement  attention transfer: frequencies, or any map, moved towards softmax attention
-analysis    its error on given queries and keys, and how many features they need
-linearize   any trained JAX function -> the same one with random-feature attention
-nnx, linen  attention as drop-ins for Flax, and nnx models linearized (`import performer.nnx`)
+kernels     exact kernels with their features
+attention   states for streaming and for several devices; the attention matrix for inspection
+calibration   exact invariances and importance sampling that lower the error of attention
+refinement  attention transfer: frequencies, or any map, trained towards softmax attention
+analysis    error of attention on given queries and keys; the number of features that they need
+linearize   a trained JAX function -> the same function with random-feature attention
+nnx, linen  attention as drop-ins for Flax; linearized nnx models (`import performer.nnx`)
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
-butterfly   random orthogonal matrices that apply in O(d log d)
+butterfly   random orthogonal matrices with products in O(d log d)
+structured  frequencies with products in O(m log d)
 gp          Gaussian processes, exact and with random features
-copula      couplings of the lengths learned by gradient
-graphs      random walks: kernels between the nodes of a graph, PageRank, their Gaussian processes
+copula      couplings of the lengths, learned by gradient
+graphs      random walks on graphs: kernels between nodes, PageRank, Gaussian processes
 sklearn     random features as a scikit-learn transformer (`import performer.sklearn`)
-theory      how accurate the kernel estimates are, coupling by coupling, in closed form
+theory      errors of kernel estimates by coupling, in closed form
 testing     statistical assertions about a coupling of your own
-structured  frequencies that multiply in O(m log d) without ever being a matrix
-norms, directions     the two parts that a coupling is made of
 
-A module is imported when it is first named, as in `performer.gp.fit`: the start of a program that
-needs attention alone is that of JAX.
+Modules are imported on first use, as in `performer.gp.GaussianProcess`: programs that use only
+attention start as fast as JAX.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Gradient descent on a loss, as one compiled loop: what `gp.fit` and `copula.learn` share."""
+"""Gradient descent on a loss as one compiled loop, shared by `gp` and `copula`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,20 +23,17 @@ def minimize(
     num_steps: int,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Parameters, Float[Array, " steps"]]:
-    """Parameters after `num_steps` steps of an optax optimizer, and the losses before each.
+    """Return the parameters after `num_steps` optimizer steps, and the loss before each step.
 
     Args:
-        key: of the losses' keys.
-        loss: (parameters, key) -> scalar; the key is another one in each step.
-        start: any pytree of floating-point arrays.
-        num_steps: how many steps.
-        optimizer: as `optax.adam(1e-2)`.
-
-    Jit- and vmap-able.
+        key: random key, split into one for each step.
+        loss: (parameters, key) -> scalar.
+        start: initial parameters, any pytree of floating-point arrays.
+        num_steps: number of steps.
+        optimizer: of optax, as `optax.adam(1e-2)`.
 
     Raises:
-        ValueError: when a loss is not finite. (Inside `jit`, where nothing can be raised, the
-            parameters are NaN then.)
+        ValueError: if a loss is not finite. (Inside `jit` the parameters are NaN instead.)
     """
 
     def step(carry, step_key):
@@ -56,6 +53,6 @@ def require_finite(losses: Float[Array, " steps"]) -> None:
     if not isinstance(losses, Tracer) and not bool(jnp.isfinite(losses).all()):
         first = int(jnp.argmin(jnp.isfinite(losses)))
         raise ValueError(
-            f"the loss left the finite numbers in step {first} of {len(losses)}: look for NaN in"
-            " the data, start elsewhere, or take a smaller learning rate"
+            f"the loss is not finite in step {first} of {len(losses)}: check the data for NaN,"
+            " start elsewhere, or use a smaller learning rate"
         )

@@ -162,21 +162,22 @@ def attention_error(
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"] | None = None,
     *,
-    coupling: str | Coupling,
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int,
     draws: int = 32,
     calibration: Calibration | None = None,
     scale: float | None = None,
     mask: ArrayLike | None = None,
+    is_causal: bool = False,
     exact_window: int = 0,
     exact_first: int = 0,
     seed: int = 0,
 ) -> AttentionError:
     """Measure the error of random-feature attention on these queries and keys.
 
-    Bidirectional attention with positive features, in float32 whatever is given. One batch entry,
-    head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never
-    t x s, and draws x k x m x h for the frequencies.
+    Attention with positive features, in float32 whatever is given. One batch entry, head and block
+    of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never t x s, and draws x
+    k x m x h for the frequencies. Rows without keys do not count.
 
     Args:
         query: (..., t, n, h), with any leading axes, such as layers and batch.
@@ -191,6 +192,7 @@ def attention_error(
         calibration: as for `performer_attention`.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
+        is_causal: query i sees the keys up to i; uniform attention is then the mean over these.
         exact_window: near keys are exact, as there; 0 for none.
         exact_first: so are the first keys.
         seed: of the draws.
@@ -203,10 +205,11 @@ def attention_error(
             give (m, h), fewer than 3 draws or 1 feature, or a batch entry without keys.
 
     Example:
-        >>> error = attention_error(query, key, value, coupling="pm-antithetic", num_features=128)
+        >>> error = attention_error(query, key, value, num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
-    options = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
+    options: Any = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
+    options |= dict(is_causal=is_causal)
     window = dict(exact_window=exact_window, exact_first=exact_first)
     return _error(query, key, value, coupling, num_features, num_features, **options, **window)
 
@@ -215,7 +218,7 @@ def recommend(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     *,
-    coupling: str | Coupling,
+    coupling: str | Coupling = couplings.DEFAULT,
     tolerance: float,
     limit: int = 1024,
     show: Callable[[str], Any] | None = None,
@@ -234,14 +237,14 @@ def recommend(
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all of them.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, exact_window, exact_first and seed, as for
-            `attention_error`.
+        options: draws, calibration, scale, mask, is_causal, exact_window, exact_first and seed, as
+            for `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, and as `attention_error`.
 
     Example:
-        >>> print(recommend(query, key, coupling="orf-antithetic", tolerance=0.1))
+        >>> print(recommend(query, key, tolerance=0.1))
     """
     show = show or _print
     if not tolerance > 0:
@@ -286,6 +289,7 @@ def _error(
     calibration=None,
     scale=None,
     mask=None,
+    is_causal=False,
     exact_window=0,
     exact_first=0,
     seed=0,
@@ -293,9 +297,10 @@ def _error(
     """`attention_error` by a program that serves all numbers of features up to `most`."""
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
-    lead, (t, _, h) = query.shape[:-3], query.shape[-3:]
+    lead, h = query.shape[:-3], query.shape[-1]
     window = dict(exact_window=exact_window, exact_first=exact_first)
-    _check(query, key, value, coupling, num_features, calibration, scale, window)
+    options = window | dict(calibration=calibration, scale=scale, is_causal=is_causal)
+    _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
     frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
@@ -306,7 +311,7 @@ def _error(
         log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
         log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
     near = tuple(window.values()) if exact_window else None
-    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near)
+    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, is_causal)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
         lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
     )
@@ -315,26 +320,26 @@ def _error(
         sample = sums[name][..., first:] / np.asarray(size)[..., None]
         return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
 
-    square, its_error = estimate("row_sum", t)
+    square, its_error = estimate("row_sum", norms["rows"])
     row_sum = np.sqrt(square)
     return AttentionError(
         attention=estimate("attention", norms["attention"]),
         output=None if value is None else estimate("output", norms["output"]),
         row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
-        variance=estimate("variance", t, 1),
-        covariance=estimate("covariance", t, 1),
+        variance=estimate("variance", norms["rows"], 1),
+        covariance=estimate("covariance", norms["rows"], 1),
         predicted=estimate("predicted", norms["attention"], 1),
         uniform_attention=norms["uniform_attention"] / norms["attention"],
         uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
     )
 
 
-def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
+def _check(query, key, value, coupling, m, options) -> None:
     """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
     if m < 1:
         raise ValueError(f"num_features must be at least 1, got {m}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    if options["scale"] is not None and not options["scale"] > 0:
+        raise ValueError(f"scale must be positive, got {options['scale']}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
             f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"
@@ -347,7 +352,7 @@ def _check(query, key, value, coupling, m, calibration, scale, window) -> None:
             f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
             f" each feature, {(m, h)}"
         )
-    attend = partial(performer_attention, calibration=calibration, scale=scale, **window)
+    attend = partial(performer_attention, **options)
     jax.eval_shape(attend, query, key, key if value is None else value, frequencies)
 
 
@@ -406,9 +411,9 @@ def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) ->
     return jax.vmap(lambda key: couplings.draw(key, coupling, m, h, k))(keys).astype(jnp.float32)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="is_causal")
 def _measure(
-    query, key, value, exists, calibration, frequencies, log_weights, window
+    query, key, value, exists, calibration, frequencies, log_weights, window, is_causal
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of each head.
 
@@ -438,7 +443,8 @@ def _measure(
 
         def of_head(args):
             head, keys, rows = args
-            block = partial(_block, keys, (w[:, head], log_weights[:, head]), window, t)
+            features = w[:, head], log_weights[:, head]
+            block = partial(_block, keys, features, window, t, is_causal)
             return jax.lax.map(lambda x: block(*x), (*rows, place))
 
         of_keys = (
@@ -451,19 +457,24 @@ def _measure(
 
 
 def _block(
-    keys, features, window, t, query, moved_query, along, place
+    keys, features, window, t, is_causal, query, moved_query, along, place
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Sums of squares over the rows of these queries, (r, h), of which those below t count."""
+    """Sums of squares over the rows of these queries, (r, h): those below t that have keys."""
     key, moved_key, value, exists = keys
+    seen = jnp.broadcast_to(exists, (len(place), len(key)))
+    if is_causal:
+        seen &= jnp.arange(len(key)) <= place[:, None]
+        exists = exists & (jnp.arange(len(key)) <= jnp.max(place))  # later ones set no maximum
+    counts = (place < t) & jnp.any(seen, axis=-1)
 
     def squares(x):
-        return jnp.sum(jnp.where(place < t, jnp.sum(x**2, axis=-1), 0))
+        return jnp.sum(jnp.where(counts, jnp.sum(x**2, axis=-1), 0))
 
-    logits = jnp.where(exists, query @ key.T, -jnp.inf)
-    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logits = jnp.where(seen, query @ key.T, -jnp.inf)
+    log_sum = finite(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     A = jnp.exp(logits - log_sum)
-    N = jnp.sum(exists, dtype=A.dtype)
-    uniform = exists.astype(A.dtype) / N
+    N = jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True, dtype=A.dtype), 1)
+    uniform = seen.astype(A.dtype) / N
     half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
     offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
 
@@ -475,8 +486,9 @@ def _block(
         on_queries = moved_query @ w.T + top_key  # (r, m)
         top = jnp.max(on_queries, axis=-1, keepdims=True)
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
+        kernel = jnp.where(seen, kernel, 0)
         if window is not None:
-            near = is_near(place, jnp.arange(len(key)), *window)
+            near = seen & is_near(place, jnp.arange(len(key)), *window)
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
             kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))
@@ -491,7 +503,7 @@ def _block(
             "attention": squares(estimate - A),
             "output": squares((estimate - A) @ value),
             "row_sum": squares(rho - 1),
-            "variance": N * squares(residual),
+            "variance": squares(jnp.sqrt(N) * residual),
             "covariance": squares(of_sum),
             "predicted": squares(residual - A * of_sum),  # VRC Eq. 45, corrected
         }
@@ -503,4 +515,5 @@ def _block(
         "output": squares(A @ value),
         "uniform_attention": squares(A - uniform),
         "uniform_output": squares((A - uniform) @ value),
+        "rows": jnp.sum(counts, dtype=A.dtype),
     }

@@ -1,9 +1,9 @@
-"""Checks of arguments: names on a list, counts, positive numbers, arrays that fit together."""
+"""Checks of arguments: names, counts, positive numbers, shapes of arrays; optional imports."""
 
 import difflib
 import operator
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,26 +13,19 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
 LARGEST = 2**31 - 1
-"""An int32."""
+"""The largest int32."""
 
 
-def unknown(
-    kind: str,
-    name: str,
-    choices: Collection[str],
-    shown: str = "",
-    others: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """ "unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
+def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> str:
+    """Return "unknown coupling 'orff'; did you mean 'orf'? Choices: iid, orf, ...".
 
     Args:
-        kind: the kind of thing that was asked for.
-        name: what was asked for.
-        choices: what there is; at least one.
-        shown: the list as the message gives it; all choices, separated by commas, if empty.
-        others: by names that choices go by elsewhere, in lower case, the choice.
+        kind: kind of thing, as "coupling".
+        name: the unknown name.
+        choices: the known names, at least one.
+        shown: list of choices as displayed; the names separated by commas if empty.
     """
-    by_lower_case = {**others, **{choice.lower(): choice for choice in choices}}
+    by_lower_case = {choice.lower(): choice for choice in choices}
     nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0)[0]
     return (
         f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
@@ -40,12 +33,18 @@ def unknown(
     )
 
 
-def positive_integer(name: str, value: Any) -> int:
-    """The value as an int.
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Name the extra to install if an import in the `with` block finds no such module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed: pip install 'performer-jax[{name}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
-    Raises:
-        ValueError: when it is none, or below 1: "name must be a positive integer, got ...".
-    """
+
+def positive_integer(name: str, value: Any) -> int:
+    """Return the value as an int; ValueError unless it is a positive integer."""
     try:
         value = operator.index(value)
     except TypeError:
@@ -56,17 +55,13 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def require_numbered(name: str, count: int) -> None:
-    """Raise ValueError for a count of `name` that int32 cannot number."""
+    """Raise ValueError for a count of `name` above the largest int32."""
     if count > LARGEST:
         raise ValueError(f"{count} {name} are more than int32 can number: at most {LARGEST}")
 
 
 def positive_values(name: str, value: ArrayLike) -> ArrayLike:
-    """The value, after a look at it: `name` must be positive and finite.
-
-    Raises:
-        ValueError: when it is not; a traced value cannot be looked at and passes.
-    """
+    """Return the value; ValueError unless it is positive and finite (unchecked if traced)."""
     if not isinstance(value, Tracer):
         bad = [v for v in np.ravel(np.asarray(value)).tolist() if not 0 < v < float("inf")]
         if bad:
@@ -75,27 +70,23 @@ def positive_values(name: str, value: ArrayLike) -> ArrayLike:
 
 
 def positive_number(name: str, value: ArrayLike) -> ArrayLike:
-    """`positive_values`, for a single number.
-
-    Raises:
-        ValueError: when it is not one, or not positive and finite.
-    """
+    """Return the value; ValueError unless it is one positive, finite number."""
     if np.shape(value) != ():
         raise ValueError(f"{name} must be one number, got an array of shape {np.shape(value)}")
     return positive_values(name, value)
 
 
 def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
-    """Arrays in one dtype, float64 if any has it and float32 if not, after a look at their shapes.
+    """Return the arrays in one dtype: float64 if any of them is, else float32.
 
     Args:
-        named: by name the array and its axes, a letter for each: `checked_arrays(x=(x, "nd"))`. An
-            axis has the same size wherever its letter stands.
+        named: array and axes by name, one letter for each axis: `checked_arrays(x=(x, "nd"))`. Axes
+            with the same letter must have the same size.
 
     Raises:
-        ValueError: naming the array, the shape that it must have, and the one that it has.
+        ValueError: for another shape; the message has the name, the expected and the actual shape.
     """
-    with jax.ensure_compile_time_eval():  # constants of a traced function can be looked at, too
+    with jax.ensure_compile_time_eval():  # constants of a traced function are checked, too
         arrays = {name: jnp.asarray(array) for name, (array, _) in named.items()}
     wide = any(array.dtype == jnp.float64 for array in arrays.values())
     sizes: dict[str, int] = {}
@@ -114,11 +105,7 @@ def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
 
 
 def finite_arrays(**named: tuple[Any, str]) -> list[Array]:
-    """`checked_arrays`, whose entries must be finite; traced ones cannot be looked at.
-
-    Raises:
-        ValueError: naming the array and its shape, or that it has other entries.
-    """
+    """`checked_arrays`; ValueError also for entries that are not finite (unchecked if traced)."""
     arrays = checked_arrays(**named)
     for name, array in zip(named, arrays, strict=True):
         if not isinstance(array, Tracer) and not np.isfinite(np.asarray(array)).all():

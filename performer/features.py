@@ -1,12 +1,11 @@
 """Feature maps x -> phi(x; W): random features whose dot products estimate a kernel.
 
-`positive` features are FAVOR+'s, also called random Laplace features; `hyperbolic` ones are the
-same for W and -W together; `trigonometric` ones are random Fourier features. `relu`, `elu` and
-`arc_cosine` make other kernels than softmax ("generalised attention").
+`positive` features are those of FAVOR+ (random Laplace features); `hyperbolic` features are the
+same for W and -W together; `trigonometric` features are random Fourier features. `relu`, `elu` and
+`arc_cosine` estimate kernels other than softmax ("generalised attention").
 
-Every map is a `FeatureMap`, one of your own too, and serves as a function and in attention: it is
-written once, as factor * exp(exponent), for attention to compute with the two apart, so that
-nothing overflows.
+Every map, also one of your own, is a `FeatureMap`: a function that attention uses too. It is
+defined as factor * exp(exponent), which attention computes apart so that nothing overflows.
 
 Sources: Rahimi and Recht 2007 (trigonometric); Choromanski et al. 2021 (positive and hyperbolic,
 softmax form, Lemma 1; relu, Sec. 3.1); Katharopoulos et al. 2020 (elu). SimRF Eq. 7 and VRC Eq. 4
@@ -19,7 +18,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer.choices import positive_values, unknown
 from performer.typing import expression, float32_or_wider
@@ -36,14 +35,15 @@ __all__ = [
     "trigonometric",
 ]
 
-Points = Float[Array, "*b d"] | Int[Array, "*b d"]
 Kernel = Literal["softmax", "gaussian"]
 Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FeatureMap:
-    """A feature map, phi(x)_i = sqrt(a_i) factor_i exp(exponent_i), a function of x and W.
+    """A feature map phi(x)_i = sqrt(a_i) factor_i exp(exponent_i), a function of x and W.
+
+    Maps of this module, and what phi(x).phi(y) estimates:
 
         positive       exp(w.x - |x|^2 / 2)                        softmax
         hyperbolic     exp(+-w.x - |x|^2 / 2)                      softmax
@@ -52,24 +52,23 @@ class FeatureMap:
         elu            elu(w.x) + 1
         arc_cosine(0)  step(w.x)                                   an arc-cosine kernel
 
-    are those of this module; the last column says what phi(x).phi(y) estimates. A record is equal
-    to another whose functions and numbers are, and hashable: `jax.jit` takes it for static.
+    Maps with equal functions and numbers are equal, and hashable: `jax.jit` accepts them as static.
 
     Args:
         split: (W x, |x|^2 / 2) -> (exponent, factor), of shapes (..., m) and (..., 1) -> (..., f m)
-            each, where f is `features_per_frequency`: first all features of the first kind. An
-            exponent (..., 1) is that of all features, a factor None is 1. The factor may be
-            negative only beside an exponent (..., 1).
+            each, f = `features_per_frequency`; all features of the first kind come first. An
+            exponent (..., 1) is shared by all features; a factor None is 1. The factor may be
+            negative only with an exponent (..., 1).
         features_per_frequency: f.
-        kernel: the default of the two kernels that a call estimates, for a map that estimates
-            exp(x.y); None for one that does not. With a kernel, |x|^2 / 2 must be a common summand
-            of the exponents: for queries, which are normalised, attention leaves it out.
-        weight: times a_i, in the features; attention does not see it.
-        exponential: the features are those of `positive`, one by one: what a calibration samples,
-            and what the stabiliser "google" is written for.
+        kernel: the kernel that a call estimates by default; None unless the map estimates
+            exp(x.y). With a kernel, |x|^2 / 2 must be a common summand of the exponents: attention
+            omits it for queries, which are normalised.
+        weight: factor of a_i in the features; attention ignores it.
+        exponential: True if each feature is one of `positive`. Required by calibration, which
+            samples them, and by the stabiliser "google".
 
     Example:
-        >>> def squares(projections, half):  # of w.x: never negative, whatever the signs
+        >>> def squares(projections, half):  # (w.x)^2: never negative
         ...     return jnp.zeros_like(half), projections**2
         >>> feature_map = features.FeatureMap(squares)
         >>> phi = feature_map(q, w)
@@ -84,58 +83,72 @@ class FeatureMap:
 
     @property
     def estimates_softmax(self) -> bool:
-        """phi(x).phi(y) estimates exp(x.y): attention is that of softmax, wherever keys shift."""
+        """True if phi(x).phi(y) estimates exp(x.y), so that attention is softmax attention."""
         return self.kernel is not None
 
     def __call__(
         self,
-        x: Points,
-        W: Float[Array, "m d"],
+        x: Num[ArrayLike, "*b d"],
+        W: Float[ArrayLike, "m d"],
         *,
         kernel: Kernel | None = None,
-        weights: Float[Array, " m"] | None = None,
+        weights: Float[ArrayLike, " m"] | None = None,
         lengthscale: ArrayLike = 1.0,
         output_scale: ArrayLike = 1.0,
     ) -> Float[Array, "*b fm"]:
-        """Features of x / lengthscale, times output_scale.
+        """Return the features of x / lengthscale, times output_scale.
 
         Args:
             x: inputs (..., d). Integers, float16 and bfloat16 are promoted to float32.
-            W: frequencies (m, d), each row N(0, I_d): the draw of a coupling. These, the weights
-                and the scales are cast to the dtype of the computation, which that of x alone
-                decides.
+            W: frequencies (m, d), each row N(0, I_d), drawn by a coupling. They, the weights and
+                the scales are cast to the dtype of the computation, set by x alone.
             kernel: "softmax", exp(x.y), or "gaussian", exp(-|x - y|^2 / 2), for maps that estimate
                 them; the default of the map if None.
-            weights: a_i, (m,), non-negative (importance sampling); 1 / m each if None.
+            weights: a_i (m,), non-negative (importance sampling); 1 / m each if None.
             lengthscale: in the units of x; a number, or (d,) with one for each dimension.
-            output_scale: the square root of the Gaussian kernel's k(x, x).
+            output_scale: square root of the Gaussian kernel's k(x, x).
 
         Returns:
             Features (..., features_per_frequency m), float32 (float64 for float64 inputs).
 
         Raises:
-            ValueError: for a kernel that is unknown, or that this map does not estimate; when the
-                widths of `x` and `W` differ; or for a scale that is not positive and finite.
+            ValueError: for an unknown kernel or one that this map does not estimate, for different
+                widths of `x` and `W`, or for a scale that is not positive and finite.
         """
         if kernel not in (None, "softmax", "gaussian"):
             raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
         if kernel is not None and self.kernel is None:
             raise ValueError(f"{self} has a kernel of its own, got kernel={kernel!r}: leave it out")
-        projections, half = _project(x, W, lengthscale)
+        projections, half = _project(jnp.asarray(x), W, lengthscale)
+        return self.from_projections(
+            projections, half, kernel=kernel, weights=weights, output_scale=output_scale
+        )
+
+    def from_projections(
+        self,
+        projections: Float[Array, "*b m"],
+        half: Float[Array, "*b 1"],
+        *,
+        kernel: Kernel | None = None,
+        weights: Float[ArrayLike, " m"] | None = None,
+        output_scale: ArrayLike = 1.0,
+    ) -> Float[Array, "*b fm"]:
+        """Return the features given W x and |x|^2 / 2; the other arguments are those of a call."""
+        m = projections.shape[-1]
         exponent, factor = self.split(projections, half)
         if (kernel or self.kernel) == "gaussian":
             # exp(-|x - y|^2 / 2) = exp(x.y) exp(-|x|^2 / 2) exp(-|y|^2 / 2)
             exponent = exponent - half
         values = jnp.exp(exponent) if factor is None else jnp.exp(exponent) * factor
         if weights is None:
-            weights = jnp.full(W.shape[0], 1 / W.shape[0])
-        weights = self.weight * weights.astype(values.dtype)
+            weights = jnp.full(m, 1 / m)
+        weights = self.weight * jnp.asarray(weights).astype(values.dtype)
         roots = jnp.sqrt(jnp.tile(weights, self.features_per_frequency))
         scale = jnp.asarray(positive_values("output_scale", output_scale), values.dtype)
         return values * jnp.broadcast_to(roots, values.shape) * scale
 
     def __repr__(self) -> str:
-        """An expression that evaluates to the map, its name if it has one."""
+        """Return the name of the map, or else an expression that evaluates to it."""
         if self in NAMES:
             return f"features.{NAMES[self]}"
         shown = [f"split={expression(self.split)}"]
@@ -175,16 +188,16 @@ positive = FeatureMap(_positive, kernel="softmax", exponential=True)
     softmax   k(x, y) = exp(x.y)             phi(x)_i = sqrt(a_i) exp(w_i.x - |x|^2 / 2)
     gaussian  k(x, y) = exp(-|x - y|^2 / 2)  phi(x)_i = sqrt(a_i) exp(w_i.x - |x|^2)
 
-with a_i = 1 / m unless `weights` gives other ones, for x / lengthscale in the place of x, all times
-output_scale: `kernels.gaussian` with these scales. `kernel` is "softmax" if None.
+with a_i = 1 / m unless `weights` are given, x / lengthscale in place of x, all times output_scale:
+`kernels.gaussian` with these scales. The default of `kernel` is "softmax".
 """
 
 hyperbolic = FeatureMap(_hyperbolic, 2, kernel="softmax", weight=0.5)
 """Positive features of [W, -W], in that order, from the projections on W alone.
 
-The same features as those of an antithetic coupling with 2m rows, for half the projections
-(Choromanski et al. 2021, the hyperbolic cosine of Lemma 1). phi has 2m entries with a_i = 1 / (2m);
-`weights` (m,) are those of a frequency and shared equally by its two signs.
+They equal those of an antithetic coupling with 2m rows, for half the projections (Choromanski et
+al. 2021, the hyperbolic cosine of Lemma 1). phi has 2m entries with a_i = 1 / (2m); the two signs
+of a frequency share its entry of `weights` (m,) equally.
 """
 
 trigonometric = FeatureMap(_trigonometric, 2, kernel="gaussian")
@@ -193,9 +206,9 @@ trigonometric = FeatureMap(_trigonometric, 2, kernel="gaussian")
     gaussian  k(x, y) = exp(-|x - y|^2 / 2)  phi(x) = sqrt(a_i) [sin(w_i.x), cos(w_i.x)]
     softmax   k(x, y) = exp(x.y)             the same times exp(|x|^2 / 2)
 
-VRC Eq. 3, all sines first, 2m features; `kernel` is "gaussian" if None. With frequencies of another
-radial law (`norms.matern`) "gaussian" gives that law's kernel, `kernels.matern` with the same two
-scales. Estimates can be negative: attention wants `positive`.
+VRC Eq. 3, all sines first, 2m features. The default of `kernel` is "gaussian". With frequencies of
+another radial law (`norms.matern`) the estimate is of that law's kernel, `kernels.matern` with the
+same scales. Estimates can be negative: use `positive` in attention.
 """
 
 relu = FeatureMap(_relu)
@@ -208,13 +221,13 @@ k(x, y) = |x| |y| (sin t + (pi - t) cos t) / (2 pi) with t the angle between x a
 elu = FeatureMap(_elu)
 """phi(x)_i = sqrt(a_i) (elu(w_i.x) + 1), always positive.
 
-With W = I these are, up to the factor, the features of linear attention (Katharopoulos et al. 2020,
+With W = I these are the features of linear attention up to a factor (Katharopoulos et al. 2020,
 Eq. 7).
 """
 
 
 def arc_cosine(order: int) -> FeatureMap:
-    """The feature map of `kernels.arc_cosine(order)`, order 0 or 1.
+    """Return the feature map of `kernels.arc_cosine(order)`, order 0 or 1.
 
     phi(x)_i = sqrt(2 a_i) step(w_i.x), with step(0) = 1/2, or sqrt(2 a_i) max(w_i.x, 0) (Munkhoeva
     et al. 2018, Sec. 4.2).
@@ -234,16 +247,16 @@ MAPS = {
     "relu": relu,
     "elu+1": elu,
 }
-"""By the word that attention takes."""
+"""Maps by the names that attention accepts."""
 NAMES = {value: name for name, value in globals().items() if isinstance(value, FeatureMap)}
 NAMES |= {arc_cosine(order): f"arc_cosine({order})" for order in (0, 1)}
 
 
 def get(feature_map: str | FeatureMap) -> FeatureMap:
-    """The map of a word of `MAPS`; a `FeatureMap` as it is.
+    """Return the map of a name in `MAPS`; a `FeatureMap` is returned as it is.
 
     Raises:
-        ValueError: for an unknown word, with the nearest one, and for anything else.
+        ValueError: for an unknown name (the message has the nearest), and for anything else.
     """
     if isinstance(feature_map, FeatureMap):
         return feature_map
@@ -255,12 +268,13 @@ def get(feature_map: str | FeatureMap) -> FeatureMap:
 
 
 def _project(
-    x: Array, W: Float[Array, "m d"], lengthscale: ArrayLike
+    x: Array, W: Float[ArrayLike, "m d"], lengthscale: ArrayLike
 ) -> tuple[Float[Array, "*b m"], Float[Array, "*b 1"]]:
-    """W x and |x|^2 / 2 for x / lengthscale, in float32, or float64 for a float64 x."""
+    """Return W x and |x|^2 / 2 for x / lengthscale, in float32, or float64 for a float64 x."""
+    dtype = float32_or_wider(x)
+    W = jnp.asarray(W).astype(dtype)
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
-    dtype = float32_or_wider(x)
     lengthscale = jnp.asarray(positive_values("lengthscale", lengthscale), dtype)
-    x, W = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape), W.astype(dtype)
+    x = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

@@ -1,12 +1,15 @@
-"""Drop-in attention for Flax linen; `performer.linearize` converts modules that are trained."""
+"""Drop-in attention for Flax linen; `performer.linearize` converts trained modules."""
 
 from typing import Any
 
-from flax import linen
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer.attention._dropin import attention_fn
+from performer.choices import extra
+
+with extra("flax"):
+    from flax import linen
 
 __all__ = ["performer_attention_fn"]
 
@@ -34,10 +37,9 @@ def performer_attention_fn(
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
-    linen passes only keywords that are named in a function's signature, so all of its keywords are
-    named here; what cannot be honoured is an error. The frequencies and the options are given by
-    `functools.partial`, the former from a variable of your module: in the checkpoint, and not
-    trained.
+    linen passes only keywords of a function's signature, so all of them are named here. Give the
+    frequencies and options by `functools.partial`; a variable of your module keeps the frequencies
+    in the checkpoint, untrained. What linear attention cannot compute is an error.
 
     Args:
         query: (..., t, n, h).
@@ -45,29 +47,29 @@ def performer_attention_fn(
         value: (..., s, n, v).
         frequencies: (m, h), or (n, m, h) with one draw for each head.
         bias: must be None.
-        mask: over keys only, broadcasting to (..., 1, 1, s), bool or float. linen's dense causal
-            masks cannot be told from others: pass is_causal=True (by `partial`) instead.
-        broadcast_dropout: not used.
-        dropout_rng: not used.
+        mask: mask of keys, broadcasting to (..., 1, 1, s). For linen's dense causal masks pass
+            is_causal=True instead.
+        broadcast_dropout: ignored.
+        dropout_rng: ignored.
         dropout_rate: must be 0 unless deterministic.
         deterministic: no dropout.
-        dtype: of the computation; that of the inputs if None.
-        precision: not used; products are always exact.
-        module: with the layer's `sow_weights=True`, where the estimated attention matrix is sown as
-            `attention_weights`, in quadratic time.
-        force_fp32_for_softmax: not used; it is always in float32.
-        qk_attn_weights_einsum: must be None, there is no such product.
-        attn_weights_value_einsum: must be None, likewise.
-        is_causal: query i sees the keys up to i.
-        options: keywords of `performer.performer_attention`, as `calibration` and `feature_map`;
-            `exact_window`, `exact_first` and `alibi_slopes` are for self attention, with a cache
-            for decoding or without.
+        dtype: dtype of the computation; that of the inputs if None.
+        precision: ignored; products are always exact.
+        module: module that sows the estimated attention matrix as `attention_weights`, in quadratic
+            time (the layer's `sow_weights=True`).
+        force_fp32_for_softmax: ignored; it is always float32.
+        qk_attn_weights_einsum: must be None.
+        attn_weights_value_einsum: must be None.
+        is_causal: query i attends to the keys up to i.
+        options: keywords of `performer.performer_attention`, as `calibration` and `feature_map`.
+            `exact_window`, `exact_first` and `alibi_slopes` require self attention, with or without
+            a decoding cache.
 
     Returns:
         (..., t, n, v).
 
     Raises:
-        ValueError: for what linear attention cannot honour; the message names the fix.
+        ValueError: for what linear attention cannot compute; the message has the fix.
 
     Example:
         >>> class Layer(linen.Module):
@@ -81,7 +83,7 @@ def performer_attention_fn(
         ...         attention_fn = partial(performer_attention_fn, frequencies=frequencies.value)
         ...         return linen.MultiHeadDotProductAttention(12, attention_fn=attention_fn)(x)
 
-        `couplings.redraw(...)`, assigned to `frequencies.value` in training, draws new ones.
+        In training, assign `couplings.redraw(...)` to `frequencies.value` for new draws.
     """
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         raise ValueError(
@@ -99,7 +101,7 @@ def performer_attention_fn(
         deterministic=deterministic,
         dtype=dtype,
         is_causal=is_causal,
-        weights=module is not None,
+        return_weights=module is not None,
         **options,
     )
     if module is not None:

@@ -7,25 +7,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from scipy.sparse import issparse
 
 from performer import features, kernels
+from performer.choices import extra
+
+with extra("sklearn"):
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
 __all__ = ["RandomFeatures"]
 
 
 @partial(jax.jit, static_argnames=("kernel", "odd"))
 def _features(x, frequencies, phase, lengthscale, *, kernel, odd):
-    """Columns of the feature map; if odd the last frequency has one, cos(w.x + phase), for two.
+    """Columns of the feature map; if odd the last frequency has one, cos(w.x + phase), not two.
 
-    With a uniform phase that is half of what two columns are on average, and n of these halves make
-    the mean: unbiased for any n.
+    With a uniform phase its mean is half of that of two columns. The mean over n such halves is
+    unbiased for any n.
     """
     m = len(frequencies)
     weights = jnp.full(m, 2 / (2 * m - odd))
-    phi = kernel.feature_map(x, frequencies, weights=weights, lengthscale=lengthscale)
+    if isinstance(x, tuple):  # the projections of sparse points
+        phi = kernel.feature_map.from_projections(*x, weights=weights)
+    else:
+        phi = kernel.feature_map(x, frequencies, weights=weights, lengthscale=lengthscale)
     if not odd:
         return phi
     sines, cosines = phi[:, :m], phi[:, m:]
@@ -33,33 +40,30 @@ def _features(x, frequencies, phase, lengthscale, *, kernel, odd):
     return jnp.concatenate([sines[:, :-1], cosines[:, :-1], last], axis=1)
 
 
-_DTYPES = (np.float64, np.float32)  # all others become the first
+_CHECKS: dict[str, Any] = dict(dtype=(np.float64, np.float32), accept_sparse="csr")
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Random features: a linear model on them approximates one with the kernel.
 
-        phi(x).phi(y) is an unbiased estimate of exp(-gamma |x - y|^2)
-
-    if the kernel is "rbf", with m = n_components / 2 frequencies: their m sines, then their m
-    cosines. (If n_components is odd the last of (n_components + 1) / 2 frequencies has a cosine
-    alone, with a random phase.) What couplings add to `RBFSampler` is a lower error for the same
-    number of columns.
+    For the kernel "rbf", phi(x).phi(y) is an unbiased estimate of exp(-gamma |x - y|^2). The
+    columns are the m sines, then the m cosines, of m = n_components / 2 frequencies. (If
+    n_components is odd, the last of (n_components + 1) / 2 frequencies has only a cosine, with a
+    random phase.) Couplings have a lower error than `RBFSampler` with as many columns.
 
     Sources: Rahimi and Recht 2007; Reid et al. (VRC), Def. 3.3, for the coupling "pnc".
 
     Parameters:
-        coupling: joint law of the frequencies: a name that `performer.couplings.get` knows ("pnc",
-            "orf", "simrf+", "iid", ...) or any function (key, m, d) -> (m, d). With trigonometric
-            features antithetic couplings waste half of the columns: those of w and -w are the same
-            up to signs.
+        coupling: joint law of the frequencies: a name in `performer.couplings` ("pnc", "orf",
+            "simrf+", "iid", ...) or any function (key, m, d) -> (m, d). Antithetic couplings waste
+            half of the trigonometric columns: those of w and -w are equal up to signs.
         n_components: number of output columns.
         gamma: positive, in 1 / (units of X)^2; the lengthscale is 1 / sqrt(2 gamma). Or "scale":
-            1 / (n_features * X.var()) of the X in `fit`, 1 where X does not vary.
+            1 / (n_features * X.var()) of the X in `fit`, 1 if X is constant.
         random_state: an integer for the same draw in every `fit`; or a `RandomState`, or None.
-        kernel: "rbf", another word of `performer.kernels`, or a `Kernel`, as `kernels.matern(1.5)`;
-            of points times sqrt(2 gamma). Those without sines and cosines take n_components
-            frequencies, a column for each.
+        kernel: "rbf", another name in `performer.kernels`, or a `Kernel` such as
+            `kernels.matern(1.5)`, of points times sqrt(2 gamma). Kernels without sines and cosines
+            use n_components frequencies, one column for each.
 
     Attributes:
         frequencies_: the draw of the coupling, (m, n_features); gamma is not in it.
@@ -68,12 +72,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         n_features_in_, feature_names_in_: width and column names of the X in `fit`.
 
     Raises:
-        ValueError: in `fit`, for an unknown coupling or kernel, a coupling that cannot serve the
-            kernel, sizes that it does not admit (antithetic ones need an even m) or values that are
-            not finite, n_components that is no positive integer, or gamma that is not positive and
-            finite; for X that is not a finite 2-D array, or so large that its features are not
-            finite.
-        TypeError: for a sparse X.
+        ValueError: in `fit`, for an unknown coupling or kernel, a coupling that does not support
+            the kernel or the sizes (antithetic ones need an even m) or returns values that are not
+            finite, n_components that is not a positive integer, or gamma that is not positive and
+            finite; for X that is not a finite 2-D array or sparse matrix, or so large that its
+            features are not finite.
 
     Example:
         >>> X, y = sklearn.datasets.load_diabetes(return_X_y=True)
@@ -83,7 +86,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         >>> search.fit(X, y).best_params_
     """
 
-    # No types: by scikit-learn's rules it takes anything, and `fit` looks at it.
+    # No types: by scikit-learn's rules the constructor accepts anything and `fit` checks it.
     def __init__(
         self, coupling="pnc", n_components=100, gamma=1.0, random_state=None, kernel="rbf"
     ):
@@ -94,8 +97,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.kernel = kernel
 
     def fit(self, X: Any, y: Any = None) -> "RandomFeatures":
-        """Draws the frequencies. Of X only the width matters and, with "scale", the variance."""
-        X = validate_data(self, X, dtype=_DTYPES)
+        """Draw the frequencies, given the width of X and, with gamma="scale", its variance."""
+        X = validate_data(self, X, **_CHECKS)
         kernel, d, gamma = kernels.get(self.kernel), X.shape[1], self._number_gamma(X)
         m, odd = self._num_frequencies(kernel, d)
         if not (isinstance(self.coupling, str) or callable(self.coupling)):
@@ -116,16 +119,17 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """The features (n, n_components); float32 for float32 inputs, float64 for all others."""
+        """Return the features (n, n_components), dense; float32 for float32 X, else float64."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=_DTYPES, reset=False)
+        X = validate_data(self, X, **_CHECKS, reset=False)
         with jax.enable_x64(X.dtype == np.float64):
             draw, lengthscale = (self.frequencies_, self.phase_), (2 * self.gamma_) ** -0.5
-            phi = _features(X, *draw, lengthscale, kernel=self._kernel, odd=self._odd)
-        phi = np.array(phi)  # a copy: what JAX returns is read-only
+            x = self._project(X / lengthscale) if issparse(X) else X
+            phi = _features(x, *draw, lengthscale, kernel=self._kernel, odd=self._odd)
+        phi = np.array(phi)  # a copy: arrays of JAX are read-only
         if not np.isfinite(phi).all():
             raise ValueError(
-                f"X, up to {np.abs(X).max():.3g} with gamma = {self.gamma_:.3g}, is too large for"
+                f"X, up to {abs(X).max():.3g} with gamma = {self.gamma_:.3g}, is too large for"
                 f" {X.dtype}: scale it (StandardScaler), or take a smaller gamma"
             )
         return phi
@@ -133,10 +137,18 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        tags.input_tags.sparse = True
         return tags
 
+    def _project(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return W x and |x|^2 / 2 of a sparse matrix."""
+        if not isinstance(self._kernel.feature_map, features.FeatureMap):
+            raise ValueError(f"X must be dense for {self._kernel}: its map is not a FeatureMap")
+        half = np.asarray(X.multiply(X).sum(axis=1)).reshape(-1, 1) / 2
+        return X @ self.frequencies_.T.astype(X.dtype), half
+
     def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> tuple[int, bool]:
-        """Number of frequencies, and True if the last has one column instead of two."""
+        """Return the number of frequencies, and True if the last has one column, not two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
             raise ValueError(f"n_components must be a positive integer, got {n!r}; use 100, say")
@@ -146,11 +158,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             raise ValueError(f"n_components must be a multiple of {width} for {kernel}, got {n}")
         return -(-int(n) // width), bool(n % width)
 
-    def _number_gamma(self, X: np.ndarray) -> float:
+    def _number_gamma(self, X: Any) -> float:
         gamma: Any = self.gamma
         if isinstance(gamma, str) and gamma == "scale":
             with np.errstate(over="ignore"):
-                variance = float(X.var(dtype=np.float64))  # of float32 it may be past float32
+                X = X.astype(np.float64)  # the variance of float32 entries may exceed float32
+                squares = X.multiply(X).mean() - X.mean() ** 2 if issparse(X) else X.var()
+                variance = float(squares)
             gamma = 1 / (X.shape[1] * variance) if variance else 1.0
             if not 0 < gamma < float("inf"):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Statistical assertions about a coupling, for the tests of one of your own.
+"""Statistical assertions about a coupling, also one of your own.
 
     from performer import testing
 
@@ -7,18 +7,18 @@
     testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
     testing.assert_lower_mse(my_coupling, "orf", m=24, d=8)
 
-A draw that is not (m, d), or not finite, fails every assertion. Each is a test with a stated
-false-alarm rate: a right coupling fails it with at most the probability `FALSE_ALARM_RATE`, divided
-among the comparisons it makes (Bonferroni). The keys are fixed by `seed`, so that a result never
-changes by itself. A failure says where, and by how many standard errors.
+Draws of another shape than (m, d), or not finite, fail every assertion. A correct coupling fails an
+assertion with at most the probability `FALSE_ALARM_RATE`, divided among its comparisons
+(Bonferroni). The keys are fixed by `seed`, so that results are reproducible. A failure reports
+where, and by how many standard errors.
 
-Estimates with few positive features, and more so their squared errors, have heavy right tails. A
-sample without the rare large ones has too small a mean and too small a standard deviation: for
-m <= 2 a z test of the squared error raises 5 to 15 times its stated alarms. So scores of means are
-corrected for skewness where that lowers them (Hall 1992), and `assert_mse` knows the least standard
-deviation from the log-normal law of a feature. Counted over repeated keys, at stated rates of 5e-2
-to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` raises no more alarms than
-stated with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (but for errors of counting).
+Estimates with few positive features, and more so their squared errors, have heavy right tails.
+Samples without the rare large values have too small a mean and standard deviation: for m <= 2 a z
+test of the squared error raises 5 to 15 times its nominal alarms. Therefore scores of means are
+corrected for skewness if that lowers them (Hall 1992), and `assert_mse` uses a lower bound of the
+standard deviation from the log-normal law of a feature. Checked over repeated keys, at nominal
+rates of 5e-2 to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` keeps its rate
+with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (within errors of counting).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,11 +50,7 @@ _BATCH = 2000
 
 
 def samples(coupling: str | Coupling, m: int, d: int, draws: int, seed: int = 0) -> np.ndarray:
-    """Independent draws of the coupling, (draws, m, d) in float64.
-
-    Raises:
-        AssertionError: for draws of another shape, or that are not finite.
-    """
+    """Return independent draws (draws, m, d) in float64; AssertionError as all assertions."""
     return _draws(coupling, m, d, draws, seed).astype(np.float64)
 
 
@@ -62,14 +58,14 @@ def _draws(coupling: str | Coupling, m: int, d: int, draws: int, seed: int) -> n
     coupling = couplings.get(coupling)
     drawn = (_drawn if hashable(coupling) else _drawn.__wrapped__)(coupling, m, d, draws, seed)
     shape, bad = drawn.shape[1:], np.sum(~np.isfinite(drawn))
-    assert shape == (m, d), f"the coupling gives {shape}, expected {(m, d)}"
+    assert shape == (m, d), f"the coupling returns {shape}, expected {(m, d)}"
     assert bad == 0, f"{bad} values of the coupling are not finite"
     return drawn
 
 
 @lru_cache(maxsize=2)
 def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
-    """Draws in batches of one size, so that one program serves any number of draws."""
+    """Draw in batches of one size: one program for any number of draws."""
     keys = jax.random.split(jax.random.key(seed), draws)
     keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], -draws % _BATCH)])
     batches = [_batch(coupling, m, d, part) for part in keys.reshape(-1, _BATCH)]
@@ -84,29 +80,27 @@ def _batch(coupling: Coupling, m: int, d: int, keys: Array) -> Array:
 def assert_gaussian_marginals(
     coupling: str | Coupling, m: int, d: int, *, draws: int = 10_000, seed: int = 0
 ) -> None:
-    """Every row is N(0, I_d), whatever the rows are to one another.
+    """Assert that every row is N(0, I_d), for any dependence between rows.
 
-    For each row: all d means and all d (d + 1) / 2 second moments of its coordinates, and its mean
-    square length, whose laws are known exactly; and Kolmogorov-Smirnov tests of each coordinate, of
-    the projections on the diagonal and on an oblique direction, and of the length against chi_d.
-    Draws are independent, and a row is compared over the draws alone, so that no dependence of the
-    rows of a draw matters. `FALSE_ALARM_RATE` is that of all m (d (d + 1) / 2 + 2 d + 6)
-    comparisons together.
+    Tests of each row: exact tests of the d means and d (d + 1) / 2 second moments of its
+    coordinates and of its mean square length; Kolmogorov-Smirnov tests of each coordinate, of the
+    projections on the diagonal and on an oblique direction, and of the length against chi_d.
+    `FALSE_ALARM_RATE` is that of all m (d (d + 1) / 2 + 2 d + 6) comparisons together.
 
-    Power: with 10,000 draws, m = 16 and d = 64, each of these is found with a probability of 95% or
-    more: a mean that is off by .08, two coordinates with a correlation of .08, a variance that is
-    off by .12, and a distribution function that is off by .042 (that of a uniform coordinate of
-    variance 1 is off by .057). For other numbers of draws these go with 1 / sqrt(draws).
+    Power: with 10,000 draws, m = 16 and d = 64, the following errors are found with a probability
+    of at least 95%: .08 in a mean, a correlation of .08, .12 in a variance, and .042 in a
+    distribution function (.057 for a uniform coordinate of variance 1). These errors scale with
+    1 / sqrt(draws).
 
     Args:
         coupling: a name, or (key, m, d) -> (m, d).
-        m: number of frequencies; take more than d, to see blocks.
+        m: number of frequencies; use more than d, to test several blocks.
         d: dimension.
-        draws: independent draws.
-        seed: of the draws.
+        draws: number of independent draws.
+        seed: seed of the draws.
 
     Raises:
-        AssertionError: naming the row, the statistic, its value and the threshold.
+        AssertionError: with the row, the statistic, its value and the threshold.
     """
     drawn = samples(coupling, m, d, draws, seed)
     oblique = np.random.default_rng(0).standard_normal(d)
@@ -146,21 +140,21 @@ def assert_unbiased(
     draws: int = 10_000,
     seed: int = 0,
 ) -> None:
-    """The mean of the estimates phi(x).phi(y) with positive features is the kernel.
+    """Assert that the mean of the estimates phi(x).phi(y) with positive features is the kernel.
 
     z tests at three pairs of points: on the first axis, on the diagonal and in general position,
-    with |x + y| about 1, where a signed bias of the directions shows.
+    with |x + y| about 1, where a signed bias of the directions is visible.
 
     Args:
         coupling: a name, or (key, m, d) -> (m, d).
         m: number of frequencies.
         d: dimension.
         kernel: "softmax" or "gaussian".
-        draws: independent draws.
-        seed: of the draws.
+        draws: number of independent draws.
+        seed: seed of the draws.
 
     Raises:
-        AssertionError: naming the pair, the mean, the kernel, and the distance in standard errors.
+        AssertionError: with the pair, the mean, the kernel, and the distance in standard errors.
     """
     points = _points(d)
     pairs = np.array([*points.values()])
@@ -180,7 +174,7 @@ def assert_mse(
     draws: int = 20_000,
     seed: int = 0,
 ) -> None:
-    """The mean squared error of the estimate at `general_points(d)` is `expected`, both ways.
+    """Assert that the mean squared error at `general_points(d)` is `expected` (two-sided).
 
     Args:
         coupling: a name, or (key, m, d) -> (m, d).
@@ -188,10 +182,10 @@ def assert_mse(
         d: dimension.
         expected: the error, as from `performer.theory.kernel_mse`.
         kernel: "softmax" or "gaussian".
-        draws: independent draws; the standard error is 1.8 to 2.2 / sqrt(draws) of the error for
-            orf, simrf and pm-antithetic at m = 24, d = 8, and 3.9 / sqrt(draws) for m <= 2. An
-            error that is off by 7 standard errors is found.
-        seed: of the draws.
+        draws: number of independent draws. The relative standard error is 1.8 to 2.2 / sqrt(draws)
+            for orf, simrf and pm-antithetic at m = 24, d = 8, and 3.9 / sqrt(draws) for m <= 2. A
+            deviation of 7 standard errors is found.
+        seed: seed of the draws.
 
     Raises:
         AssertionError: with the measured error and the distance in standard errors.
@@ -212,12 +206,12 @@ def assert_lower_mse(
     draws: int = 20_000,
     seed: int = 0,
 ) -> None:
-    """The kernel estimate of `lower` has the smaller mean squared error, significantly.
+    """Assert that the mean squared error of `lower` is significantly below that of `higher`.
 
-    A z test of the difference at `general_points(d)`. Two couplings whose errors have the same law
-    pass it with at most the probability `FALSE_ALARM_RATE` (5 to 8 times that if the mean is the
-    same but the tail of `lower` is far heavier); a difference of 5 standard errors is found, some
-    10 to 15 / sqrt(draws) of the error.
+    A z test of the difference at `general_points(d)`. Couplings whose errors have equal laws pass
+    with at most the probability `FALSE_ALARM_RATE` (5 to 8 times that for equal means and a far
+    heavier tail of `lower`). A difference of 5 standard errors, about 10 to 15 / sqrt(draws) of the
+    error, is found.
 
     Raises:
         AssertionError: with both errors and the distance in standard errors.
@@ -233,7 +227,7 @@ def assert_lower_mse(
 
 
 def general_points(d: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two points in general position, |x|^2 = |y|^2 = 1/4, at which errors are compared."""
+    """Return two points in general position, |x|^2 = |y|^2 = 1/4, for comparisons of errors."""
     x, y = np.random.default_rng(1).standard_normal((2, d))
     return x / np.linalg.norm(x) / 2, y / np.linalg.norm(y) / 2
 
@@ -260,7 +254,7 @@ def _estimates(
     draws: int,
     seed: int,
 ) -> np.ndarray:
-    """phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
+    """Return phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
     frequencies, pairs = _draws(coupling, m, d, draws, seed), jnp.asarray(points, jnp.float32)
     parts = (jnp.asarray(frequencies[i : i + _BATCH]) for i in range(0, draws, _BATCH))
     batches = [np.asarray(_products(part, pairs, kernel)) for part in parts]
@@ -284,9 +278,9 @@ def _squared_errors(
 
 
 def _relative_deviation(m: int, d: int) -> float:
-    """Standard deviation of a squared error over its mean, for m / 2 independent rows.
+    """Return the standard deviation of a squared error over its mean, for m / 2 independent rows.
 
-    A row gives a log-normal number; rows that depend on one another may be worth half as many.
+    A row gives a log-normal number; dependent rows may be worth half as many.
     """
     x, y = general_points(d)
     e = np.exp(np.sum((x + y) ** 2))
@@ -295,10 +289,10 @@ def _relative_deviation(m: int, d: int) -> float:
 
 
 def _mean_score(sample: np.ndarray, expected: float, least: float = 0.0) -> float:
-    """Standard errors from `expected` to the mean of the sample, corrected for its skewness.
+    """Return (mean - expected) in standard errors, corrected for the skewness of the sample.
 
-    By Hall's transformation (1992, On the removal of skewness by transformation), where that makes
-    it smaller. `least` is a bound of the standard deviation.
+    By Hall's transformation (1992, On the removal of skewness by transformation) if that makes it
+    smaller. `least` is a lower bound of the standard deviation.
     """
     n, mean = len(sample), sample.mean()
     rounding = 1e-7 * np.sqrt(n) * max(abs(expected), 1e-7)
@@ -310,7 +304,7 @@ def _mean_score(sample: np.ndarray, expected: float, least: float = 0.0) -> floa
 
 
 def _of_squares(mean: Any, number: int) -> Any:
-    """The normal score of a mean of so many squares of N(0, 1) (Wilson and Hilferty 1931)."""
+    """Return the normal score of a mean of `number` squares of N(0, 1) (Wilson, Hilferty 1931)."""
     variance = 2 / (9 * number)
     return (np.cbrt(mean) - 1 + variance) / np.sqrt(variance)
 
@@ -335,7 +329,7 @@ def _assert_laws(
     level: float,
     faults: Sequence[str],
 ) -> None:
-    """Kolmogorov-Smirnov tests of columns, by Massart's bound (1990), which holds for any n."""
+    """Kolmogorov-Smirnov tests of the columns by Massart's bound (1990), valid for any n."""
     n, ordered = len(samples), np.sort(samples, axis=0)
     law, below = cdf(ordered), np.arange(n)[:, None] / n
     distances = np.maximum(law - below, below + 1 / n - law)

@@ -1,25 +1,25 @@
-"""Closed forms: how accurate random features are, coupling by coupling.
+"""Errors of random features in closed form, by coupling.
 
-All functions run in float64 NumPy and broadcast over their array arguments. NaN gives NaN, and what
-is past the largest float64 inf, in its place alone. Everything rests on the mean over one pair of
-frequencies, a function of t alone, with signs s = +-1:
+All functions run in float64 NumPy and broadcast over their array arguments. NaN and overflow to inf
+stay in their own entry. The basis is the mean over one pair of frequencies, a function of t alone,
+with signs s = +-1:
 
     pair_s(t) = E exp(x.(w_i + s w_j)),   t = |x|^2 (positive features, x = v, their x + y)
     pair_s(t) = E cos(x.(w_i + s w_j)),   t = -|x|^2 (trigonometric features, x = z, their x - y)
 
 For isotropic w_i + s w_j of length r both are E 0F1(; d/2; t r^2 / 4). Averaged over the pairs of
 an ensemble, pair_+ is the RF-conformity rho (SimRF Eq. 10, VRC Eq. 15) and (pair_+ + pair_-)/2 is
-VRC's zeta (Eq. 17), from which the mean squared errors follow (SimRF Eqs 11 and 77).
+VRC's zeta (Eq. 17). They determine the mean squared errors (SimRF Eqs 11 and 77).
 
-Misprints corrected here, each checked against simulation in the tests:
+Corrected misprints, each checked against simulation in the tests:
 
     SimRF Eq. 25      sum v^{2k} / k!            read  sum v^{2k} / (2^k k!)
     SimRF below 25    2^{2k} k Gamma(k + d/2)    read  2^{2k} k! Gamma(k + d/2)
     SimRF Eq. 77      (1 + e^{-z^2})^2           read  (1 - e^{-z^2})^2
     VRC Eq. 18        second (w+ z)^{1 - d/2}    read  (w- z)^{1 - d/2}
 
-SimRF Eqs 11 with 23, 25 and 26 hold for m <= d. Here m is any: rows of different blocks are
-independent, and the average runs over all pairs.
+SimRF Eqs 11 with 23, 25 and 26 hold for m <= d. Here m is arbitrary: rows of different blocks are
+independent, and the average includes all pairs.
 
 Sources: SimRF Sec. 3, 4, App. A; VRC Sec. 3.1, App. A.
 """
@@ -51,17 +51,17 @@ _SCORES = np.linspace(-8.5, 8.5, 273)  # trapezoid rule in the normal score: err
 
 
 def conformity(coupling: str | Coupling, v: ArrayLike, d: int, m: int) -> Array:
-    """RF-conformity rho = E exp(v.(w_i + w_j)), averaged over all ordered pairs i != j.
+    """Return the RF-conformity rho = E exp(v.(w_i + w_j)), averaged over ordered pairs i != j.
 
     Args:
-        coupling: of `NAMES`, also with "-antithetic"; by name or as a value.
+        coupling: one of `NAMES`, also with "-antithetic"; by name or as a value.
         v: |x + y|, any shape.
         d: dimension.
         m: number of frequencies, at least 2; even if antithetic.
 
     Returns:
-        rho(v), float64, the shape of v. Without any coupling it is e^{v^2} (SimRF Eq. 19), which
-        is inf from v = 26.7 on.
+        rho(v), float64, with the shape of v. For "iid" it is e^{v^2} (SimRF Eq. 19), inf from
+        v = 26.7 on.
 
     Raises:
         ValueError: for a coupling without theory, or sizes that the coupling does not admit.
@@ -80,7 +80,7 @@ def kernel_mse(
     kernel: Literal["gaussian", "softmax"] = "gaussian",
     features: Literal["positive", "trigonometric"] = "positive",
 ) -> Array:
-    """Mean squared error of the kernel estimate phi(x).phi(y).
+    """Return the mean squared error of the kernel estimate phi(x).phi(y).
 
     positive (SimRF Eq. 11, v = |x + y|; the softmax kernel has e^{-|x|^2 - |y|^2} in front):
 
@@ -96,14 +96,14 @@ def kernel_mse(
         y: (..., d), broadcast against x.
         m: number of frequencies (trigonometric features are 2m wide).
         kernel: exp(-|x - y|^2 / 2) or exp(x.y).
-        features: which feature map.
+        features: the feature map.
 
     Returns:
         The error, float64, in the common shape of x and y without the last axis.
     """
     own, pairs = _parts_of_mse(coupling, x, y, m, kernel, features)
     with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(own), own, own + pairs)[()]  # a pair is far below its square
+        return np.where(np.isinf(own), own, own + pairs)[()]  # pairs are far below squares
 
 
 def orthogonality_gap(
@@ -114,13 +114,13 @@ def orthogonality_gap(
     kernel: Literal["gaussian", "softmax"] = "gaussian",
     features: Literal["positive", "trigonometric"] = "positive",
 ) -> Array:
-    """MSE(iid) - MSE(orf): SimRF Eq. 25 (corrected) and Eq. 26, for any m. Arguments as above."""
+    """Return MSE(iid) - MSE(orf): SimRF Eqs 25 (corrected) and 26; arguments of `kernel_mse`."""
     iid, orf = (_parts_of_mse(word, x, y, m, kernel, features)[1] for word in ("iid", "orf"))
     return iid - orf
 
 
 def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) -> Array:
-    """Density of |w_i + w_j| for two frequencies of one block (SimRF Eqs 18 and 20)."""
+    """Return the density of |w_i + w_j| at r for one block (SimRF Eqs 18 and 20)."""
     r = np.asarray(r, np.float64)
     if name == "iid":  # |w_i + w_j| / sqrt 2 is chi_d
         constant = (d - 1) * np.log(2) + special.gammaln(d / 2)
@@ -137,7 +137,7 @@ def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) 
 
 
 def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
-    """The cost that a coupling of the lengths of orthogonal frequencies minimises on average.
+    """Return the cost whose mean a coupling of the lengths of orthogonal frequencies minimises.
 
     VRC Eq. 6 times Gamma(d/2):  sum_{i != j} 0F1(; d/2; t (l_i^2 + l_j^2) / 4).
 
@@ -159,7 +159,7 @@ def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
 def _parts_of_mse(
     coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
 ) -> tuple[Array, Array]:
-    """Error of m independent frequencies, and the contribution of their pairs."""
+    """Return the error of m independent frequencies, and the contribution of their pairs."""
     for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),
@@ -169,7 +169,7 @@ def _parts_of_mse(
     x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
     d = x.shape[-1]
     norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
-    # The factor in front goes into all exponents: it is 0 where what it multiplies is inf.
+    # The prefactor goes into all exponents, since it may be 0 times inf.
     with np.errstate(over="ignore", invalid="ignore"):
         if features == "positive":
             t = np.sum((x + y) ** 2, axis=-1)
@@ -195,10 +195,7 @@ def _mean_pair(
     signs: tuple[int, ...],
     log_factor: ArrayLike = 0.0,
 ) -> Array:
-    """pair_s(t), averaged over the signs and over the ordered pairs i != j of m frequencies.
-
-    All times exp(log_factor).
-    """
+    """Return exp(log_factor) pair_s(t), averaged over signs and ordered pairs of m frequencies."""
     f, coupling = np.asarray(log_factor), couplings.get(coupling)
     if m < 2:
         raise ValueError(f"a pair needs m >= 2 frequencies, got m = {m}")
@@ -206,7 +203,7 @@ def _mean_pair(
         return np.mean([_mean_pair_of_blocks(coupling, t, d, m, s, f) for s in signs], axis=0)
     if m % 2:
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
-    # [W, -W]: w with its own negative, m ordered pairs; else two rows of W, each sign twice over.
+    # [W, -W]: m ordered pairs of w and -w; else two rows of W, each sign twice.
     own, half = np.mean([np.exp(f + (1 - s) * t) for s in signs], axis=0), m // 2
     if half == 1:
         return own
@@ -217,7 +214,7 @@ def _mean_pair(
 def _mean_pair_of_blocks(
     coupling: Coupling, t: Array, d: int, m: int, sign: int, f: Array
 ) -> Array:
-    """Average over ordered pairs of m rows in blocks of d; different blocks are independent."""
+    """Return the average over ordered pairs of m rows in independent blocks of d."""
     if not isinstance(coupling, Blocks) or coupling not in map(couplings.get, NAMES):
         raise ValueError(
             f"no theory of {coupling!r}; there is one of {', '.join(NAMES)}, and of their"
@@ -236,11 +233,11 @@ def _mean_pair_of_blocks(
 
 
 def _pair_of_a_block(coupling: Blocks, t: Array, d: int, sign: int, f: Array) -> Array:
-    """pair_s(t) for two frequencies of one block; for pnc, whose lengths are independent.
+    """Return pair_s(t) for two frequencies of one block; for pnc, two with independent lengths.
 
-    With equal lengths a, r^2 = 2 a^2 (1 + s cos), and the mean is e^{t (1 + s cos)}. Independent
-    ones give the mean over phi of 1F1(d; d/2; t (1 + sin(2 phi) s cos) / 2): SimRF Eqs 21, 23 and
-    24, summed over k under the integral.
+    For equal lengths a, r^2 = 2 a^2 (1 + s cos), and the mean is e^{t (1 + s cos)}. For independent
+    lengths it is the mean over phi of 1F1(d; d/2; t (1 + sin(2 phi) s cos) / 2): SimRF Eqs 21, 23
+    and 24, summed over k under the integral.
     """
     if coupling.directions is directions.independent:
         return np.exp(t + f)
@@ -254,7 +251,7 @@ def _pair_of_a_block(coupling: Blocks, t: Array, d: int, sign: int, f: Array) ->
 
 
 def _negatively_coupled(t: Array, d: int, f: Array) -> Array:
-    """An orthogonal pair with F(a) + F(b) = 1 (VRC Eq. 7), integrated over the normal score."""
+    """Return pair_s(t) for an orthogonal pair with F(a) + F(b) = 1 (VRC Eq. 7)."""
     tail = special.ndtr(-np.abs(_SCORES))
     inverses = special.gammaincinv(d / 2, tail), special.gammainccinv(d / 2, tail)
     squares = 2 * np.where(_SCORES < 0, *inverses)
@@ -264,12 +261,12 @@ def _negatively_coupled(t: Array, d: int, f: Array) -> Array:
 
 
 def _kummer(d: int, s: Array) -> Array:
-    """1F1(d; d/2; s); SciPy's time grows with s, and from 710 on it is inf for any d."""
+    """Return 1F1(d; d/2; s); clipped, for SciPy's time grows with s; it is inf from 710 on."""
     return special.hyp1f1(d, d / 2, np.clip(s, -1e6, 1e3))
 
 
 def _times(f: Array, mean: Array) -> Array:
-    """e^f times the mean; 0 where e^f is, whose mean may be past float64."""
+    """Return e^f times the mean; 0 where e^f is 0, although the mean may overflow."""
     factor = np.exp(f)
     return np.where(factor == 0, 0.0, factor * mean)
 
@@ -281,10 +278,10 @@ def _simplex_cosine(d: int) -> float:
 
 
 def _double_angle_rule(d: int, nodes: int = 80) -> tuple[Array, Array]:
-    """Nodes s = sin(phi), weights summing to 1, for the density ~ sin(phi)^{d-1} on (0, pi).
+    """Return nodes s = sin(phi) and normalised weights for the density ~ sin(phi)^{d-1}.
 
-    In s the density is s^{d-1} (1 - s)^{-1/2} (1 + s)^{-1/2} on (0, 1): a Gauss-Jacobi rule, the
-    last factor being smooth.
+    In s it is s^{d-1} (1 - s)^{-1/2} (1 + s)^{-1/2} on (0, 1): a Gauss-Jacobi rule times the last
+    factor, which is smooth.
     """
     x, weights = special.roots_jacobi(nodes, -0.5, d - 1)
     sines = (1 + x) / 2

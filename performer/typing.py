@@ -9,9 +9,9 @@ One letter means one thing in every signature, as in `Float[Array, "b t n h"]`:
 
 The papers write the frequencies w_i or ω_i (the rows of W here) and call their number m or s.
 
-And one rule for dtypes. What is drawn (frequencies, lengths, signs, quadrature rules) is float32,
-and a key draws the same numbers, with jax_enable_x64 and without it. What is computed of the points
-given is computed in `float32_or_wider` of these points, and everything else is cast to that.
+Dtypes: draws (frequencies, lengths, signs, quadrature rules) are float32 and do not depend on
+jax_enable_x64. Functions of points compute in `float32_or_wider` of the points and cast everything
+else to it.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ Coupling = Callable[[Key, int, int], Frequencies]
 
 
 def float32_or_wider(*arrays: Array) -> jnp.dtype:
-    """float64 if one of the arrays is, else float32: what a computation with them runs in.
+    """Return float64 if one of the arrays is, else float32.
 
-    Not `jnp.promote_types`, which jax_numpy_dtype_promotion="strict" forbids.
+    Unlike `jnp.promote_types` this is allowed by jax_numpy_dtype_promotion="strict".
     """
     dtypes = {jax.dtypes.canonicalize_dtype(x.dtype) for x in arrays}
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
 def expression(value: object) -> str:
-    """Python that makes the value again, given `from performer import norms, directions, ...`.
+    """Return an expression for the value, given `from performer import norms, directions, ...`.
 
-    A function is named by its module and its name; everything else has a repr that evaluates.
+    This is the qualified name of a function, and the repr of everything else.
     """
     if not isinstance(value, FunctionType):
         return repr(value)
@@ -62,15 +62,15 @@ def expression(value: object) -> str:
 
 
 def _public(module: str) -> str:
-    """The name by which `performer` has a module: "gp" for performer.kernels.gp."""
+    """Return the name of a module in `performer`: "gp" for performer.kernels.gp."""
     return re.sub(r"^performer\.(?:(?:attention|couplings|kernels)\.)?", "", module)
 
 
 class Value:
-    """Base of frozen dataclasses whose repr makes them again, by their name or by their parts."""
+    """Base of frozen dataclasses with a repr that evaluates to them."""
 
     def __repr__(self) -> str:
-        """The name of an equal value in the module of the class, or a call with the fields."""
+        """Return the name of an equal value in the module of the class, or else a call."""
         kind = type(self)
         module = _public(kind.__module__)
         for name, value in vars(sys.modules[kind.__module__]).items():
@@ -81,7 +81,7 @@ class Value:
 
 
 def hashable(value: object) -> bool:
-    """True if `jax.jit` accepts the value as static: one that holds no array."""
+    """Return True if `jax.jit` accepts the value as static (one without arrays)."""
     try:
         hash(value)
     except TypeError:
@@ -90,9 +90,9 @@ def hashable(value: object) -> bool:
 
 
 def jit_static(*static: int) -> Callable[[Callable], Callable]:
-    """`jax.jit` with the arguments at these places static.
+    """`jax.jit` with static arguments at these positions.
 
-    Where one of them cannot be hashed, as a coupling of traced parameters, nothing is compiled.
+    Nothing is compiled if one of them is not hashable, as a coupling with traced parameters.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -108,7 +108,7 @@ def jit_static(*static: int) -> Callable[[Callable], Callable]:
 
 
 class Window(NamedTuple):
-    """Which keys are exact, as `performer.performer_attention` has it."""
+    """Keys with exact attention, by the arguments of `performer.performer_attention`."""
 
     exact_window: int = 0
     exact_first: int = 0

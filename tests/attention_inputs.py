@@ -65,7 +65,3 @@ def random_decays(b=2, t=14, n=2, seed=0):
 
 def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
-
-
-def causal(t, s=None):
-    return np.tril(np.ones((1, t, t if s is None else s), bool))

@@ -6,72 +6,12 @@ import math
 import numpy as np
 
 
-def softmax_attention(query, key, value, mask=None):
-    """softmax(q.k / sqrt(h)) v with heads in the second last axis; masked keys left out."""
-    out = np.zeros((*query.shape[:3], value.shape[-1]))
-    for b in range(query.shape[0]):
-        for n in range(query.shape[2]):
-            for t in range(query.shape[1]):
-                seen = [s for s in range(key.shape[1]) if mask is None or mask[b, s]]
-                logits = [query[b, t, n] @ key[b, s, n] / math.sqrt(query.shape[-1]) for s in seen]
-                top = max(logits, default=0.0)
-                weights = [math.exp(x - top) for x in logits]
-                for weight, s in zip(weights, seen, strict=True):
-                    out[b, t, n] += weight / sum(weights) * value[b, s, n]
-    return out
-
-
-def kernel_matrix(
-    query, key, frequencies, *, allowed=None, feature_map="positive", scale=None, weights=None
-):
-    """Estimated kernels k(q_t, k_s) up to a factor of each row, (b, n, t, s), in float64.
-
-    0 where the pair is not allowed, (b | 1, t, s).
-
-    Every pair and every feature on its own: for the exponential maps
-    sum_j a_j exp(w_j.q + w_j.k - k^2 / 2) with the largest exponent of the row taken out.
-    """
-    query, key, frequencies = (np.asarray(x, np.float64) for x in (query, key, frequencies))
-    heads = query.shape[2]
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    weights = np.ones(frequencies.shape[-2]) if weights is None else np.asarray(weights, np.float64)
-
-    def per_head(x, ndim):
-        return np.stack([x[n * len(x) // heads] if x.ndim == ndim else x for n in range(heads)])
-
-    w, a = per_head(frequencies, 3), per_head(weights, 2)
-    key = np.repeat(key, heads // key.shape[2], axis=2)
-    q = np.einsum("btnh,nmh->bntm", root * query, w)
-    k = np.einsum("bsnh,nmh->bnsm", root * key, w)
-    half = np.sum((root * key) ** 2, axis=-1).swapaxes(1, 2)[..., None] / 2
-    a = a[:, None, None]
-    allowed = np.ones((1, 1, 1, 1), bool) if allowed is None else np.asarray(allowed)[:, None]
-    if feature_map in ("positive", "hyperbolic"):
-        signs = [1, -1] if feature_map == "hyperbolic" else [1]
-        exponents = np.concatenate(
-            [sign * (q[:, :, :, None] + k[:, :, None]) - half[:, :, None] for sign in signs], -1
-        )
-        factors = np.concatenate([np.broadcast_to(a, (heads, 1, 1, a.shape[-1]))] * len(signs), -1)
-        exponents = np.where(allowed[..., None], exponents, -np.inf)
-        top = exponents.max(axis=(-1, -2), keepdims=True)
-        return np.sum(factors * np.exp(exponents - np.where(np.isinf(top), 0, top)), axis=-1)
-    if feature_map == "trigonometric":
-        top = half.max(axis=2, keepdims=True)
-        angles = q[:, :, :, None] - k[:, :, None]
-        return allowed * np.sum(a * np.cos(angles), -1) * np.exp(half - top)[:, :, None, :, 0]
-    function = {
-        "relu": lambda x: np.maximum(x, 0),
-        "elu+1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-    }[feature_map]
-    return allowed * np.sum(a * function(q)[:, :, :, None] * function(k)[:, :, None], axis=-1)
-
-
-def kernel_attention(query, key, value, frequencies, **options):
-    """The rows of `kernel_matrix`, normalised, times v."""
-    kernel = kernel_matrix(query, key, frequencies, **options)
-    total = kernel.sum(axis=-1, keepdims=True)
-    value = np.repeat(np.asarray(value, np.float64), kernel.shape[1] // value.shape[2], axis=2)
-    return np.einsum("bnts,bsnv->btnv", kernel / np.where(total == 0, 1, total), value)
+def softmax_attention(query, key, value):
+    """softmax(q.k / sqrt(h)) v."""
+    logits = np.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(query.shape[-1])
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bnts,bsnv->btnv", weights, value)
 
 
 def positive_features(x, frequencies, kernel):
@@ -175,17 +115,7 @@ def other_features(feature_map, p, half):
 
 
 def key_state(
-    key,
-    value,
-    frequencies,
-    heads,
-    log_weights,
-    *,
-    scale,
-    shift,
-    weights,
-    calibration,
-    feature_map,
+    key, value, frequencies, heads, log_weights, *, scale, shift, weights, calibration, feature_map
 ):
     """The state of `performer_attention`, (b, heads, m) and (b, heads, m, v), relative to c.
 
@@ -197,26 +127,16 @@ def key_state(
     features = []
     for i, head in np.ndindex(b, heads):
         exists = log_weights[i, :, head * k // heads, None] > -np.inf
+        tokens = np.zeros((1, h)), np.where(exists[..., None], key[i], 0)
         _, keys, w, of_features = _one_head(
-            np.zeros((1, h)),
-            np.where(exists[..., None], key[i], 0),
-            frequencies,
-            head,
-            heads,
-            root,
-            shift,
-            weights,
-            calibration,
+            *tokens, frequencies, head, heads, root, shift, weights, calibration
         )
         p, half = keys @ w.T, np.sum(keys**2, axis=-1, keepdims=True) / 2
         a = np.exp(np.broadcast_to(of_features, p.shape[-1:]))
-        exponential = {
-            "positive": lambda p, half: np.exp(p - half),
-            "hyperbolic": lambda p, half: np.exp(np.hstack([p, -p]) - half),
-            "trigonometric": lambda p, half: np.exp(half) * np.hstack([np.sin(p), np.cos(p)]),
-        }
-        if feature_map in exponential:
-            phi = exponential[feature_map](p, half)
+        if feature_map in ("positive", "hyperbolic"):
+            phi = np.exp((np.hstack([p, -p]) if feature_map == "hyperbolic" else p) - half)
+        elif feature_map == "trigonometric":
+            phi = np.exp(half) * np.hstack([np.sin(p), np.cos(p)])
         else:
             phi, _ = other_features(feature_map, p, half)
         features.append(phi * np.tile(a, phi.shape[-1] // len(a)))
@@ -355,12 +275,8 @@ def full_attention(
     of_keys = np.where(exists[..., None], of_keys, -np.inf).astype(np.float64)
     key, value = (np.where(of_keys[..., None] > -np.inf, x, 0) for x in (key, value))
     if earlier is not None:
-        key, value, of_keys = (
-            np.concatenate([np.asarray(x, np.float64), y], axis=1)
-            for x, y in zip(
-                (*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True
-            )
-        )
+        pairs = zip((*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True)
+        key, value, of_keys = (np.concatenate(pair, axis=1, dtype=np.float64) for pair in pairs)
     out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
     for i, head in np.ndindex(b, n):
         q, values = query[i, :, head] * root, value[i, :, head * k // n]

@@ -198,22 +198,55 @@ def test_an_exact_window_is_that_of_the_package():
     query, key, value = inputs(norm=0.8)
     query = jnp.concatenate([query, query], axis=1)[:, :S]
     repeated = jnp.repeat(key, N // K, axis=-2)
-    A = jax.nn.softmax(jnp.einsum("bthx,bshx->bhts", query, repeated, precision="highest") / H**0.5)
-    for calibration in (None, full_calibration()):
-        options = dict(coupling=gaussian, num_features=M, draws=DRAWS, calibration=calibration)
+    logits = jnp.einsum("bthx,bshx->bhts", query, repeated, precision="highest") / H**0.5
+    for calibration, is_causal in ((None, False), (full_calibration(), False), (None, True)):
+        A = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool) | (not is_causal), logits, -jnp.inf))
+        options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
+        both = dict(calibration=calibration, is_causal=is_causal)
         for window, first in ((0, 0), (2, 1)):
             near = dict(exact_window=window, exact_first=first)
-            error = attention_error(query, key, value, **options, **near)
-            measure = partial(attention_weights, query, key, calibration=calibration, **near)
+            error = attention_error(query, key, value, **options, **both, **near)
+            measure = partial(attention_weights, query, key, **both, **near)
             measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))
             want = np.mean(np.sum((measured - A) ** 2, (-2, -1)), axis=0)
             want = want / np.sum(A**2, axis=(-2, -1))
             np.testing.assert_allclose(error.attention.value, want, rtol=2e-4)
-        whole = attention_error(query, key, value, **options, exact_window=S)
+        whole = attention_error(query, key, value, **options, **both, exact_window=S)
         assert whole.attention.value.max() < 1e-10
         assert whole.row_sum.value.max() < 1e-5
     show = dict(tolerance=1e-6, limit=2, scale=0.3, exact_window=S, show=lambda _: None)
     assert recommend(query, key, coupling=gaussian, draws=DRAWS, **show).num_features == 2
+
+
+def test_causal_errors_are_those_of_each_row_and_its_keys():
+    """Row i alone, with the keys up to i, has a mask of keys; means and norms put rows together."""
+    query, key, value = inputs(lead=(1,), t=5, s=5)
+    exists = jnp.arange(5) != 0  # the first row has no key
+    options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
+    whole = attention_error(query, key, value, **options, is_causal=True, mask=exists)
+    rows = [
+        attention_error(
+            query[:, i : i + 1], key, value, **options, mask=exists & (jnp.arange(5) <= i)
+        )
+        for i in range(1, 5)
+    ]
+    repeated = jnp.repeat(key, N // K, axis=-2)
+    logits = jnp.einsum("bthx,bshx->bhts", query, repeated, precision="highest") / H**0.5
+    logits = jnp.where(jnp.tri(5, dtype=bool) & exists, logits, -jnp.inf)[:, :, 1:]
+    A = np.asarray(jax.nn.softmax(logits), np.float64)
+    sizes = {"attention": np.moveaxis(np.sum(A**2, axis=-1), -1, 0)}
+    sizes["predicted"] = sizes["uniform_attention"] = sizes["attention"]
+    for name in ("attention", "predicted", "uniform_attention", "variance", "covariance"):
+        each = [getattr(row, name) for row in (*rows, whole)]
+        *each, got = (x if isinstance(x, np.ndarray) else x.value for x in each)
+        weights = sizes.get(name, np.ones((4, 1, N)))
+        np.testing.assert_allclose(got, np.average(each, axis=0, weights=weights), rtol=2e-4)
+    squares = np.mean([row.row_sum.value**2 for row in rows], axis=0)
+    np.testing.assert_allclose(whole.row_sum.value**2, squares, rtol=2e-4)
+    found = recommend(
+        query, key, coupling=gaussian, tolerance=1e6, is_causal=True, show=lambda _: None
+    )
+    assert found.num_features == 2
 
 
 def test_blocks_of_rows(monkeypatch):
@@ -222,12 +255,14 @@ def test_blocks_of_rows(monkeypatch):
     query, key, value = inputs()
     near = jnp.concatenate([query, query], axis=1)[:, :S], key, value
     whole = attention_error(*inputs(), **options)
-    of_near = attention_error(*near, **options, exact_window=2)
+    of_near = attention_error(*near, **options, exact_window=2, is_causal=True)
     function = analysis._measure.__wrapped__
-    monkeypatch.setattr(analysis, "_measure", jax.jit(lambda *args: function(*args)))
+    monkeypatch.setattr(
+        analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=8)
+    )
     monkeypatch.setattr(analysis, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
-    assert_same(of_near, attention_error(*near, **options, exact_window=2))
+    assert_same(of_near, attention_error(*near, **options, exact_window=2, is_causal=True))
 
 
 def assert_same(one, other):
@@ -289,7 +324,7 @@ def test_memory_at_4096():
     token = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
     w = jax.ShapeDtypeStruct((32, 1, 128, 64), jnp.float32)
-    args = token, token, token, exists, Calibration(), w, np.zeros(128, np.float32), None
+    args = token, token, token, exists, Calibration(), w, np.zeros(128, np.float32), None, False
     compiled = analysis._measure.lower(*args).compile()
     # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4

@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 from jax.extend.core.primitives import dot_general_p
 
-import vit
 from performer import performer_attention
 from performer.attention.state import BFLOAT16
-from vit import config as configs
-from vit.config import bundled
-from vit.run import loop
 
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -99,34 +95,3 @@ def test_random_queries(mean):
     tokens[2] += mean * rng.standard_normal((2, 64))
     ours, exact = errors(*tokens[:3], rng.standard_normal((2, 128, 64)), tokens[3])
     assert max(ours) < (1.5 if mean == 0 else 1.0) * max(exact)
-
-
-@pytest.mark.slow  # trains
-@pytest.mark.parametrize("kind", ["softmax", "performer"])
-def test_trained_queries(kind, tmp_path):
-    """Of every layer of a model of the digits: two roundings to bfloat16, and no sum of many.
-
-    Softmax attention's own gradients are better, by up to a factor of two.
-    """
-    config = configs.with_values(
-        bundled.config("digits"), {"num_epochs": 4, "attention.kind": kind}
-    )
-    loop.train(config, tmp_path)
-    trained = vit.load(tmp_path)
-    images, rng = trained_on(64), np.random.default_rng(0)
-    _, passed = trained.model(images)
-    for i, block in enumerate(trained.model.blocks):
-        x = passed[f"block{i:02d}/attention_input"]
-        layer = block.attention
-        query, key, value = (np.asarray(f(x)) for f in (layer.query, layer.key, layer.value))
-        frequencies = rng.standard_normal((query.shape[2], 32, query.shape[3]))
-        gradient = rng.standard_normal(value.shape)
-        ours, exact = errors(query, key, value, frequencies, gradient)
-        print(kind, i, ours, exact)
-        assert max(ours) < 2 * 2.0**-8
-
-
-def trained_on(number):
-    from sklearn.datasets import load_digits
-
-    return jnp.asarray(load_digits().images[:number, :, :, None] * 16, jnp.float32)

@@ -267,48 +267,35 @@ def window_of(case, size):
 
 
 def in_package(case, size, arrays):
-    """The arrays as `performer_attention` takes them: values that masked keys have, batch axes."""
-    given = {name: arrays[name] for name in ("query", "key", "value", "frequencies")}
+    """The arrays as `performer_attention` takes them: NaN at masked keys, batch axes."""
+
+    def batched(x):
+        return x.reshape((*size.lead, *x.shape[1:]))
+
+    same = ("frequencies", "weights", "shift", "query_frequencies", "alibi_slopes")
+    given = {name: arrays[name] for name in same if name in arrays}
     exists = oracle_log_weights(arrays, size)[..., None] > -np.inf
     for name in ("key", "value"):
-        given[name] = np.where(exists, given[name], np.asarray(np.nan, given[name].dtype))
-    for name in ("query", "key", "value"):
-        given[name] = given[name].reshape(*size.lead, *given[name].shape[1:])
+        x = np.where(exists, arrays[name], np.asarray(np.nan, arrays[name].dtype))
+        given[name] = batched(x)
+    given["query"] = batched(arrays["query"])
     if "mask" in arrays:
-        mask = arrays["mask"]
-        shape = (
-            *(size.lead if len(mask) == size.b and size.lead else mask.shape[:1]),
-            1,
-            1,
-            size.s,
-        )
-        kind = case["kind of mask"]
-        mask = mask[0] if kind == "(s,) bool" else mask.reshape(shape)
+        kind, mask = case["kind of mask"], arrays["mask"]
+        mask = mask[0] if kind == "(s,) bool" else mask.reshape(*size.lead, 1, 1, size.s)
         given["mask"] = mask.astype(np.float32) if "float" in kind else mask
     if "lengths" in arrays:
-        given["key_value_seq_lengths"] = arrays["lengths"].reshape(size.lead).astype(np.int32)
+        given["key_value_seq_lengths"] = batched(arrays["lengths"]).astype(np.int32)
     if "log_weights" in arrays:
-        log_weights = arrays["log_weights"]
-        if "one for all" in case["key_log_weights"]:
-            given["key_log_weights"] = log_weights[0, :, 0]
-        else:
-            log_weights = log_weights.reshape(*size.lead, *log_weights.shape[1:])
-            heads = "heads" in case["key_log_weights"]
-            given["key_log_weights"] = log_weights if heads else log_weights[..., 0]
+        log_weights, level = arrays["log_weights"], case["key_log_weights"]
+        log_weights = log_weights[0] if "one for all" in level else batched(log_weights)
+        given["key_log_weights"] = log_weights if "heads" in level else log_weights[..., 0]
     if "segments" in arrays:
-        ids = [x.reshape(*size.lead, x.shape[-1]).astype(np.int32) for x in arrays["segments"]]
+        ids = [batched(x).astype(np.int32) for x in arrays["segments"]]
         given["segment_ids"] = ids[0] if "same" in case["segments"] else tuple(ids)
-    if "weights" in arrays:
-        given["weights"] = arrays["weights"]
-    if "shift" in arrays:
-        given["shift"] = arrays["shift"]
     if "calibration" in arrays:
         given["calibration"] = Calibration(*arrays["calibration"])
-    for name in ("query_frequencies", "alibi_slopes"):
-        if name in arrays:
-            given[name] = arrays[name]
     if "log_decay" in arrays:
-        given["log_decay"] = arrays["log_decay"].reshape(*size.lead, *arrays["log_decay"].shape[1:])
+        given["log_decay"] = batched(arrays["log_decay"])
     if "earlier" in arrays:
         given["initial_state"] = State(*state_of(case, size, arrays, *arrays["earlier"]))
     return given
@@ -339,13 +326,9 @@ def options_of(case, arrays):
 
 
 def state_of(case, size, arrays, key, value):
+    heads, none = state_heads(case, size), np.zeros(key.shape[:3])
     state = oracles.key_state(
-        key,
-        value,
-        arrays["frequencies"],
-        state_heads(case, size),
-        np.zeros(key.shape[:3]),
-        **options_of(case, arrays),
+        key, value, arrays["frequencies"], heads, none, **options_of(case, arrays)
     )
     return [x.reshape(*size.lead, *x.shape[1:]).astype(np.float32) for x in state]
 
@@ -363,17 +346,9 @@ def off(case, size, rng):
         implementation=case["implementation"],
         **window_of(case, size),
     )
-    levels = {
-        "alibi_slopes": case["place"],
-        "log_decay": case["place"],
-        "query": case["tokens"],
-        "key": case["tokens"],
-        "value": case["tokens"],
-        "key_value_seq_lengths": case["lengths"],
-        "segment_ids": case["segments"],
-    }
-    traced = {name: x for name, x in given.items() if "traced" in (levels | case).get(name, "")}
-    traced |= {} if "traced" not in case["segments"] else {"segment_ids": given["segment_ids"]}
+    factor_of = {name: factor for factor, names in ARGUMENTS.items() for name in names}
+    level_of = {name: case[factor_of.get(name, name)] for name in given}
+    traced = {name: x for name, x in given.items() if "traced" in level_of[name]}
     closed = {name: x for name, x in given.items() if name not in traced}
 
     def attend(traced):
@@ -387,15 +362,12 @@ def off(case, size, rng):
     output, state = got if case["return_state"] else (got, None)
     assert output.dtype == given["value"].dtype
     unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
+    of_oracle = ("mask", "lengths", "log_weights", "segments", "earlier", "query_frequencies")
     want, bound = oracles.full_attention(
         *(arrays[name] for name in ("query", "key", "value", "frequencies")),
-        **{
-            name: arrays.get(name)
-            for name in ("mask", "lengths", "log_weights", "segments", "earlier")
-        },
+        **{name: arrays.get(name) for name in of_oracle},
         is_causal=static["is_causal"],
         stabilizer=case["stabilizer"],
-        query_frequencies=arrays.get("query_frequencies"),
         **pairs_of(case, size, arrays),
         **options_of(case, arrays),
     )
@@ -426,9 +398,8 @@ def run(how, size, arguments, static):
         return attend(arguments)
     axes = {name: x.ndim + TOKENS[name] for name, x in arguments.items() if name in TOKENS}
     if "key_log_weights" in arguments:
-        axes["key_log_weights"] = max(len(size.lead), 0)
-        if arguments["key_log_weights"].ndim == 1:
-            axes["key_log_weights"] = 0
+        of_all = arguments["key_log_weights"].ndim == 1
+        axes["key_log_weights"] = 0 if of_all else len(size.lead)
     if how == "pieces":
         outputs, state = [], None
         for start, end in itertools.pairwise([0, 1, 4, size.t] if size.t > 4 else [0, 1, size.t]):
@@ -440,12 +411,8 @@ def run(how, size, arguments, static):
             outputs.append(output)
         return jnp.concatenate(outputs, axis=-3)
     mesh = jax.make_mesh((2,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {
-        name: jax.tree.map(lambda x: jax.P(), x)
-        if name not in axes
-        else jax.P(*[None] * axes[name], "s")
-        for name, x in arguments.items()
-    }
+    specs = jax.tree.map(lambda x: jax.P(), arguments)
+    specs |= {name: jax.P(*[None] * axis, "s") for name, axis in axes.items()}
     split = jax.shard_map(
         lambda arguments: attend(arguments, axis_name="s"),
         mesh=mesh,
@@ -470,14 +437,8 @@ def state_off(case, size, arrays, state, unit):
             for x, y in zip(arrays["earlier"], (key, value), strict=True)
         )
         of_keys = np.concatenate([np.zeros((size.b, 4, size.k)), of_keys], axis=1)
-    c, s, z = oracles.key_state(
-        key,
-        value,
-        arrays["frequencies"],
-        state_heads(case, size),
-        of_keys,
-        **options_of(case, arrays),
-    )
+    heads, options = state_heads(case, size), options_of(case, arrays)
+    c, s, z = oracles.key_state(key, value, arrays["frequencies"], heads, of_keys, **options)
     # The maximum is that of the exponents: far above the features where their factors are 0.
     top = c if "log_weights" not in arrays else np.maximum(c, maximum)
     with np.errstate(invalid="ignore"):
@@ -501,8 +462,9 @@ FAR = 4.0
 
 
 def test_every_argument_of_attention_is_a_factor():
-    """But for `bias`, which is refused."""
-    arguments = set(inspect.signature(performer_attention).parameters) - {"bias"}
+    """But for those that are refused."""
+    refused = {"bias", "local_window_size"}
+    arguments = set(inspect.signature(performer_attention).parameters) - refused
     own = {"jit", "heads of the frequencies", "kind of mask", "batch", "dtype"}
     factors = [ARGUMENTS.get(factor, {factor}) for factor in FACTORS if factor not in own]
     assert set().union(*factors) == arguments
@@ -547,15 +509,12 @@ def calibration_off(case, b, t, s, k, h, rng):
     options = dict(scale=case["scale"], is_causal=case["is_causal"])
     given = {name: x.reshape(*lead, *x.shape[1:]) for name, x in (("query", query), ("key", key))}
     if mask is not None:
+        mask[:] = mask[:1] if case["kind of mask"] == "(s,)" else mask
+        given["mask"] = mask[0] if case["kind of mask"] == "(s,)" else mask.reshape(*lead, 1, 1, s)
+        if "float" in case["kind of mask"]:
+            given["mask"] = given["mask"].astype(np.float32)
         junk = np.where(mask[..., None, None], key, np.float32(np.nan))
-        if case["kind of mask"] == "(s,)":
-            mask[:] = mask[:1]
-            junk, given["mask"] = np.where(mask[..., None, None], key, np.nan), mask[0]
-        else:
-            given["mask"] = mask.reshape(*lead, 1, 1, s)
-            if "float" in case["kind of mask"]:
-                given["mask"] = given["mask"].astype(np.float32)
-        given["key"] = junk.reshape(given["key"].shape).astype(np.float32)
+        given["key"] = junk.reshape(given["key"].shape)
     given = {name: jnp.asarray(x) for name, x in given.items()}
     levels = dict(query=case["tokens"], key=case["tokens"], mask=case["mask"])
     traced = {name: x for name, x in given.items() if levels[name] == "traced"}
@@ -627,16 +586,8 @@ def test_options_of_the_layer(number):
     case, rng = LAYERS[number], np.random.default_rng(number)
     b, t, k, h, momentum = 2, 7, 3, 4, 0.75
     heads = k if case["heads"] == "each" else None
-    layer = PerformerAttention(
-        6,
-        h,
-        coupling="orf",
-        num_heads=heads,
-        calibration=case["calibration"],
-        momentum=momentum,
-        num_queries=3,
-        rngs=nnx.Rngs(0),
-    )
+    options = dict(calibration=case["calibration"], momentum=momentum, num_queries=3)
+    layer = PerformerAttention(6, h, coupling="orf", num_heads=heads, **options, rngs=nnx.Rngs(0))
     shapes = ((b, t, k * case["groups"], h), (b, t, k, h), (b, t, k, 2))
     tokens = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     exists = np.ones((b, t), bool) if case["mask"] == "none" else rng.random((b, t)) < 0.7
@@ -673,10 +624,8 @@ def test_options_of_the_layer(number):
         want = twice if case["training"] else once
         np.testing.assert_allclose(now, want if heads else want[0], atol=1e-5)
         eye = np.eye(h)
-        leaves = [
-            default if leaf is None else np.asarray(leaf)
-            for leaf, default in zip(fitted, (eye[0] * 0, eye, eye, eye[0] * 0, eye), strict=True)
-        ]
+        pairs = zip(fitted, (0 * eye[0], eye, eye, 0 * eye[0], eye), strict=True)
+        leaves = [default if leaf is None else np.asarray(leaf) for leaf, default in pairs]
         got = dict(calibration=leaves)
         for head, of_head in enumerate(moments):
             expected = oracles.calibration(of_head / of_head[0, 0], method)

@@ -20,7 +20,7 @@ from experiments.speed import attention as benchmark
 from performer import calibration, performer_attention
 from performer.attention import _fused, _sizes
 from tests import attention_inputs, oracles
-from tests.attention_inputs import causal, close, far_apart
+from tests.attention_inputs import close, far_apart
 from tests.small import PATIENCE
 
 PALLAS = "pallas"
@@ -66,12 +66,8 @@ def test_values_against_the_oracle():
         *args, mask=mask, log_weights=log_weights, weights=options["weights"]
     )
     close(got, want)
-
-
-def test_causal_values_against_the_oracle():
-    """Two chunks, the second short."""
-    args = inputs(140, 140, n=2, m=16, b=1)
-    want = oracles.kernel_attention(*args, allowed=causal(140))
+    args = inputs(140, 140, n=2, m=16, b=1)  # two chunks, the second short
+    want, _ = oracles.full_attention(*args, is_causal=True)
     close(performer_attention(*args, is_causal=True, implementation=PALLAS), want)
 
 
@@ -81,14 +77,19 @@ TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal, dtype, two_blocks):
-    """Of everything that may have one, over two blocks or three chunks, calibration included."""
+    """Of everything that may have one, over two blocks or three chunks, calibration included.
+
+    NaN where no key is stays there; without any key outputs and gradients are 0.
+    """
     t, s = (300, 300) if is_causal else (150, 200)
-    query, key, value, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
+    query, key, value, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, b=3, dtype=dtype)
     fitted = calibration.calibrate(query, key, method="shift+scale+proposal")
     rng = np.random.default_rng(2)
     weights = jnp.asarray(rng.random((1, 16)), jnp.float32)
-    log_weights = jnp.asarray(rng.standard_normal((2, s)), jnp.float32)
-    lengths = jnp.array([s, 131])
+    log_weights = jnp.asarray(rng.standard_normal((3, s)), jnp.float32)
+    lengths = jnp.array([s, 131, 0])
+    absent = (jnp.arange(s) >= lengths[:, None])[..., None, None]
+    key, value = (jnp.where(absent, jnp.nan, x) for x in (key, value))
 
     def function(*args, **options):
         query, key, value, frequencies, fitted, weights, log_weights = args
@@ -103,9 +104,10 @@ def test_gradients(is_causal, dtype, two_blocks):
         )
 
     args = (query, key, value, frequencies, fitted, weights, log_weights)
-    gradient = jnp.asarray(rng.standard_normal((2, t, 2, 16)), dtype)
+    gradient = jnp.asarray(rng.standard_normal((3, t, 2, 16)), dtype)
     kernel = partial(function, implementation=PALLAS)
     got = gradients(kernel, *args, gradient=gradient)
+    assert not np.any(got[0][2])
     want = gradients(function, *args, gradient=gradient)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert distance(x, y) < TOLERANCE[dtype]
@@ -142,46 +144,11 @@ def test_bfloat16_gradients_are_as_good_as_those_of_softmax(is_causal):
     assert max(errors["ours"]) < 1.5 * max(errors["softmax"]), errors
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_absent_keys(is_causal):
-    """NaN where no key is stays there; a query without any key is 0, and so are its gradients."""
-    query, key, value, frequencies = inputs(20, 20)
-    mask = np.ones((2, 20), bool)
-    mask[0], mask[1, :3] = False, False
-
-    def function(query, key, value, implementation):
-        output = performer_attention(
-            *(query, key, value, frequencies),
-            mask=mask[:, None, None],
-            is_causal=is_causal,
-            implementation=implementation,
-        )
-        return jnp.sum(output**2), output
-
-    absent = ~mask[..., None, None]
-    args = query, jnp.where(absent, jnp.nan, key), jnp.where(absent, jnp.nan, value)
-    (got, want) = (
-        jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*args, name)
-        for name in (PALLAS, None)
-    )
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        close(x, y)
-    assert not np.any(got[0][1][0])
-
-
 def test_later_keys_change_no_bit():
     query, key, value, frequencies = inputs(150, 150, b=1)
-    outputs = [
-        performer_attention(
-            query,
-            key.at[:, 140:].multiply(factor),
-            value.at[:, 140:].multiply(factor),
-            frequencies,
-            is_causal=True,
-            implementation=PALLAS,
-        )
-        for factor in (1, -30)
-    ]
+    attend = partial(performer_attention, is_causal=True, implementation=PALLAS)
+    changed = ((x.at[:, 140:].multiply(by) for x in (key, value)) for by in (1, -30))
+    outputs = [attend(query, *tokens, frequencies) for tokens in changed]
     np.testing.assert_array_equal(outputs[0][:, :140], outputs[1][:, :140])
     assert np.any(outputs[0][:, 140:] != outputs[1][:, 140:])
 
@@ -206,8 +173,11 @@ def test_transformations():
     two = tuple(x.reshape(2, 3, *x.shape[1:]) for x in args[:3])
     mapped = jax.vmap(attend, in_axes=(0, 0, 0, None))(*two, args[3])
     close(mapped.reshape(want.shape), want)
-    loss = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) ** 2))  # noqa: E731
-    close(loss(jax.checkpoint(attend))(*args), loss(performer_attention)(*args))
+    slope, other = (
+        jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2))(*args)
+        for f in (jax.checkpoint(attend), performer_attention)
+    )
+    close(slope, other)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +192,8 @@ def test_transformations():
         ("so large", dict(m=4096, h=256, v=256, is_causal=True)),
     ],
 )
-def test_what_it_does_not_take(named, options):
-    """Goes the ordinary way, and is said once."""
+def test_unsupported_calls_are_computed_without_it(named, options):
+    """With one warning."""
     _fused.warn.cache_clear()
     sizes = {name: options.pop(name) for name in ("dtype", "m", "h", "v") if name in options}
     args = inputs(20, 20, b=2, **sizes)
@@ -234,8 +204,8 @@ def test_what_it_does_not_take(named, options):
     jax.tree.map(np.testing.assert_array_equal, got, performer_attention(*args, **options))
 
 
-def test_elsewhere_it_goes_the_ordinary_way(monkeypatch):
-    """On a CPU, with gradients; and that is said."""
+def test_other_platforms_compute_without_it(monkeypatch):
+    """On a CPU, with gradients and a warning."""
     monkeypatch.setattr(_fused, "INTERPRET", False)
     _fused.warn.cache_clear()
     args = inputs(20, 20)

@@ -34,7 +34,6 @@ def exported(function, example, names, platforms=("cpu", "tpu", "cuda")):
 
 SELF = ("b, t, ...", "b, t, ...", "b, t, ...", "...")
 CROSS = ("b, t, ...", "b, s, ...", "b, s, ...", "...")
-SIZES = [(1, 1), (3, 50)]
 
 
 def causal(query, key, value, frequencies, lengths):
@@ -43,66 +42,72 @@ def causal(query, key, value, frequencies, lengths):
     )
 
 
-@pytest.fixture(scope="module")
-def causal_program():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sizes, "CHUNK", {"cpu": 4})
-        patch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 100})
-        return exported(causal, (*inputs(), jnp.ones(2, int)), (*SELF, "b"))
+def with_lengths(b=2, t=7):
+    return *inputs(b=b, t=t), jnp.arange(1, b + 1) * t // b
 
 
-@pytest.mark.parametrize(("b", "t"), SIZES)
-def test_causal_with_lengths_of_any_batch_and_length(causal_program, b, t):
-    lengths = jnp.arange(1, b + 1) * t // b
-    given = *inputs(b=b, t=t), lengths
-    close(causal_program.call(*given), causal(*given))
+def masked(*given):
+    return performer_attention(*given[:4], mask=given[4])
 
 
-def test_later_keys_change_nothing_bit_for_bit(causal_program):
-    query, key, value, frequencies = inputs(b=2, t=30)
-    lengths = jnp.full(2, 30)
-    changed = (x.at[:, 17:].mul(-3) for x in (key, value))
-    before = causal_program.call(query, key, value, frequencies, lengths)
-    after = causal_program.call(query, *changed, frequencies, lengths)
-    np.testing.assert_array_equal(before[:, :17], after[:, :17])
-    assert np.all(before[:, 17:] != after[:, 17:])
+def with_mask(b=2, t=7, s=9):
+    tokens = (x.astype(jnp.bfloat16) for x in inputs(b=b, t=t, s=s)[:3])
+    mask = np.random.default_rng(t).random((b, 1, 1, s)) < 0.7
+    return *tokens, inputs()[3], jnp.asarray(mask)
 
 
-def test_cross_attention_with_two_lengths_and_a_mask_in_bfloat16():
-    def cross(query, key, value, frequencies, mask):
-        return performer_attention(query, key, value, frequencies, mask=mask)
-
-    def given(b, t, s):
-        tokens = (x.astype(jnp.bfloat16) for x in inputs(b=b, t=t, s=s)[:3])
-        mask = np.random.default_rng(t).random((b, 1, 1, s)) < 0.7
-        return *tokens, inputs()[3], jnp.asarray(mask)
-
-    program = exported(cross, given(2, 7, 9), (*CROSS, "b, 1, 1, s"))
-    for sizes in [(1, 1, 1), (3, 50, 20)]:
-        got = program.call(*given(*sizes))
-        assert got.dtype == jnp.bfloat16
-        close(got.astype(np.float32), cross(*given(*sizes)).astype(np.float32), 1e-2)
-
-
-def test_causal_cross_attention_with_a_calibration():
-    """More queries than keys, and fewer: either length is a symbol."""
+def calibrated(*given):
     fitted = calibration.calibrate(*inputs(t=40)[:2])
-
-    def calibrated(*given):
-        return performer_attention(*given, calibration=fitted, is_causal=True)
-
-    program = exported(calibrated, inputs(s=9), CROSS)
-    for t, s in [(1, 5), (21, 6)]:
-        given = inputs(t=t, s=s)
-        close(program.call(*given), calibrated(*given))
+    return performer_attention(*given, calibration=fitted, is_causal=True)
 
 
-def test_a_batch_alone_may_be_symbolic():
-    """As an image model has it: blocks follow the batch, and the length is a number."""
-    program = exported(performer_attention, inputs(t=33), ("b, ...",) * 3 + ("...",))
-    for number in (3, 40):
-        given = inputs(b=number, t=33)
-        close(program.call(*given), performer_attention(*given))
+def of_lengths(t=7, s=9):
+    return inputs(t=t, s=s)
+
+
+def images(b=2):
+    """Blocks follow the batch, and the length is a number."""
+    return inputs(b=b, t=33)
+
+
+def packed(*given):
+    return performer_attention(*given[:4], segment_ids=given[4])
+
+
+def with_segments(b=2, t=7):
+    ids = np.random.default_rng(t).integers(0, 3, (b, t))
+    return *inputs(b=b, t=t), jnp.asarray(ids, jnp.int32)
+
+
+PROGRAMS = {
+    # the function, its arguments of given sizes, their axes, the sizes
+    "causal, lengths": (causal, with_lengths, (*SELF, "b"), [(1, 1), (3, 50)]),
+    "cross, mask, bfloat16": (masked, with_mask, (*CROSS, "b, 1, 1, s"), [(1, 1, 1), (3, 50, 20)]),
+    "causal cross, calibration": (calibrated, of_lengths, CROSS, [(1, 5), (21, 6)]),
+    "batch alone": (performer_attention, images, ("b, ...",) * 3 + ("...",), [(3,), (40,)]),
+    "packed": (packed, with_segments, (*SELF, "b, t"), [(1, 1), (3, 50)]),
+}
+LARGE = pytest.param("packed", marks=pytest.mark.slow)  # its program
+
+
+@pytest.mark.parametrize("name", [*list(PROGRAMS)[:-1], LARGE])
+def test_exported_attention_is_attention(name):
+    function, arguments, axes, sizes = PROGRAMS[name]
+    program = exported(function, arguments(), axes)
+    for size in sizes:
+        given = arguments(*size)
+        got, want = program.call(*given), function(*given)
+        assert got.dtype == want.dtype
+        tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 1e-5
+        close(got.astype(np.float32), want.astype(np.float32), tolerance)
+    if function is causal:  # later keys change nothing, bit for bit
+        query, key, value, frequencies, lengths = arguments(2, 30)
+        lengths = jnp.full(2, 30)
+        changed = (x.at[:, 17:].mul(-3) for x in (key, value))
+        before = program.call(query, key, value, frequencies, lengths)
+        after = program.call(query, *changed, frequencies, lengths)
+        np.testing.assert_array_equal(before[:, :17], after[:, :17])
+        assert np.all(before[:, 17:] != after[:, 17:])
 
 
 def test_sizes_are_those_of_the_platform_that_runs_it():
@@ -118,39 +123,11 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
     assert masks("cpu", "cuda") == {"4", "8"}
 
 
-@pytest.mark.slow  # its program is large
-def test_packed_sequences():
-    def packed(*given):
-        return performer_attention(*given[:4], segment_ids=given[4])
+def test_blocks_are_those_of_a_device_of_the_mesh_in_context(monkeypatch):
+    """Of the platform that a program is compiled for; a batch over eight devices is an eighth.
 
-    def given(b, t):
-        ids = np.random.default_rng(t).integers(0, 3, (b, t))
-        return *inputs(b=b, t=t), jnp.asarray(ids, jnp.int32)
-
-    program = exported(packed, given(2, 7), (*SELF, "b, t"))
-    for b, t in SIZES:
-        close(program.call(*given(b, t)), packed(*given(b, t)))
-
-
-def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
-    """Of a program that is compiled for devices that are not there."""
-    platforms, chosen = [], _sizes.chunk_and_block
-
-    def sizes(platform, *arguments):
-        platforms.append(platform)
-        return chosen(platform, *arguments)
-
-    monkeypatch.setattr(_sizes, "chunk_and_block", sizes)
-    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=None, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
-        jax.eval_shape(performer_attention, *inputs())
-    jax.eval_shape(performer_attention, *inputs())
-    assert platforms == ["tpu", "cpu"]
-
-
-def test_rows_are_those_of_a_device(monkeypatch):
-    """A batch over eight devices has the blocks of an eighth; on a TPU none while features fit."""
-
+    On a TPU there are no blocks while features fit.
+    """
     monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 4096})
     m = inputs()[3].shape[-2]
 
@@ -160,6 +137,7 @@ def test_rows_are_those_of_a_device(monkeypatch):
         with use_abstract_mesh(mesh):
             return _sizes.chunk_and_block(_sizes.platform(), b * 4, m, sweeping=False)
 
+    assert _sizes.platform() == "cpu"
     assert sizes(1, "cpu", 8)[1] == 4096 // 32
     assert sizes(8, "cpu", 64) == sizes(1, "cpu", 8) != sizes(1, "cpu", 64)
     assert sizes(8, "cpu", 8, AxisType.Manual) == sizes(1, "cpu", 8)

@@ -20,22 +20,6 @@ from tests import oracles
 from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs, random_decays
 
 
-@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_within_the_window_it_is_softmax(is_causal, slopes):
-    """A window as long as the sequence, or longer, with the bias of ALiBi or without."""
-    query, key, value, frequencies = inputs(t=24, k=4, scale=2.0)
-    value = jnp.concatenate([value, value[..., :3]], axis=-1)
-    bias = None
-    if slopes is not None:
-        bias = jnp.asarray(oracles.alibi(np.zeros((2, 24)), slopes), jnp.float32)
-    want = jax.nn.dot_product_attention(query, key, value, bias, is_causal=is_causal)
-    options = dict(is_causal=is_causal, alibi_slopes=slopes)
-    for window in (24, 100):
-        got = performer_attention(query, key, value, frequencies, exact_window=window, **options)
-        close(got, want, 1e-6)
-
-
 def test_the_kernel_estimate_is_unbiased():
     """Of each far pair, beside a near key that is exact: six comparisons at 1e-4 together.
 

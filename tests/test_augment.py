@@ -20,49 +20,64 @@ def test_shift_and_flip():
     assert flipped == {image.tobytes(), image[:, ::-1].tobytes()}
 
 
-# --- the inception crop
+# --- the inception crop and random erasing
 
 DRAWS = 4000
 Z = 5.0  # a mean of draws is further from its expectation with probability 6e-7
 
 
-@pytest.fixture(scope="module")
-def boxes():
-    """On a square of so many pixels that rounding does not show."""
+def inception():
+    """Boxes on a square of so many pixels that rounding does not show."""
     rng = np.random.default_rng(0)
-    return np.array([augment.inception_box(10_000, 10_000, rng) for _ in range(DRAWS)]) / 10_000
+    boxes = [augment.inception_box(10_000, 10_000, rng) for _ in range(DRAWS)]
+    return np.array(boxes).T / 10_000
 
 
-def expectations():
-    """Means of the area and of |log aspect|, given that the part fits into a square.
+def erased():
+    """Rectangles on a square of 200 pixels; inside they are uniform, outside all stays."""
+    image, rng = np.full((200, 200, 1), 255, np.uint8), np.random.default_rng(0)
+    parts, inside = [], []
+    for _ in range(DRAWS):
+        got = augment.random_erasing(image, rng)
+        rows, columns = (np.flatnonzero((got < 255).any(axis=(axis, 2))) for axis in (1, 0))
+        parts.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+        inside.append(got[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1][:3, :3].ravel())
+    pixels = np.concatenate(inside)
+    assert abs(pixels.mean() - 127.5) < Z * 256 / np.sqrt(12 * len(pixels))
+    assert pixels.min() == 0
+    return np.array(parts).T / 200
 
-    With share s and a = |log aspect|, uniform in [0.08, 1] and [0, log 4/3], it fits if
-    s <= exp(-a).
+
+@pytest.mark.parametrize(
+    ("boxes", "shares", "ratio", "least", "most", "edge", "slack"),
+    [
+        (inception, (0.08, 1), 4 / 3, (0.0799, 0.09), (0.95, 1.0), 1e-3, 1e-3),
+        (erased, (0.02, 1 / 3), 1 / 0.3, (0.018, 0.03), (0.31, 0.345), 0.1, 4e-3),  # of a pixel
+    ],
+)
+def test_random_parts_have_the_law_they_should(boxes, shares, ratio, least, most, edge, slack):
+    """Area, aspect and place over 4,000 draws, given that the part fits into the square.
+
+    With share s and a = |log aspect|, uniform between their bounds, it fits if s <= exp(-a).
     """
-    s, a = np.meshgrid(np.linspace(0.08, 1, 2001), np.linspace(0, np.log(4 / 3), 2001))
-    fits = s <= np.exp(-a)
-    return s[fits].mean(), a[fits].mean()
-
-
-def test_inception_boxes_have_the_law_they_should(boxes):
-    left, top, right, bottom = boxes.T
+    left, top, right, bottom = boxes()
     width, height = right - left, bottom - top
     assert min(left.min(), top.min()) >= 0
     assert max(right.max(), bottom.max()) <= 1
     area, aspect = width * height, np.log(width / height)
-    assert 0.0799 < area.min() < 0.09
-    assert area.max() > 0.95
-    assert np.abs(aspect).max() < np.log(4 / 3) + 1e-3
-    mean_area, mean_aspect = expectations()
-    means = [
-        (area, mean_area),
-        (np.abs(aspect), mean_aspect),
+    assert least[0] < area.min() < least[1]
+    assert most[0] < area.max() <= most[1]
+    assert np.abs(aspect).max() < np.log(ratio) + edge
+    s, a = np.meshgrid(np.linspace(*shares, 2001), np.linspace(0, np.log(ratio), 2001))
+    fits = s <= np.exp(-a)
+    for values, mean in [
+        (area, s[fits].mean()),
+        (np.abs(aspect), a[fits].mean()),
         (np.sign(aspect), 0.0),
         (left / (1 - width + 1e-9), 0.5),
         (top / (1 - height + 1e-9), 0.5),
-    ]
-    for values, mean in means:
-        assert abs(values.mean() - mean) < Z * values.std() / np.sqrt(DRAWS) + 1e-3
+    ]:
+        assert abs(values.mean() - mean) < Z * values.std() / np.sqrt(DRAWS) + slack
 
 
 @pytest.mark.parametrize(
@@ -87,44 +102,9 @@ def test_where_nothing_fits_it_is_the_centre(size, want):
         assert 0 <= top < bottom <= 2
 
 
-# --- random erasing
-
-
-def test_erased_rectangles_have_the_law_they_should():
-    """Area, aspect and place over 4,000 draws; pixels outside stay, those inside are uniform."""
-    image, rng = np.full((200, 200, 1), 255, np.uint8), np.random.default_rng(0)
-    parts, inside = [], []
-    for _ in range(DRAWS):
-        erased = augment.random_erasing(image, rng)
-        rows, columns = (np.flatnonzero((erased < 255).any(axis=(axis, 2))) for axis in (1, 0))
-        parts.append((rows[0], rows[-1] + 1, columns[0], columns[-1] + 1))
-        inside.append(erased[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1][:3, :3].ravel())
-    top, bottom, left, right = np.array(parts).T / 200
-    height, width = bottom - top, right - left
-    s, a = np.meshgrid(np.linspace(0.02, 1 / 3, 2001), np.linspace(0, np.log(1 / 0.3), 2001))
-    fits = s <= np.exp(-a)
-    aspect = np.log(width / height)
-    assert 0.018 < (width * height).min() < 0.03
-    assert 0.31 < (width * height).max() < 0.345
-    assert np.abs(aspect).max() < np.log(1 / 0.3) + 0.1
-    means = [
-        (width * height, s[fits].mean()),
-        (np.abs(aspect), a[fits].mean()),
-        (np.sign(aspect), 0.0),
-        (left / (1 - width + 1e-9), 0.5),
-        (top / (1 - height + 1e-9), 0.5),
-    ]
-    for values, mean in means:
-        assert abs(values.mean() - mean) < Z * values.std() / np.sqrt(DRAWS) + 4e-3  # of a pixel
-    pixels = np.concatenate(inside)
-    assert abs(pixels.mean() - 127.5) < Z * 256 / np.sqrt(12 * len(pixels))
-    assert pixels.min() == 0
-
-
 def test_an_image_that_no_rectangle_fits_stays():
     image = np.full((1, 1000, 1), 7, np.uint8)
-    rng = np.random.default_rng(0)
-    assert augment.random_erasing(image, rng) is image
+    assert augment.random_erasing(image, np.random.default_rng(0)) is image
 
 
 # --- RandAugment

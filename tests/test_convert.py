@@ -26,7 +26,7 @@ def softmax_run(tmp_path_factory):
     patch.undo()
 
 
-OPTIONS = dict(names=["orf-antithetic"], method="full", num_features=[16])
+OPTIONS = dict(coupling=["orf-antithetic"], calibration="full", num_features=[16])
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,9 @@ def test_killed_before_the_end_there_is_no_run(softmax_run, monkeypatch):
 
     monkeypatch.setattr(convert, "compare", killed)
     with pytest.raises(KeyboardInterrupt):
-        convert.convert(softmax_run, out, names=["orf"], method="none", num_features=[8], draws=1)
+        convert.convert(
+            softmax_run, out, coupling=["orf"], calibration="none", num_features=[8], draws=1
+        )
     assert not out.exists()
     assert out.with_name("killed.unfinished").exists()
 
@@ -128,7 +130,7 @@ def test_with_a_window(softmax_run, tmp_path, monkeypatch):
     source, out = tmp_path / "softmax", tmp_path / "window"
     model = config.Model(variant="XS/1", pooling="token")
     train.train(small_config(model=model, attention=config.Attention(kind="softmax")), source)
-    options = dict(names=["orf"], method="none", num_features=[8], draws=1, images=32)
+    options = dict(coupling=["orf"], calibration="none", num_features=[8], draws=1, images=32)
     table = convert.convert(source, out, exact_window=[0, 16], **options)
     rows = read_csv(out / "conversion.csv")
     assert [(r["coupling"], r["calibration"], int(r["window"])) for r in rows] == [
@@ -159,9 +161,9 @@ def test_refusals(converted, softmax_run, tmp_path):
     refused(tmp_path / "nowhere", "holds no run")
     refused(out, "was trained with config.attention.kind='performer'")
     refused(softmax_run, "holds a run already; take another --out", out)
-    refused(softmax_run, "unknown coupling 'orff'", names=["orff"])
-    refused(softmax_run, "unknown calibration 'fulll'", method="fulll")
-    refused(softmax_run, "even number of features", names=["pm-antithetic"], num_features=[7])
+    refused(softmax_run, "unknown coupling 'orff'", coupling=["orff"])
+    refused(softmax_run, "unknown calibration 'fulll'", calibration="fulll")
+    refused(softmax_run, "even number of features", coupling=["pm-antithetic"], num_features=[7])
     refused(softmax_run, "draws=0 must be positive", draws=0)
     refused(softmax_run, "exact_window=-1: must be an integer from 0", exact_window=[0, -1])
 

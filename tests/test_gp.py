@@ -28,51 +28,72 @@ def _float64():
 
 
 def test_exact_is_that_of_sklearn():
+    """Posterior, likelihood and prior."""
     pairs = [(kernels.matern(nu), of_sklearn.Matern(0.8, nu=nu)) for nu in (0.5, 1.5, 2.5)]
-    for ours, theirs in [(kernels.gaussian, of_sklearn.RBF(0.8)), *pairs]:
+    for ours, theirs in [("gaussian", of_sklearn.RBF(0.8)), *pairs]:
         kernel = of_sklearn.ConstantKernel(SCALES.output_scale**2) * theirs
         alpha = SCALES.noise_scale**2
         reference = GaussianProcessRegressor(kernel, alpha=alpha, optimizer=None).fit(X, Y)
         mean, covariance = reference.predict(NEW, return_cov=True)
-        options = dict(lengthscale=SCALES.lengthscale, output_scale=SCALES.output_scale)
-        gram, cross, test_gram = (ours(a, b, **options) for a, b in ((X, X), (NEW, X), (NEW, NEW)))
-        f = gp.condition(gram, cross, test_gram, jnp.asarray(Y), 0.2)
+        process = gp.GaussianProcess(ours, SCALES)
+        prior, seen = process.predict(NEW), process.fit(X, Y, num_steps=1, fixed=SCALES._fields)
+        f = seen.predict(NEW)
         np.testing.assert_allclose(f.mean, mean, atol=1e-9)
         np.testing.assert_allclose(f.covariance, covariance, atol=1e-9)
-        likelihood = gp.log_marginal_likelihood(gram, jnp.asarray(Y), 0.2)
-        assert float(likelihood) == pytest.approx(
-            reference.log_marginal_likelihood_value_, abs=1e-9
-        )
+        np.testing.assert_allclose(prior.covariance, kernel(NEW), atol=1e-9)
+        assert not prior.mean.any()
+        value = reference.log_marginal_likelihood_value_
+        assert float(seen.losses[0]) == pytest.approx(-value / 30, abs=1e-9)
 
 
 def test_fit_finds_the_optimum_of_sklearn():
     kernel = of_sklearn.ConstantKernel() * of_sklearn.RBF() + of_sklearn.WhiteKernel()
     reference = GaussianProcessRegressor(kernel, random_state=0).fit(X, Y)
-    scales, losses = gp.fit(
-        jnp.asarray(X),
-        jnp.asarray(Y),
-        gp.Scales(1.0, 1.0, 1.0),
-        num_steps=400,
-        optimizer=optax.adam(0.1),
-    )
+    process = gp.GaussianProcess().fit(X, Y, num_steps=400, optimizer=optax.adam(0.1))
     variance, lengthscale, noise = np.exp(reference.kernel_.theta)
-    assert float(scales.lengthscale) == pytest.approx(lengthscale, rel=1e-3)
-    assert float(scales.output_scale) == pytest.approx(variance**0.5, rel=1e-3)
-    assert float(scales.noise_scale) == pytest.approx(noise**0.5, rel=1e-3)
+    want = lengthscale, variance**0.5, noise**0.5
+    np.testing.assert_allclose(process.scales, want, rtol=1e-3)
     value = reference.log_marginal_likelihood_value_
-    assert float(losses[-1]) == pytest.approx(-value / 30, abs=1e-6)
+    assert float(process.losses[-1]) == pytest.approx(-value / 30, abs=1e-6)
 
 
 def test_fit_holds_what_is_fixed_and_takes_one_lengthscale_for_each_dimension():
     start = gp.Scales(np.array([1.0, 2.0, 3.0]), 1.0, 0.5)
-    fitted, losses = gp.fit(
-        jnp.asarray(X), jnp.asarray(Y), start, fixed=("noise_scale",), num_steps=3
-    )
-    assert float(fitted.noise_scale) == 0.5
-    assert len(set(np.round(np.asarray(fitted.lengthscale) / start.lengthscale, 12))) == 3
-    assert losses[2] < losses[0]
+    process = gp.GaussianProcess(scales=start).fit(X, Y, fixed=("noise_scale",), num_steps=3)
+    assert float(process.scales.noise_scale) == 0.5
+    ratios = np.asarray(process.scales.lengthscale) / start.lengthscale
+    assert len(set(np.round(ratios, 12))) == 3
+    assert process.losses[2] < process.losses[0]
     with pytest.raises(ValueError, match="fixed='lengthscales' is none of lengthscale, output_sc"):
-        gp.fit(jnp.asarray(X), jnp.asarray(Y), SCALES, fixed=("lengthscales",))
+        process.fit(X, Y, fixed=("lengthscales",))
+
+
+def test_a_process_of_random_features():
+    """Predictions are `condition_features` of its features; fitted is their likelihood."""
+    w = kernels.frequencies(jax.random.key(0), "gaussian", 16, 3)
+    process = gp.GaussianProcess("gaussian", SCALES, w).fit(X, Y, num_steps=1)
+    *options, noise = process.scales
+    phi, new = (
+        kernels.gaussian.feature_map(a, w, lengthscale=options[0], output_scale=options[1])
+        for a in (X, NEW)
+    )
+    want = gp.condition_features(phi, new, Y, noise)
+    for got, value in zip(process.predict(NEW), want, strict=True):
+        np.testing.assert_allclose(got, value, atol=1e-12)
+    phi = kernels.gaussian.feature_map(X, w, lengthscale=0.8, output_scale=1.3)
+    value = gp.log_marginal_likelihood_features(phi, Y, 0.2)
+    assert float(process.losses[0]) == pytest.approx(-float(value) / 30, abs=1e-9)
+
+
+def test_samples_have_the_law_of_the_prediction():
+    """Means and covariances of 20,000 draws, within 5 standard errors."""
+    process = jax.jit(lambda x, y: gp.GaussianProcess(scales=SCALES).fit(x, y, num_steps=2))(X, Y)
+    f = process.predict(NEW)
+    draws = np.asarray(process.sample(jax.random.key(0), NEW, 20_000))
+    variances = np.diag(f.covariance)
+    assert (abs(draws.mean(axis=0) - f.mean) < 5 * np.sqrt(variances / 20_000)).all()
+    errors = np.sqrt((np.outer(variances, variances) + f.covariance**2) / 20_000)
+    assert (abs(np.cov(draws.T) - f.covariance) < 5 * errors).all()
 
 
 def test_features_are_the_exact_form_of_their_gram_matrix():
@@ -289,16 +310,20 @@ def test_fit_takes_any_dtype():
         (jnp.bfloat16, np.float64, False),
     ]:
         with jax.enable_x64(wide):
-            scales, losses = gp.fit(x.astype(of_x), y.astype(of_y), start, num_steps=3)
+            process = gp.GaussianProcess(scales=start).fit(
+                x.astype(of_x), y.astype(of_y), num_steps=3
+            )
+        scales, losses = process.scales, process.losses
         assert losses.dtype == (jnp.float64 if wide and np.float64 in (of_x, of_y) else jnp.float32)
         want = want or scales
         np.testing.assert_allclose(np.array(scales), np.array(want), rtol=1e-5)
-    np.testing.assert_allclose(
-        inspect.unwrap(gp.fit)(x.tolist(), y.tolist(), start, num_steps=3)[0], want, rtol=1e-5
-    )
 
 
 ONE = np.eye(30)
+
+
+def fit(x, y, scales):
+    return gp.GaussianProcess(scales=scales).fit(x, y)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +362,7 @@ ONE = np.eye(30)
 def test_what_is_refused(function, arguments, message):
     """By values too, though the call be within a compiled function: they are constants there."""
 
-    call = partial(inspect.unwrap(getattr(gp, function)), *arguments)
+    call = partial(fit if function == "fit" else inspect.unwrap(getattr(gp, function)), *arguments)
     with pytest.raises(ValueError, match=message):
         call()
     computed = ("too large", "a variance", "30 x 30", "covariance of q")  # inside jit it is NaN

@@ -27,6 +27,13 @@ def test_edges_scipy_and_networkx_give_the_same_graph():
         assert graph.degrees.tolist() == (weights_matrix() != 0).sum(axis=1).tolist()
 
 
+def test_its_repr_is_one_line():
+    assert repr(example()) == "Graph(9 nodes, 7 edges, weighted)"
+    loops = Graph.from_edges([(0, 1), (1, 2), (3, 3)], num_nodes=4)
+    assert repr(loops) == "Graph(4 nodes, 3 edges, unweighted)"
+    assert jax.eval_shape(lambda graph: repr(graph) == "x" or graph.weights, loops).shape == (5,)
+
+
 def test_it_is_a_pytree_that_multiplies_under_jit():
     v, multiply = (
         np.random.default_rng(0).standard_normal((NUM_NODES, 3)),
@@ -126,7 +133,7 @@ def test_rounding_is_no_asymmetry():
         (lambda: Graph.from_edges([(0, 1)], 3, [np.nan]), "not finite"),
         (lambda: Graph.from_scipy(np.ones((2, 3))), r"square, this one is \(2, 3\)"),
         (lambda: Graph.from_scipy(np.triu(np.ones((3, 3)), 1)), r"not symmetric: \[0, 1\] is 1"),
-        (lambda: Graph.from_networkx(networkx.DiGraph([(0, 1)])), "directed; take"),
+        (lambda: Graph.from_networkx(networkx.DiGraph([(0, 1)])), "directed; use"),
         (lambda: Graph.from_edges([(0, 1)], 0), "num_nodes must be a positive integer, got 0"),
         (lambda: Graph.from_edges([], 2**31), "2147483648 nodes are more than int32 can number"),
         (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),

@@ -14,7 +14,8 @@ from experiments.language_model.attention import SILENT, Hybrid, Softmax
 from experiments.language_model.model import losses, rotated
 from experiments.language_model.task import layers, task
 from performer.attention.calibration import calibrate
-from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate, near_pairs
+from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
+from performer.typing import Window
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Size, of_run, validate
@@ -111,8 +112,8 @@ def test_a_hybrid_is_what_was_fitted(window):
     fitted = calibrate(query, key, method="shift+scale", coupling="orf")
     unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
     got = Hybrid(far, fitted, window)(query, key, unit)
-    near = jnp.asarray(near_pairs(20, window, 1))
-    want = learned_estimate(far, (fitted, near), Sample.of(query, key), True)
+    fixed = fitted, Window(window, int(window > 0))
+    want = learned_estimate(far, fixed, Sample.of(query, key), True)
     np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
 
 
@@ -155,7 +156,7 @@ def test_conversion(method, steps, m):
     batch = {"tokens": tokens(33, rows=9)}
     replaced = learned.replacement(learned, config, model, [batch])
     new = replaced(Case("orf-antithetic", method, steps, 4, m))
-    assert new.task.settings.transferred == (steps > 0)
+    assert new.transferred == (steps > 0)
     found = losses(new.model, batch)
     assert found.shape == (9,)
     assert np.isfinite(found).all()
@@ -177,8 +178,8 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     convert.convert(
         tmp_path / "run",
         out,
-        names=["orf-antithetic"],
-        method="shift+scale",
+        coupling=["orf-antithetic"],
+        calibration="shift+scale",
         num_features=[6],
         refine_steps=3,
         exact_window=[4],
@@ -203,7 +204,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert trained["step"] > 0
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
-        convert.convert(out, tmp_path / "x", names=["orf"], method="none", num_features=[8])
+        convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
     monkeypatch.setattr(configs, "SIZE", SIZE)
     options = dict(length=32, batch_size=4, steps=2, text=source)
     with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
@@ -237,7 +238,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, caps
     for _ in range(2):  # the second call resumes
         train.main(tmp_path / "new", **options | new)
     printed = capsys.readouterr().out
-    assert printed.count("short at step 2: 19 of 27 arrays of parameters are taken") == 1
+    assert printed.count("short at step 2: 19 of 27 arrays of parameters are copied") == 1
     assert runs.restore(tmp_path / "new").step == 2
 
 

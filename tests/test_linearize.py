@@ -55,10 +55,10 @@ def by_op(query, key, value, *, pairs=None, **options):
     """The op on frequencies as documented, calibrated on all of these queries and keys."""
     of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
     moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
-    fitted = calibration.fit(moments, "full", "orf-antithetic")
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
     heads, width = key.shape[2:]
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
-    frequencies = couplings.draw(drawn_key, "orf-antithetic", 16, width, heads)
+    frequencies = couplings.draw(drawn_key, couplings.DEFAULT, 16, width, heads)
     return performer.performer_attention(
         query, key, value, frequencies, calibration=fitted, **options
     )

@@ -10,6 +10,7 @@ import pytest
 
 import performer
 from performer import calibration, couplings
+from performer.linearization import layers
 from tests import zoo
 from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
@@ -146,8 +147,8 @@ def by_hand(query, key, value, num_features, pairs=None, **options):
         query,
         key,
         value,
-        couplings.draw(drawn, "orf-antithetic", num_features, width, heads),
-        calibration=calibration.fit(moments, "full", "orf-antithetic"),
+        couplings.draw(drawn, couplings.DEFAULT, num_features, width, heads),
+        calibration=calibration.fit(moments, "full", couplings.DEFAULT),
         **options,
     )
 
@@ -266,12 +267,13 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     p = batches[0][0]
     q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))
     moments = calibration.pair_moments(q, k, is_causal=True)
-    fitted = calibration.fit(moments, "full", "orf-antithetic")
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
     first = jax.tree.map(lambda y: y[:1], new.args[0])
-    (replacement,) = jax.tree.leaves(first, is_leaf=lambda y: hasattr(y, "frequencies"))
+    found = jax.tree.leaves(first, is_leaf=lambda y: hasattr(y, "frequencies"))
+    (attention,) = (y for y in found if hasattr(y, "frequencies"))
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got[0], want, atol=1e-4),
-        replacement.calibration,
+        attention.calibration,
         fitted,
     )
 
@@ -306,6 +308,28 @@ def test_refining_lowers_the_errors_of_the_report():
     )
     for path, error in refined.layer_errors().items():
         assert error < 0.8 * plain.layer_errors()[path]
+
+
+@pytest.mark.parametrize("way", ["frequencies", "features"])
+@pytest.mark.parametrize("model", named([zoo.packed_causal, zoo.scanned]))
+def test_refining_beside_a_window(model, way, monkeypatch):
+    """Frequencies move, or features of far keys are learned: the other way is spoilt here."""
+    function, batches = model()
+    window = dict(num_features=6, exact_window=1)
+    _, plain = performer.linearize(function, batches, **window)
+    if way == "frequencies":
+        spoilt = lambda far, *_, **__: far._replace(of_key=99 + far.of_key)  # noqa: E731
+        monkeypatch.setattr(layers, "refine_far", spoilt)
+    else:
+        monkeypatch.setattr(layers, "transfer", lambda _, w, *__, **___: 99 + w)
+    new, refined = performer.linearize(function, batches, refine_steps=60, **window)
+    before, after = (np.mean(list(x.layer_errors().values())) for x in (plain, refined))
+    if way == "features":  # none is worse than the window alone, but some than what is calibrated
+        before = np.mean([row["uniform attention"] for row in refined.rows])
+    assert after < before
+    shapes = [x.shape[-3:] for x in jax.tree.leaves(new)]
+    assert shapes.count((HEADS, 6, HEAD)) == 1 + (way == "features")
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(new(*batches[0])))
 
 
 def test_the_function_is_a_tree_of_its_frequencies():

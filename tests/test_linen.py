@@ -28,14 +28,16 @@ def projected(params, name):
 
 
 def test_is_performer_attention_between_the_projections():
-    module = layer(is_causal=True)
+    module, mask = layer(is_causal=True), np.arange(5)[None, None, None] < 3
     variables = module.init(jax.random.key(2), X)
     params = variables["params"]
-    mixed = performer_attention(
-        *(projected(params, name) for name in ("query", "key", "value")), W, is_causal=True
-    )
+    tokens = [projected(params, name) for name in ("query", "key", "value")]
+    mixed = performer_attention(*tokens, W, mask=mask, is_causal=True)
     want = jnp.einsum("btnh,nhf->btf", mixed, params["out"]["kernel"]) + params["out"]["bias"]
-    np.testing.assert_allclose(module.apply(variables, X), want, atol=1e-5)
+    got, state = module.apply(variables, X, mask=mask, sow_weights=True, mutable="intermediates")
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    (weights,) = state["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
 
 
 def test_every_keyword_of_linen_is_named():
@@ -44,14 +46,6 @@ def test_every_keyword_of_linen_is_named():
     # einsum_dot_general is the one that the layer itself never passes.
     theirs = set(inspect.signature(linen.dot_product_attention).parameters)
     assert theirs - {"einsum_dot_general"} <= set(named)
-
-
-def test_key_masks_are_honoured():
-    module = layer()
-    variables = module.init(jax.random.key(2), X)
-    mask = np.arange(5)[None, None, None] < 3
-    got = module.apply(variables, X, mask=mask)
-    np.testing.assert_allclose(got[:, :3], module.apply(variables, X[:, :3]), atol=1e-5)
 
 
 SLOPES = np.array([0.5, 0.125])
@@ -74,14 +68,6 @@ def test_decoding_is_causal_attention(places):
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
     plain = layer(is_causal=True).apply({"params": variables["params"]}, X)
     assert np.allclose(want, plain, atol=1e-3) == (not places)
-
-
-def test_sown_weights():
-    module = layer()
-    variables = module.init(jax.random.key(2), X)
-    _, state = module.apply(variables, X, sow_weights=True, mutable="intermediates")
-    (weights,) = state["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
 
 
 def test_frequencies_of_a_module_are_redrawn_and_not_trained():
@@ -110,29 +96,15 @@ def test_frequencies_of_a_module_are_redrawn_and_not_trained():
     assert not np.allclose(two, first)
 
 
-@pytest.mark.parametrize(
-    ("options", "call", "message"),
-    [
-        ({}, dict(mask=np.tril(np.ones((5, 5)))[None, None]), "pass is_causal=True"),
-        (
-            dict(dropout_rate=0.5, deterministic=False),
-            dict(dropout_rng=jax.random.key(0)),
-            r"dropout_rate=0\.5",
-        ),
-        (
-            dict(qk_attn_weights_einsum_cls=lambda: jnp.einsum),
-            {},
-            "leave out qk_attn_weights_einsum_cls",
-        ),
-    ],
-)
-def test_what_linear_attention_cannot_do_is_an_error(options, call, message):
+def test_what_linear_attention_cannot_do_is_an_error():
     variables = layer().init(jax.random.key(2), X)
-    with pytest.raises(ValueError, match=message):
-        layer(**options).apply(variables, X, **call)
-
-
-def test_a_bias_is_an_error():
-    heads = [X.reshape(3, 5, 2, 4)] * 3
+    dense, drop = np.tril(np.ones((5, 5)))[None, None], dict(dropout_rate=0.5, deterministic=False)
+    einsum, heads = dict(qk_attn_weights_einsum_cls=lambda: jnp.einsum), [X.reshape(3, 5, 2, 4)] * 3
+    with pytest.raises(ValueError, match="pass is_causal=True"):
+        layer().apply(variables, X, mask=dense)
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.5"):
+        layer(**drop).apply(variables, X, dropout_rng=jax.random.key(0))
+    with pytest.raises(ValueError, match="leave out qk_attn_weights_einsum_cls"):
+        layer(**einsum).apply(variables, X)
     with pytest.raises(ValueError, match="cannot add a bias"):
         performer_attention_fn(*heads, frequencies=W, bias=jnp.zeros((1, 1, 5, 5)))

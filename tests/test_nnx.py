@@ -1,5 +1,6 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
+import inspect
 import itertools
 from functools import partial
 
@@ -14,6 +15,7 @@ from flax import nnx
 import performer
 from performer import performer_attention
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
+from vit.config import Attention
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -34,16 +36,6 @@ def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=No
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 
 
-def test_frequencies_are_state_but_no_parameters():
-    module = layer(decode=False)
-    _, params, frequencies, _ = nnx.split(module, nnx.Param, Frequencies, ...)
-    assert len(jax.tree.leaves(frequencies)) == 1
-    assert len(jax.tree.leaves(params)) == 8
-
-    gradients = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
-    assert jax.tree.structure(gradients) == jax.tree.structure(params)
-
-
 def test_heads_and_layers_draw_their_own():
     rngs = nnx.Rngs(params=0, frequencies=1)
     first, second = (
@@ -51,11 +43,16 @@ def test_heads_and_layers_draw_their_own():
     )
     assert not np.allclose(first, second)
     assert not np.allclose(first[0], first[1])
-
-
-def test_parameters_do_not_depend_on_the_coupling():
+    # Parameters do not depend on the coupling.
     params = [nnx.state(layer(c, decode=False), nnx.Param) for c in ("iid", "pm-antithetic")]
     jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_one_default_coupling():
+    of = (PerformerAttention, performer.linearize, performer.nnx.linearize)
+    of += (performer.analysis.attention_error, performer.analysis.recommend)
+    defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
+    assert defaults == {performer.couplings.DEFAULT, Attention().coupling}
 
 
 def test_the_dtype_of_the_layer_is_that_of_its_attention():
@@ -70,9 +67,6 @@ def test_the_dtype_of_the_layer_is_that_of_its_attention():
 WINDOW: dict = dict(exact_window=2, exact_first=1)
 SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
 PLACES = WINDOW | SLOPES
-"""What depends on the places of queries and keys."""
-
-
 OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
@@ -175,16 +169,11 @@ def test_redraw_every_so_many_steps():
     resumed = jax.tree.leaves(draws(key, 6, nnx.state(two_layers(3))))
     chex.assert_trees_all_equal(resumed, history[-1])
     fold_in = jax.random.fold_in
-    want = performer.couplings.draw(
-        fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, num_heads=2
-    )
+    want = performer.couplings.draw(fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, 2)
     np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
-
-
-def test_without_redraw_every_nothing_is_drawn():
-    model = two_layers(0)
+    model = two_layers(0)  # draws nothing
     before = jax.tree.leaves(nnx.state(model))
-    redraw(jax.random.key(0), model, 10)
+    redraw(key, model, 10)
     chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model)), before)
     with pytest.raises(ValueError, match="redraw_every must not be negative, got -1"):
         two_layers(-1)
@@ -215,10 +204,11 @@ def calibrated(num_heads: int | None = 2, method="full", **kwargs):
     )
 
 
-def test_statistics_are_state_but_not_trained():
+def test_frequencies_and_statistics_are_state_but_no_parameters():
     module = calibrated()
-    _, params, state, _ = nnx.split(module, nnx.Param, Statistics, ...)
+    _, params, frequencies, state, _ = nnx.split(module, nnx.Param, Frequencies, Statistics, ...)
     assert len(jax.tree.leaves(params)) == 8
+    assert len(jax.tree.leaves(frequencies)) == 1
     assert len(jax.tree.leaves(state)) == 5  # moments, shift, scale, its inverse, root
     gradients = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
@@ -252,28 +242,8 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
         calibrated(method="ful")
 
 
-def test_shift_and_scale_serve_other_maps_of_softmax():
-    module = calibrated(method="shift+scale", feature_map="hyperbolic")
-    module(X)
-    fitted, frequencies = module.attention_fn.calibration, module.attention_fn.frequencies[...]
-    heads = module.query(X), module.key(X), module.value(X)
-    options = dict(calibration=fitted, feature_map="hyperbolic")
-    want = module.out(performer_attention(*heads, frequencies, **options))
-    np.testing.assert_allclose(module(X), want, atol=1e-5)
-    assert np.abs(fitted.shift).max() > 0
-
-
-def test_a_common_length_has_a_traceless_tilt():
-    methods = {
-        name: PerformerAttention(16, 4, coupling=name, calibration="full", rngs=nnx.Rngs(0)).method
-        for name in ("orf-antithetic", "pm-antithetic", "simplex*monotone")
-    }
-    full, traceless = "shift+scale+tilt", "shift+scale+traceless"
-    assert list(methods.values()) == [full, traceless, traceless]
-
-
 def test_a_learned_coupling_trains_a_model():
-    """A value at the door where words go: drawn, redrawn and calibrated with, in one program."""
+    """A coupling as a value: drawn, redrawn and calibrated with, in one program."""
     learned = performer.copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2, 0.1, 0.5, -0.2]))
     rngs = nnx.Rngs(params=0, frequencies=1)
     attention_fn = PerformerAttention(

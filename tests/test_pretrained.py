@@ -16,11 +16,12 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, sized, small_config
-from vit import config, evaluate, pretrained, train
+from vit import config, data, evaluate, pretrained, train, use
+from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.reports import metrics
 from vit.run import checkpoint, files, runs
-from vit.weights import google, transfer
+from vit.weights.files import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -29,9 +30,8 @@ PATCH, GRID, CLASSES = 4, 2, 10
 _tiny = sized(TINY)
 
 
-def settings(pooling="token", kind="softmax", position="learned", **sections):
+def settings(kind="softmax", **sections):
     return small_config(
-        model=config.Model(variant=f"XS/{PATCH}", pooling=pooling, position=position),
         attention=config.Attention(kind=kind, num_features=8),
         **sections,
     )
@@ -144,12 +144,14 @@ def file(tmp_path):
 IMAGES = np.random.default_rng(1).integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
 
 
-def loaded(path, options):
+def loaded(path):
+    """The model of a file, and the lines on it but the first two, of sizes and normalisation."""
+    encoder = published.read(path)
+    options = pretrained.of_encoder(settings(), encoder)
     model = ViT(options, num_classes=CLASSES, channels=1, rngs=random_streams(0))
-    arrays, lines = google.read(path)
-    named, origins = google.rename(arrays)
-    google.fold_token(named, transfer.parameters(model))
-    return model, [*lines, *pretrained.load(model, named, str(path), origins)]
+    dataset = data.Dataset((), (), tuple(map(str, range(CLASSES))), 1)
+    named, lines = pretrained.fitted(encoder, model, dataset)
+    return model, [*encoder.lines[2:], *lines, *pretrained.load(model, named, str(path))]
 
 
 def logits_of(model):
@@ -163,34 +165,32 @@ def params(model):
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 @pytest.mark.parametrize("layout", ["augreg", "big_vision"])
 def test_the_loaded_model_is_the_original_function(file, pooling, layout):
+    """Pooling and sizes are the file's, whatever the config says."""
     arrays = weights(pooling, layout)
-    model, lines = loaded(file(arrays), settings(pooling))
-    assert lines == []
+    model, lines = loaded(file(arrays))
+    assert (lines, model.pooling) == ([], pooling)
     want = reference(arrays, IMAGES, pooling)
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
     arrays = weights(layout="big_vision")
-    plain = params(loaded(file(arrays), settings())[0])
+    plain = params(loaded(file(arrays))[0])
     stacked = {name: x for name, x in arrays.items() if "encoderblock" not in name}
     for name in arrays:
         if "encoderblock_0" in name:
             layers = [arrays[name.replace("_0/", f"_{i}/", 1)] for i in range(DEPTH)]
             stacked[name.replace("encoderblock_0", "encoderblock")] = np.stack(layers)
     beside = {"opt/0/mu/head/bias": np.full(3, np.nan), "opt/0/count": np.array(5)}
-    cases = {
-        "stacked": (stacked, []),
-        "params": ({f"params/{n}": x for n, x in stacked.items()} | beside, ["opt: 2 arrays"]),
-        "target": (
-            {f"opt/target/{n}": x for n, x in arrays.items()} | {"opt/state/step": np.array(3)},
-            ["opt: 1 arrays"],
-        ),
-        "beside": (arrays | beside, ["opt: 2 arrays"]),
-    }
-    for case, (variant, told) in cases.items():
-        model, lines = loaded(file(variant), settings())
-        assert [line.partition(" left out")[0] for line in lines] == told, case
+    target = {f"opt/target/{n}": x for n, x in arrays.items()} | {"opt/state/step": np.array(3)}
+    for variant, told in [
+        (stacked, []),
+        ({f"params/{n}": x for n, x in stacked.items()} | beside, ["opt: 2 arrays left out"]),
+        (target, ["opt: 1 arrays left out"]),
+        (arrays | beside, ["opt: 2 arrays left out"]),
+    ]:
+        model, lines = loaded(file(variant))
+        assert lines == told
         jax.tree.map(np.testing.assert_array_equal, params(model), plain)
 
 
@@ -198,35 +198,32 @@ def test_half_precision(file):
     arrays = weights()
     for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
         path = file({name: array.astype(dtype) for name, array in arrays.items()})
-        got, _ = google.read(path)
+        got = as_float32(dict(np.load(path)), path)
         for name, array in arrays.items():
             assert got[name].dtype == np.float32
             np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)
 
 
-def test_a_fixed_position_table_needs_none_in_the_file(file):
+def test_a_file_without_positions_has_fixed_ones(file):
     arrays = weights("mean", "big_vision")
-    options = settings("mean", position="sincos")
     del arrays["pos_embedding"]
-    model, lines = loaded(file(arrays), options)
+    model, lines = loaded(file(arrays))
     assert lines == []
     table = model.position[...][None]
     want = reference(arrays | {"pos_embedding": table}, IMAGES, "mean")
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(
-    ("arrays", "options", "message"),
-    [
-        (weights("mean", "big_vision"), ("mean", "softmax", "sincos"), r"embedding: \(4, 16\) in"),
-        (weights("token", "big_vision"), ("mean",), r"cls: \(16,\) in the file, no place here"),
-        (weights("mean"), ("token",), r"token: \(16,\) here, not in the file"),
-        (weights() | {"pos_embedding": np.zeros((1, 5, 16))}, (), "are both position"),
-    ],
-)
-def test_arrays_without_a_place_are_named(file, arrays, options, message):
-    with pytest.raises(ValueError, match=message):
-        loaded(file(arrays), settings(*options))
+def test_a_run_without_data_has_the_numbers_of_the_head_as_classes(file, tmp_path):
+    arrays = weights()
+    lines = pretrained.pretrained(file(arrays), None, tmp_path / "run")
+    assert lines[0] == (
+        "google-research's ViT: width 16, 2 blocks, 2 heads, MLP 32, gelu_tanh, patches of 4,"
+        " pictures of 8"
+    )
+    trained, want = use.load(tmp_path / "run"), reference(arrays, IMAGES)
+    np.testing.assert_allclose(trained.outputs(IMAGES)[0], want, rtol=1e-4, atol=1e-4)
+    assert trained.class_names == tuple("0123456789")
 
 
 def test_runs_evaluate_and_train_on(file, tmp_path):
@@ -234,16 +231,16 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
     path = file(weights())
     folders = {kind: tmp_path / kind for kind in ("softmax", "performer")}
     for kind, workdir in folders.items():
-        assert pretrained.pretrained(path, settings(kind=kind), workdir) == []
+        assert pretrained.pretrained(path, settings(kind), workdir)
     models = {kind: runs.restore(workdir).model() for kind, workdir in folders.items()}
     jax.tree.map(np.testing.assert_array_equal, *map(params, models.values()))
     assert len(jax.tree.leaves(nnx.state(models["performer"], Frequencies))) == DEPTH
-    direct, _ = loaded(path, settings())
+    direct, _ = loaded(path)
     np.testing.assert_array_equal(logits_of(models["softmax"]), logits_of(direct))
     record = evaluate.evaluate_run(folders["softmax"])
     assert (record["step"], record["eval_examples"]) == (0, 360)
 
-    assert train.train(settings(kind="performer"), folders["performer"])["step"] == 3
+    assert train.train(settings("performer"), folders["performer"])["step"] == 3
     losses = [r["train_loss"] for r in metrics.read(folders["performer"] / "metrics.jsonl")]
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
@@ -270,53 +267,43 @@ def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
                 pretrained.pretrained(path, settings(), workdir)
         assert not workdir.exists()
     assert [p.name for p in tmp_path.glob("run*/*")] == []
-    (tmp_path / "run.unfinished" / "checkpoints" / "0").mkdir(
-        parents=True
-    )  # of one that was killed
-    assert pretrained.pretrained(path, settings(), workdir) == []
+    killed = tmp_path / "run.unfinished" / "checkpoints" / "0"
+    killed.mkdir(parents=True)
+    assert pretrained.pretrained(path, settings(), workdir)
     assert checkpoint.found(workdir)
-    assert config.of_run(workdir) == settings()
 
 
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
-    told = "head/kernel: (16, 10) left at its initialisation, "
+    told = "head/kernel: (16, 10) new, "
     more = weights(classes=21)
     behind = weights() | {"pre_logits/kernel": np.eye(WIDTH), "pre_logits/bias": np.zeros(WIDTH)}
     headless = {name: array for name, array in weights().items() if "head/" not in name}
     for arrays, line in [
-        (more, told + "(16, 21) in the file"),
-        (behind, told + "(16, 10) in the file"),  # its input was another
-        (headless, told + "not in the file"),
+        (more, told + "(16, 21) there"),
+        (behind, told + "(16, 10) there"),  # its input was another
+        (headless, told + "not there"),
     ]:
-        model, lines = loaded(file(arrays), settings())
+        model, lines = loaded(file(arrays))
         assert line in lines
         assert not np.any(model.head.kernel[...])
         np.testing.assert_array_equal(model.norm.bias[...], arrays["Transformer/encoder_norm/bias"])
-    assert loaded(file(behind), settings())[1][:2] == [
-        "pre_logits/kernel: (16, 16) left out, no place here",
-        "pre_logits/bias: (16,) left out, no place here",
-    ]
+    assert loaded(file(behind))[1][-1] == "pre_logits/kernel: left out, no place here"
 
 
 def test_all_that_does_not_fit_is_listed_at_once(file, tmp_path):
-    arrays = weights(depth=DEPTH + 1)
+    arrays = weights()
     del arrays["Transformer/encoderblock_0/LayerNorm_0/scale"]
     del arrays["head/bias"]
     arrays["Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel"] = np.zeros((WIDTH, MLP + 1))
-    arrays["Transformer/posembed_input/pos_embedding"] = np.zeros((1, 10, WIDTH))
     with pytest.raises(ValueError, match="does not fit the model") as error:
         pretrained.pretrained(file(arrays), settings(), tmp_path / "run")
     lines = [line.strip() for line in str(error.value).splitlines()[1:]]
-    missing = [line for line in lines if "encoderblock_2" not in line]
-    assert sorted(missing) == [
-        "blocks/0/attention_norm/scale: (16,) here, not in the file",
-        "blocks/1/mlp_in/kernel: (16, 32) here, (16, 33) in"
-        " Transformer/encoderblock_1/MlpBlock_3/Dense_0/kernel",
-        "head/bias: (10,) here, not in the file",
-        "position: (4, 16) here, (10, 16) in Transformer/posembed_input/pos_embedding",
+    assert lines == [
+        "blocks/0/attention_norm/scale: (16,) here, not there",
+        "blocks/1/mlp_in/kernel: (16, 32) here, (16, 33) there",
+        "head/bias: (10,) here, not there",
+        "head/kernel: (16, 10) here, (16, 10) there",
     ]
-    assert len(lines) - len(missing) == 16  # every array of the block too many
-    assert "no place here" in lines[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -342,6 +329,12 @@ def test_files_that_are_no_weights(file, tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
     refused(tmp_path / "one.npy", "one.npy is not read: give a file .safetensors, or .npz")
     refused(file({"a": np.zeros(3)}), "holds no ViT: there is no embedding/kernel")
+    double = weights() | {"pos_embedding": np.zeros((1, 5, 16))}
+    refused(file(double), "is one of two arrays in the place of position")
+    odd = weights() | {"Transformer/encoderblock_0/LayerNorm_3/scale": np.ones(16)}
+    refused(file(odd), r"no place in this ViT:\n  Transformer/encoderblock_0/LayerNorm_3/scale")
+    cut = weights() | {"Transformer/posembed_input/pos_embedding": np.zeros((1, 7, WIDTH))}
+    refused(file(cut), "7 positions, with 1 tokens, are not those of square pictures")
     pickled = np.array([{}], dtype=object)
     refused(file(weights() | {"head/bias": pickled}), "head/bias in .*Object arrays cannot")
 
@@ -352,7 +345,7 @@ def test_values_that_are_no_weights_are_named(file):
     arrays["head/bias"] = np.full(CLASSES, 1e300)
     arrays["embedding/bias"] = np.arange(WIDTH)
     with pytest.raises(ValueError, match="that are no weights") as error:
-        google.read(file(arrays))
+        published.read(file(arrays))
     assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
         "embedding/bias: of type int64",
         "cls: not finite",

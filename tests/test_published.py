@@ -46,7 +46,7 @@ def made(folder, image_size=0, **sections):
     )
     options = pretrained.of_encoder(options, encoder)
     config.validate(options)
-    classes = encoder.said.class_names or tuple(map(str, range(5)))
+    classes = encoder.metadata.class_names or tuple(map(str, range(5)))
     dataset = data.Dataset((), (), classes, 3)
 
     def new():
@@ -55,7 +55,7 @@ def made(folder, image_size=0, **sections):
     model = nnx.eval_shape(new)
     nnx.update(model, jax.tree.map(filled, nnx.state(model)))
     named, lines = pretrained.fitted(encoder, model, dataset)
-    lines += pretrained.load(model, named, "file", {})
+    lines += pretrained.load(model, named, "file")
     return model, [*encoder.lines, *lines]
 
 
@@ -78,7 +78,7 @@ def parity(folder, side, size):
     want = np.load(folder / "reference.npz")
     model, lines = made(folder, side * size.patch)
     logits, pooled, hidden = computed(model, jnp.asarray(want[f"{side}/images"]))
-    headless = any("head/kernel" in line and "not in the file" in line for line in lines)
+    headless = any("head/kernel" in line and "not there" in line for line in lines)
     output = pooled if headless else logits
     return difference(output, want[f"{side}/logits"]), difference(hidden, want[f"{side}/hidden"])
 
@@ -230,7 +230,7 @@ def test_arguments_of_timm_that_are_read(file):
     older |= beside("timm_vit")["pretrained_cfg"] | {"label_names": list(CLASS_NAMES)}
     encoder = published.read(file("timm_vit", config=older))  # of one level, before timm 0.8
     assert encoder.model == plain.model
-    assert encoder.said == plain.said._replace(class_names=CLASS_NAMES)
+    assert encoder.metadata == plain.metadata._replace(class_names=CLASS_NAMES)
 
 
 def test_what_config_json_of_transformers_leaves_out_is_the_default_of_its_class(file):
@@ -360,7 +360,7 @@ def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file, mean, std):
 
 def test_an_array_that_is_missing_is_named(file, tmp_path):
     path = file("timm_vit", without("blocks.1.mlp.fc1.bias"), config=beside("timm_vit"))
-    with pytest.raises(ValueError, match=r"blocks/1/mlp_in/bias: \(32,\) here, not in the file"):
+    with pytest.raises(ValueError, match=r"blocks/1/mlp_in/bias: \(32,\) here, not there"):
         pretrained.pretrained(path, None, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -383,7 +383,7 @@ def test_grey_pictures_are_those_of_three_equal_colours():
 
 def test_classes_of_another_order_are_sorted():
     encoder = published.read(FILES / "hf_vit" / "model.safetensors")
-    assert encoder.said.class_names == CLASS_NAMES
+    assert encoder.metadata.class_names == CLASS_NAMES
     options = pretrained.of_encoder(None, encoder)
     model = nnx.eval_shape(lambda: ViT(options, num_classes=5, channels=3, rngs=random_streams(0)))
     order = [4, 2, 0, 1, 3]
@@ -449,7 +449,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path):
 def test_a_file_without_a_head_gives_features(tmp_path):
     folder, workdir = FILES / "hf_siglip", tmp_path / "run"
     lines = pretrained.pretrained(folder / "model.safetensors", None, workdir)
-    assert "head/kernel: (16, 1) left at its initialisation, not in the file" in lines
+    assert "head/kernel: (16, 1) new, not there" in lines
     trained = vit.load(workdir)
     assert trained.class_names == (pretrained.NO_HEAD,)
     want = np.load(folder / "reference.npz")
@@ -470,8 +470,8 @@ def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
     convert.convert(
         softmax,
         performer,
-        names=["orf-antithetic"],
-        method="full",
+        coupling=["orf-antithetic"],
+        calibration="full",
         num_features=[128],
         draws=1,
         images=64,

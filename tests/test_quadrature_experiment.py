@@ -12,7 +12,7 @@ from experiments.common import statistics
 from experiments.kernels import quadrature
 from performer import quadrature as rules
 from tests.small import read_csv
-from tests.test_prepare import idx
+from tests.test_sources import idx
 
 pytestmark = pytest.mark.thorough
 

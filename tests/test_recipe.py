@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.test_prepare import write_idx
+from tests.test_sources import write_idx
 from vit import config, data
 from vit.config import bundled, recipe
 from vit.prepare import prepare

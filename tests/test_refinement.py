@@ -9,18 +9,21 @@ from performer import calibration, couplings
 from performer.attention import attention_weights
 from performer.attention.refinement import (
     LEARNED,
+    START,
     Far,
     Sample,
+    absorbed,
+    calibrated_far,
     divergence,
     hybrid_estimate,
     learned_estimate,
-    near_pairs,
     performer_estimate,
     refine_far,
     softmax_attention,
     squared,
     transfer,
 )
+from performer.typing import Window
 
 STRETCH = jnp.array([2.0, 1.5, 0.1, 0.1])
 
@@ -103,7 +106,7 @@ def test_a_hybrid_in_numpy(window, first, is_causal, estimate):
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
     of = sample(2, is_padded=True)._replace(query=query)
     shift = jax.random.normal(jax.random.key(4), (2, 4))
-    fixed = calibration.Calibration(shift=shift), near_pairs(9, window, first)
+    fixed = calibration.Calibration(shift=shift), Window(window, first)
     got = np.asarray(estimate(FAR, fixed, of, is_causal))
     w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
     for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
@@ -145,32 +148,55 @@ def test_the_operator_makes_the_same_rows(window, estimate, method):
         is_causal=True,
         exact_window=window,
     )
-    want = estimate(FAR, (fitted, near_pairs(9, window)), of, True)
+    want = estimate(FAR, (fitted, Window(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_a_law_of_frequencies_has_no_place_beside_learned_ones():
-    of, near = sample(2), near_pairs(9, 3)
+    of = sample(2)
     fitted = calibration.calibrate(of.query, of.key, method="full")
     with pytest.raises(ValueError, match="leave out its mean and root"):
-        refine_far(FAR, fitted, near, of, steps=1)
+        refine_far(FAR, fitted, Window(3), of, steps=1)
 
 
 def test_refining_what_is_far():
     """Better than the window alone where it was not trained; the window where nothing is."""
-    seen, unseen = sample(64), sample(16, seed=2)
-    near = near_pairs(9, 1)
-    far = Far.of(couplings.draw(jax.random.key(1), "orf", 16, 4, 2) / 3)
-    refined = refine_far(far, None, near, seen, steps=100, is_causal=True)
+    seen, unseen, window = sample(64), sample(16, seed=2), Window(1)
+    drawn = couplings.draw(jax.random.key(1), "orf", 16, 4, 2)
+    start, fitted = calibrated_far(drawn, window, seen, is_causal=True)
+    far = Far.of(START * start.of_key)
+    refined = refine_far(far, fitted, window, seen, steps=100, is_causal=True)
 
-    def error(far):
-        estimate = learned_estimate(far, (None, near), unseen, True)
+    def error(far, fitted=None):
+        estimate = learned_estimate(far, (fitted, window), unseen, True)
         return divergence(estimate, softmax_attention(unseen, True), unseen.pairs(True))
 
     nothing = far._replace(weight=jnp.full(2, -jnp.inf))
     assert np.all(error(refined) < 0.3 * error(nothing))
-    assert np.all(error(refined) < 0.7 * error(far))
-    unused = refine_far(far, None, near_pairs(9, 9), seen, steps=20, is_causal=True)
+    assert np.all(error(refined) < 0.7 * error(far, fitted))
+    unused = refine_far(far, None, Window(9), seen, steps=20, is_causal=True)
     assert np.isneginf(unused.weight).all()
-    only = refine_far(far, None, near_pairs(9, 0), seen, steps=20, is_causal=True)
+    only = refine_far(far, None, Window(), seen, steps=20, is_causal=True)
     assert np.isfinite(only.weight).all()
+
+
+def test_a_calibration_absorbed_by_the_features():
+    """The same rows as with it, near pairs and grouped heads included."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of, window = sample(2)._replace(query=query), Window(2, 1)
+    fitted = calibration.calibrate(of.query, of.key + 1, method="shift+scale")
+    want = learned_estimate(FAR, (fitted, window), of)
+    got = learned_estimate(absorbed(FAR, fitted), (None, window), of)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_near_pairs_of_packed_sequences():
+    """Tokens are counted in their own sequence, wherever its tokens are."""
+    segments = jnp.array([[3, 3, 1, 1, 3, 1, 1, 3, 3]])
+    of = sample(1)._replace(segments=segments)
+    window = Window(2, 1)
+    got = hybrid_estimate(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
+    want = attention_weights(
+        *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window._asdict()
+    )
+    np.testing.assert_allclose(got, want, atol=2e-6)

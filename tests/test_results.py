@@ -1,66 +1,92 @@
-"""The numbers in tables of results stand in the csv files that the pages name below them."""
+"""Tables of results and of the README name their source, and their numbers stand in its csv.
+
+Below a table stands "Data:" with its csv files, "Test:" with the test that measures its numbers, or
+"No csv:" with the reason.
+"""
 
 import csv
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PAGES = sorted(Path("docs/results").glob("*.md"))
-TABLE = re.compile(r"((?:^\|.*\n)+)\n?(Data: .*(?:\n.+)*)?", re.MULTILINE)
-NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d*\.?\d+)(?:e-?\d+)?(?!\w)")
+PAGES = [Path("README.md"), *sorted(Path("docs/results").glob("*.md"))]
+TABLE = re.compile(r"((?:^\|.*\n)+)\n?((?:Data|Test|No csv): .*(?:\n.+)*)?", re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d*\.?\d+)(?:e-?\d+)?%?(?!\w)")
 PRINTED_PAPER = re.compile(r"\(paper[^)]*\)|\([\d., ±−-]*\)|`[^`]*`|\[[^]]*\]\([^)]*\)")
-SOURCE = r"python -m|pytest|make demo|test_\w+\.py|commit [0-9a-f]{7}|config"
+COMMAND = re.compile(r"python -m [\w.]+|commit [0-9a-f]{7}")
+Row = list[float]
 
 
 def sections(text: str) -> list[str]:
     return re.split(r"^##+ ", text, flags=re.MULTILINE)
 
 
-def numbers(table: str) -> list[str]:
-    """Numbers of the cells, without heads, first columns, words and a paper's values."""
+def measured(table: str) -> Iterator[tuple[str, ...]]:
+    """Numbers that stand side by side in a csv: an estimate and its error, or one number.
+
+    Heads, first columns, words and a paper's values are left out.
+    """
     rows = table.splitlines()[2:]
-    cells = [cell for row in rows for cell in row.strip("|").split("|")[1:]]
-    cells = [PRINTED_PAPER.sub("", cell) for cell in cells]
-    cells = [cell for cell in cells if not re.search("[A-Za-z]{2}", cell)]
-    return [x.replace(",", "") for cell in cells for x in NUMBER.findall(cell)]
+    cells = [PRINTED_PAPER.sub("", cell) for row in rows for cell in row.strip("|").split("|")[1:]]
+    for cell in cells:
+        if not re.search("[A-Za-z]{2}", cell):
+            for part in re.split(r"[,/] ", cell):
+                numbers = [x.replace(",", "") for x in NUMBER.findall(part)]
+                yield from [tuple(numbers)] if "±" in part else [(x,) for x in numbers]
 
 
-def recorded(paths: list[str]) -> list[float]:
-    """All numbers of csv files."""
-    found = []
+def recorded(paths: list[Path]) -> list[Row]:
+    """The numbers of each row of csv files."""
+    rows = []
     for path in paths:
-        with Path("docs/results", path).open() as file:
-            cells = [cell for row in csv.reader(file) for cell in row]
-        found += [float(x) for cell in cells for x in re.findall(r"\d*\.?\d+(?:e[-+]?\d+)?", cell)]
-    return found
+        with path.open() as file:
+            texts = map(" ".join, csv.reader(file))
+            rows += [
+                [float(x) for x in re.findall(r"\d*\.?\d+(?:e[-+]?\d+)?", text)] for text in texts
+            ]
+    return rows
 
 
-def is_recorded(printed: str, values: list[float]) -> bool:
-    """True if a value, or the value in percent, rounds to the printed number."""
-    half = 0.5000001 * 10.0 ** -len(printed.partition(".")[2])
-    return any(abs(scale * x - float(printed)) <= half for x in values for scale in (1, 100))
+def rounds_to(value: float, printed: str) -> bool:
+    """True if the value rounds to the printed number; 0.963 also to "96.3%"."""
+    number, scales = printed.rstrip("%"), (1, 100) if "%" in printed else (1,)
+    half = 0.5000001 * 10.0 ** -len(number.partition(".")[2])
+    return any(abs(scale * value - float(number)) <= half for scale in scales)
+
+
+def is_recorded(printed: tuple[str, ...], rows: list[Row]) -> bool:
+    """True if a row has these numbers side by side."""
+    return any(
+        all(map(rounds_to, row[i:], printed))
+        for row in rows
+        for i in range(len(row) - len(printed) + 1)
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_are_those_of_their_csv(page):
-    for table, data in TABLE.findall(page.read_text()):
-        if data:
-            values = recorded(re.findall(r"\]\(([^)]*\.csv)\)", data))
-            wrong = [x for x in numbers(table) if not is_recorded(x, values)]
-            assert values, data
+    for table, source in TABLE.findall(page.read_text()):
+        if source.startswith("Data"):
+            names = re.findall(r"\]\(([^)]*\.csv)\)", source)
+            rows = recorded([page.parent / name for name in names])
+            wrong = [x for x in measured(table) if not is_recorded(x, rows)]
+            assert rows, source
             assert not wrong, f"{wrong} are not in the csv of {table.splitlines()[0]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_name_what_makes_them(page):
-    """A csv; or a command, a test or a commit in the same section, or in the page's list of items.
+    """A source below each table, and a command in its section or before the first heading.
 
-    That list, before the first heading, names the command of each figure and table of a paper.
+    A figure or table of a paper may have both in the page's table of items.
     """
     first, *others = sections(page.read_text())
     for section in (first, *others):
-        listed = re.match("Fig|Table|Theorem", section) and re.search(SOURCE, first)
-        for table, data in TABLE.findall(section):
-            if numbers(table):
-                assert data or listed or re.search(SOURCE, section), table.splitlines()[0]
+        item = re.match("Fig|Table", section) and "| verdict |" in first
+        for table, source in TABLE.findall(section):
+            head = table.splitlines()[0]
+            if list(measured(table)) and "verdict" not in head:
+                assert source or item, f"{head}: no Data, Test or No csv below it"
+                assert not source.startswith("Data") or COMMAND.search(first + section), head

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes
 from sklearn.exceptions import NotFittedError
@@ -122,6 +123,18 @@ def test_float64_is_computed_in_float64():
     assert narrow.dtype == np.float32
     np.testing.assert_allclose(narrow, want, rtol=0, atol=1e-5)
     assert set(get_tags(features).transformer_tags.preserves_dtype) == {"float32", "float64"}
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "softmax"])
+def test_sparse_points_have_the_features_of_dense_ones(kernel):
+    x = np.where(X > 1, X, 0) / 4
+    for dense in (x, x.astype(np.float32)):
+        for container in (scipy.sparse.csr_array, scipy.sparse.csc_matrix):
+            features = RandomFeatures("orf", 15, "scale", random_state=0, kernel=kernel)
+            want = features.fit_transform(dense)
+            got = features.fit_transform(container(dense))
+            assert got.dtype == dense.dtype
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_global_setting_of_jax_changes_nothing():

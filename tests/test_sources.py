@@ -1,21 +1,30 @@
-"""The forms of raw pictures beside IDX files and tars, and the part that is held out."""
+"""The forms of raw pictures: what is read of each, damage that is named, the part held out."""
 
+import gzip
 import io
 import json
 import pickle
+import struct
+import tarfile
 import zipfile
+from functools import partial
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from scipy.io import savemat
 
-from tests.test_prepare import write_idx
 from vit import config, data
 from vit.data.sources import forms
 from vit.data.sources.source import holdout
 from vit.prepare import prepare
+
+CLASSES = {"cat": range(0, 10), "dog": range(10, 16), "emu": range(16, 17)}
+ROWS = sorted((number, name) for name, numbers in CLASSES.items() for number in numbers)
+NUMBERS = np.array([list(CLASSES).index(name) for _, name in ROWS])
+TEXT = np.array(list(CLASSES))
 
 
 def picture(shade, mode="RGB"):
@@ -30,226 +39,57 @@ def shade(encoded):
     return int(np.asarray(Image.open(io.BytesIO(encoded))).reshape(-1)[0])
 
 
-@pytest.fixture
-def source(tmp_path):
-    (tmp_path / "source").mkdir()
-    return tmp_path / "source"
+def images(number=17, channels=()):
+    """The pictures 0, 1, ... as an array."""
+    shades = np.arange(number, dtype=np.uint8).reshape(-1, *[1] * (2 + len(channels)))
+    return np.broadcast_to(shades, (number, 5, 6, *channels))
 
 
-def prepared(tmp_path, source, **options):
-    """{split: {(shade, class name), ...}}, and the data set, of a source that was prepared."""
-    prepare(source, tmp_path / "out", "made", **options)
-    section = config.Data(name="made", dir=str(tmp_path / "out"), batch_size=1, eval_split="train")
-    names = (tmp_path / "out/made/1.0.0/label.labels.txt").read_text().split("\n")
-    found = {}
-    for split in data.splits(section):
-        records = data.load(config.Data(**vars(section) | {"eval_split": split})).evaluation
-        rows = (records[i] for i in range(len(records)))
-        found[split] = {(shade(row["image"]), names[row["label"]]) for row in rows}
-    return found, data.load(section)
+# --- Writers of each form
 
 
-CLASSES = {"cat": range(0, 10), "dog": range(10, 16), "emu": range(16, 17)}
-EXAMPLES = {(number, name) for name, numbers in CLASSES.items() for number in numbers}
-
-
-@pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
-def test_class_folders_without_splits_are_split(source, tmp_path, modes):
-    for name, numbers in CLASSES.items():
-        (source / name).mkdir(parents=True)
-        for number in numbers:
-            (source / name / f"{number}.png").write_bytes(picture(number, modes[number % 2]))
-    (source / ".hidden").mkdir()
-    (source / ".hidden" / "x.png").write_bytes(b"none")
-    found, dataset = prepared(tmp_path, source, validation=0.25)
-    assert found["train"] | found["validation"] == EXAMPLES
-    assert len(found["train"]) + len(found["validation"]) == len(EXAMPLES)
-    assert {name: sum(n == name for _, n in found["validation"]) for name in CLASSES} in (
-        {"cat": 3, "dog": 1, "emu": 0},
-        {"cat": 2, "dog": 2, "emu": 0},
-    )
-    assert dataset.channels == (1 if modes == ("L", "L") else 3)
-
-
-def test_pictures_of_other_formats_are_converted_or_counted(source, tmp_path, capsys):
-    for name in ("cat", "dog"):
-        (source / name).mkdir(parents=True)
-        for kind in ("BMP", "GIF", "WEBP", "TIFF"):
-            Image.new("RGB", (6, 5), "red").save(source / name / f"1.{kind.lower()}")
-    counts = prepare(source, tmp_path / "out", validation=0.5)
-    assert counts == {"train": 3, "validation": 3, "skipped": 2}
-    assert capsys.readouterr().err.count(".tiff: ") == 2
-
-
-def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
-    rng = np.random.default_rng(0)
-    labels = [*rng.permutation(np.repeat(["a", "b", "c"], [600, 300, 100])).tolist(), "alone"]
-    held = holdout(labels, 0.1, seed=1)
-    assert held.sum() == 100
-    for name, expected in {"a": 60, "b": 30, "c": 10, "alone": 0}.items():
-        assert abs(held[np.asarray(labels) == name].sum() - expected) <= 1
-    assert (holdout(labels, 0.1, seed=1) == held).all()
-    assert 0 < (holdout(labels, 0.1, seed=2) & held).sum() < 40
-    everything = holdout(labels, 0.999, seed=0)
-    assert {label for label, h in zip(labels, everything, strict=True) if not h} == set(labels)
-    assert holdout(["a", "a", "b"], 0.01, seed=0).sum() == 1
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, -1.0, float("nan")])
-def test_shares_that_are_none(share):
-    with pytest.raises(ValueError, match="must be a share between 0 and 1"):
-        holdout(["a", "a"], share, 0)
-    with pytest.raises(ValueError, match="no class has a second picture"):
-        holdout(["a", "b"], 0.5, 0)
-
-
-def test_idx_files_without_a_test_file_are_split(source, tmp_path):
-    write_idx(source)
-    for path in source.glob("t10k-*"):
-        path.unlink()
-    assert prepare(source, tmp_path / "out") == {"train": 18, "validation": 2, "skipped": 0}
+def write_folders(folder, modes=("RGB", "RGB"), **splits):
+    """Class folders, at once or in folders of splits, which have the rows of a slice."""
+    for split, part in (splits or {"": slice(None)}).items():
+        for number, name in ROWS[part]:
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            path = folder / split / name / f"{number}.png"
+            path.write_bytes(picture(number, modes[number % 2]))
 
 
 def write_table(source, header, row, suffix=".png", delimiter=",", folder=""):
     (source / folder).mkdir(parents=True, exist_ok=True)
     lines = [header] if header else []
-    for number, name in sorted(EXAMPLES):
+    for number, name in ROWS:
         (source / folder / f"p{number}{suffix}").write_bytes(picture(number))
         lines.append(delimiter.join(row(number, name)))
     (source / "index.csv").write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        dict(header="file,label", row=lambda i, name: (f"p{i}.png", name)),
-        dict(header="", row=lambda i, name: (name, f"p{i}.png")),
-        dict(header="id;other;class", row=lambda i, n: (f"p{i}", str(i), n), delimiter=";"),
-        dict(header="id,Species", row=lambda i, n: (f"p{i}", n), suffix=".PNG", folder="images"),
-        dict(
-            header="number,group,class_name,file",
-            row=lambda i, n: (str(i), n[0], n, f"images/p{i}.png"),
-            folder="images",
-        ),
-    ],
-)
-def test_tables_of_files_and_classes(source, tmp_path, table, capsys):
-    """A file that the table names and that is missing is counted."""
-    write_table(source, **table)
-    found, _ = prepared(tmp_path, source)
-    assert len(found["validation"]) == 2
-    assert found["train"] | found["validation"] == EXAMPLES
-    next(source.rglob("p3.*")).unlink()
-    assert prepare(source, tmp_path / "less")["skipped"] == 1
-    assert "p3." in capsys.readouterr().err
+def write_npz(folder, **arrays):
+    np.savez(folder / "pictures.npz", **arrays)
 
 
-def test_tables_whose_classes_cannot_be_told(source, tmp_path):
-    write_table(source, "file,label,class", lambda i, name: (f"p{i}.png", name, str(i % 2)))
-    found, _ = prepared(tmp_path, source, labels_column="class")
-    assert {name for _, name in found["train"]} == {"0", "1"}
-    text = (source / "index.csv").read_text()
-    for content, message, column in [
-        (text, "which column .*--labels_column=NAME; .* label, class", ""),
-        (text, "--labels_column=nam: that of .* is one of label, class", "nam"),
-        ("file,a,b\np0.png,cat,cat\np1.png,dog,dog\n", "which column", ""),
-        ("file,label\np0.png,a\np1.png,b,x\n", "row 3 has 3 fields, the first 2", ""),
-        ("file,label\np0.png,\udcff\n", "cannot be read as a csv file", ""),
-        ("file,label\np0.png,\np1.png,a\n", "the class '' in .* or none", ""),
-    ]:
-        (source / "index.csv").write_text(content, errors="surrogateescape")
-        with pytest.raises(ValueError, match=message):
-            forms.read(source, column)
+def idx(array):
+    """The IDX form of an array of bytes."""
+    sizes = struct.pack(f">{array.ndim}I", *array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
-def images(number=17, channels=()):
-    shape = (number, 5, 6, *channels)
-    return np.broadcast_to(
-        np.arange(number, dtype=np.uint8).reshape(-1, *[1] * (len(shape) - 1)), shape
-    )
+def write_idx(folder, compress=False):
+    for prefix, part in [("train", slice(14)), ("t10k", slice(14, 17))]:
+        arrays = {"images-idx3": images()[part], "labels-idx1": NUMBERS[part].astype(np.uint8)}
+        for name, array in arrays.items():
+            content = gzip.compress(idx(array)) if compress else idx(array)
+            (folder / f"{prefix}-{name}-ubyte{'.gz' * compress}").write_bytes(content)
 
 
-NUMBERS = np.array([k for k, numbers in enumerate(CLASSES.values()) for _ in numbers])
-
-
-@pytest.mark.parametrize(
-    ("arrays", "splits"),
-    [
-        (dict(images=images(), labels=NUMBERS, class_names=np.array(list(CLASSES))), 2),
-        (dict(x=images(channels=(3,)), y=np.array(list(CLASSES))[NUMBERS]), 2),
-        (
-            dict(
-                train_images=images()[:9],
-                train_labels=NUMBERS[:9, None],
-                val_images=images()[9:12],
-                val_labels=NUMBERS[9:12, None],
-                test_images=images()[12:],
-                test_labels=NUMBERS[12:, None],
-                class_names=np.array(list(CLASSES)),
-            ),
-            3,
-        ),
-    ],
-)
-def test_npz_files(source, tmp_path, arrays, splits):
-    np.savez(source / "pictures.npz", **arrays)
-    found, dataset = prepared(tmp_path, source)
-    assert len(found) == splits
-    assert set().union(*found.values()) == EXAMPLES
-    assert dataset.channels == (3 if "x" in arrays else 1)
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("executed",)
-
-
-def zipped(content):
-    """A file images.npz, of which images.npy has these bytes."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("images.npy", content)
-    return buffer.getvalue()
-
-
-def true_as_a_number():
-    buffer = io.BytesIO()
-    np.save(buffer, images(1))
-    return buffer.getvalue().replace(b"(1, 5, 6), }   ", b"(True, 5, 6), }")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (dict(images=images()), r"must hold images and labels.*it holds images uint8\[17, 5, 6\]"),
-        (dict(images=images() / 255, labels=NUMBERS), "images are uint8, 0 to 255"),
-        (dict(images=images(channels=(2,)), labels=NUMBERS), "with 1 or 3 channels behind"),
-        (dict(images=images(), labels=NUMBERS[1:]), "17 images, its labels are int64"),
-        (dict(images=images(), labels=NUMBERS - 1), "labels from -1 to 1"),
-        (dict(images=images(), labels=NUMBERS, class_names=np.array(["a"])), "1 class_names"),
-        (dict(images=images(), labels=np.array([Evil()] * 17)), "allow_pickle=False"),
-        (dict(x_train=images(), y_test=NUMBERS), "must hold images and labels"),
-        (dict(images=images()[:0], labels=NUMBERS[:0]), "is uint8.0, 5, 6.: .* n > 0"),
-        (zipped(bytes(2**25)), "would unpack to 33,554,432 bytes; at most 16,777,216"),
-        (zipped(true_as_a_number()), "pictures.npz cannot be read"),
-    ],
-)
-def test_npz_files_that_cannot_be_used(tmp_path, content, message, capsys):
-    """Neither a pickle nor what unpacks to a thousand times its size is opened."""
-    path = tmp_path / "pictures.npz"
-    np.savez(path, **content) if isinstance(content, dict) else path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        forms.read(tmp_path)
-    assert "executed" not in capsys.readouterr().out
-
-
-def write_parquet(path, rows, names=None, struct=True, label="label", **more):
+def write_parquet(path, rows=ROWS, names=None, struct=True, label="label", **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = [picture(number) for number, _ in rows]
-    order = list(CLASSES)
     table = {
         "image": [{"bytes": x, "path": None} for x in encoded] if struct else encoded,
-        label: [order.index(name) if names else name for _, name in rows],
+        label: [list(CLASSES).index(name) if names else name for _, name in rows],
     }
     schema = pyarrow.table(table | more)
     if names:
@@ -258,51 +98,170 @@ def write_parquet(path, rows, names=None, struct=True, label="label", **more):
     pyarrow.parquet.write_table(schema, path)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_parquet_files(tmp_path, named):
-    rows, source = sorted(EXAMPLES), tmp_path / "source"
-    options = dict(names=list(CLASSES) if named else None, struct=named)
-    for name, part in {
-        "train-00000-of-00002": rows[:8],
-        "train-00001-of-00002": rows[8:14],
-        "test-00000-of-00001": rows[14:],
-    }.items():
-        write_parquet(source / "data" / f"{name}.parquet", part, **options)
-    found, dataset = prepared(tmp_path, source)
-    assert found == {"train": set(rows[:14]), "test": set(rows[14:])}
-    assert dataset.num_classes == 3
+def write_parts(folder, **options):
+    """Three parquet files, of two splits."""
+    for name, part in [
+        ("train-00000-of-00002", slice(8)),
+        ("train-00001-of-00002", slice(8, 14)),
+        ("test-00000-of-00001", slice(14, 17)),
+    ]:
+        write_parquet(folder / "data" / f"{name}.parquet", ROWS[part], **options)
 
 
-def test_parquet_files_that_cannot_be_used(tmp_path):
-    rows = sorted(EXAMPLES)
-    path = tmp_path / "pictures.parquet"
-
-    def refused(message, **table):
-        if table:
-            pyarrow.parquet.write_table(pyarrow.table({"image": [picture(1)] * 2} | table), path)
-        with pytest.raises(ValueError, match=message):
-            forms.read(tmp_path)
-
-    write_parquet(path, rows, fine=["a"] * len(rows), label="coarse")
-    refused("which column holds the classes.*there are coarse, fine")
-    assert forms.read(tmp_path, "coarse").class_names == ["cat", "dog", "emu"]
-    write_parquet(path, rows, names=["cat", "dog"])
-    refused("the column 'label' has 2, but the classes are 0 to 1")
-    write_parquet(path, rows, second=[b""] * len(rows))
-    refused("one column must hold encoded pictures; there are image struct.*, second binary")
-    whole = r"pictures.parquet: the column 'label' has None, but the classes are 0 to \.\.\."
-    refused(whole, label=["a", None])
-    refused("the column 'label' has -1, but .*: leave out rows without a label", label=[0, -1])
-    for content in (path.read_bytes()[: path.stat().st_size // 2], b"PAR1"):
-        path.write_bytes(content)
-        refused("pictures.parquet cannot be read as a parquet file")
-    for name, column in [("test", "label"), ("pictures", "class")]:
-        table = pyarrow.table({"image": [picture(1)], column: ["a"]})
-        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    refused("test.parquet cannot be read .*class")
+def tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            if content is None:  # a link to nowhere
+                info.type, info.linkname = tarfile.SYMTYPE, "nowhere"
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
 
 
-def test_one_entry_of_a_parquet_dictionary_is_in_memory_once(tmp_path):
+WNIDS = ["n02000002", "n01000001"]  # the devkit's order is not the alphabet's
+TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+
+def write_devkit(source, truth=b"1\n2\n2\n1\n", **more):
+    table = io.BytesIO()
+    dtype = [("ILSVRC2012_ID", "O"), ("WNID", "O")]
+    savemat(table, {"synsets": np.array([(i + 1, w) for i, w in enumerate(WNIDS)], dtype=dtype)})
+    files = {"meta.mat": table.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth}
+    folder = "ILSVRC2012_devkit_t12/data/"
+    tar(source / DEVKIT, {folder + name: x for name, x in (files | more).items()}, "w:gz")
+
+
+def write_ilsvrc2012(source, names=("00000001", "00000002", "00000003", "00000004"), **more):
+    """Training has the shades 0 to 5, validation 100, 101, ..."""
+    classes = {}
+    for k, wnid in enumerate(WNIDS):
+        inner = source / f"{wnid}.tar"
+        tar(inner, {f"{wnid}_{i}.JPEG": picture(3 * k + i) for i in range(3)})
+        classes[inner.name] = inner.read_bytes()
+        inner.unlink()
+    tar(source / TRAIN, classes)
+    val = {f"ILSVRC2012_val_{name}.JPEG": picture(100 + i) for i, name in enumerate(names)}
+    tar(source / VAL, val | more)
+    write_devkit(source)
+
+
+# --- Each form is read
+
+
+WHOLE = {"train": set(ROWS)}
+HELD = {"train": set(ROWS[:14]), "test": set(ROWS[14:])}
+NUMBERED = {k: {(i, str(list(CLASSES).index(name))) for i, name in x} for k, x in HELD.items()}
+THREE = {"train": slice(9), "val": slice(9, 12), "test": slice(12, 17)}
+SPLIT = {
+    f"{split}_{kind}": array[part]
+    for split, part in THREE.items()
+    for kind, array in (("images", images()), ("labels", NUMBERS[:, None]))
+}
+NAMED = {"train": set(ROWS[:9]), "validation": set(ROWS[9:12]), "test": set(ROWS[12:])}
+ILSVRC = {
+    "train": {(3 * k + i, wnid) for k, wnid in enumerate(WNIDS) for i in range(3)},
+    "validation": {(100 + i, WNIDS[t - 1]) for i, t in enumerate([1, 2, 2, 1])},
+}
+FORMS = {
+    "classes": (write_folders, WHOLE),
+    "splits": (partial(write_folders, train=slice(17), val=slice(3)), None),
+    "table": (partial(write_table, header="file,label", row=lambda i, n: (f"p{i}.png", n)), WHOLE),
+    "no header": (partial(write_table, header="", row=lambda i, n: (n, f"p{i}.png")), WHOLE),
+    "semicolons": (
+        partial(
+            write_table,
+            header="id;other;class",
+            row=lambda i, n: (f"p{i}", str(i), n),
+            delimiter=";",
+        ),
+        WHOLE,
+    ),
+    "capitals": (
+        partial(
+            write_table,
+            header="id,Species",
+            row=lambda i, n: (f"p{i}", n),
+            suffix=".PNG",
+            folder="images",
+        ),
+        WHOLE,
+    ),
+    "folder in table": (
+        partial(
+            write_table,
+            header="number,group,class_name,file",
+            row=lambda i, n: (str(i), n[0], n, f"images/p{i}.png"),
+            folder="images",
+        ),
+        WHOLE,
+    ),
+    "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE),
+    "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE),
+    "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED),
+    "idx": (write_idx, NUMBERED),
+    "idx.gz": (partial(write_idx, compress=True), NUMBERED),
+    "parquet": (partial(write_parts, names=list(CLASSES)), HELD),
+    "parquet of text": (partial(write_parts, struct=False), HELD),
+    "ilsvrc2012": (write_ilsvrc2012, ILSVRC),
+}
+
+
+@pytest.mark.parametrize(("write", "want"), FORMS.values(), ids=FORMS)
+def test_pictures_and_classes_of_each_form(tmp_path, write, want):
+    write(tmp_path)
+    source = forms.read(tmp_path)
+    for _ in range(2):  # the same again
+        found = {k: [(shade(x.read()), x.label) for x in f()] for k, f in source.splits.items()}
+        want = want or {"train": set(ROWS), "validation": set(ROWS[:3])}
+        assert {split: set(rows) for split, rows in found.items()} == want
+        assert {split: len(rows) for split, rows in found.items()} == {
+            split: len(rows) for split, rows in want.items()
+        }
+    names = {name for rows in want.values() for _, name in rows}
+    assert list(source.class_names) == sorted(names)
+
+
+@pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
+def test_class_folders_without_splits_are_split(tmp_path, modes):
+    """The data set is grey where all pictures are."""
+    source = tmp_path / "source"
+    write_folders(source, modes)
+    (source / ".hidden").mkdir()
+    (source / ".hidden" / "x.png").write_bytes(b"none")
+    prepare(source, tmp_path / "out", "made", validation=0.25)
+    section = config.Data(name="made", dir=str(tmp_path / "out"), eval_split="validation")
+    section.batch_size = 1
+    dataset, found = data.load(section), {}
+    for split in ("train", "evaluation"):
+        records = getattr(dataset, split)
+        rows = [records[i] for i in range(len(records))]
+        found[split] = [(shade(x["image"]), dataset.class_names[x["label"]]) for x in rows]
+    assert sorted(found["train"] + found["evaluation"]) == ROWS
+    assert {name: sum(n == name for _, n in found["evaluation"]) for name in CLASSES} in (
+        {"cat": 3, "dog": 1, "emu": 0},
+        {"cat": 2, "dog": 2, "emu": 0},
+    )
+    assert dataset.channels == (1 if modes == ("L", "L") else 3)
+
+
+def test_validation_images_that_no_label_is_for_are_left_out(tmp_path):
+    names = ["1", "00000000", "-1", "00000005", "readme", "2"]
+    write_ilsvrc2012(tmp_path, names, **{"link_3.JPEG": None})
+    read, failed = set(), []
+    for example in forms.read(tmp_path).splits["validation"]():
+        try:
+            read.add((shade(example.read()), example.label))
+        except Exception as error:
+            failed.append(str(error))
+    assert read == {(100, WNIDS[0]), (105, WNIDS[1])}
+    assert len(failed) == 5
+    assert sum("does not end in a number from 1 to 4" in each for each in failed) == 4
+
+
+def test_an_entry_of_a_parquet_dictionary_is_in_memory_once(tmp_path):
     """16 rows of the same 16 MB, some 2 kB on disk, were 16 times 16 MB at once."""
     path = tmp_path / "x.parquet"
     table = pyarrow.table({"image": [b"a" * 16_000_000] * 16, "label": ["a", "b"] * 8})
@@ -318,24 +277,194 @@ def test_one_entry_of_a_parquet_dictionary_is_in_memory_once(tmp_path):
     assert max(memory for _, memory in used) < 4 * 16_000_000
 
 
-def test_a_table_names_nothing_outside_its_folder(tmp_path):
-    outside, folder = tmp_path / "secret.png", tmp_path / "photos"
-    folder.mkdir()
-    for path in (outside, folder / "a.png"):
-        path.write_bytes(picture(1))
-    for word in (str(outside), "../secret.png"):
-        (folder / "t.csv").write_text(f"file,label\na.png,cat\n{word},dog\n")
-        with pytest.raises(ValueError, match=r"t.csv names '.*secret.png', outside .*photos"):
-            forms.read(folder)
-    (folder / "t.csv").write_text(f"file,label\n{folder / 'a.png'},cat\n")
-    assert forms.read(folder).class_names == ["cat"]
+# --- The part that is held out
+
+
+def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
+    rng = np.random.default_rng(0)
+    labels = [*rng.permutation(np.repeat(["a", "b", "c"], [600, 300, 100])).tolist(), "alone"]
+    held = holdout(labels, 0.1, seed=1)
+    assert held.sum() == 100
+    for name, expected in {"a": 60, "b": 30, "c": 10, "alone": 0}.items():
+        assert abs(held[np.asarray(labels) == name].sum() - expected) <= 1
+    assert (holdout(labels, 0.1, seed=1) == held).all()
+    assert 0 < (holdout(labels, 0.1, seed=2) & held).sum() < 40
+    everything = holdout(labels, 0.999, seed=0)
+    assert {label for label, h in zip(labels, everything, strict=True) if not h} == set(labels)
+    assert holdout(["a", "a", "b"], 0.01, seed=0).sum() == 1
+    for share in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be a share between 0 and 1"):
+            holdout(["a", "a"], share, 0)
+    with pytest.raises(ValueError, match="no class has a second picture"):
+        holdout(["a", "b"], 0.5, 0)
+
+
+# --- Damage is named
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def true_as_a_number(folder):
+    """A shape (True, 5, 6)."""
+    buffer = io.BytesIO()
+    np.save(buffer, images(1))
+    broken = buffer.getvalue().replace(b"(1, 5, 6), }   ", b"(True, 5, 6), }")
+    with zipfile.ZipFile(folder / "pictures.npz", "w") as archive:
+        archive.writestr("images.npy", broken)
+
+
+def cut(name, end):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def removed(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def named(name):
+    """A class has another name."""
+    return lambda folder: (folder / "cat").rename(folder / name)
+
+
+def flipped(folder):
+    """A member whose checksum is wrong is the end of the archive for tarfile."""
+    content = bytearray((folder / VAL).read_bytes())
+    content[content.index(b"ILSVRC2012_val_00000002") + 150] ^= 1
+    (folder / VAL).write_bytes(content)
+
+
+def table(*lines):
+    """Two pictures beside a csv file of these lines."""
+
+    def write(folder):
+        for name in ("p0.png", "p1.png"):
+            (folder / name).write_bytes(picture(1))
+        (folder / "index.csv").write_bytes(b"\n".join(lines))
+
+    return write
+
+
+def npz(**arrays):
+    return partial(write_npz, **arrays)
+
+
+def parquet(name="x", **options):
+    return lambda folder: write_parquet(folder / f"{name}.parquet", **options)
+
+
+def labels(*values, column="label", name="x"):
+    """A parquet file of these labels."""
+
+    def write(folder):
+        columns = pyarrow.table({"image": [picture(1)] * len(values), column: list(values)})
+        pyarrow.parquet.write_table(columns, folder / f"{name}.parquet")
+
+    return write
+
+
+def both(*changes):
+    return lambda folder: [change(folder) for change in changes]
+
+
+FEW = idx(np.zeros(4, np.uint8))
+UNPRINTABLE = "has a line break, an outer blank or an unprintable"
+TRAINING = partial(write_folders, train=slice(17), val=slice(3))
+EMPTY = idx(np.zeros(0, np.uint8))
+DAMAGED = [
+    (write_idx, removed("train-labels-idx1-ubyte"), "has no labels beside it"),
+    (write_idx, written("extra-images-idx3-ubyte", b""), "no labels beside it"),
+    (write_idx, cut("train-images-idx3-ubyte", -1), "announces 420 values, 419 follow"),
+    (write_idx, cut("train-images-idx3-ubyte", 3), "no IDX file of 3 dimensions"),
+    (write_idx, written("train-labels-idx1-ubyte", FEW), r"are uint8\[4\]"),
+    (write_idx, written("train-labels-idx1-ubyte", EMPTY), "announces 0 values"),
+    (write_idx, lambda f: [p.unlink() for p in f.iterdir()], "none of these: .*IDX files.*, class"),
+    (
+        partial(write_idx, compress=True),
+        cut("train-images-idx3-ubyte.gz", 50),
+        "ubyte.gz cannot be read",
+    ),
+    (TRAINING, lambda f: (f / "test").mkdir(), r"test holds no <class>/\*\.jpg"),
+    (TRAINING, lambda f: (f / "validation/cat").mkdir(parents=True), "both val/ and validation/"),
+    (TRAINING, lambda f: (f / "train/cat").rename(f / "train/cow"), "classes that train/ lacks"),
+    *((write_folders, named(x), UNPRINTABLE) for x in ("a\nb", " cat", "a\x85b", "\x1b[2J")),
+    (write_folders, named("\udcff"), UNPRINTABLE),
+    (write_ilsvrc2012, cut(TRAIN, 5000), f"{TRAIN} cannot be read"),
+    (write_ilsvrc2012, flipped, f"{VAL} cannot be read: .* at byte 1,024"),
+    (write_ilsvrc2012, cut(DEVKIT, 200), f"{DEVKIT} cannot be read"),
+    (write_ilsvrc2012, removed(DEVKIT), "lacks ILSVRC2012_devkit_t12"),
+    (write_ilsvrc2012, lambda f: tar(f / TRAIN, {"n03.tar": b""}), "n03.tar, which is no archive"),
+    *(
+        (write_ilsvrc2012, partial(write_devkit, truth=truth, **more), rf"cannot be read \({error}")
+        for truth, more, error in [
+            (b"1\n0\n", {}, r"KeyError: 0.*\): download it again"),
+            (b"1\nx\n", {}, "ValueError: invalid literal .* b'x'"),
+            (b"1\n", {"meta.mat": b"no table"}, "MatReadError: .*truncated"),
+            (b"1\n", {"meta.mat": None}, "KeyError: .*nowhere"),
+        ]
+    ),
+    (table(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
+    (table(b"file,label", b"p0.png,a", b"p1.png,b,x"), None, "row 3 has 3 fields, the first 2"),
+    (table(b"file,label", b"p0.png,\xff"), None, "cannot be read as a csv file"),
+    (table(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
+    (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
+    (npz(images=images() / 255, labels=NUMBERS), None, "images are uint8, 0 to 255"),
+    (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
+    (npz(images=images(), labels=NUMBERS[1:]), None, "17 images, its labels are int64"),
+    (npz(images=images(), labels=NUMBERS - 1), None, "labels from -1 to 1"),
+    (npz(images=images(), labels=NUMBERS, class_names=["a"]), None, "1 class_names"),
+    (npz(images=images(), labels=np.array([Evil()] * 17)), None, "allow_pickle=False"),
+    (npz(x_train=images(), y_test=NUMBERS), None, "must hold images and labels"),
+    (npz(images=images()[:0], labels=NUMBERS[:0]), None, "is uint8.0, 5, 6.: .* n > 0"),
+    (true_as_a_number, None, "pictures.npz cannot be read"),
+    (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
+    (parquet(label="a", b=["x"] * 17), None, "which column holds the classes.*there are a, b"),
+    (parquet(names=["cat", "dog"]), None, "'label' has 2, but the classes are 0 to 1"),
+    (parquet(second=[b""] * 17), None, "one column must .* image struct.*, second binary"),
+    (labels("a", None), None, r"x.parquet: .*'label' has None, but the classes are 0 to \.\.\."),
+    (labels(0, -1), None, "'label' has -1, but .*: leave out rows without a label"),
+    (labels("a", "b"), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
+    (labels("a"), labels("a", column="class", name="test"), "x.parquet cannot be read .*class"),
+]
+
+
+def labels_of(folder):
+    """All files are opened, as in the first pass of `vit.prepare`."""
+    return [x.label for examples in forms.read(folder).splits.values() for x in examples()]
+
+
+@pytest.mark.parametrize(("write", "spoil", "message"), DAMAGED)
+def test_damaged_sources_are_named(tmp_path, write, spoil, message, capsys):
+    """The message names the file and what is wrong; nothing in it is executed."""
+    write(tmp_path)
+    if spoil:
+        spoil(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        labels_of(tmp_path)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_the_column_of_classes_is_named(tmp_path):
+    write_table(tmp_path, "file,label,class", lambda i, name: (f"p{i}.png", name, str(i % 2)))
+    assert forms.read(tmp_path, "class").class_names == ["0", "1"]
+    for column, message in [
+        ("", "which column .*--labels_column=NAME; .* label, class"),
+        ("nam", "--labels_column=nam: that of .* is one of label, class"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            forms.read(tmp_path, column)
 
 
 def test_folders_of_no_form(tmp_path):
     (tmp_path / "a.jpg").write_bytes(picture(1))
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
-    message = r"holds none of these \(1 pictures, and nothing that says their classes\): .*parquet"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"none of these \(1 pictures without classes\): .*parq"):
         forms.read(tmp_path)
     with pytest.raises(ValueError, match="is no folder"):
         forms.read(tmp_path / "nowhere")
@@ -343,5 +472,3 @@ def test_folders_of_no_form(tmp_path):
     (tmp_path / "cat" / "b.jpg").write_bytes(picture(1))
     with pytest.raises(ValueError, match="holds class folders .*, no table"):
         forms.read(tmp_path, "label")
-    with pytest.raises(ValueError, match="pictures of one class alone, 'cat'"):
-        prepare(tmp_path, tmp_path / "out")

@@ -125,7 +125,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     workdir, new = tmp_path / "run", tmp_path / "new"
     runs.claim(workdir, SETTINGS, DATASET, OTHER)
     images = small_config()
-    options = dict(names=["orf"], method="none", num_features=[8])
+    options = dict(coupling=["orf"], calibration="none", num_features=[8])
     calls = [
         partial(train.train, SETTINGS, workdir),
         partial(train.train, images, workdir, *runs.subject(images)),

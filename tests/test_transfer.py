@@ -63,9 +63,10 @@ def test_with_the_same_config_it_is_the_same_function(source, tmp_path):
     np.testing.assert_array_equal(*logits)
     count = len(params(old))
     assert lines == [
-        f"{source} at step 3: {count} of {count} arrays of parameters are taken (the running mean)",
-        "frequencies: taken",
-        "calibration: running moments are taken",
+        f"{source} at step 3: {count} of {count} arrays of parameters are copied"
+        " (the running mean)",
+        "frequencies: copied",
+        "calibration: running moments are copied",
     ]
     raw = checkpoint.restore(source, runs.restore(source).program.abstract)[1]
     trained = nnx.merge(runs.restore(source).program.graph, raw)[0]
@@ -82,7 +83,7 @@ def test_other_frequencies_are_drawn_and_the_moments_stay(source, tmp_path):
     np.testing.assert_array_equal(*(x[...] for x in moments))
     assert lines[-2:] == [
         "frequencies: drawn anew (coupling 'pm-antithetic' -> 'orf', num_features 8 -> 6)",
-        "calibration: running moments are taken",
+        "calibration: running moments are copied",
     ]
 
 

@@ -1,42 +1,42 @@
-"""Replaces the attention of a trained softmax model by a Performer's, without retraining.
+"""Replace the attention of a trained softmax model by a Performer's, without retraining.
 
-    python -m vit.convert --workdir=runs/softmax --coupling=orf-antithetic,pm --calibration=full \\
+    python -m vit.convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
         --num_features=32,64,128 --refine_steps=100 --out=runs/converted
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
-parameters stay as they are. The folder `--out` then holds `conversion.csv`, `.md` and `.png`:
-accuracy and attention error against m for every coupling, with and without the calibration, over
-several draws of the frequencies, between the softmax original and uniform attention (the mean of
-all values), the trivial baseline; and `heads.csv`, the attention errors of the converted run, head
-by head. Until all is done `--out` does not exist: it takes shape in `OUT.unfinished`, and after a
-kill the same command begins anew.
+parameters stay as they are. The folder `--out` then holds
 
-With --refine_steps the frequencies themselves then move, by gradient descent on the attention error
-of the same images: estimates are no longer unbiased, and a good deal nearer with few features. With
---keep=1 the layer with the largest error stays softmax attention. With --exact_window=0,16 patches
-are in the order of a Z-order curve, a square of 16 of them and both neighbours are exact for each
-other, and so are class token and registers for all; the window alone, without any features, stands
-beside.
+    conversion.csv, .md, .png   accuracy and attention error against m for every coupling, with and
+                                without calibration, over several draws of the frequencies, beside
+                                softmax and uniform attention (the mean of all values)
+    heads.csv                   attention errors of the converted run, head by head
+    the converted run           of the first coupling, calibrated (and refined), with the most
+                                features and the largest window
 
-The folder is also a run: the first coupling, calibrated (and refined), with the most features and
-the largest window.
-`python -m vit.evaluate --workdir=OUT` takes it, and `python -m vit.train --workdir=OUT` fine-tunes
-it, for `--num_epochs` at the peak rate `--learning_rate`.
+`python -m vit.evaluate --workdir=OUT` evaluates the run, and `python -m vit.train --workdir=OUT`
+fine-tunes it, for `--num_epochs` at the peak rate `--learning_rate`. `--out` is complete or does
+not exist: work in progress is in `OUT.unfinished`, and after a kill the same command begins anew.
 
-A run of another task is converted alike, by the command of its task; its loss is reported where it
-has no accuracy.
+--refine_steps moves the frequencies themselves, by gradient descent on the attention error of the
+same images: estimates are no longer unbiased, and much closer with few features. --keep=1 keeps
+softmax attention in the layer with the largest error. With --exact_window=0,16 patches are in the
+order of a Z-order curve: a square of 16 and both neighbours are exact for each other, and class
+token and registers for all. The window alone, without any features, is a row of the table.
+
+A run of another task is converted by the command of its task. Its loss is reported if it has no
+accuracy.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import logging
 from flax import nnx
 
+from performer import couplings
 from vit import config as configs
 from vit.config.arguments import launch
 from vit.config.signature import define, given
@@ -46,26 +46,21 @@ from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case, Function, Replaced
 
-FLAGS: Any = {"names": "coupling", "method": "calibration"}
-"""Flags that are called otherwise than the parameters of `convert`."""
-
 
 def metric_of(record: metrics.Record) -> str:
-    """The name of the column that a conversion is judged by."""
+    """Return the name of the column by which a conversion is judged."""
     return "accuracy" if "accuracy" in record else "loss"
 
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
-    """Accuracy and attention error against m, a line for each coupling, window and method."""
+    """Draw accuracy and attention error against m, a line for each coupling, window and method."""
     drawn, axes = report.figure(out, columns=2)
-    ends, lines = records[:2], {}
-    alone = [r for r in records[2:] if not r["m"]]
+    lines: dict[tuple[str, int, str], list[metrics.Record]] = {}
     for r in records:
         if r["m"]:
             lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
     names = list(dict.fromkeys(line[:2] for line in lines))
     methods = list(dict.fromkeys(method for *_, method in lines))
-    sizes = sorted({r["m"] for r in records} - {0})
     columns = {metric_of(records[0]): "standard error", "attention error": ""}
     for axis, (column, spread) in zip(axes, columns.items(), strict=True):
         for (coupling, window, method), points in lines.items():
@@ -80,14 +75,14 @@ def plot(records: Sequence[metrics.Record], out: Path) -> None:
                 marker="o",
                 markersize=4,
             )
-        for end, style in zip(ends, "-:", strict=True):
+        for number, end in enumerate(r for r in records if not r["m"]):
+            label = f"window {end['window']} alone" if end["window"] else end["coupling"]
+            color = "black" if number < 2 else f"{0.4 + 0.15 * (number - 2):.2f}"
+            style = ("-", ":", "-.")[min(number, 2)]
             if end[column]:  # softmax has no attention error
-                axis.axhline(end[column], color="black", linestyle=style, label=end["coupling"])
-        for number, end in enumerate(alone):
-            color = f"{0.4 + 0.15 * number:.2f}"
-            label = f"window {end['window']} alone"
-            axis.axhline(end[column], color=color, linestyle="-.", label=label)
+                axis.axhline(end[column], color=color, linestyle=style, label=label)
         axis.set(ylabel=column)
+    sizes = sorted({r["m"] for r in records} - {0})
     report.log_log(axes[1], sizes)
     report.log_sizes(axes[0], sizes)
     axes[1].get_legend().remove()
@@ -103,18 +98,18 @@ def compare(
     cases: Sequence[Case],
     draws: int,
 ) -> Iterator[metrics.Record]:
-    """One record for each case: accuracy (or loss) over draws, and attention errors.
+    """Yield one record for each case: accuracy (or loss) over draws, and attention errors.
 
-    The first records, with m = 0, are of softmax and of uniform attention, and of softmax over the
-    exact keys of each window alone. Attention errors are those on the inputs that the layers have
-    with softmax attention on evaluation examples; means over heads.
+    The first records, with m = 0, are those of softmax and uniform attention, and of softmax over
+    the exact keys of each window alone. Attention errors are means over heads, on the inputs that
+    the layers have with softmax attention on evaluation examples.
 
     Args:
-        run: with softmax attention; its data are those of the evaluation.
+        run: with softmax attention; its data are used for the evaluation.
         model: of the run, in evaluation mode.
         replaced: as `vit.weights.conversion.linearized` returns.
         cases: with features.
-        draws: how many, of the frequencies of each case.
+        draws: number of draws of the frequencies of each case.
     """
     examples = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
     held_out = conversion.samples(run.task, model, [examples])
@@ -154,8 +149,8 @@ def convert(
     workdir: Path,
     out: Path | None = None,
     *,
-    names: Sequence[str] = ("orf-antithetic",),
-    method: str = "full",
+    coupling: Sequence[str] = (couplings.DEFAULT,),
+    calibration: str = "full",
     num_features: Sequence[int] = (32, 64, 128),
     refine_steps: int = 0,
     keep: int = 0,
@@ -166,31 +161,29 @@ def convert(
     num_epochs: float = 1.0,
     learning_rate: float = 1e-4,
 ) -> str:
-    """Writes the report and the converted run, and returns the table.
+    """Write the report and the converted run, and return the table.
 
     Args:
-        workdir: run with softmax attention.
-        out: folder of the report and the converted run, which appears in one piece, last;
-            <workdir>-performer if none.
-        names: couplings that are compared; the first is that of the converted run.
-        method: calibration, as full; "none" stands beside it.
-        num_features: each m; the largest is that of the converted run.
-        refine_steps: if not 0, calibrated and refined frequencies are a further row, and the
-            converted run has them.
-        keep: layers that stay exact everywhere, those with the largest attention errors.
-        exact_window: tokens of a chunk whose keys are exact for it and its neighbours, each such
-            number; the largest is that of the converted run.
-        draws: draws of the frequencies, for each coupling, method, window and m.
-        images: training examples to calibrate with.
-        eval_images: number of examples to measure accuracy on; 0 for all.
+        workdir: folder of a run with softmax attention.
+        out: folder of the report and the converted run; WORKDIR-performer if none.
+        coupling: couplings to compare; the first is that of the converted run.
+        calibration: calibration of the frequencies, as full; "none" is always compared, too.
+        num_features: numbers of features m; the largest is that of the converted run.
+        refine_steps: steps of refinement after the calibration; if not 0, refined frequencies are a
+            further row, and the converted run has them.
+        keep: number of layers that stay exact, those with the largest attention errors.
+        exact_window: tokens of a chunk whose keys are exact for it and its neighbours, 0 for none;
+            the largest is that of the converted run.
+        draws: draws of the frequencies, for each coupling, calibration, window and m.
+        images: training examples for the calibration.
+        eval_images: evaluation examples; 0 for all.
         num_epochs: epochs of fine-tuning with vit.train, in the config of the converted run.
         learning_rate: peak learning rate of fine-tuning.
 
     Raises:
-        ValueError: before any work, for a run of another task or without softmax attention, an
-            unknown coupling or method, sizes that a coupling does not admit, or an `out` that is
-            not empty.
-        vit.run.checkpoint.SaveError: when the run cannot be written.
+        ValueError: before any work, if the run has another task or no softmax attention, a coupling
+            or calibration is unknown, a coupling does not admit a size, or `out` is not empty.
+        vit.run.checkpoint.SaveError: if the run cannot be written.
     """
     out = out or Path(f"{workdir}-performer")
     of_folder(workdir, *SUBJECTS)
@@ -205,12 +198,14 @@ def convert(
             f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"
             f" eval_images={eval_images} and keep={keep} not negative"
         )
-    if not (names and num_features and exact_window):
+    if not (coupling and num_features and exact_window):
         raise ValueError("give at least one coupling, one number of features and one window (or 0)")
-    methods = dict.fromkeys([("none", 0), (method, 0), (method, refine_steps)])
+    methods = dict.fromkeys([("none", 0), (calibration, 0), (calibration, refine_steps)])
     cases = [
-        Case(name, *steps, window, m, keep)
-        for name, steps, window, m in itertools.product(names, methods, exact_window, num_features)
+        Case(name, *method, window, m, keep)
+        for name, method, window, m in itertools.product(
+            coupling, methods, exact_window, num_features
+        )
     ]
     for case in cases:
         configs.validate(dataclasses.replace(config, attention=attention(case)))
@@ -221,15 +216,16 @@ def convert(
     batches = list(runs.training_examples(run, images))
     replacement = run.task.replacement or conversion.linearized
     replaced = replacement(run.task, run.config, model, batches)
-    chosen = Case(names[0], method, refine_steps, max(exact_window), max(num_features), keep)
+    chosen = Case(
+        coupling[0], calibration, refine_steps, max(exact_window), max(num_features), keep
+    )
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
-    new_config = dataclasses.replace(
-        config,
-        attention=dataclasses.replace(attention(chosen), exact_layers=",".join(exact)),
-        num_epochs=num_epochs,
-    )
+    own = dataclasses.replace(attention(chosen), exact_layers=",".join(exact))
+    if converted.transferred:  # learned features have no calibration
+        own = dataclasses.replace(own, calibration="none", transferred=True)
+    new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
     _, num_steps = runs.length(new_config, run.dataset)
     new_config.optim = dataclasses.replace(
         config.optim,
@@ -239,12 +235,12 @@ def convert(
         constant_steps=0,
     )
     configs.validate(new_config)
-    new = converted.task.create(new_config, rngs=random_streams(config.seed))
+    new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
     run = runs.evaluated_on(run, eval_images)
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
-        runs.begin(folder, new, new_config, run.dataset, converted.task)
+        runs.begin(folder, new, new_config, run.dataset, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total, status="")
         for record in compare(run, model, replaced, cases, draws):
@@ -259,7 +255,7 @@ def convert(
 
 
 def attention(case: Case) -> configs.Attention:
-    """The section of a config with that attention."""
+    """Return the section of a config with that attention."""
     return configs.Attention(
         coupling=case.coupling,
         num_features=case.num_features,
@@ -271,7 +267,7 @@ def attention(case: Case) -> configs.Attention:
 def main(_: list[str]) -> None:
     """The command line."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    values = given(convert, **FLAGS)
+    values = given(convert)
     values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
     devices.check_alone()
     table = convert(**values)
@@ -279,5 +275,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define(convert, **FLAGS)
+    define(convert)
     launch(main)

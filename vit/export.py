@@ -1,15 +1,15 @@
-"""Writes the model of a run as one program that JAX alone runs: no Performer, no Flax, no data.
+"""Write the model of a run as one program that only needs JAX: no Performer, no Flax, no data.
 
     python -m vit.export --workdir=runs/photos --out=photos.stablehlo
     python -m vit.export --workdir=runs/photos --out=photos.stablehlo --parameters=beside
 
-The program (StableHLO, by `jax.export`) takes images (b, size, size, channels) of uint8, for any
-number b, and returns logits (b, classes) in float32, on CPU, TPU and CUDA GPU. A small json beside
-it holds class names, image size, channels, preprocessing and versions. The parameters are inside,
-or beside it in a file of safetensors, which other programs read too.
+The program (StableHLO, by `jax.export`) maps images (b, size, size, channels) of uint8, for any
+number b, to logits (b, classes) in float32, on CPU, TPU and CUDA GPU. A small json beside it holds
+class names, image size, channels, preprocessing and versions. The parameters are in the program, or
+beside it in a file of safetensors, which other programs can read, too.
 
-The command prints the lines of Python that run it; they need jax and flatbuffers. JAX reads such a
-file for six months of its releases: keep the run, from which it can be written again.
+The command prints the lines of Python that run the program; they need jax and flatbuffers. JAX
+reads such a file for six months of its releases: keep the run, from which it can be written again.
 """
 
 import json
@@ -35,7 +35,7 @@ from vit.run import devices, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 LARGEST = 2**31 - 2**24
-"""Bytes of parameters inside a program, whose format counts to 2^31."""
+"""Bytes of parameters in a program, whose format counts to 2^31."""
 
 READ = """\
 import json, jax, jax.export, numpy as np  # pip install jax flatbuffers
@@ -58,24 +58,24 @@ print([about["class_names"][i] for i in logits.argmax(-1)])
 
 
 class Written(NamedTuple):
-    """The files of an export, by one name with different endings."""
+    """The files of an export, with one name and different endings."""
 
     program: Path
     about: Path
     parameters: Path | None
 
     def loader(self) -> str:
-        """Python that runs the program, in the folder of these files, with JAX alone."""
+        """Return Python that runs the program, in the folder of these files, with JAX alone."""
         names = {name: path and path.name for name, path in self._asdict().items()}
         text = READ + (READ_PARAMETERS if self.parameters else "") + CALL
         return text.format(**names, arguments="parameters, " * bool(self.parameters) + "images")
 
 
 def named(out: Path, *, beside: bool = False) -> Written:
-    """The files of an export with that program.
+    """Return the files of an export with that program.
 
     Raises:
-        ValueError: for an ending that is that of another of them, or a file that exists already.
+        ValueError: if the ending is that of another of them, or a file exists already.
     """
     if out.suffix in ("", ".json", ".safetensors"):
         raise ValueError(
@@ -84,48 +84,41 @@ def named(out: Path, *, beside: bool = False) -> Written:
         )
     parameters = out.with_suffix(".safetensors") if beside else None
     written = Written(out, out.with_suffix(".json"), parameters)
-    check_new(written)
-    return written
-
-
-def check_new(written: Written) -> None:
-    """Raises ValueError when one of the files exists."""
     there = [str(path) for path in written if path is not None and path.exists()]
     if there:
         raise ValueError(f"already there: {', '.join(there)}; remove it or take another --out")
+    return written
 
 
 def export(trained: use.Trained, written: Written) -> None:
-    """Writes the program of a model and what stands beside it, each file in one piece.
+    """Write the program of a model and the files beside it, each atomically.
 
     Args:
-        trained: of `vit.load`.
-        written: of `named`; folders are made.
+        trained: result of `vit.load`.
+        written: result of `named`; folders are made.
 
     Raises:
-        ValueError: when there are too many parameters for a program, or another process has
-            written the files meanwhile.
+        ValueError: if a program cannot hold that many parameters.
     """
+    beside = written.parameters is not None
     arrays, call = as_function(trained)
     size = sum(x.nbytes for x in arrays.values())
-    if written.parameters is None and size > LARGEST:
+    if not beside and size > LARGEST:
         raise ValueError(
             f"the parameters take {size:,} bytes and a program has at most {LARGEST:,} of them:"
             " --parameters=beside"
         )
-    program = symbolic(trained, arrays, call, beside=written.parameters is not None)
+    program = symbolic(trained, arrays, call, beside=beside)
     written.program.parent.mkdir(parents=True, exist_ok=True)
-    with files.alone(written.program.parent, wait=True):
-        check_new(written)
-        if written.parameters is not None:
-            content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))
-            files.write(written.parameters, content)
-        files.write(written.about, json.dumps(about(trained, program, written), indent=2) + "\n")
-        files.write(written.program, bytes(program.serialize()))
+    if written.parameters:
+        content = safetensors.numpy.save(jax.tree.map(np.asarray, arrays))
+        files.write(written.parameters, content)
+    files.write(written.about, json.dumps(about(trained, program, written), indent=2) + "\n")
+    files.write(written.program, bytes(program.serialize()))
 
 
 def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., Array]]:
-    """Arrays of the model by name, as "blocks.0.mlp_in.kernel"; and (arrays, images) -> logits."""
+    """Return the arrays by name, "blocks.0.mlp_in.kernel", ..., and (arrays, images) -> logits."""
     graph, state, streams = nnx.split(trained.model, nnx.Not(nnx.RngState), ...)
     leaves, tree = jax.tree.flatten(state)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -143,7 +136,7 @@ def as_function(trained: use.Trained) -> tuple[dict[str, Array], Callable[..., A
 def symbolic(
     trained: use.Trained, arrays: dict[str, Array], call: Callable[..., Array], *, beside: bool
 ) -> Exported:
-    """The program images -> logits, or (arrays, images) -> logits, for any number of images."""
+    """Return the program images -> logits, or (arrays, images) -> logits, for any batch size."""
     side = trained.config.data.image_size
     images = jax.ShapeDtypeStruct((*symbolic_shape("b"), side, side, trained.channels), jnp.uint8)
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)] * beside
@@ -152,7 +145,7 @@ def symbolic(
 
 
 def about(trained: use.Trained, program: Exported, written: Written) -> dict[str, Any]:
-    """Content of the json beside the program."""
+    """Return the content of the json beside the program."""
     data = trained.config.data
     return {
         "program": written.program.name,
@@ -189,9 +182,11 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _OUT = flags.DEFINE_string("out", None, "the program, as photos.stablehlo", required=True)
+    _OUT = flags.DEFINE_string("out", None, "program to write: photos.stablehlo", required=True)
     _PARAMETERS = flags.DEFINE_enum(
-        "parameters", "inside", ["inside", "beside"], "inside the program, or in .safetensors"
+        "parameters", "inside", ["inside", "beside"], "in the program, or in .safetensors beside it"
     )
-    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
+    _STEP = flags.DEFINE_string(
+        "step", None, "step of the checkpoint, or best; default: the newest"
+    )
     launch(main)

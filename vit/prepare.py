@@ -13,14 +13,14 @@ The format of the source is detected from its files:
     ILSVRC2012    ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz;
                   the archives are read, never unpacked
 
-Where no part is there to evaluate on, a share of every class is held out as "validation". The
-command that trains on the result is printed. A JPEG or PNG goes in as it is; another format,
-another colour model than grey or RGB, or a rotation noted in EXIF is converted. With --max_side=320
-a picture whose shorter side is longer is resized to it, once, and a JPEG again at quality 95:
-training then decodes fewer pixels. A file that is no image, or a truncated one, is named and left
-out. More than `max_bad_files` of them are an error, and nothing is written then. Nor is it when the
-run is stopped, or the disk full. The next run removes what SIGKILL leaves, `OUT/NAME/incomplete.*`.
-Nothing in the source is executed.
+If there is nothing to evaluate on, a share of every class is held out as "validation". The command
+that trains on the result is printed. JPEG and PNG files are stored unchanged; other formats, colour
+models other than grey or RGB, and rotations noted in EXIF are converted. With --max_side=320 a
+picture whose shorter side is longer is resized to it, a JPEG again at quality 95: training then
+decodes fewer pixels. Files that are no images, or truncated ones, are named and left out; more than
+`max_bad_files` of them are an error, and nothing is written then. Nor is it if the run is stopped,
+or the disk full. The next run removes what SIGKILL leaves, `OUT/NAME/incomplete.*`. Nothing in the
+source is executed.
 """
 
 import collections
@@ -53,9 +53,9 @@ from vit.run.files import alone
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
-"""Share that is held out where there is nothing to evaluate on."""
-LOOKED_AT = 200
-"""Pictures that say whether all are grey."""
+"""Share that is held out if there is nothing to evaluate on."""
+INSPECTED = 200
+"""Pictures by which a grey data set is detected."""
 AHEAD = 4
 """Pictures for each core that are read before they are written."""
 
@@ -80,9 +80,9 @@ def prepare(
         name: name of the data set, lower case letters, digits and underscores; `default_name` if
             empty.
         max_bad_files: number of unreadable files that are tolerated.
-        validation: share of training that is held out; if None `VALIDATION` where there is no other
-            split, and nothing where there is one.
-        seed: seed of what is held out.
+        validation: share of training that is held out; if None `VALIDATION` if there is no other
+            split, and nothing if there is one.
+        seed: seed of the held-out part.
         labels_column: column of classes in a csv or parquet file; detected by its name if empty.
         max_side: pixels that the shorter side of a picture has at most; 0: no limit.
         files: files of each split, at most as many as it has pictures; 0: by their bytes, as TFDS.
@@ -91,20 +91,17 @@ def prepare(
         The number of examples of each split, and under "skipped" the number of files left out.
 
     Raises:
-        ValueError: for a folder in none of the forms, inconsistent files, a name that is
-            taken or being prepared by another process, or too many bad files.
-        OSError: when it cannot be written; nothing stays then.
+        ValueError: if the folder has none of the forms, files are inconsistent, the name is taken
+            or in use by another process, or too many files are bad.
+        OSError: if the data set cannot be written; nothing stays then.
     """
     if min(max_bad_files, seed, max_side, files) < 0:
-        raise ValueError(
-            f"--max_bad_files={max_bad_files}, --seed={seed}, --max_side={max_side} and"
-            f" --files={files} must not be negative"
-        )
+        raise ValueError("--max_bad_files, --seed, --max_side and --files must not be negative")
     opened = _with_channels(forms.read(source, labels_column))
     if len(opened.class_names) < 2:
         raise ValueError(
-            f"{source} has pictures of one class alone, {opened.class_names[0]!r}: there is nothing"
-            " to tell apart"
+            f"{source} has pictures of one class only, {opened.class_names[0]!r}: there is nothing"
+            " to classify"
         )
     name = name or default_name(source)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -136,13 +133,9 @@ def prepare(
             name = os.fsencode(Path(example.name).name).decode(errors="replace")
             yield f"{number:09d}", {"image": image, "label": example.label, "file_name": name}
             written += 1
-        if not written:
-            raise ValueError(f"{source} has no readable image for the split {split!r}")
-        if written < files:
-            raise ValueError(
-                f"--files={files} must be at most the number of pictures of each split, and"
-                f" {split!r} has {written}"
-            )
+        if written < max(1, files):
+            more = f", fewer than --files={files}" * bool(files)
+            raise ValueError(f"{source} has {written} readable images of split {split!r}{more}")
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with _removed_if_empty(target.parent, out), alone(target.parent) as held:
@@ -162,7 +155,7 @@ def prepare(
 
 
 def default_name(source: Path) -> str:
-    """The name of the folder as a data set may be called; "imagenet2012" for ILSVRC2012."""
+    """Return the name of the folder as that of a data set; "imagenet2012" for ILSVRC2012."""
     if ilsvrc2012.found(source):
         return "imagenet2012"
     name = re.sub(r"[^a-z0-9]+", "_", source.resolve().name.lower()).strip("_")
@@ -170,21 +163,21 @@ def default_name(source: Path) -> str:
 
 
 def _with_channels(source: Source) -> Source:
-    """The source, grey where the pictures must say and all that are looked at are grey."""
+    """Return the source with its channels, detected from some pictures if not known."""
     if source.channels:
         return source
     train = source.splits["train"]
-    step = max(1, sum(1 for _ in train()) // LOOKED_AT)
+    step = max(1, sum(1 for _ in train()) // INSPECTED)
     modes = set()
     for example in itertools.islice(train(), None, None, step):
-        with contextlib.suppress(Exception):  # it is named when it is written
+        with contextlib.suppress(Exception):  # the file is named when it is written
             modes.add(bounded.image(example.read()).mode)
     return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
 
 
 @contextlib.contextmanager
 def _removed_if_empty(*folders: Path) -> Iterator[None]:
-    """Remove the folders where the block fails and leaves nothing in them."""
+    """Remove the folders if the block fails and leaves nothing in them."""
     try:
         yield
     except BaseException:
@@ -197,9 +190,9 @@ def _removed_if_empty(*folders: Path) -> Iterator[None]:
 def encoded(
     examples: Iterable[Example], encode: Callable[[bytes], bytes]
 ) -> Iterator[tuple[Example, Callable[[], bytes]]]:
-    """Each example in order, and a function that returns its encoded picture or raises.
+    """Yield each example in order, and a function that returns its encoded picture or raises.
 
-    They are read one after another, as archives must be, and encoded by a thread for each core,
+    Examples are read one after another, as archives must be, and encoded by a thread for each core,
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
@@ -207,7 +200,7 @@ def encoded(
         for example in examples:
             try:
                 found = pool.submit(encode, example.read())
-            except Exception as error:  # of whatever kind: who asks for the picture gets it
+            except Exception as error:  # raised when the picture is requested
                 (found := Future()).set_exception(error)
             waiting.append((example, found.result))
             if len(waiting) > AHEAD * machine.cores():
@@ -216,12 +209,12 @@ def encoded(
 
 
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
-    """The bytes of a whole, upright grey or RGB image as JPEG or PNG: the same ones if they are.
+    """Return a whole, upright grey or RGB image as JPEG or PNG; unchanged if it is one already.
 
     A shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased).
 
     Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
+        OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
     with bounded.image(image) as opened:
         opened.load()

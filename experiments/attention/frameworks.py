@@ -296,6 +296,7 @@ def converted(
                 new, result = performer.linearize(
                     apply,
                     batches,
+                    coupling="orf-antithetic",
                     num_features=m,
                     refine_steps=steps if method == REFINED else 0,
                     seed=seed,

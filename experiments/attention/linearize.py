@@ -21,7 +21,7 @@ from flax import nnx
 from experiments.attention.feature_maps import METHODS
 from experiments.common import launch, statistics
 from performer.attention.refinement import Sample, divergence, softmax_attention, squared, transfer
-from performer.linearization.report import uniform_error
+from performer.linearization.layers import uniform_error
 from vit.reports import report
 from vit.run import runs
 from vit.weights import conversion

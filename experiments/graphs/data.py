@@ -7,8 +7,8 @@ of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled; a ValueError name
 arrays cannot be used.
 
 The edge probabilities of the qGRF paper's two Erdos-Renyi graphs, 0.2 (20 nodes) and 0.04 (100
-nodes), are those of its notebook (isaac-reid/antithetic_termination); its draws are not public. The
-seeds are the first that make connected graphs.
+nodes), are those of its notebook (isaac-reid/antithetic_termination); its draws are a pickle, which
+is not opened. The seeds are the first that make connected graphs.
 """
 
 from collections.abc import Sequence

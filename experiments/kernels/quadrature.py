@@ -48,8 +48,8 @@ from performer.choices import unknown
 from performer.kernels import quadrature
 from performer.kernels.quadrature import Rule
 from performer.typing import Key
+from vit.data.sources.arrays import read_idx
 from vit.reports import report
-from vit.run import bounded
 
 RULES = 5
 """n goes up to so many."""
@@ -64,7 +64,8 @@ BATCH, LARGE = 256, 512
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
-RUNS = {"power_plant": 500, "fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
+RUNS = dict.fromkeys(("power_plant", "letter", "digits"), 500)
+RUNS |= {"fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
 """Draws in Fig. 1; 50 of the other sets."""
 IN_FOLDER = ("power_plant", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
@@ -116,7 +117,7 @@ def load(name: str, data_dir: Path | None) -> Data:
         x = x / 16
     elif name == "fashion_mnist" and data_dir:
         paths = (data_dir / name / f"train-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
-        x, y = (bounded.read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
+        x, y = (read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
         if len(x) != len(y):
             raise ValueError(f"{data_dir / name} has {len(x)} images but {len(y)} labels")
         x, y = x.reshape(len(x), -1) / 255, y.astype(int)

@@ -121,7 +121,7 @@ class Hybrid(nnx.Module):
 AttentionFn = Softmax | Hybrid
 
 
-def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> AttentionFn:
+def of_config(config: Config, *, rngs: nnx.Rngs) -> AttentionFn:
     """The attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.
@@ -129,7 +129,7 @@ def of_config(config: Config, transferred: bool, *, rngs: nnx.Rngs) -> Attention
     size, own = config.model.size, config.attention
     if own.kind == "softmax":
         return Softmax()
-    feature_map = LEARNED if transferred else positive
+    feature_map = LEARNED if own.transferred else positive
     if own.exact_window and own.num_features == 1:
         return Hybrid(None, None, own.exact_window, feature_map)
     draw = own.coupling, own.num_features, size.head_dim, size.num_heads

@@ -17,8 +17,6 @@ class Settings(NamedTuple):
 
     length: int = 512
     """Characters of a window of the text."""
-    transferred: bool = False
-    """Features are those of attention transfer, without the half norm of positive ones."""
 
 
 def attention(kind: str, num_features: int, window: int) -> Attention:

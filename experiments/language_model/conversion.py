@@ -10,20 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from experiments.language_model.attention import SILENT, Hybrid
 from experiments.language_model.model import Decoder, losses
 from performer import couplings
-from performer.attention.calibration import Calibration, fit, fold, log_determinant, pair_moments
-from performer.attention.refinement import LEARNED, Far, Sample, near_pairs, refine_far
+from performer.attention.refinement import (
+    LEARNED,
+    START,
+    Far,
+    Sample,
+    calibrated_far,
+    refine_far,
+)
 from performer.features import positive
+from performer.typing import Window
 from vit.data import Batch
 from vit.task import Task
 from vit.weights.conversion import Case, exchanged
-
-SIZE = 0.3
-"""Size of frequencies at the start of a transfer, relative to those of a coupling."""
 
 
 def replaced(
@@ -49,38 +52,22 @@ def replaced(
     return exchanged(learned, model, attention)
 
 
-def calibrated(sample: Sample, near: Array, case: Case, seed: int) -> tuple[Far, Calibration]:
-    """Features of a coupling, calibrated to pairs that are not near.
-
-    Args:
-        sample: queries and keys.
-        near: which pairs have no part in the fit.
-        case: its coupling, calibration and number of features.
-        seed: of the draw.
-    """
-    *_, n, h = sample.query.shape
-    moments = pair_moments(*sample[:2], mask=sample.pairs(True) & ~near, num_queries=64)
-    calibration = fit(moments, case.calibration, case.coupling)
-    drawn = couplings.draw(jax.random.key(seed), case.coupling, case.num_features, h, n)
-    _, of_key, log_weights = fold(calibration, drawn)
-    far = Far.of(jnp.broadcast_to(of_key, drawn.shape))
-    if log_weights is not None and calibration.root is not None:
-        far = far._replace(bias=log_weights + log_determinant(calibration.root)[:, None])
-    return far, calibration._replace(mean=None, root=None)
-
-
 def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
     """The attention of each layer, by what it sees; m = 0 for the window alone."""
     if not case.num_features:
         return [Hybrid(None, None, case.window) for _ in layers]
-    near = jnp.asarray(near_pairs(layers[0].query.shape[1], case.window, 1))
-    found = []
+    window, found = Window(case.window, int(case.window > 0)), []
     for i, sample in enumerate(layers):
-        far, moved = calibrated(sample, near, case, case.seed * len(layers) + i)
+        key, (*_, n, h) = jax.random.key(case.seed * len(layers) + i), sample.query.shape
+        drawn = couplings.draw(key, case.coupling, case.num_features, h, n)
+        kind = dict(method=case.calibration, coupling=case.coupling, is_causal=True)
+        far, fitted = calibrated_far(drawn, window, sample, **kind)
         if case.refine_steps:
-            start, steps = Far.of(SIZE * far.of_key), case.refine_steps
-            far = refine_far(start, moved, near, sample, steps=steps, is_causal=True, examples=1)
-        found.append(Hybrid(far, moved, case.window, LEARNED if case.refine_steps else positive))
+            start, options = Far.of(START * far.of_key), dict(is_causal=True, examples=1)
+            far = refine_far(start, fitted, window, sample, steps=case.refine_steps, **options)
+            found.append(Hybrid(far, None, case.window, LEARNED))
+        else:
+            found.append(Hybrid(far, fitted, case.window, positive))
     return found
 
 

@@ -79,23 +79,15 @@ class Decoder(nnx.Module):
     Args:
         config: its sections `model` and `attention`.
         characters: how many there are.
-        transferred: whether features are those of attention transfer.
         rngs: streams params and frequencies.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        characters: int,
-        transferred: bool = False,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: Config, *, characters: int, rngs: nnx.Rngs):
         size = config.model.size
         self.embed = nnx.Embed(characters, size.width, rngs=rngs)
         self.blocks = nnx.List()
         for _ in range(size.depth):
-            own = attention.of_config(config, transferred, rngs=rngs)
+            own = attention.of_config(config, rngs=rngs)
             self.blocks.append(Block(size, own, rngs=rngs))
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, characters, use_bias=False, rngs=rngs)

@@ -27,7 +27,7 @@ def task(characters: int, settings: Settings) -> Task:
         settings: of the run.
     """
     return Task(
-        create=partial(Decoder, characters=characters, transferred=settings.transferred),
+        create=partial(Decoder, characters=characters),
         loss=loss,
         count=count,
         layers=layers,
@@ -86,13 +86,12 @@ def projections(model: Decoder, batch: Batch) -> list[Triple]:
 def replacement(
     learned: Task, config: Config, model: Decoder, batches: Sequence[Batch]
 ) -> Callable[[Case], Replaced]:
-    """`conversion.replaced`, with the task of what is converted."""
+    """Return case -> the decoder with that attention, by `conversion.replaced`."""
     del config
     seen = samples(learned, model, batches)
 
     def replaced(case: Case) -> Replaced:
         new = conversion.replaced(learned, model, seen, batches, case)
-        settings = learned.settings._replace(transferred=case.refine_steps > 0)
-        return Replaced(new, task(model.head.out_features, settings))
+        return Replaced(new, transferred=case.refine_steps > 0)
 
     return replaced

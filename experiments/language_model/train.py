@@ -88,9 +88,8 @@ def check_source(source: Path, characters: list[str]) -> None:
     found = of_folder(source, NAME)
     if found.get("class_names", characters) != characters:
         raise ValueError(f"--init_from={source} has other characters than the text")
-    if found and (
-        found["settings"]["transferred"] or of_run(source).attention.calibration != "none"
-    ):
+    own = of_run(source).attention
+    if found and (own.transferred or own.calibration != "none"):
         raise ValueError(
             f"--init_from={source} is a converted run, whose features are fitted to its layers:"
             f" train it on in its own folder (resume --workdir={source}), or take its softmax run"

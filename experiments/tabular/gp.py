@@ -6,12 +6,12 @@
 With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and with the scales of
 `experiments.tabular.uci`, in the units of the targets:
 
-    kernel RMSE   of the Gram matrix of the test points, over the draws, too; targets standardised.
-                  The kernel ratio is its mean over that of iid frequencies (Table 1)
+    kernel RMSE   of the Gram matrix of the test points in one draw; targets standardised. The
+                  kernel ratio is its mean over that of iid frequencies (Table 1)
     KL            KL(exact || approximate) of the predictive laws of the test values, over their
                   number: the order and the scale that the paper's figures have
     RMSE          of the predictive mean
-    NLL           negative log density of the test values, each by itself
+    NLL           negative log density of all test values, over their number
 
 Values are means over splits of means over draws, ± two standard errors over the splits (of the
 kernel ratio one, as in the paper). What the
@@ -20,8 +20,8 @@ differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm
 the cases of a quantity, and intervals where they show nothing.
 "exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
 
-Fig. 1 (--figure=NAME, power_plant or the first set by default): one split, m from d to 32 d, and
-the KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
+Fig. 1 (--figure=NAME, power_plant by default if it is there): one split, m from d to 32 d, and the
+KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
 """
 
 import itertools
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.stats import multivariate_normal
 from sklearn.linear_model import RidgeCV
 
 from experiments.common import harness, launch, statistics, tabular
@@ -44,7 +45,7 @@ from vit.reports import report
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)
 SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
-"""The last axis of scores; of single draws the first is the mean square."""
+"""The last axis of scores."""
 QUANTITIES = SCORES[:4]
 CASE = "{data set}, {features}, m = {m}"
 
@@ -83,7 +84,7 @@ def exact(split: Split) -> gp.Gaussian:
 def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
     """RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    return [rmse, gp.negative_log_density(law, split.test_y)]
+    return [rmse, -multivariate_normal.logpdf(split.test_y, *law) / len(split.test_y)]
 
 
 def scores(
@@ -98,9 +99,22 @@ def scores(
     test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
     count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
     prior, approximate = (gp.observed(gp.Gaussian(zero, k), noise) for k in (test_gram, estimate))
-    square, divergence = jnp.mean((estimate - test_gram) ** 2), gp.kl(reference, law) / count
+    rmse = jnp.sqrt(jnp.mean((estimate - test_gram) ** 2))
+    divergence = gp.kl(reference, law) / count
     prior_kl = gp.kl(prior, approximate) / count
-    return jnp.stack([square, divergence, *law_scores(law, split), prior_kl])
+    return jnp.stack([rmse, divergence, *law_scores(law, split), prior_kl])
+
+
+@partial(jax.jit, static_argnames="kernel")
+def scored(stacked: Split, frequencies: jax.Array, kernel: kernels.Kernel) -> jax.Array:
+    """The scores of frequencies (s, draws, m, d): (s, draws, scores); compiled once for each m."""
+
+    def of_split(arguments):
+        split, of_draws = arguments
+        reference = exact(split)
+        return jax.lax.map(lambda w: scores(split, w, reference, kernel), of_draws)
+
+    return jax.lax.map(of_split, (stacked, frequencies))
 
 
 def measured(
@@ -109,19 +123,9 @@ def measured(
     """Scores by split and draw, (s, draws, scores), in the units of the targets."""
     d, kernel = stacked.x.shape[-1], scheme.kernel
     m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
-
-    def of_split(arguments):
-        split, keys = arguments
-        reference = exact(split)
-
-        def draw(key):
-            w = kernels.frequencies(key, kernel, m, d, chosen)
-            return scores(split, w, reference, kernel)
-
-        return jax.lax.map(draw, keys)
-
-    arguments = stacked, uci.split_keys(len(scale), draws)
-    return in_units(jax.jit(partial(jax.lax.map, of_split))(arguments), scale)
+    draw = jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))
+    frequencies = jax.jit(partial(jax.lax.map, draw))(uci.split_keys(len(scale), draws))
+    return in_units(scored(stacked, frequencies, kernel), scale)
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -130,13 +134,6 @@ def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
     found[..., 2] *= scale
     found[..., 3] += np.log(scale)
     return found
-
-
-def over_draws(by_draw: np.ndarray) -> np.ndarray:
-    """Means over the draws, (s, draws, scores) -> (s, scores); of squares the root."""
-    means = np.mean(by_draw, axis=1)
-    means[:, 0] = np.sqrt(means[:, 0])
-    return means
 
 
 def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
@@ -169,7 +166,7 @@ def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
                 uci.check_finite(name, scheme, quantity, values)
             m = "d" if multiple == 1 else f"{multiple}d"
             case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
-            means = {coupling: over_draws(of) for coupling, of in found.items()} | references
+            means = {coupling: of.mean(axis=1) for coupling, of in found.items()} | references
             rows += harness.sweep(
                 [case | {"coupling": coupling} for coupling in means],
                 lambda case, means=means: means[case["coupling"]][:, : len(QUANTITIES)],
@@ -220,13 +217,9 @@ def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
     stacked, rows = split_of(name, scheme, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):
         by_draw = measured(scheme, coupling, size, stacked, first.scale, draws)
-        (means,) = over_draws(by_draw)
         row: harness.Row = {"coupling": coupling, "m": size * stacked.x.shape[-1]}
-        for label, values, mean in zip(SCORES, by_draw[0].T, means, strict=True):
-            _, error = statistics.mean_and_error(values)
-            if label == "kernel RMSE":  # d sqrt(x) = dx / (2 sqrt(x))
-                error /= 2 * mean
-            row |= {label: float(mean), f"{label} ±": float(error)}
+        for label, values in zip(SCORES, by_draw[0].T, strict=True):
+            row |= zip((label, f"{label} ±"), statistics.mean_and_error(values), strict=True)
         rows.append(row)
     references = baselines(first, stacked)
 
@@ -253,21 +246,23 @@ def main(
     """Print the tables.
 
     Args:
-        figure: the data set of Fig. 1; power_plant, or the first one.
+        figure: the data set of Fig. 1; power_plant if it is among them.
     """
     launch.at_least(2, splits=splits, points=points)
     launch.at_least(1, draws=draws)
     parts = dict(uci.tables(data_sets, data_dir, splits, points))
-    figure = figure or ("power_plant" if "power_plant" in parts else next(iter(parts)))
-    if figure not in parts:
+    figure = figure or ("power_plant" if "power_plant" in parts else "")
+    if figure and figure not in parts:
         raise ValueError(f"--figure={figure} is none of the data sets {', '.join(parts)}")
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
         rows = [row for name, of_name in parts.items() for row in rows_of(name, of_name, draws)]
         print(report.table(table(rows), out / "gp"))
-        print(figure_1(figure, parts[figure], 5 * draws, out / "figure_1"))
+        if figure:
+            print(figure_1(figure, parts[figure], 5 * draws, out / "figure_1"))
     apart, said = differences(rows)
     print(report.table(apart, out / "differences", said))
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"data_sets": ("diabetes",), "splits": 2, "points": 32, "draws": 2})
+    quick = {"data_sets": ("diabetes",), "figure": "diabetes", "splits": 2}
+    launch.run(main, quick=quick | {"points": 32, "draws": 2})

@@ -59,14 +59,13 @@ SCHEMES = (
         {
             "iid": "iid",
             "halton": couplings.Halton(scramble=False),
-            "two orthogonal blocks": "orf",
             "orthogonal": "orf-antithetic",
             "+ pnc": "pnc-antithetic",
         },
     ),
 )
 """VRC Table 1. With Laplace features "orthogonal" means d orthogonal vectors and their negatives,
-as App. B.1 says: the paper's figures are not those of two orthogonal blocks, which are shown, too.
+as App. B.1 says: the paper's figures are not those of two orthogonal blocks.
 Its "+ PNC + antithetic" is "+ pnc" here, since the row before it is antithetic already."""
 
 

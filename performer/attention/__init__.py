@@ -10,16 +10,16 @@ m landmarks. With logits l_j(k) = w_j.k - |k|^2 / 2 + the log-weight of the key,
 
 The factors e^{c_j} cancel exactly, and so do |q|^2 / 2 and the row maximum: no epsilon is added,
 the denominator is at least 1, nothing overflows. (Choromanski et al. 2021 add an epsilon after one
-global maximum, which changes the estimate.) Of the keys the queries see the state (c, s, z) alone,
-and states combine associatively. All the rest follows from that:
+global maximum, which changes the estimate.) The queries depend on the keys through the state
+(c, s, z) alone, and states combine associatively. The modules:
 
+    op         `performer_attention`
+    maps       tokens and frequencies -> features, after shift, calibration, scale and weights
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
     window     near keys exactly, beside the states of far ones
-    maps       shift, calibration, scale and weights: tokens and frequencies -> features
-    op         `performer_attention`
-    pallas     the same in kernels for TPU
-    parallel   the same over devices that hold parts of the sequence
+    parallel   sequences sharded over devices
+    pallas     kernels for TPU
 """
 
 from performer.attention.op import attention_weights as attention_weights

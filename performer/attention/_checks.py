@@ -1,11 +1,11 @@
 """The values that a call of `performer_attention` is made of, and what it refuses.
 
-    Estimate   what estimates e^{q.k}
-    Exact      which pairs have e^{q.k} itself
-    Pairs      what weighs pairs by their place (in `performer._masks`)
+    Estimate   the estimate of e^{q.k}
+    Exact      pairs that have e^{q.k} itself
+    Pairs      weights of pairs by their places (`_masks`)
 
-are made once and passed on whole: a new option is a field of one of them. `Plan` is how the sums
-are computed, which changes nothing but rounding.
+They are made once and passed on whole: a new option is a field of one of them. `Plan` is how the
+sums are computed, which changes nothing but rounding.
 """
 
 import math
@@ -25,7 +25,7 @@ from performer.features import FeatureMap
 from performer.typing import Size
 
 STATIC: Any = {"static": True}
-"""Metadata of a field that is a part of the structure, no array."""
+"""Metadata of a field that belongs to the structure."""
 
 
 class Tokens(NamedTuple):
@@ -44,15 +44,15 @@ class Estimate:
     frequencies: Float[Array, "..."]
     """(m, h), or one draw for each key head or each query head."""
     query_frequencies: Float[Array, "..."] | None = None
-    """In the same shape."""
+    """The same shape."""
     weights: Float[Array, "..."] | None = None
     """(m,), or one row for each draw."""
     calibration: Calibration | None = None
-    """A shift alone is one, too."""
+    """Calibration, which may be a shift alone."""
     feature_map: FeatureMap = field(default=features.positive, metadata=STATIC)
     scale: float = field(default=1.0, metadata=STATIC)
     google: bool = field(default=False, metadata=STATIC)
-    """The stabiliser of Choromanski et al. 2021 in the place of the exact one."""
+    """Stabiliser of Choromanski et al. 2021 instead of the exact one."""
 
     @property
     def num_features(self) -> Size:
@@ -68,7 +68,7 @@ class Exact:
     window: int = field(default=0, metadata=STATIC)
     """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
     first: int = field(default=0, metadata=STATIC)
-    """The first so many keys are exact for all queries."""
+    """Number of first keys that are exact for all queries."""
 
 
 class Kernel(NamedTuple):
@@ -100,16 +100,12 @@ class Plan:
 
 
 def with_one_batch_axis(tokens: Tokens) -> Tokens:
-    """Queries, keys and values whose shapes and dtypes fit, as (b, t, n, h).
-
-    Raises:
-        ValueError: where they do not fit.
-    """
+    """Queries, keys and values as (b, t, n, h); raises ValueError where they do not fit."""
     for name, x in tokens._asdict().items():
         check_dtype(name, x)
     shapes, axes = [x.shape for x in tokens], tokens.query.ndim - 3
-    (*lead, _, n, h), (*of_keys, s, k, width), of_values = shapes
-    if not (lead == of_keys and h == width and of_values[:-1] == (*lead, s, k)) or not k or n % k:
+    (*lead, _, n, h), (*also, s, k, width), (*rest, _) = shapes
+    if not (lead == also and h == width and rest == [*lead, s, k]) or not k or n % k:
         raise ValueError(
             f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
             " head_dim must be the same, lengths and heads those of key for value, and the heads of"
@@ -124,7 +120,7 @@ def one_axis(x: Array, axes: int) -> Array:
 
 
 def check_dtype(name: str, x: Array) -> None:
-    """Raises ValueError for a dtype that attention does not compute in."""
+    """Raise ValueError for a dtype that attention does not compute in."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
         raise ValueError(
             f"{name} has dtype {x.dtype}; attention takes float32, bfloat16, float16 and"
@@ -133,11 +129,12 @@ def check_dtype(name: str, x: Array) -> None:
 
 
 def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
-    """Raises ValueError for shapes that do not fit, and for what changes more than the estimate."""
+    """Raise ValueError for shapes that do not fit, and for options that exclude each other."""
     if not estimate.scale > 0:
         raise ValueError(f"scale must be positive, got {estimate.scale}")
-    (_, _, n, h), k = tokens.query.shape, tokens.key.shape[2]
+    (n, h), k = tokens.query.shape[2:], tokens.key.shape[2]
     frequencies, feature_map = estimate.frequencies, estimate.feature_map
+    own, weights = estimate.query_frequencies, estimate.weights
     calibration = estimate.calibration or Calibration()
     check_dtype("frequencies", frequencies)
     if frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,)):
@@ -147,7 +144,6 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
             f" or {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
         )
-    own, weights = estimate.query_frequencies, estimate.weights
     if own is not None and own.shape != frequencies.shape:
         raise ValueError(
             f"query_frequencies have shape {own.shape} but frequencies have {frequencies.shape}:"
@@ -180,12 +176,12 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
         )
     if estimate.calibration is None:
         return
-    got = f"got {feature_map} and {'google' if estimate.google else 'exact'!r}"
+    got = f"got {feature_map} and {_stabilizer(estimate)}"
     more = any(leaf is not None for leaf in calibration[1:])
     if (estimate.google and more) or not feature_map.estimates_softmax:
         raise ValueError(
             "a shift or a calibration needs a feature_map that estimates softmax, as"
-            f" {features.positive}, and the latter stabilizer='exact', {got}"
+            f" {features.positive}, and a calibration stabilizer='exact', {got}"
         )
     if calibration.changes_law and not feature_map.exponential:
         raise ValueError(
@@ -195,8 +191,12 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
         )
 
 
+def _stabilizer(estimate: Estimate) -> str:
+    return repr("google" if estimate.google else "exact")
+
+
 def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) -> None:
-    """Raises ValueError for an exact window with what it does not go with."""
+    """Raise ValueError for an exact window with options that exclude it."""
     w, f, (t, s) = exact.window, exact.first, (x.shape[1] for x in tokens[:2])
     if w < 0 or f < 0:
         raise ValueError(f"exact_window={w} and exact_first={f} must not be negative")
@@ -208,7 +208,7 @@ def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) 
         raise ValueError(
             f"exact_window={w} needs an estimate of softmax beside it: a feature_map such as"
             f" {features.positive} and stabilizer='exact', got {estimate.feature_map} and"
-            f" {'google' if estimate.google else 'exact'!r}"
+            f" {_stabilizer(estimate)}"
         )
     if t != s:
         raise ValueError(f"exact_window={w} needs one key for each query, got {t} and {s}")
@@ -219,23 +219,18 @@ def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) 
 def check_together(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
 ) -> None:
-    """Raises ValueError for states, decay and split sequences with what they do not go with.
+    """Raise ValueError for states, decay and sharded sequences with options that exclude them.
 
-    Args:
-        tokens: with one batch axis.
-        estimate: checked.
-        exact: checked.
-        pairs: checked.
-        streams: the call has a state before it or after it.
-        plan: how the call is computed.
+    `streams` is True if the call has a state before or after it.
     """
     (t, s), is_causal, segments = (x.shape[1] for x in tokens[:2]), pairs.is_causal, pairs.segments
-    if pairs.log_decay is not None and (t != s or (segments and segments[1] is not None)):
+    decays = pairs.log_decay is not None
+    if decays and (t != s or (segments and segments[1] is not None)):
         raise ValueError(
             f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
             " (or segments of their own); for other keys there is key_log_weights"
         )
-    if pairs.log_decay is not None and estimate.google:
+    if decays and estimate.google:
         raise ValueError("alibi_slopes and log_decay need stabilizer='exact', got 'google'")
     if is_causal and t != s and (streams or segments is not None):
         raise ValueError(
@@ -244,7 +239,7 @@ def check_together(
         )
     if streams and segments is not None:
         raise ValueError("segment_ids and states do not go together: a segment ends with its call")
-    if streams and not is_causal and (exact.window or pairs.log_decay is not None):
+    if streams and not is_causal and (exact.window or decays):
         raise ValueError(
             f"exact_window={exact.window}, alibi_slopes and log_decay have a state in causal"
             " attention alone: pass is_causal=True"
@@ -270,24 +265,19 @@ def check_together(
 def check_state(
     state: State | WindowState, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs
 ) -> None:
-    """Raises ValueError for a state of calls with other frequencies, heads or exact keys.
+    """Raise ValueError for a state of calls with other frequencies, heads or exact keys.
 
-    Args:
-        state: as the call has it.
-        tokens: likewise, with its batch axes.
-        estimate: checked.
-        exact: checked.
-        pairs: checked.
+    State and tokens have the batch axes of the call.
     """
     (*lead, _, n, _), k = tokens.query.shape, tokens.key.shape[-2]
     far = state.far if isinstance(state, WindowState) else state
-    sizes, decays = (0, 0), pairs.log_decay is not None
+    sizes = 0, 0
     if isinstance(state, WindowState):
         sizes = state.near.key.shape[-3] // 2, state.first.key.shape[-3]
-        if (state.near.log_decay is not None) != decays:
+        if (state.near.log_decay is None) != (pairs.log_decay is None):
             raise ValueError(
                 "initial_state and this call must both have alibi_slopes or log_decay, or neither:"
-                " the state holds what the near keys fade"
+                " the state holds the decay of near keys"
             )
     if sizes != (exact.window, exact.first):
         raise ValueError(
@@ -305,6 +295,6 @@ def check_state(
 
 
 def heads_of_keys(n: Size, k: Size, estimate: Estimate, pairs: Pairs) -> Size:
-    """Heads that have sums of their own: n where frequencies or decay are those of query heads."""
+    """Heads with sums of their own: n where each query head has frequencies or decay, else k."""
     own = estimate.frequencies.shape[:-2] == (n,)
     return n if own or (pairs.log_decay is not None and pairs.log_decay.shape[-1] == n) else k

@@ -1,11 +1,11 @@
 """Decay: a pair of tokens t >= s counts e^{a_(s+1) + ... + a_t} times, for log-decays a <= 0.
 
-A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023), one that
-depends on the data that of gated linear attention (Yang et al. 2024). Looking both ways, the pair
+A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023); one that
+depends on the data is that of gated linear attention (Yang et al. 2024). Without causality the pair
 s > t counts e^{a_(t+1) + ... + a_s} times.
 
-Within a chunk the sums are over the tokens between, never differences of longer sums, so that
-nothing cancels and a token may forget all (-inf). From chunk to chunk the state fades.
+Within a chunk the sums are over the tokens between, never differences of longer sums: nothing
+cancels, and a token may forget all (-inf). The state fades from chunk to chunk.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class Sums(NamedTuple):
     """Sums of the log-decays of a chunk."""
 
     since: Float[Array, "*c w"]
-    """From the first token up to this one: what the keys before the chunk have faded."""
+    """From the first token to this one: the decay of the keys before the chunk."""
     until: Float[Array, "*c w"]
-    """After this token up to the last: what it has faded for the keys after the chunk."""
+    """After this token to the last: its decay for the queries after the chunk."""
     total: Float[Array, "*c"]
 
 
@@ -35,7 +35,7 @@ def sums(log_decay: Float[Array, "*c w"]) -> Sums:
 
 
 def between(log_decay: Float[Array, "*c w"]) -> Float[Array, "*c w w"]:
-    """The sums between two tokens, for either order of them."""
+    """The sums between two tokens, in either order."""
     w = log_decay.shape[-1]
     later = jnp.tri(w, k=-1, dtype=bool)  # t > s
     lower = jnp.cumsum(jnp.where(later, log_decay[..., None], 0.0), axis=-2)
@@ -44,11 +44,10 @@ def between(log_decay: Float[Array, "*c w"]) -> Float[Array, "*c w w"]:
 
 
 def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
-    """The state, of which every key counts e^{log_decay} times; as it is, for None.
+    """The state whose keys count e^{log_decay} times; unchanged for None.
 
-    Whole units go into the maximum and the rest into the sums, which then are put back into the
-    range of 1: small rates add up over any number of tokens, and a maximum is forgotten with its
-    key.
+    Whole units go into the maximum and the rest into the sums, which are then brought back to the
+    range of 1. So small rates add up over any number of tokens, and a maximum fades with its key.
     """
     if log_decay is None:
         return state
@@ -58,7 +57,7 @@ def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
     size = jnp.abs(jax.lax.stop_gradient(state.normaliser * jnp.exp(rest)))
     drift = jnp.where(size > 0, jnp.round(jnp.log(jnp.where(size > 0, size, 1.0))), 0.0)
     drift = jnp.clip(drift, -8.0, 8.0)  # sums of features with signs may vanish
-    less = jnp.expm1(rest - drift)  # e^-rate itself is rounded, by much beside a small rate
+    less = jnp.expm1(rest - drift)  # exp would round away small rates
     return State(
         state.maximum + units + drift,
         state.normaliser + state.normaliser * less,
@@ -67,25 +66,25 @@ def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
 
 
 def as_seen(keys: Keys, side: str) -> Keys:
-    """Keys that count as for queries before the first of them, "since", or after all, "until"."""
+    """Keys weighted as for queries before all of them, "since", or after all, "until"."""
     if keys.log_decay is None:
         return keys
-    of_tokens = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]
-    weights = jnp.swapaxes(of_tokens, 1, 2)
+    per_token = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]  # (b, k, s)
+    weights = jnp.swapaxes(per_token, 1, 2)
     if keys.log_weights is not None:
         weights = weights + keys.log_weights
     return keys._replace(log_weights=weights)
 
 
 def total(keys: Keys) -> Float[Array, "k b"] | None:
-    """Log-decay of earlier keys over all of these."""
+    """Log-decay over all of these keys."""
     return None if keys.log_decay is None else jnp.sum(keys.log_decay, axis=1).T
 
 
 def since_begin(
     log_decay: Float[Array, "b t *k"], begins: Bool[Array, "#b t"]
 ) -> Float[Array, "b t *k"]:
-    """Running sums, of which one begins, and counts its token, wherever `begins` says."""
+    """Running sums that start anew, with the token itself, wherever `begins` is True."""
 
     def add(left, right):
         (started, x), (starts, y) = left, right

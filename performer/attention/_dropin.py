@@ -1,4 +1,4 @@
-"""The part that the drop-ins for Flax, nnx and linen, have in common."""
+"""The common part of the drop-ins for Flax, nnx and linen."""
 
 from typing import Any, cast
 
@@ -21,52 +21,53 @@ def attention_fn(
     dropout_rate: float,
     deterministic: bool,
     dtype: Any,
-    weights: bool,
+    return_weights: bool,
     **options: Any,
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
-    """The output, and the attention weights if they are wanted; `options` are those of the op.
+    """The output, and with `weights` the attention matrix; options of `performer_attention`.
 
-    One query with a mask over several keys is that of decoding with a cache: it stands beside the
-    last key that exists, and its window and distances are those of its place there.
+    One query with a mask over several keys decodes with a cache: window and distances are those of
+    the last key that exists.
 
     Raises:
-        ValueError: for attention dropout, causal attention of fewer queries than keys, and what
-            `performer_attention` refuses.
+        ValueError: for attention dropout, causal attention of fewer queries than keys, and as
+            `performer_attention`.
     """
     if dropout_rate > 0 and not deterministic:
         raise ValueError(
             f"linear attention has no attention weights to drop (dropout_rate={dropout_rate}); set"
             " dropout_rate=0 in the attention layer and put dropout after it"
         )
-    if is_causal and query.shape[-3] != key.shape[-3]:
+    t, s = query.shape[-3], key.shape[-3]
+    if is_causal and t != s:
         raise ValueError(
-            f"is_causal with {query.shape[-3]} queries and {key.shape[-3]} keys; when decoding"
-            " leave is_causal out, for the cache's mask already hides the future"
+            f"is_causal with {t} queries and {s} keys; when decoding leave is_causal out, for the"
+            " cache's mask already hides the future"
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     places, place = options.get("exact_window") or options.get("alibi_slopes") is not None, None
-    if places and mask is not None and query.shape[-3] == 1 < key.shape[-3]:
+    if places and mask is not None and t == 1 < s:
         place, is_causal = _last(mask, key), True
         query = jnp.where(place, query, 0)
     options |= dict(mask=mask, is_causal=is_causal)
     output = performer_attention(query, key, value, frequencies, **options)
     output = _row(cast(Array, output), place, -3)
-    if not weights:
+    if not return_weights:
         return output, None
-    options["implementation"] = None  # unit values are as wide as the keys are many
+    options["implementation"] = None  # unit values are as wide as there are keys
     return output, _row(attention_weights(query, key, frequencies, **options), place, -2)
 
 
 def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
-    """Mask row of the query at the place alone."""
+    """The row of the query at the place."""
     if place is None:
         return x
     return jnp.sum(x, axis, where=jnp.moveaxis(place, -3, axis), keepdims=True)
 
 
 def _last(mask: ArrayLike, key: Float[Array, "*b s k h"]) -> Bool[Array, "*b s 1 1"]:
-    """True for the last key that exists."""
+    """Mask of the last key that exists."""
     lead, s = key.shape[:-3], key.shape[-3]
     exists = cast(Array, key_mask(mask, None, lead, key.reshape(-1, *key.shape[-3:])))
     index = jnp.arange(s)

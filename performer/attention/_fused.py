@@ -1,8 +1,8 @@
-"""The kernels for TPU as an implementation of `performer_attention`: what they take, and where.
+"""The kernels for TPU as an implementation of `performer_attention`.
 
-A program compiled for a TPU has the kernels of `_pallas`, forward and backward; compiled for
-something else, what `performer_attention` does without them. Which of the two is not known while a
-function is traced, so it is `jax.lax.platform_dependent`, inside one `jax.custom_vjp`.
+Only a program compiled for a TPU has the kernels of `_pallas`, forward and backward. The platform
+is unknown while a function is traced: `jax.lax.platform_dependent` chooses, inside one
+`jax.custom_vjp`.
 """
 
 import dataclasses
@@ -23,40 +23,41 @@ from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
 from performer.attention._sizes import LANES, ROWS
+from performer.attention.state import varying
 
 INTERPRET = False
-"""Kernels are interpreted, for tests: slow, and without a TPU."""
+"""Interpret kernels, for tests without a TPU: slow."""
 
 MEMORY = 15 * 2**20
-"""Bytes of the core's memory that a step of a kernel may take: the compiler gives 16 MiB."""
+"""Bytes of the core's memory for a step of a kernel; the compiler allows 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
 WIDTHS, FEATURES = 10, {"one block": (13, 50), "blocks": (8, 14), "causal": (44, 105)}
-"""Memory for each token and query head: so many times (h + v) elements, and so many bytes
-for each feature, with elements of two and of four bytes; half as many more where (z, s) is wider
-than a register. As the compiler for TPU v5e says of the backward passes, rounded up."""
+"""Memory for each token and query head: WIDTHS (h + v) elements, and FEATURES bytes for each
+feature, with elements of two and of four bytes; half more if (z, s) is wider than a register.
+Reported by the compiler for TPU v5e for the backward passes, rounded up."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which gradients are asked for, beside those of queries, keys and values."""
+    """Requested gradients, beside those of queries, keys and values."""
 
-    of_query: bool
-    of_key: bool
-    of_features: bool
+    w_query: bool
+    w_key: bool
+    feature_bias: bool
     log_weights: bool
 
 
 def with_kernels(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, state: object, plan: Plan
 ) -> Plan:
-    """The plan with the kernels if they take the call, else as it is, with a warning."""
+    """The plan with the kernels if they support the call; else unchanged, with a warning."""
     streams = state is not None or plan.return_state or plan.axis_name is not None
     reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
     if reason is None:
         sizes = heads_and_block(tokens, estimate, pairs.is_causal)
     if sizes is None:
-        warn(f"does not take {reason or LARGE}: attention is computed without the kernel")
+        warn(f"does not support {reason or LARGE}: attention is computed without the kernel")
         return plan
     if _sizes.platform() != "tpu" and not INTERPRET:
         warn(f"is for programs compiled for a TPU: those for {_sizes.platform()} have no kernel")
@@ -67,7 +68,7 @@ def with_kernels(
 def _refused(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
 ) -> str | None:
-    """Reason why the kernels do not support the call, whatever the sizes; None if they do."""
+    """Reason why the kernels do not support the call; None if they do."""
     sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
     widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
     dtypes = [x.dtype.name for x in tokens]
@@ -91,12 +92,12 @@ def _refused(
 
 @cache
 def warn(what: str) -> None:
-    """Says once that there is no kernel, and why."""
+    """Warn once that there is no kernel, and why."""
     warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
 
 
 def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tuple[int, int] | None:
-    """Key heads and tokens of a step of the kernels; None if not even one head fits."""
+    """Key heads and tokens of a step of the kernels; None if no head fits."""
     (query, key, value), frequencies = tokens, estimate.frequencies
     (t, n, h), s, (v, m) = query.shape[-3:], key.shape[-3], (value.shape[-1], frequencies.shape[-2])
     k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
@@ -104,8 +105,8 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
 
     def heads(kind: str, block: int) -> int:
         wide = 1.5 if v + ROWS > LANES else 1.0
-        of_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
-        most = MEMORY // (of_token * block * (n // k))
+        per_token = WIDTHS * size * (h + v) + FEATURES[kind][size // 4] * m * wide
+        most = MEMORY // (per_token * block * (n // k))
         return max((x for x in range(1, k + 1) if k % x == 0 and x <= most), default=0)
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
@@ -115,7 +116,7 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
     found = [(heads(*choice), choice[1]) for choice in choices]
-    # While one head waits another computes: two at least, where that is possible.
+    # Two heads at least, if possible: while one waits, the other computes.
     pairs = [x for x in found if x[0] * (n // k) >= min(2, n)]
     return next((x for x in [*pairs, *found] if x[0]), None)
 
@@ -125,7 +126,7 @@ def attention(
 ) -> Float[Array, "b t n v"]:
     """Attention by the kernels on a TPU, by `ordinary` elsewhere.
 
-    No compiler splits a kernel: over the mesh in context each device has its part of the batch.
+    Compilers do not shard kernels: each device of the mesh in context has a part of the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -145,7 +146,7 @@ def attention(
 def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
     """Attention on one device."""
     by_platform = partial(_by_platform, interpret=settings.interpret)
-    x = _varying(x)
+    x = varying(x)
 
     @jax.custom_vjp
     def run(x):
@@ -161,7 +162,7 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
         def otherwise(x):
             _, rest = jax.eval_shape(kernel, x)
             zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
-            return ordinary(x), _varying(zeros, x)
+            return ordinary(x), varying(zeros, x)
 
         output, rest = by_platform(kernel, otherwise, x)
         asked = (*perturbed[2:], perturbed.keys.log_weights)
@@ -180,18 +181,6 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
     return run(x)
 
 
-def _varying(tree, *like):
-    """Inside `jax.shard_map` all vary over the axes that one of them, or of `like`, varies over."""
-    of_each = [jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves((tree, like))]
-    axes = frozenset().union(*of_each)
-
-    def cast(y):
-        missing = axes - jax.typeof(y).manual_axis_type.varying
-        return jax.lax.pcast(y, tuple(sorted(missing)), to="varying") if missing else y
-
-    return jax.tree.map(cast, tree)
-
-
 def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
     if interpret:
         return kernel(*args)
@@ -199,35 +188,36 @@ def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
 
 
 def _operands(x: Arguments, scale: float):
-    """Operands in the layout of the kernels: tokens last, one of everything for each key head."""
-    from performer.attention._pallas import Operands  # a slow import, for those who use it
+    """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
+    from performer.attention._pallas import Operands  # slow to import
 
-    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.of_query.shape[-2:], x.query.dtype
+    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
+    # (b, t, n, h) -> (b, n, h, t)
     query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
-    # As in the sums without kernels: the root of the scale goes into W, rounded once.
-    of_query, of_key = (
-        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.of_query, x.of_key)
+    # The root of the scale is in W, rounded once, as without kernels.
+    w_query, w_key = (
+        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.w_query, x.w_key)
     )
-    of_features, log_weights = x.of_features, x.keys.log_weights
-    if of_features is not None:
-        of_features = jnp.broadcast_to(of_features, (k, m))[..., None]
+    feature_bias, log_weights = x.feature_bias, x.keys.log_weights
+    if feature_bias is not None:
+        feature_bias = jnp.broadcast_to(feature_bias, (k, m))[..., None]
     if log_weights is not None:
         log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
-    return Operands(query, key, value, of_query, of_key, of_features, log_weights)
+    return Operands(query, key, value, w_query, w_key, feature_bias, log_weights)
 
 
 def _forward(x: Arguments, settings: Kernel, residuals: bool):
     from performer.attention import _pallas
 
     output, *rest = _pallas.forward(_operands(x, settings.scale), settings, residuals)
-    return output.transpose(0, 3, 1, 2), rest
+    return output.transpose(0, 3, 1, 2), rest  # (b, n, v, t) -> (b, t, n, v)
 
 
 def _backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted: Wanted) -> Arguments:
     from performer.attention import _pallas
 
     operands, pull = jax.vjp(partial(_operands, scale=settings.scale), x)
-    gradient = gradient.transpose(0, 2, 3, 1)
+    gradient = gradient.transpose(0, 2, 3, 1)  # (b, n, v, t)
     grads = _pallas.backward(operands, settings, wanted, *rest, gradient=gradient)
     grads = (
         None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)

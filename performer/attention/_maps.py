@@ -1,7 +1,7 @@
-"""Tokens and the values of a call, to features of queries and of keys, as functions.
+"""Features of queries and of keys, as functions, from the values of a call.
 
-Shift, calibration, scale and weights of the features have their place here, so that the sums over
-keys know of none of them.
+Shift, calibration, scale and weights of features are applied here: the sums over keys do not know
+them.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Exact, Tokens, heads_of_keys
 from performer.attention._masks import Pairs
-from performer.attention._sizes import max_dim
 from performer.attention.calibration import (
     fold,
     for_heads,
@@ -29,79 +29,77 @@ from performer.typing import float32_or_wider
 
 
 class Arguments(NamedTuple):
-    """Arguments of the computation, after shift and calibration; all heads that have own sums."""
+    """Arguments after shift and calibration; keys have all heads that have sums of their own."""
 
     query: Float[Array, "b t n h"]
     keys: Keys
-    of_query: Float[Array, "*k m h"]
-    of_key: Float[Array, "*k m h"]
-    of_features: Float[Array, "*k m"] | None
+    w_query: Float[Array, "*k m h"]
+    w_key: Float[Array, "*k m h"]
+    feature_bias: Float[Array, "*k m"] | None
 
 
 def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> Arguments:
-    """Tokens, and the frequencies of both with their log-weights, after shift and calibration."""
+    """Apply shift and calibration to tokens and frequencies."""
     query, key, value = tokens
     if (wide := float32_or_wider(*tokens)) == jnp.float64:
         query, key, value = (x.astype(wide) for x in tokens)
     if pairs.log_weights is not None:
-        # Whatever stands where no key is, NaN too, and no gradient of it.
+        # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(pairs.log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    query, key, *of_heads = _transformed(query, key, estimate, exact)
+    query, key, *per_head = _transformed(query, key, estimate, exact)
     keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
     t, n, k = *query.shape[1:3], key.shape[2]
     heads = heads_of_keys(n, k, estimate, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
         keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
-        of_heads = [
+        per_head = [
             x if x is None or x.ndim == rank else jnp.repeat(x, heads // x.shape[0], axis=0)
-            for x, rank in zip(of_heads, (2, 2, 1), strict=True)
+            for x, rank in zip(per_head, (2, 2, 1), strict=True)
         ]
-    if pairs.is_causal:  # as many keys as queries: later ones are in the future of all
+    if pairs.is_causal:  # as many keys as queries; no query sees later ones
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
-    return Arguments(query, keys, *cast(Any, of_heads))
+    return Arguments(query, keys, *cast(Any, per_head))
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     frequencies, calibration = estimate.frequencies, estimate.calibration
     wide = float32_or_wider(key)
-    of_key = frequencies.astype(wide)
+    w_key = frequencies.astype(wide)
     given = estimate.query_frequencies
-    own = of_key if given is None else given.astype(wide)
-    of_features = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if exact.window:  # the kernel itself, no multiple of it
-        m, weight = of_key.shape[-2], estimate.feature_map.weight
+    own = w_key if given is None else given.astype(wide)
+    feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
+    if exact.window:  # the kernel itself, not a multiple
+        m, weight = w_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
-        of_features = even if of_features is None else of_features + math.log(weight)
+        feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
     if calibration is None:
-        return query, key, own, of_key, of_features
+        return query, key, own, w_key, feature_bias
     root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
-    if frequencies.ndim == 3:  # one calibration for each of the heads that share a key
+    if frequencies.ndim == 3:  # one calibration for each head of the frequencies
         calibration = for_heads(calibration, frequencies.shape[0])
-    of_query, of_key, tilt = fold(calibration, of_key)
+    w_query, w_key, tilt = fold(calibration, w_key)
     if given is not None:
-        of_query = fold(calibration, own)[0]
+        w_query = fold(calibration, own)[0]
     if exact.window and calibration.scale is not None:
-        # e^{q.k} itself needs the queries, and so does their half norm.
+        # e^{q.k} itself and the half norm need the queries.
         query = transform_queries(calibration, query)
-        of_query = of_key if given is None else own
+        w_query = w_key if given is None else own
     if exact.window and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
-    both = [x for x in (of_features, tilt) if x is not None]
-    of_features = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
-    return query, (moved / root).astype(key.dtype), of_query, of_key, of_features
+    both = [x for x in (feature_bias, tilt) if x is not None]
+    feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
+    return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias
 
 
 def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     feature_map, keys = estimate.feature_map, x.keys
-    # q.k * scale = (q sqrt(scale)).(k sqrt(scale)); the root goes into W, once, rounded once.
-    of_query, of_key = (
-        (w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.of_query, x.of_key)
-    )
+    # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
+    w_query, w_key = ((w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.w_query, x.w_key))
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
@@ -112,7 +110,7 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
         return estimate.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
 
     def query_map(x):
-        projections = project(x, of_query)
+        projections = project(x, w_query)
         if estimate.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
@@ -122,39 +120,39 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
 
     offset = None
     if estimate.google:
-        projections = project(keys.key.transpose(2, 0, 1, 3), of_key)  # (k, b, s, m)
+        projections = project(keys.key.transpose(2, 0, 1, 3), w_key)  # (k, b, s, m)
         if keys.log_weights is not None:
             absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
             projections = jnp.where(absent, -jnp.inf, projections)
         offset = states.finite(jnp.max(projections, axis=(-1, -2)))
 
     def key_map(y):
-        projections = project(y, of_key)
+        projections = project(y, w_key)
         if offset is None:
             out = feature_map.split(projections, half_norm(y))
         else:
             maximum = offset.reshape(*offset.shape, *[1] * (y.ndim - 2))
             out = _google(projections, half_norm(y), maximum)
-        if x.of_features is None:
+        if x.feature_bias is None:
             return out
-        return _importance(out, x.of_features, feature_map.features_per_frequency)
+        return _importance(out, x.feature_bias, feature_map.features_per_frequency)
 
     return query_map, key_map
 
 
 def _google(projections: Array, half_norm: Array, maximum: Array) -> features.Split:
-    """exp(. - maximum) + 1e-6, as the public code of Choromanski et al. 2021 has it."""
+    """exp(. - maximum) + 1e-6, as in the public code of Choromanski et al. 2021."""
     return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
 
 
 def _logarithm(weights: Array) -> Array:
-    """log of weights that may be 0, with gradients that are finite there."""
+    """log of weights that may be 0, where its gradient is finite."""
     positive = weights > 0
     return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)
 
 
 def _importance(split: features.Split, log_weights: Array, per_frequency: int) -> features.Split:
-    """The features of keys times the weights of their frequencies, (m,) or (k, m)."""
+    """Features of keys times the weights of their frequencies, (m,) or (k, m)."""
     log_weights = jnp.concatenate([log_weights] * per_frequency, axis=-1)
     exponent, factor = split
     *heads, m = log_weights.shape

@@ -21,14 +21,14 @@ Lead = tuple[Size, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Weights of the pairs of a query and a key that depend on where the two stand."""
+    """Weights of pairs of a query and a key that depend on their places."""
 
     log_weights: Float[Array, "b s #k"] | None = None
-    """Log-weights of keys, with mask and lengths; -inf where no key is, None for 0."""
+    """Log-weights of keys, with mask and lengths; -inf for no key, None for 0 everywhere."""
     log_decay: Float[Array, "b t n"] | None = None
-    """Decay of tokens, for key heads, or for query heads where they have their own."""
+    """Log-decay of tokens, for each key head or each query head."""
     segments: tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None = None
-    """Segments of queries and of keys; no second for self attention."""
+    """Segments of queries and of keys; None for keys in self attention."""
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -71,13 +71,13 @@ def key_mask(
 def log_weights(
     given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b s #k"] | None:
-    """`key_log_weights` of keys that exist, as in `Pairs`."""
+    """`Pairs.log_weights` of these log-weights, -inf for keys that do not exist."""
     b, s, k, _ = key.shape
     if given is None:
         return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
     weights = jnp.asarray(given)
-    of_heads = weights.ndim > len(lead) + 1
-    want = (*lead, s, k) if of_heads else (*lead, s)
+    has_heads = weights.ndim > len(lead) + 1
+    want = (*lead, s, k) if has_heads else (*lead, s)
     if not _broadcasts(weights.shape, want):
         raise ValueError(
             f"key_log_weights has shape {weights.shape}; expected one that broadcasts to (batch,"
@@ -90,10 +90,10 @@ def log_weights(
             f"key_log_weights has dtype {weights.dtype} and the entry {bad}; expected floats, the"
             " logarithms of weights, below inf; -inf where there is no key"
         )
-    return _joined(weights, exists, want, (b, s, k if of_heads else 1), dtype)
+    return _joined(weights, exists, want, (b, s, k if has_heads else 1), dtype)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))  # one call where the caller is not compiled
+@partial(jax.jit, static_argnums=(2, 3, 4))  # a single dispatch outside jit
 def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
     weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
     return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
@@ -107,10 +107,10 @@ def log_decay(
     key: Array,
     dtype: jnp.dtype,
 ) -> Float[Array, "b t n"] | None:
-    """The slopes or the log-decays given, as in `Pairs`."""
+    """`Pairs.log_decay` of slopes or log-decays."""
     (b, t, n, _), k = query.shape, key.shape[2]
     if alibi_slopes is not None and given is not None:
-        raise ValueError("alibi_slopes and log_decay are two ways to say one thing: pass one")
+        raise ValueError("alibi_slopes and log_decay both weigh pairs by distance: pass one")
     if alibi_slopes is not None:
         slopes = jnp.asarray(alibi_slopes)
         floats = jnp.issubdtype(slopes.dtype, jnp.floating)
@@ -118,8 +118,7 @@ def log_decay(
         if slopes.shape not in ((n,), (k,)) or not floats or bad is not None:
             raise ValueError(
                 f"alibi_slopes has shape {slopes.shape}, dtype {slopes.dtype} and the entry {bad};"
-                f" expected finite floats from 0, one for each of the {n} heads: how much a key"
-                " loses with each token, as 2^-1 ... 2^-8"
+                f" expected finite floats from 0, one for each of the {n} heads, as 2^-1 ... 2^-8"
             )
         return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
     if given is None:
@@ -147,7 +146,7 @@ def segments(
     query: Array,
     key: Array,
 ) -> tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None:
-    """`segment_ids` as in `Pairs`."""
+    """`Pairs.segments` of `segment_ids`."""
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
@@ -156,7 +155,7 @@ def segments(
     if [x.shape for x in ids] != want:
         raise ValueError(
             f"segment_ids have the shapes {[x.shape for x in ids]} for queries and keys; expected"
-            f" {want}, one number for each token, as a pair if the two differ"
+            f" {want}, one number for each token, as a pair if they differ"
         )
     query_ids, key_ids = (x.reshape(y.shape[:2]) for x, y in zip(ids, (query, key), strict=True))
     return query_ids, None if pair[0] is pair[1] else key_ids
@@ -165,12 +164,12 @@ def segments(
 def first(
     x: Any, bad: Callable[[np.ndarray], np.ndarray], dtype: Any = np.float32
 ) -> np.floating | None:
-    """The first entry that is bad; None, too, for values that are not known while traced."""
+    """The first bad entry; None if there is none, or while traced."""
     if isinstance(x, Tracer):
         return None
     values = np.asarray(x).astype(dtype)
-    found = values[bad(values)]
-    return found[0] if found.size else None
+    wrong = values[bad(values)]
+    return wrong[0] if wrong.size else None
 
 
 def _broadcasts(shape: Lead, want: Lead) -> bool:

@@ -18,28 +18,28 @@ z^T p is the output and s^T p = 1. With g the gradient of the output, and d for 
 c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
 of the frequencies are dx q^T and dl k^T.
 
-Bidirectional: where the tokens fit into one block, keys and queries are one kernel, and the
-backward pass folds its keys again; else each is a kernel that goes over blocks.
+Bidirectional: if the tokens fit into one block, keys and queries are one kernel, whose backward
+pass folds the keys again; else each is a kernel that iterates over blocks.
 
-Causal: one kernel, chunk by chunk. Of the keys before its chunk a query sees the state (c, s, z),
-which stays in the core's memory from chunk to chunk; those of its chunk it sees in pairs,
-stabilised as in `_sweep`: with mu_s the largest exponent of a key and nu_t that of a query,
+Causal: one kernel, chunk by chunk. Keys before the chunk enter through the state (c, s, z), which
+stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as in `_sweep`: with
+mu_s the largest exponent of a key and nu_t that of a query,
 
     A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
     w_st = (K_st + TINY) e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
 
-L and F are such that all weights p.s + sum_s w of a query sum to 1. The backward pass has them, one
-number a token each, and the state before each chunk, and goes over the chunks in reverse, with
-[dz ds] of the state after the chunk. There, with r = v^T g,
+L and F make all weights p.s + sum_s w of a query sum to 1. The backward pass reads them, one number
+a token each, and the state before each chunk. It iterates over the chunks in reverse, with [dz ds]
+of the state after the chunk. With r = v^T g,
 
     a = p.u + sum_s w_s r_s,   dy = dx + B * A D,   D = e^{M - F} (r - a)
     dl = A * B D^T + f (dz v + ds),   dv = dz^T f + g w^T
 
 and [dz ds] of the state before is e^{c - c'} times that after, plus p [g; -a]^T.
 
-Products take operands of the dtype of the inputs and add in float32. In bfloat16 s and a, which
-make the normaliser and its gradient, are three operands each, that add up to 24 bits, and z and dz
-are two in z^T g and dz v, from which s a and -ds take the largest part away.
+Products have operands in the dtype of the inputs and sum in float32. In bfloat16 s and a, of the
+normaliser and its gradient, are three operands each, of 24 bits together; z and dz are two in z^T g
+and dz v, most of which s a and -ds cancel.
 """
 
 import dataclasses
@@ -59,27 +59,27 @@ from performer.attention.state import finite
 
 Out = jax.ShapeDtypeStruct
 CHUNK = LANES
-"""Tokens."""
+"""Tokens of a causal chunk."""
 
 
 class Operands(NamedTuple):
-    """Arrays of a call, or a gradient for each, or blocks or references: None for none.
+    """Arrays of a call, or gradients, blocks or references of them; None for none.
 
-    Tokens come last, of k key heads and n query heads: query (b, n, h, t), key (b, k, h, s), value
-    (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1), of keys (b, k, 1, s).
+    Tokens come last: query (b, n, h, t), key (b, k, h, s), value (b, k, v, s), W_q and W_k
+    (k, m, h), log-weights of features (k, m, 1) and of keys (b, k, 1, s).
     """
 
     query: Any = None
     key: Any = None
     value: Any = None
-    of_query: Any = None
-    of_key: Any = None
-    of_features: Any = None
+    w_query: Any = None
+    w_key: Any = None
+    feature_bias: Any = None
     log_weights: Any = None
 
 
 def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
-    """Products of heads (n, ., .), summed over these axes in float32."""
+    """Products of heads (n, ., .) over these axes, in float32."""
     return jax.lax.dot_general(
         left,
         right,
@@ -90,7 +90,7 @@ def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
 
 
 def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
-    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, of one, in float32."""
+    """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, one in float32."""
     rows = [x]
     if dtype == jnp.bfloat16:
         high = x.astype(dtype).astype(x.dtype)
@@ -102,7 +102,7 @@ def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
 def fine(left: Array, right: Array) -> Array:
     """The product of float32 with an operand: in bfloat16 the left side is two operands.
 
-    They lie side by side in the sum, where 64 of its 128 places would be empty.
+    They lie side by side in the summed axis, of which 64 fill only half a register.
     """
     if right.dtype != jnp.bfloat16:
         return dot(left, right)
@@ -112,7 +112,7 @@ def fine(left: Array, right: Array) -> Array:
 
 
 def shared(x: Array, n: int) -> Array:
-    """One for each of n query heads, of which consecutive ones share a key head."""
+    """Repeat for n query heads; consecutive ones share a key head."""
     if len(x) == n:
         return x
     each = jnp.broadcast_to(x[:, None], (len(x), n // len(x), *x.shape[1:]))
@@ -120,24 +120,24 @@ def shared(x: Array, n: int) -> Array:
 
 
 def gathered(x: Array, k: int) -> Array:
-    """The sums over the query heads of each key head."""
+    """Sum over the query heads of each key head."""
     return x if len(x) == k else jnp.sum(x.reshape(k, len(x) // k, *x.shape[1:]), axis=1)
 
 
-def exponents_of_keys(x: Operands, scale: float) -> Float[Array, "k m s"]:
+def key_exponents(x: Operands, scale: float) -> Float[Array, "k m s"]:
     """l."""
     squares = jnp.square(x.key.astype(jnp.float32))
-    of_tokens = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
+    token_exponents = -scale / 2 * jnp.sum(squares, axis=1, keepdims=True)
     if x.log_weights is not None:
-        of_tokens += x.log_weights
-    exponents = dot(x.of_key, x.key) + of_tokens
-    return exponents if x.of_features is None else exponents + x.of_features
+        token_exponents += x.log_weights
+    exponents = dot(x.w_key, x.key) + token_exponents
+    return exponents if x.feature_bias is None else exponents + x.feature_bias
 
 
 def fold(
     exponents: Array, value: Array, c: Array | None = None, z: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """f, c and [z s], after those of earlier keys."""
+    """f, c and [z s], after c and [z s] of earlier keys."""
     largest = jnp.max(exponents, axis=2, keepdims=True)
     largest = largest if c is None else jnp.maximum(c, largest)
     f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
@@ -148,7 +148,7 @@ def fold(
 
 
 def columns(x: Array, count: int) -> Array:
-    """Return columns where there are `LANES` equal ones: one must be copied to all lanes first."""
+    """Repeat `LANES` equal columns to `count`; a single one broadcasts."""
     if x.shape[2] == 1:
         return x
     return jnp.concatenate([x] * -(-count // x.shape[2]), axis=2)[:, :, :count]
@@ -178,17 +178,17 @@ def in_chunk(x: Operands, y: Array, exponents: Array):
     return A, B, K, jnp.where(s <= t, mu.swapaxes(1, 2), -jnp.inf)
 
 
-def of_queries(x: Operands) -> Float[Array, "n m t"]:
+def query_exponents(x: Operands) -> Float[Array, "n m t"]:
     """y."""
-    return dot(shared(x.of_query, len(x.query)), x.query)
+    return dot(shared(x.w_query, len(x.query)), x.query)
 
 
 def attend(
     x: Operands, y: Array, c: Array, zs: Array, near: tuple[Array, Array] | None = None
 ) -> tuple[Float[Array, "n v t"], Float[Array, "n 1 t"]]:
-    """The output and L, which is inf for a query without any key.
+    """The output and L, inf for a query without keys.
 
-    `near` has weights of pairs (n, s, t), relative to e^maximum, and the maximum (n, 1, t).
+    `near` is the weights of pairs (n, s, t) relative to e^maximum, and the maximum (n, 1, t).
     """
     n, dtype, width = len(x.query), x.query.dtype, zs.shape[1] - ROWS
     exponents = y + shared(c, n)
@@ -204,7 +204,7 @@ def attend(
 
 
 def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: Array, near=None):
-    """dx, [dz ds] and a; `near` has w and r of pairs (n, s, t)."""
+    """dx, [dz ds] and a; `near` is w and r of pairs (n, s, t)."""
     (n, k), width = (len(x.query), len(c)), gradient.shape[1]
     p = jnp.exp(y + shared(c, n) - L)
     s = shared(z[:, :, width : width + 1], n)
@@ -223,17 +223,17 @@ def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: 
 
 
 def from_keys(x: Operands, f: Array, dz: Array, scale: float, within: Array | float = 0.0):
-    """dk, dv and dl, to which `within` is added."""
+    """dk, dv and dl, which includes `within`."""
     dtype, width = x.key.dtype, x.value.shape[1]
     dz, ds = dz[:, :, :width], dz[:, :, width : width + 1]
     dl = within + f * (fine(dz, x.value) + ds)
-    dk = dot(x.of_key.swapaxes(1, 2), dl.astype(dtype))
+    dk = dot(x.w_key.swapaxes(1, 2), dl.astype(dtype))
     dk -= scale * x.key.astype(jnp.float32) * jnp.sum(dl, axis=1, keepdims=True)
     return dk, dot(dz.astype(dtype).swapaxes(1, 2), f.astype(dtype)), dl
 
 
 def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
-    """The i-th block of keys; past their number zeros, that do not count."""
+    """The i-th block of keys; keys past the last do not count."""
     inside = within(x.key.shape[2], length, i)
     if inside is None:
         return x
@@ -246,7 +246,7 @@ def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
 
 
 def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
-    """The i-th block of queries, their L and g; past their number p is 0."""
+    """The i-th block of queries, their L and g; p is 0 past the last."""
     inside = within(x.query.shape[2], length, i)
     if inside is None:
         return x, logsum, gradient
@@ -256,7 +256,7 @@ def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | i
 
 
 def within(block: int, length: int, i: Array | int) -> Array | None:
-    """Which tokens of the i-th block there are, (1, 1, block); None for all of every block."""
+    """Mask (1, 1, block) of the tokens in the i-th block; None if all blocks are full."""
     if length % block == 0:
         return None
     return i * block + jax.lax.broadcasted_iota(jnp.int32, (1, 1, block), 2) < length
@@ -264,7 +264,7 @@ def within(block: int, length: int, i: Array | int) -> Array | None:
 
 def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     """The output, L and F."""
-    n, y = len(x.query), of_queries(x)
+    n, y = len(x.query), query_exponents(x)
     _, _, K, M = in_chunk(x, y, exponents)
     nu, largest = jnp.max(y, axis=1, keepdims=True), jnp.max(M, axis=1, keepdims=True)
     weights = (K + TINY) * shared(jnp.exp(M - finite(largest)), n)
@@ -274,36 +274,36 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     total = jnp.where(total == 0, 1.0, total)
     maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
     output, L = attend(x, y, c, zs, (weights / total, maximum))
-    # Without any key the maximum is -inf, and L is inf.
+    # Without keys the maximum is -inf, and L is inf.
     return output, L, finite(largest) - finite(maximum) + jnp.log(total) + L
 
 
 def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
-    """dk, dv, dy, dl and [dz ds] of the state before; `after` and dz are of the one after."""
-    (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, of_queries(x)
+    """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c of that after it."""
+    (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, query_exponents(x)
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
     w, r = (K + TINY) * near, dot(shared(x.value, n), gradient, (1, 1))
-    dx, of_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
+    dx, dz_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
     D = (near * (r - a)).astype(dtype)
     dy = dx + B * dot(A.astype(dtype), D)
     within = gathered(A * dot(B.astype(dtype), D, (2, 2)), k)
     f = jnp.exp(exponents - finite(after))
     dk, dv, dl = from_keys(x, f, dz, scale, within)
     dv += gathered(dot(gradient, w.astype(dtype), (2, 2)), k)
-    dz = dz * jnp.exp(c - finite(after)) + of_before
+    dz = dz * jnp.exp(c - finite(after)) + dz_before
     return dk, dv, dy, dl, dz
 
 
 def read(refs):
-    """The arrays of references."""
+    """Return the arrays of references."""
     return jax.tree.map(lambda ref: ref[...], refs)
 
 
 def _forward(x, output, logsum, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
-    _, c, z = fold(exponents_of_keys(x, scale), x.value)
-    out, logsum[...] = attend(x, of_queries(x), c, numerators(z, x.query.dtype))
+    _, c, z = fold(key_exponents(x, scale), x.value)
+    out, logsum[...] = attend(x, query_exponents(x), c, numerators(z, x.query.dtype))
     output[...] = out.astype(output.dtype)
 
 
@@ -311,25 +311,25 @@ def _keys(x, c, z, zs, wide, *, scale, lengths):
     i = pl.program_id(2)
     start(wide, z, i == 0)
     x = real_keys(read(x), lengths[1], i)
-    wide[...], z[...] = fold(exponents_of_keys(x, scale), x.value, wide[...], z[...])[1:]
+    wide[...], z[...] = fold(key_exponents(x, scale), x.value, wide[...], z[...])[1:]
     c[...] = wide[:, :, :1]
 
-    @pl.when(i == pl.num_programs(2) - 1)  # in the kernel: outside XLA may skip a rounding
+    @pl.when(i == pl.num_programs(2) - 1)  # outside the kernel XLA may skip a rounding
     def _():
         zs[...] = numerators(z[...], zs.dtype)
 
 
 def _queries(x, c, zs, output, logsum, *, scale, lengths):
     x = read(x)
-    out, logsum[...] = attend(x, of_queries(x), c[...], zs[...])
+    out, logsum[...] = attend(x, query_exponents(x), c[...], zs[...])
     output[...] = out.astype(output.dtype)
 
 
 def _backward(x, logsum, gradient, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
-    f, c, z = fold(exponents_of_keys(x, scale), x.value)
+    f, c, z = fold(key_exponents(x, scale), x.value)
     x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
-    dx, dz, _ = from_queries(x, of_queries(x), c, z, logsum, gradient)
+    dx, dz, _ = from_queries(x, query_exponents(x), c, z, logsum, gradient)
     write_queries(x, dx, grads)
     write_keys(x, *from_keys(x, f, dz, scale), grads)
 
@@ -337,43 +337,39 @@ def _backward(x, logsum, gradient, grads, *, scale, lengths):
 def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
     x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    dx, of_block, _ = from_queries(x, of_queries(x), c[...], z[...], logsum, gradient)
-    add(dz, of_block, i == 0)
+    dx, dz_block, _ = from_queries(x, query_exponents(x), c[...], z[...], logsum, gradient)
+    add(dz, dz_block, i == 0)
     write_queries(x, dx, grads)
 
 
 def _keys_backward(x, c, dz, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1], pl.program_id(2))
-    f = jnp.exp(exponents_of_keys(x, scale) - finite(c[...]))
+    f = jnp.exp(key_exponents(x, scale) - finite(c[...]))
     write_keys(x, *from_keys(x, f, dz[...], scale), grads)
 
 
 def write_queries(x: Operands, dx: Array, grads: Operands) -> None:
-    """Gradients of the queries and, if they are wanted, of their frequencies."""
+    """Write gradients of the queries and, if wanted, of their frequencies."""
     dx = dx.astype(x.query.dtype)
-    dq = dot(shared(x.of_query, len(x.query)).swapaxes(1, 2), dx)
+    dq = dot(shared(x.w_query, len(x.query)).swapaxes(1, 2), dx)
     grads.query[...] = dq.astype(grads.query.dtype)
-    if grads.of_query is not None:
-        add(
-            grads.of_query,
-            gathered(dot(dx, x.query, (2, 2)), len(x.of_query)),
-            _first(),
-        )
+    if grads.w_query is not None:
+        add(grads.w_query, gathered(dot(dx, x.query, (2, 2)), len(x.w_query)), _first())
 
 
 def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) -> None:
-    """Gradients of keys and values and of what else has to do with the keys and is wanted."""
+    """Write gradients of keys, values and, if wanted, of the weights and frequencies of keys."""
     grads.key[...], grads.value[...] = dk.astype(grads.key.dtype), dv.astype(grads.value.dtype)
     if grads.log_weights is not None:
         grads.log_weights[...] = jnp.sum(dl, axis=1, keepdims=True)
-    if grads.of_key is not None:
-        add(grads.of_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
-    if grads.of_features is not None:
-        add(grads.of_features, jnp.sum(dl, axis=2, keepdims=True), _first())
+    if grads.w_key is not None:
+        add(grads.w_key, dot(dl.astype(x.key.dtype), x.key, (2, 2)), _first())
+    if grads.feature_bias is not None:
+        add(grads.feature_bias, jnp.sum(dl, axis=2, keepdims=True), _first())
 
 
 def start(c, z, first: Array) -> None:
-    """The state of no keys, at the first step of the grid."""
+    """Set the state of no keys at the first step of the grid."""
 
     @pl.when(first)
     def _():
@@ -382,7 +378,7 @@ def start(c, z, first: Array) -> None:
 
 
 def add(ref, value: Array, first: Array) -> None:
-    """A sum over steps of the grid, from nothing at the first."""
+    """Add to a sum over steps of the grid."""
 
     @pl.when(first)
     def _():
@@ -397,7 +393,7 @@ def _first() -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """An array, or that of a kernel's result, and whether it is cut along tokens, or is a state."""
+    """An operand or result: "tokens", cut along them, "weights", "state" or "states" of chunks."""
 
     array: Any
     kind: str
@@ -405,7 +401,7 @@ class Piece:
     def spec(self, settings: Kernel, k: int, last: int | None) -> pl.BlockSpec:
         """The block of a step (group of heads, batch entry, tokens) of the grid.
 
-        Of the steps of tokens, `last` is the first if it is not None.
+        Steps of tokens run backwards from `last` if it is not None.
         """
         shape = self.array.shape
 
@@ -433,10 +429,10 @@ def operands(x: Operands) -> Operands:
 
 
 def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bool = False):
-    """The arrays of the pieces `outs`, by a kernel that sees one block of each piece at a time.
+    """Run a kernel over the blocks of the pieces; return the arrays of `outs`.
 
-    The kernel gets references to the blocks of `ins`, `outs` and, to keep from step to step of the
-    tokens, to arrays of the shapes `scratch` for its heads.
+    Its arguments are references to the blocks of `ins` and `outs`, and to arrays of the shapes
+    `scratch` for its heads, which persist over the steps of tokens.
     """
     leaves = jax.tree.leaves((ins, outs))
     k = next(len(x.array) for x in leaves if x.kind == "weights")
@@ -450,7 +446,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
         ]
         for tree in (ins, outs)
     )
-    # Inside `jax.shard_map` the results vary over the axes that an argument varies over.
+    # Inside `jax.shard_map` results vary over the axes of the arguments.
     varies = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(ins[0])]
     results = jax.tree.map(lambda x: Out(x.shape, x.dtype, manual_axis_type=varies[0]), outs[0])
     sums = any(len(x.shape) == 3 for x in jax.tree.leaves(outs[0]))
@@ -468,9 +464,9 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
     )(*ins[0])
 
 
-def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and for the backward pass L and (c, [z s]): small, so always."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
     run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
     output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
     output = pieces(output, "tokens")
@@ -479,16 +475,16 @@ def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool = True):
     shapes = (m, 1), (m, width + ROWS), (width + ROWS, m)
     dtypes = jnp.float32, jnp.float32, x.query.dtype
     outs = [Out((b, k, *y), dtype) for y, dtype in zip(shapes, dtypes, strict=True)]
-    ins, outs = (operands(_of_keys(x)),), pieces(outs, "state")
+    ins, outs = (operands(_key_operands(x)),), pieces(outs, "state")
     c, z, zs = run(_keys, ins=ins, outs=outs, scratch=[(m, LANES)])
-    ins = operands(_of_queries(x)), *pieces((c, zs), "state")
+    ins = operands(_query_operands(x)), *pieces((c, zs), "state")
     return *run(_queries, ins=ins, outs=output), (c, z)
 
 
 def backward_of_blocks(
     x: Operands, settings: Kernel, wanted, logsum, state, gradient: Array
 ) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     t, s = x.query.shape[3], x.key.shape[3]
     run = partial(call, settings=settings, lengths=(t, s))
     grads = gradients(x, wanted)
@@ -497,34 +493,34 @@ def backward_of_blocks(
         return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
     c, z = state
     state, dz = pieces(state, "state"), pieces(Out(z.shape, z.dtype), "state")
-    ins, outs = (operands(_of_queries(x)), *state, *rows), (operands(_of_queries(grads)), dz)
-    of_queries, dz = run(_queries_backward, ins=ins, outs=outs)
-    ins = operands(_of_keys(x)), *pieces((c, dz), "state")
-    (of_keys,) = run(_keys_backward, ins=ins, outs=(operands(_of_keys(grads)),))
-    return of_keys._replace(query=of_queries.query, of_query=of_queries.of_query)
+    ins, outs = (operands(_query_operands(x)), *state, *rows), operands(_query_operands(grads))
+    query_grads, dz = run(_queries_backward, ins=ins, outs=(outs, dz))
+    ins = operands(_key_operands(x)), *pieces((c, dz), "state")
+    (key_grads,) = run(_keys_backward, ins=ins, outs=(operands(_key_operands(grads)),))
+    return key_grads._replace(query=query_grads.query, w_query=query_grads.w_query)
 
 
 def gradients(x: Operands, wanted) -> Operands:
-    """Shapes and dtypes of the gradients that are wanted; those of weights are float32."""
+    """Shapes and dtypes of the wanted gradients; those of frequencies and weights are float32."""
     like = Operands(
         *(y if getattr(wanted, name, True) else None for name, y in x._asdict().items())
     )
     return jax.tree.map(lambda y: Out(y.shape, y.dtype if y.ndim == 4 else jnp.float32), like)
 
 
-def _of_keys(x: Operands) -> Operands:
-    return x._replace(query=None, of_query=None)
+def _key_operands(x: Operands) -> Operands:
+    return x._replace(query=None, w_query=None)
 
 
-def _of_queries(x: Operands) -> Operands:
-    return Operands(query=x.query, of_query=x.of_query)
+def _query_operands(x: Operands) -> Operands:
+    return Operands(query=x.query, w_query=x.w_query)
 
 
 def _causal(x, output, logs, states, c, z, *, scale, lengths):
     i = pl.program_id(2)
     start(c, z, i == 0)
     x = real_keys(read(x), lengths[1], i)
-    exponents = exponents_of_keys(x, scale)
+    exponents = key_exponents(x, scale)
     before = c[...], z[...]
     if states is not None:
         states[0][...], states[1][...] = before[0][:, :, :1], before[1]
@@ -543,7 +539,7 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
         dz[...] = jnp.zeros_like(dz)
 
     x = real_keys(read(x), lengths[1], i)
-    exponents = exponents_of_keys(x, scale)
+    exponents = key_exponents(x, scale)
     c, z = read(states)
     after = jnp.maximum(c, jnp.max(exponents, axis=2, keepdims=True))
     x, (L, F), gradient = real_queries(x, read(logs), gradient[...], lengths[0], i)
@@ -554,9 +550,9 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
     write_keys(x, dk, dv, dl, grads)
 
 
-def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and for the backward pass L and F and the states before chunks."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.of_key.shape, x.value.shape[2]
+def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t); for the backward pass (L, F) and the states before chunks."""
+    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
     chunks, state = -(-t // CHUNK), ((m, 1), (m, width + ROWS))
     logs = states = None
     if residuals:
@@ -569,22 +565,22 @@ def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool = True):
 
 
 def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, gradient) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     t, width = x.query.shape[3], x.value.shape[2]
     ins = operands(x), pieces(states, "states"), pieces(logs, "tokens")
     ins = *ins, pieces(gradient, "tokens")
     outs = (operands(gradients(x, wanted)),)
-    scratch = ((x.of_key.shape[1], width + ROWS),)
+    scratch = ((x.w_key.shape[1], width + ROWS),)
     return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
 
 
-def forward(x: Operands, settings: Kernel, residuals: bool = True):
-    """The output (b, n, v, t), and what the backward pass needs."""
+def forward(x: Operands, settings: Kernel, residuals: bool):
+    """The output (b, n, v, t), and the residuals of the backward pass."""
     run = forward_of_chunks if settings.is_causal else forward_of_blocks
     return run(x, settings, residuals)
 
 
 def backward(x: Operands, settings: Kernel, wanted, logs, states, gradient: Array) -> Operands:
-    """The gradients of the operands, None for those that are not wanted."""
+    """Gradients of the operands, None if not wanted."""
     run = backward_of_chunks if settings.is_causal else backward_of_blocks
     return run(x, settings, wanted, logs, states, gradient)

@@ -1,31 +1,30 @@
 """Attention over a sequence in chunks: causal, in packed segments, with decay, beside exact keys.
 
-What lies outside a chunk is seen through the states of the keys before it and, if attention is not
-causal, of those after it, by the monoid `state.combine`. Near keys are seen in pairs: those of the
-chunk itself by their features, or, with exact keys, those of its neighbours, too, by e^{q.k}; then
-states are of the keys from two chunks away. All meet as blocks of an online softmax.
+Keys outside a chunk enter through states (the monoid `state.combine`): those before it and, if
+attention is not causal, those after it. Near keys enter pair by pair: keys of the chunk by their
+features, or exact keys of the chunk and its neighbours by e^{q.k}, with states from two chunks
+away. All are blocks of one online softmax.
 
-Blocks of chunks are worked on one after another, all chunks of one side by side. States of the keys
-before a block are carried along; those of the keys after it are made before, in a pass over the
-keys alone. Sums come from either end, never as differences.
+Blocks of chunks follow one another; the chunks of a block are computed side by side. States of the
+keys before a block are carried along. States of the keys after it come from an earlier pass over
+the keys. All are sums from one end, never differences.
 
-Features within a chunk have a stabiliser that is causal and exact for early queries too:
+Features within a chunk have a stabiliser that is causal, and exact for early queries too:
 
     outside the chunk  the maxima c_j of the state, feature by feature
     within it          one scalar per key, mu_s = max_j l_j(k_s), one per query, nu_t; the kernel is
                        e^{nu_t + mu_s} sum_j e^{l_j(q_t) - nu_t} e^{l_j(k_s) - mu_s}, and its row
                        is stabilised by nu_t + max_{s <= t} mu_s
 
-(A maximum over the whole chunk would let late keys push early ones to underflow.) The inner sums of
-a row are exact while the largest is above e^-55, that is while some key shares a feature with the
-query that is not weaker than that beside the strongest of each: for opposite q and k with m = 128,
-up to |q| = |k| = 10 after scaling, for orthogonal ones 35. Past that the row is lost: a query that
-sees no key outside its chunk weighs those within it by e^{mu_s}; it still sums to 1.
+(With a maximum over the whole chunk, late keys would make early ones underflow.) The inner sums of
+a row are exact while the largest is above e^-55: while a feature of some key and the query is at
+least so strong, relative to the strongest of each. For m = 128 that holds up to |q| = |k| = 10
+after scaling for opposite q and k, up to 35 for orthogonal ones. Past that the row is lost. A lost
+row without keys outside its chunk weighs those within it by e^{mu_s}, which still sums to 1.
 
-`robust` forms the lost rows that matter beside what lies outside their chunk again, each pair in
-logarithms, feature by feature, as bidirectional attention does: all rows are then exact for any
-norm, and the others do not change. It costs time where a row is lost, a little where none is, and
-half as much compilation again.
+`robust` computes lost rows again, if they matter beside the keys outside the chunk: each pair in
+logarithms, feature by feature. All rows are then exact for any norm, and the others do not change.
+It costs time where a row is lost, a little where none is, and half of the compilation again.
 """
 
 import math
@@ -34,12 +33,13 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import _decay
 from performer.attention._checks import Plan
-from performer.attention._sizes import blocks, min_dim
+from performer.attention._sizes import blocks
 from performer.attention.state import (
     Features,
     Keys,
@@ -52,9 +52,9 @@ from performer.attention.state import (
     flat,
     heads_first,
     normalised,
-    of_keys,
     operand_dtype,
     pad,
+    state_of,
     weighted,
 )
 from performer.features import Split
@@ -63,16 +63,15 @@ from performer.typing import float32_or_wider
 TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
 LOST = 1e-29
-"""Row sums below this are taken for underflow."""
+"""Row sums below this count as underflow."""
 UNSURE = 1e-23
-"""Row sums above this are exact, to the last digits of float32, whatever is missing or added."""
+"""Row sums above this are exact to the last digits of float32, despite underflow and `TINY`."""
 LAST = -1e38
-"""The maximum of rows that count for nothing beside any others."""
-
+"""Maximum of rows that count for nothing beside any other."""
 BESIDE = 17.0
-"""e^-BESIDE is below what float32 resolves beside 1."""
+"""e^-BESIDE is below the resolution of float32 at 1."""
 KEPT = 4
-"""States of chunks of w tokens are kept from one pass to the next up to m = KEPT w features."""
+"""Chunks of w tokens keep their states for the second pass up to m = KEPT w features."""
 
 
 class Rows(NamedTuple):
@@ -84,24 +83,24 @@ class Rows(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Keys that are exact for the queries of their chunk and of its neighbours."""
+    """Exact keys of the queries of their chunk and of its neighbours."""
 
     keys: Keys
-    """(b, t, k, .), with a log-weight for each."""
+    """(b, t, k, .), with log-weights."""
     window: int
     """Tokens of a chunk."""
     scale: float
 
 
 class Block(NamedTuple):
-    """A block of c chunks of s tokens; before it, in a scan, the axis of the blocks."""
+    """A block of c chunks of s tokens; in a scan, the axis of the blocks comes first."""
 
     query: Array
-    """(k, b, c, g s, h), the g query heads of a key head as rows of a chunk."""
+    """(k, b, c, g s, h): the g query heads of a key head are rows of a chunk."""
     keys: Keys
-    """(k, b, c, s, .): what of a chunk goes into states."""
+    """(k, b, c, s, .): keys of the states."""
     ids: Array | None
-    """(b, c, s): segments."""
+    """Segments (b, c, s)."""
     near: Keys | None
     """(k, b, c, 2 s or 3 s, .): exact keys of the chunk before, its own, and the one after."""
     near_ids: Array | None
@@ -109,13 +108,13 @@ class Block(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The keys of each chunk, the axis of the chunks first, as seen from one side of it."""
+    """The keys of each chunk as seen from one side; the axis of the chunks comes first."""
 
     state: State
     segment: Array | None
-    """(c, b): the segment that goes on past that side, whose keys these are."""
+    """(c, b): the segment at that side, which has these keys."""
     fading: Array | None
-    """(c, k, b): what a state fades over the chunk."""
+    """(c, k, b): log-decay of a state over the chunk."""
 
 
 class Carry(NamedTuple):
@@ -123,9 +122,9 @@ class Carry(NamedTuple):
 
     far: State
     segment: Array | None
-    """(b,): whose keys these are."""
+    """(b,): segment of the keys."""
     beside: Own | None
-    """The chunk beside it, where that is not yet in the state."""
+    """The neighbouring chunk, if it is not yet in the state."""
 
 
 def sweep(
@@ -138,17 +137,15 @@ def sweep(
     ids: Int[Array, "b t"] | None = None,
     near: Near | None = None,
 ) -> tuple[Rows, State]:
-    """One pass over a sequence.
+    """Attend over a sequence; features and states of one block exist at a time.
 
     Args:
         maps: features of queries and of keys; beside exact keys, of the kernel itself.
-        query: with g query heads for each key head.
-        keys: what queries see through states, and in pairs if `near` is None.
-        ends: states (k, b, m) of the keys before the sequence and after it; None for the latter if
-            attention is causal.
-        plan: sizes of chunks and blocks; features and states of one block exist at a time, in the
-            backward pass too, where they are computed again.
-        ids: segments, runs of equal numbers; a query sees the keys of its own.
+        query: g query heads for each key head.
+        keys: keys of the states, and near keys if `near` is None.
+        ends: states (k, b, m) of the keys before and after the sequence; causal: None after it.
+        plan: sizes of chunks and blocks.
+        ids: segments, as runs of equal numbers.
         near: exact keys.
 
     Returns:
@@ -159,25 +156,25 @@ def sweep(
     count, length = blocks(t, max(plan.block, s), s)
     c, more = length // s, count * length - t
 
-    def chunks(x, beside=0):  # (b, t, k, ...) -> (count, k, b, c, s, ...), with others beside
+    def chunks(x, beside=0):  # (b, t, k, ...) -> (count, k, b, c, s (1 + beside), ...)
         parts = (x[:, i * s : i * s + count * length] for i in range(1 + beside))
         parts = [heads_first(y, count, length) for y in parts]
         return jnp.concatenate([y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in parts], axis=4)
 
     queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)
     queries = queries.reshape(*queries.shape[:4], g * s, h)
-    of_keys = jax.tree.map(chunks, extended(keys, 0, more))
-    around = segments = of_near = None
+    state_keys = jax.tree.map(chunks, extended(keys, 0, more))
+    around = segments = near_ids = None
     if ids is not None:
-        segments = of_near = chunks(ids[..., None])[:, 0]
+        segments = near_ids = chunks(ids[..., None])[:, 0]
     if near:
         around = jax.tree.map(partial(chunks, beside=sides), extended(near.keys, s, more + s))
         if ids is not None:
-            of_near = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
-    xs = Block(queries, of_keys, segments, around, of_near)
+            near_ids = chunks(pad(ids, s, more + s)[..., None], sides)[:, 0]
+    xs = Block(queries, state_keys, segments, around, near_ids)
     start, later, own = _edge(ends[0], xs, 0), None, None
     if ends[1] is not None:
-        # Without segments and decay a chunk has one state for the queries on both sides.
+        # Without segments and decay queries on both sides see the same state of a chunk.
         alike = near is not None and ids is None and keys.log_decay is None
         keep = alike and ends[0].maximum.shape[-1] <= KEPT * s
         later, own = _after_blocks(maps[1], xs, _edge(ends[1], xs, -1), keep)
@@ -221,7 +218,7 @@ def merge(left: Rows, right: Rows) -> Rows:
 
 @jax.custom_batching.custom_vmap
 def anywhere(lost: Bool[Array, "..."]) -> Bool[Array, ""]:
-    """Return if any is; one answer under `vmap` too, where two would mean that all is computed."""
+    """True if any is; a single answer under `vmap` too, so that `cond` stays one branch."""
     return jnp.any(lost)
 
 
@@ -230,11 +227,8 @@ def _(size, batched, lost):
     return anywhere(lost), False
 
 
-# What passes from chunk to chunk
-
-
 def _edge(end: State, xs: Block, side: int) -> Carry:
-    """States that come in from one end of the sequence; beside it there is no chunk."""
+    """States that come in at one end of the sequence, where no chunk is beside."""
     end, beside = jax.tree.map(flat, end), None
     segment = None if xs.ids is None else xs.ids[side, :, side, side]
     if xs.near is not None:
@@ -245,7 +239,7 @@ def _edge(end: State, xs: Block, side: int) -> Carry:
 
 
 def _after_blocks(key_map: Features, xs: Block, end: Carry, keep: bool) -> tuple[Carry, Own | None]:
-    """Sums into each block of the keys after it; the states of its chunks to `keep`."""
+    """States of the keys after each block; to `keep`, those of its chunks."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(carry, x):
@@ -266,7 +260,7 @@ def _flat_features(key_map: Features, keys: Keys) -> tuple[Split, Array, Array |
 def _own(
     split: Split, value: Array, log_decay: Array | None, ids: Array | None, after: bool
 ) -> Own:
-    """The keys of each chunk as queries before it see them, or after it."""
+    """The keys of each chunk for the queries after it, or before it if they come `after`."""
     fading = segment = None
     if log_decay is not None:
         since, until, fading = _decay.sums(log_decay)
@@ -275,14 +269,14 @@ def _own(
         segment = ids[..., 0 if after else -1]  # (b, c)
         split = weighted(split, jnp.where(ids == segment[..., None], 0.0, -jnp.inf))
         segment = segment.T
-    state = of_keys(split, value)  # (k, b, c, m)
+    state = state_of(split, value)  # (k, b, c, m)
     axis = state.maximum.ndim - 2
     state, fading = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (state, fading))
     return Own(state, segment, fading)
 
 
 def _passed(own: Own, carry: Carry, after: bool):
-    """States into each chunk of a block, (states (k, b, c, m), segments (b, c)); and beyond."""
+    """States (k, b, c, m) and segments (b, c) that enter each chunk of a block; the next carry."""
     far, segment, beside = carry
     if beside is not None:  # states are a chunk late
         parts = (own, beside) if after else (beside, own)
@@ -299,15 +293,12 @@ def _passed(own: Own, carry: Carry, after: bool):
         return (combine(faded, own.state), own.segment), carry
 
     c, axis = own.state.maximum.shape[0], own.state.maximum.ndim - 2
-    # A chunk of a window is little work for a turn of a loop.
+    # A chunk of a window is little work for an iteration.
     unroll = 1 if beside is None or is_symbolic_dim(c) else 8
     last, seen = jax.lax.scan(step, (far, segment), own, reverse=after, unroll=unroll)
     states, segments = seen
     states = jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), states)
     return (states, None if segments is None else segments.T), Carry(*last, beside)
-
-
-# What the queries of a block see
 
 
 def _block(
@@ -320,7 +311,7 @@ def _block(
     later: Carry | None,
     own: Own | None,
 ) -> tuple[Carry, Rows]:
-    """The chunks of one block, side by side; the scale is that of exact keys."""
+    """Rows (k, b, c, g s) of the chunks of a block; the scale is that of exact keys."""
     features = _flat_features(maps[1], x.keys)
     key_split, value, log_decay = features
     s, dtype = x.keys.key.shape[-2], operand_dtype(value)
@@ -341,8 +332,8 @@ def _block(
         parts.append((*_passed(_own(*features, x.ids, True), later, True)[0], until))
     allowed = _allowed(x, start, groups, is_causal=later is None)
     split = jax.tree.map(flat, maps[0](x.query))
-    of_query = None if x.ids is None else _for_groups(x.ids, groups)
-    rows = far = far_rows(split, parts, of_query, dtype)
+    query_ids = None if x.ids is None else _for_groups(x.ids, groups)
+    rows = far = far_rows(split, parts, query_ids, dtype)
     if x.near is not None:
         key, near_value, log_weights = jax.tree.map(flat, x.near[:3])
         logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
@@ -362,12 +353,12 @@ def _block(
 
 
 def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
-    """The same for each of the query heads of a key head, which are rows of one chunk."""
+    """Repeat for the query heads of a key head, which are rows of one chunk."""
     return jnp.concatenate([x] * groups, axis)
 
 
 def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, "#b #c t s"] | None:
-    """Which near keys a query sees; None for all."""
+    """Mask of the near keys of each query; None for all."""
     s, allowed = x.keys.key.shape[-2], None
     if is_causal:
         allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)[None, None]
@@ -377,10 +368,10 @@ def _allowed(x: Block, start: int, groups: int, is_causal: bool) -> Bool[Array, 
     return None if allowed is None else _for_groups(allowed, groups, -2)
 
 
-def _weighed(logits: Array, allowed: Array | None, of_pairs: Array | None) -> Array:
-    """Logits of pairs with their log-weights, -inf where a query does not see the key."""
-    if of_pairs is not None:
-        logits = logits + of_pairs
+def _weighed(logits: Array, allowed: Array | None, pair_bias: Array | None) -> Array:
+    """Logits with log-weights of pairs, -inf where the pair is not allowed."""
+    if pair_bias is not None:
+        logits = logits + pair_bias
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
@@ -389,10 +380,9 @@ def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> R
 
     Args:
         split: features of queries.
-        parts: states (..., m), whose segments (b, c) they are or None, and what they have faded
-            for each query, or None.
-        segments: of the queries, (b, c, t).
-        dtype: of the operands of products.
+        parts: states (..., m), their segments (b, c) or None, and log-decays (..., t) or None.
+        segments: (b, c, t), of the queries.
+        dtype: operands of products.
     """
     exponents = []
     for state, segment, fading in parts:
@@ -425,15 +415,15 @@ def _within(
     query_split: Split,
     key_split: Split,
     allowed: Array | None,
-    of_pairs: Array | None,
+    pair_bias: Array | None,
     least: float,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "*c t s"], Float[Array, "*c t"], Float[Array, "*c t"]]:
-    """The kernel of the queries (k, b, c, g s, m) and the keys (k, b, c, s, m) of their chunk.
+    """The kernel of queries (k, b, c, g s, m) and keys (k, b, c, s, m) of a chunk.
 
     Returns:
-        Its rows e^{-maximum}; the maxima; and for rows whose sum is below `least`, which then are
-        `LAST`, the logarithm of what it is below, else -inf.
+        Its rows times e^{-maximum}; the maxima, `LAST` for rows whose sum is below `least`; and an
+        upper bound of the logarithm of these sums, -inf for the other rows.
     """
     nu, mu = (jax.lax.stop_gradient(jnp.max(x[0], axis=-1)) for x in (query_split, key_split))
     kernel = dot(
@@ -442,12 +432,11 @@ def _within(
         exponentials(key_split, mu[..., None]),
         dtype,
     )
-    scores = _weighed(mu[..., None, :], allowed, of_pairs)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))  # that a row may see
+    scores = _weighed(mu[..., None, :], allowed, pair_bias)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     bound = jnp.exp(scores - finite(largest)[..., None])
-    if query_split[0].shape[-1] == 1:  # features share the exponent: nothing is lost between them
+    if query_split[0].shape[-1] == 1:  # features share the exponent: none underflows alone
         return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
-    # Positive features: the rows sum to 1.
     weights = (kernel + TINY) * bound
     total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
     total = jnp.where(total == 0, 1.0, total)
@@ -458,26 +447,26 @@ def _within(
 
 
 def _in_logarithms(
-    maps, query: Array, keys: Keys, allowed, of_pairs, lost: Array, rows: Rows
+    maps, query: Array, keys: Keys, allowed, pair_bias, lost: Array, rows: Rows
 ) -> Rows:
-    """The rows of a block, those that are lost with the keys of their chunk, pair by pair."""
+    """The rows of a block, lost ones with the keys of their chunk, pair by pair."""
     query_split = jax.tree.map(flat, maps[0](query))
     key_split, value, _ = _flat_features(maps[1], keys)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def of_key(split):  # (k, b, c, m)
-        (exponent, factor), (of_key, factor_of_key) = query_split, split
-        exponent = exponent + of_key[..., None, :]
+    def log_kernel(split):  # (k, b, c, m)
+        (exponent, factor), (key_exponent, key_factor) = query_split, split
+        exponent = exponent + key_exponent[..., None, :]
         if factor is not None:
-            factor = factor * factor_of_key[..., None, :]
+            factor = factor * key_factor[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
         total = jnp.sum(exponentials((exponent, factor), maximum[..., None]), axis=-1)
         return maximum + jnp.log(jnp.where(total == 0, 1.0, total))
 
     by_key = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), key_split)
-    kernel = jnp.moveaxis(jax.lax.map(of_key, by_key), 0, -1)
-    again = softmax_rows(_weighed(kernel, allowed, of_pairs), value)
-    both = merge(rows, again)  # where the first look left LAST, which counts for nothing
+    kernel = jnp.moveaxis(jax.lax.map(log_kernel, by_key), 0, -1)
+    again = softmax_rows(_weighed(kernel, allowed, pair_bias), value)
+    both = merge(rows, again)  # lost rows have the maximum LAST, which counts for nothing
     return Rows(
         jnp.where(lost, both.maximum, rows.maximum),
         jnp.where(lost, both.denominator, rows.denominator),

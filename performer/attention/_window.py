@@ -1,20 +1,18 @@
 """Near keys exactly, far ones by their features, in one normaliser.
 
-A sequence is cut into chunks of `exact_window` tokens. A query sees the keys of its own chunk and
-of the one before (and of the one after, if it is not causal) by e^{q.k} itself, all others by the
-estimate sum_j phi_j(q) phi_j(k): a sparse correction of a low-rank estimate (Chen et al. 2021), but
-of the kernel, so that one normaliser serves both. The first keys, where trained models put the
-attention that has no other place (Xiao et al. 2024), may be exact for every query, too.
+A sequence is cut into chunks of `exact_window` tokens. A query attends to the keys of its own and
+the previous chunk (and the next, if not causal) by e^{q.k} itself, to all others by the estimate
+sum_j phi_j(q) phi_j(k): a sparse correction of a low-rank estimate (Chen et al. 2021), but of the
+kernel, so that one normaliser serves both. The first keys, which attract much attention in trained
+models (Xiao et al. 2024), may be exact for every query, too.
 
-What is far is the state of the keys up to two chunks before, and of those from two chunks after,
-as `_sweep` has them.
-
-The estimate must be the kernel here, not the kernel up to a factor of the row: the maps have the
-query's half norm, 1 / m, and the determinant of a calibration.
+Far keys enter through states, up to two chunks before and from two chunks after (`_sweep`). The
+estimate must be the kernel here, not up to a factor of the row: the maps include the query's half
+norm, 1 / m, and the determinant of a calibration.
 """
 
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,79 +23,74 @@ from performer.attention import state as states
 from performer.attention._checks import Exact, Plan
 from performer.attention._sweep import Near, Rows, far_rows, merge, ratio, softmax_rows, sweep
 from performer.attention.parallel import beside, earlier_devices, later_devices
-from performer.attention.state import Keys, State, WindowState, dot, extended, pad
+from performer.attention.state import Features, Keys, State, WindowState, dot, extended, pad, take
 from performer.typing import float32_or_wider
 
 
+class Call(NamedTuple):
+    """Attention with exact keys, of as many queries as keys."""
+
+    maps: tuple[Features, Features]
+    """Features of queries and of keys, which estimate the kernel itself."""
+    query: Float[Array, "b t k g h"]
+    """Queries after calibration."""
+    keys: Keys
+    """Keys after shift and calibration, with log-weights."""
+    nothing: State
+    """State (k, b, m) of no keys."""
+    scale: float
+    exact: Exact
+    is_causal: bool
+    plan: Plan
+
+
 def attention(
-    maps,
-    query: Float[Array, "b t k g h"],
-    keys: Keys,
-    ids: Int[Array, "b t"] | None,
-    state: WindowState | None,
-    nothing: State,
-    scale: float,
-    exact: Exact,
-    is_causal: bool,
-    plan: Plan,
+    call: Call, ids: Int[Array, "b t"] | None, state: WindowState | None
 ) -> tuple[Float[Array, "b t k g v"], WindowState | None]:
-    """The output of as many queries as keys; and the state after all, for streams.
+    """The output, and for streams the state after all keys.
 
     Args:
-        maps: features of queries and of keys, which estimate the kernel itself.
-        query: after calibration.
-        keys: after shift and calibration.
-        ids: segments, runs of equal numbers; a query sees the keys of its own.
-        state: of the keys before them.
-        nothing: the state (k, b, m) of no keys.
-        scale: the factor on q.k.
-        exact: which keys are exact.
-        is_causal: whether a query sees the keys up to itself alone.
-        plan: how it is computed.
+        call: keys may lack log-weights.
+        ids: segments, as runs of equal numbers.
+        state: state of earlier keys.
     """
-    t, keys, f = query.shape[1], _counted(keys), exact.first
+    call = call._replace(keys=_counted(call.keys))
+    query, keys, f, is_causal, plan = *call[1:3], call.exact.first, call.is_causal, call.plan
+    t = query.shape[1]
     if state is not None or plan.return_state or t == 0:
-        return _stream(maps, query, keys, state, nothing, scale, exact, plan)
+        return _stream(call, state)
     begin = jnp.zeros((1, 1), jnp.int32) if ids is None else _begins(ids)
     if plan.axis_name is not None:
         begin = begin - t * jax.lax.axis_index(plan.axis_name)
     place = jnp.arange(t, dtype=begin.dtype)[None] - begin
     others = _without_first(keys, place, f)
     if plan.axis_name is not None:
-        rows = _over_devices(maps, query, others, nothing, scale, exact.window, is_causal, plan)
+        rows = _over_devices(call, others)
     else:
-        near = Near(others, min(exact.window, t), scale)
-        ends = nothing, None if is_causal else nothing
-        rows, _ = sweep(maps, query, others, ends, plan, ids=ids, near=near)
+        near = Near(others, min(call.exact.window, t), call.scale)
+        ends = call.nothing, None if is_causal else call.nothing
+        rows, _ = sweep(call.maps, query, others, ends, plan, ids=ids, near=near)
     if f:
         first, fading = _first(keys, ids, begin, f, plan.axis_name), None
         if keys.log_decay is not None:
             fading = _faded_first(keys.log_decay, place, f, is_causal, plan.axis_name)
         allowed = _reached(place, f) if is_causal else None
-        rows = merge(rows, _exact(query, first, scale, allowed, fading))
+        rows = merge(rows, _exact(query, first, call.scale, allowed, fading))
     return ratio(rows), None
 
 
-def _stream(
-    maps,
-    query: Float[Array, "b t k g h"],
-    keys: Keys,
-    state: WindowState | None,
-    nothing: State,
-    scale: float,
-    exact: Exact,
-    plan: Plan,
-) -> tuple[Float[Array, "b t k g v"], WindowState]:
+def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k g v"], WindowState]:
     """The output after earlier keys, and the state after all; causal."""
+    maps, query, keys, nothing, scale, exact, _, plan = call
     w, f, t = exact.window, exact.first, query.shape[1]
     state = _empty(keys, nothing, exact) if state is None else state
-    if t == 0:  # the state as it came
+    if t == 0:
         return jnp.zeros((*query.shape[:-1], keys.value.shape[-1]), keys.value.dtype), state
     place = state.position[:, None] + jnp.arange(t)
     first = _either(state.first, _taken(keys, jnp.arange(f) - place[:, :1]))
-    # The chunk before that of the first token, then its own: what is there of it, the new tokens.
+    # The chunk before that of the first token, the filled part of its own, then the new tokens.
     filled = state.position[:, None] % w
-    chunks = -(-(w - 1 + t) // w)  # that t tokens can touch
+    chunks = -(-(w - 1 + t) // w)  # the most that t tokens touch
     index = jnp.arange((chunks + 2) * w)
     joined = jax.tree.map(
         lambda *x: jnp.concatenate(x, axis=1), state.near, _without_first(keys, place, f)
@@ -105,72 +98,65 @@ def _stream(
     around = _taken(joined, jnp.where(index < w + filled, index, index + w - filled))
     done = (filled + t) // w * w
     near = _taken(around, done + jnp.arange(2 * w))
-    folded = _where(index < done, around)  # into the state, that is
+    folded = _where(index < done, around)  # keys that enter the state
     if t == 1:
         whole, part = _cut(around, 0, 2 * w), _cut(folded, 0, w)
-        rows, after = _next(maps, query, whole, part, jnp.any(done > 0), state, scale, plan)
+        rows, after = _next(call, whole, part, jnp.any(done > 0), state)
     else:
         places = jnp.arange((chunks + 1) * w) - w - filled
-        queries = _along(query, jnp.clip(places, 0, t - 1))
+        queries = take(query, jnp.clip(places, 0, t - 1))
         whole, part = _cut((around, folded), 0, places.shape[-1])
         ends, whole = (state.far, None), Near(whole, w, scale)
         rows, after = sweep(maps, queries, part, ends, plan, near=whole)
-        rows = Rows(*(_along(x, w + filled + jnp.arange(t)) for x in rows))
+        rows = Rows(*(take(x, w + filled + jnp.arange(t)) for x in rows))
     if f:
         fading, elapsed = None, state.first.log_decay
         if elapsed is not None:
             places = state.position[:, None] - w - filled + index
-            of_tokens, gone = (
+            per_token, gone = (
                 _faded_first(cast(Array, x.log_decay), places, f) for x in (around, folded)
             )
-            fading = elapsed[:, None] + _along(of_tokens, w + filled + jnp.arange(t))
+            fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t))
             first = first._replace(log_decay=elapsed + gone[:, -1])
         rows = merge(rows, _exact(query, first, scale, _reached(place, f), fading))
     return ratio(rows), WindowState(after, near, first, state.position + t)
 
 
 def _next(
-    maps, query, around: Keys, folded: Keys, full, state: WindowState, scale: float, plan: Plan
-):
+    call: Call, around: Keys, folded: Keys, full: Bool[Array, ""], state: WindowState
+) -> tuple[Rows, State]:
     """The rows of one token, and the state of the far keys after it.
 
-    The state fades over a chunk that is full even if none of its keys exists.
+    The state fades over a full chunk even if none of its keys exists.
     """
 
     def fold(far):
         far = _decay.faded(far, _decay.total(folded))
-        return states.summarise(maps[1], _decay.as_seen(folded, "until"), far, plan.block)
+        return states.summarise(call.maps[1], _decay.as_seen(folded, "until"), far, call.plan.block)
 
     far = _decay.faded(state.far, _decay.total(around))
-    split = maps[0](jnp.moveaxis(query[:, 0], 1, 0))  # (k, b, g, m)
+    split = call.maps[0](jnp.moveaxis(call.query[:, 0], 1, 0))  # (k, b, g, m)
     seen = far_rows(split, [(far, None, None)], None, far.normaliser.dtype)
     seen = Rows(*(jnp.moveaxis(x, 0, 1)[:, None] for x in seen))  # (b, 1, k, g, ...)
-    rows = merge(_exact(query, _decay.as_seen(around, "until"), scale), seen)
+    rows = merge(_exact(call.query, _decay.as_seen(around, "until"), call.scale), seen)
     return rows, jax.lax.cond(full, fold, lambda far: far, state.far)
 
 
-def _over_devices(
-    maps,
-    query,
-    keys: Keys,
-    nothing: State,
-    scale: float,
-    w: int,
-    is_causal: bool,
-    plan: Plan,
-) -> Rows:
-    """With the chunks of the neighbours beside those of this device."""
-    name, t, sides = cast(str, plan.axis_name), query.shape[1], (w, 0 if is_causal else w)
+def _over_devices(call: Call, keys: Keys) -> Rows:
+    """Rows of a sharded sequence, with the chunks of the neighbouring devices."""
+    name, t, w = cast(str, call.plan.axis_name), call.query.shape[1], call.exact.window
+    sides = w, 0 if call.is_causal else w
     around = beside(extended(keys, *sides), *sides, name)
 
     def far(start, side, exchange):
         part = _cut(around, start, t)
-        own = states.summarise(maps[1], _decay.as_seen(part, side), nothing, plan.block)
+        seen = _decay.as_seen(part, side)
+        own = states.summarise(call.maps[1], seen, call.nothing, call.plan.block)
         return exchange(own, name, _decay.total(part))
 
-    later = None if is_causal else far(2 * w, "since", later_devices)
-    ends, near = (far(0, "until", earlier_devices), later), Near(around, w, scale)
-    rows, _ = sweep(maps, pad(query, *sides), around, ends, plan, near=near)
+    later = None if call.is_causal else far(2 * w, "since", later_devices)
+    ends, near = (far(0, "until", earlier_devices), later), Near(around, w, call.scale)
+    rows, _ = sweep(call.maps, pad(call.query, *sides), around, ends, call.plan, near=near)
     return _cut(rows, w, t)
 
 
@@ -181,20 +167,21 @@ def _exact(
     allowed: Bool[Array, "*b t f"] | None = None,
     fading: Float[Array, "b t f k"] | None = None,
 ) -> Rows:
-    """Rows of all queries with a few keys, (b, f, k, .) or those of each query, (b, t, f, k, .)."""
+    """Rows of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""
     of = "btskh" if keys.key.ndim == 5 else "bskh"
     logits = dot(f"btkgh,{of}->btkgs", query, keys.key, query.dtype) * scale
+    # (b, f, k) -> (b, 1, k, 1, f)
     log_weights = jnp.swapaxes(cast(Array, keys.log_weights), -1, -2)[..., :, None, :]
     logits = logits + (log_weights if keys.key.ndim == 5 else log_weights[:, None])
     if fading is not None:
-        logits = logits + jnp.swapaxes(fading, -1, -2)[..., None, :]
+        logits = logits + jnp.swapaxes(fading, -1, -2)[..., None, :]  # (b, t, k, 1, f)
     if allowed is not None:
         logits = jnp.where(allowed[:, :, None, None], logits, -jnp.inf)
     return softmax_rows(logits, keys.value, f"btkgs,{of[:-1]}v->btkgv")
 
 
 def _counted(keys: Keys) -> Keys:
-    """With a log-weight for each of (b, s, k)."""
+    """Keys with log-weights (b, s, k)."""
     log_weights = jnp.zeros((), float32_or_wider(keys.key))
     if keys.log_weights is not None:
         log_weights = keys.log_weights
@@ -213,7 +200,7 @@ def _faded_first(
     after = (place[..., None] > jnp.arange(f))[..., None]
     later = jnp.where(after, log_decay, 0.0)
     fading = _decay.since_begin(later, begins) + _of_others(later, jnp.less, axis_name)
-    if not is_causal:  # queries before them, too
+    if not is_causal:  # queries before the key, too
         between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
         fading += _of_others(between, jnp.greater, axis_name)
         between, ends = (jnp.roll(jnp.flip(x, axis=1), 1, axis=1) for x in (between, begins))
@@ -223,7 +210,7 @@ def _faded_first(
 
 
 def _of_others(log_decay: Array, which, axis_name: str | None) -> Array | float:
-    """Sums (b, 1, f, k) over the tokens of the devices before this one, or after it."""
+    """Sums (b, 1, f, k) over the tokens of the devices before or after this one."""
     if axis_name is None:
         return 0.0
     sums = jax.lax.all_gather(jnp.sum(log_decay, axis=1, keepdims=True), axis_name)
@@ -242,40 +229,38 @@ def _without_first(keys: Keys, place: Int[Array, "#b t"], f: int) -> Keys:
 
 
 def _first(keys: Keys, ids: Array | None, begin: Array, f: int, axis_name: str | None) -> Keys:
-    """The first keys, or those of each query's own segment."""
+    """The first keys, or those of each query's segment."""
     if ids is None:
-        if axis_name is not None:  # which may lie on several devices
+        if axis_name is not None:  # they may lie on several devices
             gather = partial(jax.lax.all_gather, axis_name=axis_name, axis=1, tiled=True)
             keys = jax.tree.map(gather, _cut(keys, 0, f))
         return _cut(extended(keys, 0, max(f - keys.key.shape[1], 0)), 0, f)
     b, t = ids.shape
     index = (begin[..., None] + jnp.arange(f)).reshape(b, t * f)
-    own = jnp.repeat(ids, f, axis=1) == _along(ids, jnp.minimum(index, t - 1))
+    own = jnp.repeat(ids, f, axis=1) == take(ids, jnp.minimum(index, t - 1))
     first = _where(own, _taken(keys, index))
     return jax.tree.map(lambda x: x.reshape(b, t, f, *x.shape[2:]), first)
 
 
 def _reached(place: Int[Array, "#b t"], f: int) -> Bool[Array, "#b t f"]:
-    """Which of the first keys a causal query sees."""
+    """Mask of the first keys that a causal query sees."""
     return jnp.arange(f, dtype=place.dtype)[None, None] <= place[..., None]
 
 
 def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:
     """The state before any key."""
     none, (b, s) = _where(False, keys), keys.key.shape[:2]
-
-    def of(length):
-        return _cut(extended(none, 0, length), s, length)
-
-    position = jnp.zeros((b,), jnp.int32)
-    return WindowState(nothing, of(2 * exact.window), of(exact.first), position)
+    near, first = (
+        _cut(extended(none, 0, length), s, length) for length in (2 * exact.window, exact.first)
+    )
+    return WindowState(nothing, near, first, jnp.zeros((b,), jnp.int32))
 
 
 def _taken(keys: Keys, index: Int[Array, "b i"]) -> Keys:
-    """The keys of these places; where there is no such place, no key."""
+    """The keys at these places; no key outside the sequence."""
     last = keys.key.shape[1] - 1
     index = jnp.broadcast_to(index, (keys.key.shape[0], index.shape[-1]))
-    taken = jax.tree.map(partial(_along, index=jnp.clip(index, 0, last)), keys)
+    taken = jax.tree.map(partial(take, index=jnp.clip(index, 0, last)), keys)
     return _where((index >= 0) & (index <= last), taken)
 
 
@@ -289,7 +274,7 @@ def _where(exists: Bool[Array, "#b s"] | bool, keys: Keys) -> Keys:
 
 
 def _either(left: Keys, right: Keys) -> Keys:
-    """The left keys where there are any."""
+    """The left keys where they exist, else the right ones."""
     exists = ~jnp.isneginf(cast(Array, left.log_weights))
 
     def choose(x, y):
@@ -300,8 +285,3 @@ def _either(left: Keys, right: Keys) -> Keys:
 
 def _cut(tree, start: int, length: int):
     return jax.tree.map(lambda x: x[:, start : start + length], tree)
-
-
-def _along(x: Array, index: Int[Array, "b i"]) -> Array:
-    """Tokens of (b, t, ...) at the places (b, i)."""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

@@ -1,37 +1,36 @@
 """Calibration: exact invariances and importance sampling that lower the error of attention.
 
-The variance of an estimate of e^{q.k}, relative to its square, grows like e^{|q + k|^2}, and in a
-trained model queries and keys are long, off centre and anisotropic. What does not change softmax
-attention may be chosen to suit the estimate. With v = q + k over pairs (query, key), transformed:
+The variance of an estimate of e^{q.k}, relative to its square, grows like e^{|q + k|^2}. In a
+trained model queries and keys are long, off centre and anisotropic. Invariances of softmax
+attention are chosen to suit the estimate. With v = q + k over pairs (query, key), transformed:
 
-    shift     k -> k - c leaves softmax attention as it is; c = E k + M^2 E q makes E v = 0
-    scale     q -> M q, k -> M^-1 k leaves q.k as it is; M^2 = Cov(q)^-1 # Cov(k), with # the
+    shift     k -> k - c leaves softmax attention unchanged; c = E k + M^2 E q makes E v = 0
+    scale     q -> M q, k -> M^-1 k leaves q.k unchanged; M^2 = Cov(q)^-1 # Cov(k), with # the
               geometric mean of matrices, makes the two covariances equal
     proposal  frequencies w = mu + L g, where g is the coupling's draw, are N(mu, S), S = L L^T,
               with mu = E v and S a function of Cov v
-    tilt      the same with mu = 0, and E v v^T in the place of Cov v
+    tilt      the same with mu = 0, and E v v^T instead of Cov v
     traceless the same, with S divided by its mean eigenvalue
 
 The last three are importance sampling: a feature has the weight N(w; 0, I) / N(w; mu, S), and the
-estimate of the kernel stays unbiased whatever mu and S are, if the rows of the coupling are
-N(0, I). For one pair its second moment, relative to the squared kernel, is in one dimension
+estimate of the kernel is unbiased for any mu and S if the rows of the coupling are N(0, I). For one
+pair its second moment, relative to the squared kernel, is in one dimension
 
     s (2 s - 1)^(-1/2) exp(((2 v - mu / s)^2 s / (2 s - 1) + mu^2 / s) / 2 - v^2)
 
 and the mean of its logarithm over pairs is smallest at mu = E v and, with F = Cov v,
 2 S^2 - (3 I + 2 F) S + I = 0: S = (3 I + 2 F + ((2 F + I)^2 + 8 F)^(1/2)) / 4.
 
-Where the lengths of the frequencies are fixed, or one for a whole block, the normalisation of
-attention takes out of the weights what is common to all features, and with it the correction of a
-change of the mean length. There S must leave the mean square length as it is: `traceless`. Which
-of the two it is follows from the coupling (`couplings.properties`); not knowing it, `traceless`.
+If the lengths of the frequencies are fixed, or common to a block, attention's normalisation cancels
+the common part of the weights, which corrects a change of the mean length. S must then keep the
+mean square length: `traceless`. `couplings.properties` decides; if unknown, `traceless` is used.
 
-The pairs are drawn from softmax attention itself, whose large entries count most: a query like any
-other, and a key as it attends to it. All is fitted from the second moment of (1, q, k) over them.
+Pairs are drawn from softmax attention, whose large entries count most: a uniform query, and a key
+with the probability of its attention. All is fitted from the second moment of (1, q, k).
 
-Queries and keys here are those after the factor sqrt(scale) each, so that attention is
-softmax(q.k). Nothing here needs a decomposition: on CPU, several batched eigenvalue problems or
-triangular solves in one compiled program can wait for one another for ever.
+Queries and keys here include the factor sqrt(scale) each, so that attention is softmax(q.k). No
+decomposition is used: on CPU, several batched eigenvalue problems or triangular solves in one
+compiled program can deadlock.
 
 Sources: Likhosherstov et al. 2022 (FAVOR++, a scalar S) and 2023 (FAVOR#, dense-exponential
 features; their A is (I - S) / 4); Bhatia 2007 (the geometric mean).
@@ -54,7 +53,7 @@ from performer.typing import Coupling, float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
 SAMPLING = ("tilt", "traceless", "proposal")
-METHODS = {  # names for combinations of parts; any other is written out, as in "scale+proposal"
+METHODS = {  # names of combinations; others are written out, as "scale+proposal"
     "none": "",
     "shift": "shift",
     "shift+scale": "shift+scale",
@@ -63,7 +62,7 @@ METHODS = {  # names for combinations of parts; any other is written out, as in 
 RIDGE = 0.05
 """Added to covariances before they are inverted, relative to their mean eigenvalue."""
 ROUNDING = 4 * float(np.finfo(np.float32).eps)
-"""Added to them before anything else, relative to the sum of the mean squares they come from."""
+"""Added to covariances first, relative to the sum of the mean squares in them."""
 
 Moments = Float[Array, "*n z z"]
 """Sum of (1, q, k) (1, q, k)^T over pairs of a query and a key, z = 2 h + 1; [0, 0] counts them.
@@ -75,8 +74,7 @@ Moments = Float[Array, "*n z z"]
 class Calibration(NamedTuple):
     """Changes of queries, keys and frequencies before attention; None for no change.
 
-    In the module's notation c, M, M^-1, mu, L. Either each leaf has a first axis with one entry for
-    each key head, or none has.
+    The leaves are c, M, M^-1, mu, L of this module, all with a first axis of key heads, or none.
     """
 
     shift: Float[Array, "*n h"] | None = None
@@ -87,12 +85,12 @@ class Calibration(NamedTuple):
 
     @property
     def changes_law(self) -> bool:
-        """True if frequencies are drawn from another law, by a tilt or a proposal."""
+        """True if a tilt or a proposal changes the law of the frequencies."""
         return self.mean is not None or self.root is not None
 
 
 RANKS = (1, 2, 2, 1, 2)
-"""Axes of the leaves of a `Calibration`, in its order, but for that of the heads."""
+"""Number of axes of each leaf of a `Calibration`, without that of the heads."""
 
 
 def calibrate(
@@ -105,18 +103,17 @@ def calibrate(
     mask: ArrayLike | None = None,
     is_causal: bool = False,
 ) -> Calibration:
-    """The calibration that suits these queries and keys, for each key head.
+    """Fit a calibration to queries and keys, for each key head.
 
     Args:
         query: (..., t, n, h).
         key: (..., s, k, h), n a multiple of k.
-        coupling: of the frequencies it is for, by name or as a value. It decides about "tilt",
-            which is "traceless" for common or fixed lengths (pm, fixed), and for a coupling that
-            does not say, or None: right for every coupling, if not as good as it could be.
+        coupling: coupling of the frequencies. A tilt is traceless for common or fixed lengths (pm,
+            fixed) and for unknown ones (None): valid for every coupling, but not always the best.
         method: "none", "shift", "shift+scale" or "full"; or any of shift, scale, and tilt,
             traceless or proposal joined by "+".
-        scale: the factor on q.k; 1 / sqrt(h) if None.
-        mask: which keys exist, as in `performer_attention`.
+        scale: factor on q.k; 1 / sqrt(h) if None.
+        mask: keys that exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
 
     Raises:
@@ -145,16 +142,16 @@ def pair_moments(
 ) -> Moments:
     """Second moment of (1, q, k) over the pairs of softmax attention.
 
-    It is a mean over queries, batch entries and the query heads of a key head. Means of it over
-    batches or devices are what `fit` takes for all of them. Needs (..., n, num_queries, s) memory.
+    It is a mean over queries, batch entries and the query heads of a key head; `fit` accepts means
+    of it over batches or devices. It needs (..., n, num_queries, s) memory.
 
     Args:
         query: (..., t, n, h).
         key: (..., s, k, h).
-        scale: the factor on q.k; 1 / sqrt(h) if None.
-        mask: which keys exist, as in `performer_attention`; or, bool (..., 1, t, s), which pairs.
+        scale: factor on q.k; 1 / sqrt(h) if None.
+        mask: keys that exist, as in `performer_attention`, or pairs, bool (..., 1, t, s).
         is_causal: only pairs whose key is not later than the query.
-        num_queries: so many of the queries, evenly spaced; all if None.
+        num_queries: number of queries measured, evenly spaced; all if None.
 
     Returns:
         (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
@@ -181,7 +178,7 @@ def _pair_moments(
 ) -> Moments:
     t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
     count = t if num_queries is None else min(num_queries, t)
-    position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # past 2^31 for long t
+    position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # may pass 2^31
     exists = jnp.ones((count, s), bool)
     if is_causal:
         exists = jnp.arange(s)[None] <= position[:, None]
@@ -196,21 +193,21 @@ def _pair_moments(
     logits = _dot("kbgth,kbsh->kbgts", query, key)
     attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
     attention = attention / query[0, ..., 0].size
-    of_query, of_key = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
+    query_weights, key_weights = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
     query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
-    query_query = _dot("kbgt,kbgty,kbgtz->kyz", of_query, query, query)
+    query_query = _dot("kbgt,kbgty,kbgtz->kyz", query_weights, query, query)
     query_key = _dot("kbgts,kbgty,kbsz->kyz", attention, query, key)
-    key_key = _dot("kbs,kbsy,kbsz->kyz", of_key, key, key)
+    key_key = _dot("kbs,kbsy,kbsz->kyz", key_weights, key, key)
     return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
 
 
 def fit(
     moments: Moments, method: str = "full", coupling: str | Coupling | None = None
 ) -> Calibration:
-    """The calibration for these moments; the identity where no pair was counted.
+    """Fit a calibration to moments; the identity where no pair was counted.
 
     Args:
-        moments: from `pair_moments`, or a mean of several.
+        moments: result of `pair_moments`, or a mean of several.
         method: as for `calibrate`.
         coupling: as for `calibrate`.
 
@@ -223,14 +220,14 @@ def fit(
 @partial(jax.jit, static_argnums=1)
 def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
     h = (moments.shape[-1] - 1) // 2
-    # Where nothing was counted, as if all queries and keys were zero: the identity suits them.
+    # Without pairs, as if all queries and keys were zero: the identity.
     nothing = jnp.zeros((2 * h + 1, 2 * h + 1), moments.dtype).at[0, 0].set(1)
     moments = jnp.where(moments[..., :1, :1] > 0, moments, nothing)
     moments = moments / moments[..., :1, :1]
     mean = moments[..., 1:, 0]
     queries, keys = mean[..., :h], mean[..., h:]
     covariance = moments[..., 1:, 1:] - mean[..., :, None] * mean[..., None, :]
-    # What float32 makes of moments about zero must not leave a covariance indefinite.
+    # Rounding of moments about zero must not make a covariance indefinite.
     squares = jnp.diagonal(moments, axis1=-2, axis2=-1)[..., 1:]
     size = jnp.sum(squares.reshape(*squares.shape[:-1], 2, h), axis=-1)
     rounding = jnp.repeat(ROUNDING * size, h, axis=-1)
@@ -248,13 +245,13 @@ def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
     to_v = jnp.concatenate([M, inverse], axis=-1)
     mean_v = _apply(M, queries) + _apply(inverse, keys - c)
     size = _dot("...xy,...yy,...xy->...", to_v, covariance, to_v)[..., None, None]
-    of_v = _transform(to_v, covariance)
-    of_v = of_v + ROUNDING * size * _eye(of_v)
+    spread = _transform(to_v, covariance)
+    spread = spread + ROUNDING * size * _eye(spread)
     if "proposal" in names:
-        return calibration._replace(mean=mean_v, root=_best_root(of_v))
+        return calibration._replace(mean=mean_v, root=_best_root(spread))
     if "tilt" not in names and "traceless" not in names:
         return calibration
-    root = _best_root(of_v + mean_v[..., :, None] * mean_v[..., None, :])
+    root = _best_root(spread + mean_v[..., :, None] * mean_v[..., None, :])
     if "traceless" in names:
         root = root / jnp.sqrt(jnp.sum(root**2, axis=(-2, -1), keepdims=True) / h)
     return calibration._replace(root=root)
@@ -263,11 +260,11 @@ def _fit(moments: Moments, names: tuple[str, ...]) -> Calibration:
 def fold(
     calibration: Calibration, frequencies: Float[Array, "*n m h"]
 ) -> tuple[Float[Array, "*k m h"], Float[Array, "*l m h"], Float[Array, "*l m"] | None]:
-    """Frequencies for the queries, for the keys, and the logarithm of each feature's weight.
+    """Frequencies of queries and of keys, and the logarithm of each feature's weight.
 
-    For queries as they are and keys from `transform_keys`, w = mu + L g for the rows g of
-    `frequencies`. Of the weights the constant factor det L is left out, which attention does not
-    see; None stands for weights of 1. All float64 if an argument is, else float32.
+    They go with unchanged queries and keys from `transform_keys`: w = mu + L g for the rows g of
+    `frequencies`. The weights lack the constant factor det L, which cancels in attention; None is
+    weights of 1. All are float64 if an argument is, else float32.
     """
     calibration, frequencies = _of_one_dtype((calibration, frequencies))
     w = frequencies
@@ -279,12 +276,12 @@ def fold(
     log_weights = None
     if w is not frequencies:
         log_weights = jnp.sum(jnp.broadcast_to(frequencies, w.shape) ** 2 - w**2, axis=-1) / 2
-    of_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
-    return of_query, w, log_weights
+    w_query = w if calibration.scale is None else _dot("...mx,...xy->...my", w, calibration.scale)
+    return w_query, w, log_weights
 
 
 def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
-    """Return one entry for each of `num_heads` heads; consecutive heads share a key head."""
+    """Repeat the leaves for `num_heads` heads; consecutive heads share a key head."""
     leaves = zip(calibration, RANKS, strict=True)
     return Calibration(
         *(x if x is None or x.ndim == rank else _repeated(x, num_heads) for x, rank in leaves)
@@ -292,7 +289,7 @@ def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
 
 
 def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
-    """M^-1 (k - c); keys after the factor sqrt(scale)."""
+    """M^-1 (k - c), of keys after the factor sqrt(scale)."""
     calibration, key = _of_one_dtype((calibration, key))
     if calibration.shift is not None:
         key = key - jnp.broadcast_to(calibration.shift, key.shape)
@@ -302,12 +299,12 @@ def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Flo
 def transform_queries(
     calibration: Calibration, query: Float[Array, "*b n h"]
 ) -> Float[Array, "*b n h"]:
-    """M q, in the dtype of the queries; of each head, or of those that share a key head."""
+    """M q, in the dtype of the queries."""
     return _of_heads(*_of_one_dtype((query, calibration.scale))).astype(query.dtype)
 
 
 def _of_heads(x: Float[Array, "*b n h"], matrix: Array | None) -> Float[Array, "*b n h"]:
-    """x M for a symmetric M (h, h), or one for each head or group of heads."""
+    """x M for symmetric M, shared or for each group of heads."""
     if matrix is None:
         return x
     if matrix.ndim == 2:
@@ -320,7 +317,7 @@ def _repeated(leaf: Array, num_heads: int) -> Array:
 
 
 def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
-    """log det L of positive definite matrices, by elimination: nothing of LAPACK (see above)."""
+    """log det L of positive definite matrices, by elimination (no LAPACK, see above)."""
 
     def step(matrix, i):
         pivot = matrix[..., i, i]
@@ -332,12 +329,12 @@ def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
 
 
 def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...]:
-    """ "shift+scale" -> ("shift", "scale"); "full" stands for its parts, "none" for nothing.
+    """Parts of a method: ("shift", "scale") of "shift+scale".
 
-    A tilt is traceless but for couplings that say that their lengths are not common.
+    A tilt is traceless unless the coupling declares that lengths are not common.
 
     Raises:
-        ValueError: for an unknown part, or for more than one law of the frequencies.
+        ValueError: for an unknown part, or more than one law of the frequencies.
     """
     names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
     bad = [name for name in names if name not in PARTS]
@@ -345,27 +342,27 @@ def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...
         shown = f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'"
         raise ValueError(unknown("calibration", bad[0], (*METHODS, *PARTS), shown))
     if len(set(names) & set(SAMPLING)) > 1:
-        raise ValueError(f"calibration {method!r}: take one of {', '.join(SAMPLING)}")
+        raise ValueError(f"calibration {method!r}: use one of {', '.join(SAMPLING)}")
     if coupling is not None and couplings.properties(coupling).common_lengths is False:
         return names
     return tuple("traceless" if name == "tilt" else name for name in names)
 
 
-def _balance(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+def _balance(Cq: Array, Ck: Array) -> tuple[Array, Array]:
     """M and M^-1 with M Cov(q) M = M^-1 Cov(k) M^-1, of regularised covariances."""
-    (of_queries, a), (of_keys, b) = _regularised(of_queries), _regularised(of_keys)
+    (Cq, a), (Ck, b) = _regularised(Cq), _regularised(Ck)
     # A^-1 # B = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2 (Bhatia 2007, Eq. 4.10)
-    root, inverse_root = _square_root(of_queries)
-    middle, _ = _square_root(_transform(root, of_keys))
+    root, inverse_root = _square_root(Cq)
+    middle, _ = _square_root(_transform(root, Ck))
     M, inverse = _square_root(_transform(inverse_root, middle))
-    # One Newton step: the two are then inverse to each other but for rounding.
+    # One Newton step makes them inverse to each other, up to rounding.
     inverse = 2 * inverse - _dot("...wx,...xy,...yz->...wz", inverse, M, inverse)
     ratio = b**0.25 / a**0.25
     return M * ratio, inverse / ratio
 
 
 def _regularised(covariance: Array) -> tuple[Array, Array]:
-    """The covariance for a mean eigenvalue of 1, and what that was."""
+    """The regularised covariance divided by its mean eigenvalue, and that divisor."""
     h = covariance.shape[-1]
     mean_eigenvalue = jnp.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / h
     ridge = RIDGE * mean_eigenvalue + 1e-6
@@ -390,7 +387,7 @@ def _square_root(matrix: Array) -> tuple[Array, Array]:
     Higham 2008, Eq. 6.35. Eigenvalues below 1e-7 of the largest do not converge.
     """
     eye = _eye(matrix)
-    # The largest row sum bounds the eigenvalues, and squares nothing.
+    # The largest row sum bounds the eigenvalues.
     norm = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True), axis=-2, keepdims=True)
 
     def step(_, pair):
@@ -405,7 +402,7 @@ def _square_root(matrix: Array) -> tuple[Array, Array]:
 
 
 def _eye(like: Array) -> Array:
-    """Identities in the place of these matrices."""
+    """Identities of this shape."""
     return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 

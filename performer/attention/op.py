@@ -1,8 +1,7 @@
-"""`performer_attention`: the public call, and the sums that it is computed by.
+"""`performer_attention`, the public call, and the sums that compute it.
 
-A call makes three values (`_checks`), which `_maps` turns into features of queries and of keys; the
-sums over them are those of `state`, chunk by chunk those of `_sweep`, beside exact keys those of
-`_window`.
+A call makes three values (`_checks`). `_maps` turns them into features of queries and of keys.
+`state` sums over the keys, `_sweep` chunk by chunk, `_window` beside exact keys.
 """
 
 from dataclasses import replace
@@ -24,7 +23,7 @@ from performer.attention._masks import Pairs
 from performer.attention._sweep import ratio, sweep
 from performer.attention.calibration import Calibration
 from performer.attention.parallel import earlier_devices, later_devices, over_devices
-from performer.attention.state import Keys, State, WindowState, extended, pad
+from performer.attention.state import Keys, State, WindowState, extended, pad, take
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import float32_or_wider
@@ -47,6 +46,7 @@ def performer_attention(
     log_decay: ArrayLike | None = None,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     bias: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     shift: Float[Array, "*c h"] | None = None,
     query_frequencies: Float[Array, "..."] | None = None,
     weights: Float[Array, "*w m"] | None = None,
@@ -60,129 +60,114 @@ def performer_attention(
     exact_window: int = 0,
     exact_first: int = 0,
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
-    """FAVOR+ attention: an estimate of softmax(scale q k^T) v in O((t + s) m) time.
+    """Estimate softmax(scale q k^T) v by m random features, in O((t + s) m) time and memory.
 
-    The shapes are those of `jax.nn.dot_product_attention`. As m grows the result converges to it
-    (for feature maps that estimate softmax); with non-negative features the rows of the estimated
-    attention matrix are non-negative and sum to 1 for any m. The memory grows with t + s, never
-    with (t + s) m, in the backward pass too: features are computed again there. Gradients of any
-    order, forward mode, `vmap`, `jax.checkpoint` and `scan` work. Batch, lengths and heads may be
-    symbols of `jax.export`: one program then serves all of their sizes, and works in blocks and
-    chunks that suit the platform it is run on; with numbers, those of the machine that traces it.
+    Shapes are those of `jax.nn.dot_product_attention`, to which the output converges as m grows.
+    With non-negative features the rows of the estimated attention matrix are non-negative and sum
+    to 1 for any m. The backward pass computes features again, so its memory is linear, too.
+    Gradients of any order, forward mode, `vmap`, `jax.checkpoint` and `scan` work. Batch, lengths
+    and heads may be symbols of `jax.export`; the program then suits the platform that runs it.
+
+    The implementations are
+
+        direct   all features at once, and the whole kernel matrix if causal
+        blocked  block by block
+        robust   blocked, and accurate for queries and keys of any norm
+        pallas   a kernel for TPU; features never leave the core's memory
+
+    Causal and packed rows of `direct` and `blocked` are wrong, without a warning, for long queries
+    and keys: from norms of about 10, after the factor sqrt(scale), if all keys that a query sees
+    are opposite to it, from 35 if they are orthogonal. `robust` detects this: elsewhere the results
+    agree up to rounding.
+
+    `pallas` runs forward and backward, compiled but not yet run on a TPU. It supports positive
+    features with the exact stabilizer, masks, lengths, log-weights, calibration and grouped heads,
+    in float32 or bfloat16, for h, v and m that 16 divides, and first reverse-mode gradients. Other
+    calls and platforms are computed without it, with one warning. Several devices share the batch
+    if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the batch;
+    else use `jax.shard_map`. `jax.export` requires a single platform.
 
     Args:
-        query: (b, t, n, h), with any number of batch axes or none; float32, bfloat16, float16 or
-            float64, like `key` and `value`. An axis may be empty, but for those of heads and of h.
-        key: (b, s, k, h), where n is a multiple of k: each key head serves n / k
-            consecutive query heads (grouped, or multi-query attention).
+        query: (b, t, n, h), with any number of batch axes; float32, bfloat16, float16 or float64,
+            like `key` and `value`. Batch and lengths may be 0.
+        key: (b, s, k, h). Each key head serves n / k consecutive query heads (grouped heads).
         value: (b, s, k, v).
-        frequencies: (m, h), shared by the heads; (k, m, h), one draw for each key head; or
-            (n, m, h), one for each query head, which makes grouped heads cost as much as n key
-            heads. Rows are N(0, I_h): the draw of a coupling. Rounded to the dtype of `query`.
-        mask: which keys exist, True or non-zero where they do; anything that broadcasts to
-            (b, 1, 1, s). A masked key leaves the numerator, the normaliser and the maximum, and a
-            query without any key returns 0.
-        is_causal: query i sees the keys up to i; nothing of an output changes, bit for bit, when
-            later keys do. For long queries and keys see `implementation`.
-        scale: the factor on q.k; 1 / sqrt(h) if None.
-        key_value_seq_lengths: (b,), only the first so many keys exist.
-        key_log_weights: floats l, with gradients: a key counts e^l times, as if l were added to its
-            scale q.k (a bias of keys); -inf stands for no such key. Of a shape that broadcasts to
-            (b, s); or with an axis for each of (b, s, k), where any may be 1, one for each key
-            head. They go into the exponents, which float32 knows to 6e-8 of their size. Features
-            that may be 0 (relu, arc_cosine) lose keys that weigh less than e^-80 of the heaviest.
-            With `stabilizer="google"` the epsilon of a key is weighted too.
-        alibi_slopes: (n,), one number for each head (or for each key head): a key loses slope |i -
-            j| of its scale q.k, as if softmax had that bias (Press et al. 2022, Eq. 1), causal or
-            not, with features and with an exact window, in linear time. In packed sequences i and
-            j are counted in their segment. For as many keys as queries.
-        log_decay: (b, t, k), any of which may be 1, or one for each query head: numbers a <= 0 of
-            the data, with gradients, -inf to forget all. The key j counts e^{a_(j+1) + ... + a_i}
-            times for the query i, or e^{a_(i+1) + ... + a_j} times if it comes after it; with
-            a state, a_1 is what that fades before the first token. RetNet's decay, or the gates of
-            gated linear attention (with `feature_map="relu"`, say).
-        segment_ids: packed sequences: a query sees only the keys with its own number. Integers
-            (b, t) in any order, or a pair (b, t), (b, s) for cross attention, which costs as much
-            as t + s tokens do; causal, query i then sees the keys j <= i with its number.
-        bias: linear attention has no place for one that depends on the query; anything but None is
-            an error that says so.
-        shift: (h,) or (k, h), subtracted from every key of the head before the scale. Softmax
-            attention does not change; the variance of its estimate does.
-        query_frequencies: those of the queries, in the shape of `frequencies`, which then are the
-            keys': for features that are learned (`performer.refinement`), where nothing is
-            unbiased. With a calibration of shift and scale alone.
-        weights: (m,) or one row for each head as in `frequencies`, non-negative: the features of
-            frequency j count that many times in the kernel (importance sampling). They go into the
-            exponents: float32 knows a feature, and what it gives to a gradient, to 6e-8 times the
-            size of w.q, w.k, |k|^2 / 2 and log weight together.
-        calibration: from `performer.calibration`, with one entry for each key head or one for all;
-            it has a shift of its own. Shift and scale serve every map that estimates softmax, a
-            tilt or a proposal needs `feature_map="positive"`. Softmax attention does not change;
-            the variance of its estimate does. It goes into the frequencies, one bias for each
-            feature and, for a scale, one (h, h) map of the keys.
-        feature_map: a word, "positive", "hyperbolic", "trigonometric", "relu" or "elu+1", or any
-            `features.FeatureMap`, as `features.arc_cosine(1)` or one of your own. `hyperbolic` is
-            the antithetic pair [W, -W] for half the projections; `trigonometric` rows may be
-            negative and their sums vanish; `relu` and `elu+1` are kernels of their own, applied to
-            W q and W k (frequencies `jnp.eye(h)` and scale 1 give linear attention, Katharopoulos
-            et al. 2020). A query that shares no feature with any key returns 0, as without keys.
-        stabilizer: "exact" adds nothing. "google" is for replication: positive features with the
-            maximum over all keys and features of a batch entry and head, and an epsilon of 1e-6
-            added to every feature, as in the public code of Choromanski et al. 2021; it is biased,
-            and causal attention then looks into the future through the maximum.
-        implementation: None chooses. "direct" holds the features of all tokens at once, and all of
-            the kernel matrix if causal; "blocked" works block by block. "robust" does too, and is
-            exact for queries and keys of any norm where the others are not: causal and packed rows
-            go wrong, without a sign, once norms are past some 10 after the factor sqrt(scale) if
-            all keys that a query sees are opposite to it, 35 if they are orthogonal. It is the
-            check, too: the two differ by more than rounding just there. "pallas" is a kernel for
-            TPU, forward and backward, compiled and counted but not yet run on one: features never
-            leave the core's memory. It takes positive features with the exact stabiliser, masks,
-            lengths, log-weights, calibration and grouped heads, in float32 or bfloat16, for widths
-            and numbers of features that 16 divides. What it does not take, and what is compiled for
-            anything but a TPU, is computed without it, and a warning says so once. It has first
-            gradients in reverse mode alone. On several devices each takes its part of the batch if
-            the mesh is in context (`jax.set_mesh`, with axes of type Auto) and its size divides the
-            batch; else use `jax.shard_map`. `jax.export` takes one platform at a time.
-        initial_state: the state of keys that came before, from `return_state`.
-        return_state: also return the state after all keys, for the next call.
-        axis_name: inside `jax.shard_map`, the mesh axis that the sequence is split over, in order:
-            every query sees the keys of all devices (up to itself if causal). The devices exchange
+        frequencies: N(0, I_h) rows drawn by a coupling, rounded to the dtype of `query`: (m, h) for
+            all heads, (k, m, h) for key heads, or (n, m, h) for query heads at the cost of n key
+            heads.
+        mask: keys that exist, True or non-zero; broadcasts to (b, 1, 1, s). A query without any
+            key returns 0.
+        is_causal: query i attends to the keys up to i. Later keys change nothing, bit for bit.
+        scale: factor on q.k; 1 / sqrt(h) if None.
+        key_value_seq_lengths: (b,), number of keys that exist.
+        key_log_weights: floats added to the logits of a key, with gradients; -inf removes it. They
+            broadcast to (b, s), or with all axes to (b, s, k). Float32 resolves exponents to 6e-8
+            of their size; features that may be 0 (relu, arc_cosine) lose keys below e^-80 of the
+            heaviest. The epsilon of `stabilizer="google"` is weighted, too.
+        alibi_slopes: (n,) or (k,), slopes of the bias -slope |i - j| (Press et al. 2022, Eq. 1),
+            with positions counted within segments. Requires t = s.
+        log_decay: (b, t, k) or (b, t, n), broadcast over axes of 1, with gradients: logarithms
+            a <= 0 of the decay, as of RetNet or gated linear attention. Key j has the weight
+            e^{a_(j+1) + ... + a_i} for query i >= j, e^{a_(i+1) + ... + a_j} for i < j; -inf
+            forgets all, and a_1 fades the state before the call. Requires t = s.
+        segment_ids: numbers (b, t) of packed sequences, in any order: a query attends to the keys
+            of its own number. A pair (b, t), (b, s) serves cross attention, at the cost of t + s
+            tokens; causal queries then see the keys j <= i.
+        bias: must be None: linear attention cannot add a matrix to q.k.
+        local_window_size: must be None: `exact_window` keeps far keys, estimated.
+        shift: (h,) or (k, h), subtracted from the keys before the scale. It changes the variance of
+            the estimate, not softmax attention.
+        query_frequencies: frequencies of the queries where learned features differ from the keys'
+            (`performer.refinement`), in the same shape. The estimate is biased. A calibration may
+            then have shift and scale alone.
+        weights: (m,), or a row for each draw: non-negative weights of the frequencies in the kernel
+            (importance sampling). They are added to exponents, which float32 resolves to 6e-8 of
+            the sum of |w.q|, |w.k|, |k|^2 / 2 and |log weight|.
+        calibration: result of `performer.calibration`, for each key head or for all. Shift and
+            scale go with every map that estimates softmax, a tilt or a proposal with "positive".
+            It changes the variance of the estimate, not softmax attention.
+        feature_map: "positive", "hyperbolic" (pairs [W, -W] for half the projections),
+            "trigonometric" (attention may be negative, sums may vanish), "relu", "elu+1", or a
+            `features.FeatureMap`. The last two words are kernels of their own; with frequencies
+            `jnp.eye(h)` and scale 1 they give linear attention (Katharopoulos et al. 2020), where a
+            query that shares no feature with a key returns 0.
+        stabilizer: "exact", or "google" to replicate the public code of Choromanski et al. 2021:
+            one maximum over keys and features, and 1e-6 added to every positive feature. That is
+            biased, and causal attention depends on future keys through the maximum.
+        implementation: one of the table above; None chooses direct or blocked by size.
+        initial_state: state of earlier keys, from `return_state`.
+        return_state: also return the state after all keys.
+        axis_name: mesh axis of `jax.shard_map` that shards the sequence, in order. Devices exchange
             states of m (v + 2) numbers for each batch entry and head, whatever the length.
-        exact_window: w > 0 makes near keys exact, in the same normaliser as the estimate of the far
-            ones: tokens are in chunks of w, and a query sees the keys of its own chunk and the one
-            before by e^{q.k} itself (between w and 2 w keys if causal; else the chunk after, too).
-            With w >= t it is softmax attention. Within chunks of segments, counted in the order of
-            their tokens. For as many keys as queries, and feature maps that estimate softmax;
-            `weights` are then those of the kernel, 1 / m each where none are given. Sequences that
-            are split over devices need parts that w divides.
-        exact_first: the first so many keys (of each segment) are exact, too, for all queries.
+        exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
+            estimate of the others. Tokens (of a segment, in their order) form chunks of w; keys of
+            the same and the previous chunk are near, those of the next too if not causal. Requires
+            t = s, a map that estimates softmax, `weights` of the kernel itself (1 / m if None), and
+            w that divides the tokens of a device.
+        exact_first: number of first keys (of each segment) that are exact for all queries.
 
     Returns:
-        (b, t, n, v), in the dtype of `value`; with `return_state`, a pair of it and the state.
-        Logits, maxima, normaliser and state are float32 whatever the inputs are, or all of it is
-        float64 as soon as `query`, `key` or `value` is (the others do not count, so that float32
-        draws serve both); with bfloat16 values the large products take bfloat16 operands and add in
-        float32.
+        (b, t, n, v) in the dtype of `value`, or with `return_state` a pair of that and the state.
+        Logits, sums and states are float32, or float64 if `query`, `key` or `value` is. With
+        bfloat16 values large products have bfloat16 operands and float32 sums.
 
     Raises:
-        ValueError: when shapes or dtypes do not fit, for a name that is not on its list, or for
-            what linear attention cannot honour: a bias, or a mask that depends on the query or the
-            head. The message names the value and the fix.
+        ValueError: for shapes, dtypes or names that do not fit, and for what linear attention
+            cannot compute, such as a bias or a mask that differs between queries or heads. The
+            message has the value and the fix.
 
     Example:
         >>> frequencies = performer.couplings.get("pm")(jax.random.key(0), 128, 64)
         >>> output = performer_attention(query, key, value, frequencies)
 
-        Streaming, with a state whose size does not depend on the length:
+        Streaming, with a state of constant size:
 
         >>> out, state = performer_attention(q, k, v, w, is_causal=True, return_state=True)
         >>> out, state = performer_attention(
         ...     next_q, next_k, next_v, w, is_causal=True, initial_state=state, return_state=True
         ... )
 
-        Relative positions: older keys count less, at a rate for each head; and a feature map that
-        is on no list:
+        Relative positions, and another feature map:
 
         >>> slopes = 2.0 ** -jnp.linspace(1, 8, 12)
         >>> output = performer_attention(q, k, v, w, is_causal=True, alibi_slopes=slopes)
@@ -191,22 +176,27 @@ def performer_attention(
     if bias is not None:
         raise ValueError(
             "linear attention cannot add a bias to q.k; use exact attention"
-            " (jax.nn.dot_product_attention), key_log_weights if it is that of a key alone, or"
-            " alibi_slopes if it is that of the distance"
+            " (jax.nn.dot_product_attention), key_log_weights for a bias of keys, or alibi_slopes"
+            " for one of the distance"
+        )
+    if local_window_size is not None:
+        raise ValueError(
+            "performer_attention has no local_window_size; use exact_window=w, which computes near"
+            " keys exactly and estimates the others"
         )
     if stabilizer not in ("exact", "google"):
         raise ValueError(unknown("stabilizer", stabilizer, ("exact", "google")))
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(unknown("implementation", implementation, IMPLEMENTATIONS))
     if axis_name is not None and key_value_seq_lengths is not None:
-        raise ValueError("key_value_seq_lengths do not go with axis_name; split a mask as the keys")
+        raise ValueError("key_value_seq_lengths do not go with axis_name: shard a mask like keys")
     lead, given = query.shape[:-3], Tokens(query, key, value)
     tokens = _checks.with_one_batch_axis(given)
-    of, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
+    shapes, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    if shift is not None:  # after the factor sqrt(scale), as calibrations are
+    if shift is not None:  # a calibration is after the factor sqrt(scale)
         if calibration is not None:
-            raise ValueError("a calibration brings its own shift: pass shift or calibration")
+            raise ValueError("a calibration has its own shift: pass shift or calibration")
         calibration = Calibration(shift=shift.astype(dtype) * max(scale, 0.0) ** 0.5)
     estimate = Estimate(
         frequencies,
@@ -221,8 +211,8 @@ def performer_attention(
     exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
     pairs = Pairs(
         _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype),
-        _masks.log_decay(alibi_slopes, log_decay, *of, dtype),
-        _masks.segments(segment_ids, *of),
+        _masks.log_decay(alibi_slopes, log_decay, *shapes, dtype),
+        _masks.segments(segment_ids, *shapes),
         is_causal,
     )
     exact = Exact(exact_window, exact_first)
@@ -248,46 +238,39 @@ def attention_weights(
     frequencies: Float[Array, "*n m h"],
     **options: Any,
 ) -> Float[Array, "*b n t s"]:
-    """The estimated attention matrix itself, to look at: `performer_attention` of unit values.
+    """Return the estimated attention matrix: `performer_attention` of unit values.
 
-    Takes (t, s) memory and time for every head. `options` are those of `performer_attention`;
-    arguments, shapes and errors are the same.
+    Time and memory are quadratic. `options` and errors are those of `performer_attention`.
 
     Raises:
-        ValueError: for `initial_state`, `return_state` or `axis_name` too: a state holds sums over
-            keys, and devices would add the columns of different ones.
+        ValueError: for `initial_state`, `return_state` or `axis_name`: the columns are the keys of
+            this call.
     """
     for name in ("initial_state", "return_state", "axis_name"):
         if options.get(name) not in (None, False):
             raise ValueError(
-                f"attention_weights has no {name}: its columns are the keys of this call alone; use"
+                f"attention_weights has no {name}: its columns are the keys of this call; use"
                 " performer_attention"
             )
     unit = jnp.eye(key.shape[-3], dtype=float32_or_wider(query, key))[:, None]
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = cast(Array, performer_attention(query, key, value, frequencies, **options))
-    return jnp.moveaxis(output, -2, -3)
+    return jnp.moveaxis(output, -2, -3)  # (b, t, n, s) -> (b, n, t, s)
 
 
 def _where_it_runs(call, plan: Plan, direct: bool):
-    """Attention in the sizes of this machine; of symbolic shapes, in those of the one it is run on.
-
-    What has symbolic shapes is exported, and maybe for several platforms.
-    """
+    """Attention in chunks and blocks for this machine; for the one that runs it if exported."""
     (query, key, _), estimate, _, pairs, _ = call
     sweeping = pairs.is_causal or pairs.segments is not None
     batch_and_heads = key.shape[0] * key.shape[2]
 
     def on(platform):
-        sizes = (2 * (query.shape[1] + key.shape[1]),) * 2
-        if not direct:
-            sizes = _sizes.chunk_and_block(
-                platform, batch_and_heads, estimate.num_features, sweeping
-            )
-        chunk, block = sizes
+        sizes = platform, batch_and_heads, estimate.num_features, sweeping
+        whole = 2 * (query.shape[1] + key.shape[1])
+        chunk, block = (whole, whole) if direct else _sizes.chunk_and_block(*sizes)
         return partial(_attention, plan=replace(plan, chunk=chunk, block=block))
 
-    if any(map(is_symbolic_dim, (*query.shape, *key.shape))):
+    if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms
         return jax.lax.platform_dependent(*call, cpu=on("cpu"), default=on("other"))
     return on(_sizes.platform())(*call)
 
@@ -304,7 +287,7 @@ def _attention(
     arguments, wide = _maps.arguments(tokens, estimate, exact, pairs), float32_or_wider(*tokens)
     if plan.kernel is not None:
 
-        def ordinary(x: Arguments) -> Array:  # kernels know neither states nor segments
+        def ordinary(x: Arguments) -> Array:  # kernels support neither states nor segments
             return _sums(x, estimate, exact, pairs, None, plan)[0].astype(tokens.value.dtype)
 
         return _fused.attention(arguments, ordinary, plan.kernel), None
@@ -314,7 +297,7 @@ def _attention(
 
 
 def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):
-    """Sums over keys (b, k, m) as (k, b, m), or back again."""
+    """Transpose states (b, k, m) to (k, b, m), or back."""
     if isinstance(state, WindowState):
         return state._replace(far=_heads_first(state.far, dtype))
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).astype(dtype), state)
@@ -328,21 +311,21 @@ def _sums(
     state: State | WindowState | None,
     plan: Plan,
 ) -> tuple[Array, State | WindowState | None]:
-    """The output, and the state after all keys, that of earlier ones included."""
+    """The output (b, t, n, v), and the state after the earlier and these keys."""
     keys, ids, order = x.keys, None, None
     (b, t, n, h), (_, s, k, v) = x.query.shape, keys.value.shape
     if s == 0:
         keys = extended(keys, 0, 1)
     query = x.query.reshape(b, t, k, n // k, h)
     maps = _maps.feature_maps(x._replace(keys=keys), estimate, exact)
-    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.of_query, x.of_key)
+    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
     if exact.window:
         assert not isinstance(state, State)
-        output, state = _window.attention(
-            maps, query, keys, ids, state, nothing, estimate.scale, exact, pairs.is_causal, plan
-        )
+        how = estimate.scale, exact, pairs.is_causal, plan
+        call = _window.Call(maps, query, keys, nothing, *how)
+        output, state = _window.attention(call, ids, state)
     else:
         assert not isinstance(state, WindowState)
         state, later = nothing if state is None else state, nothing
@@ -355,20 +338,20 @@ def _sums(
             rows, state = sweep(maps, query, keys, ends, plan, ids=ids)
             output = ratio(rows)
         else:
-            state = _decay.faded(state, _decay.total(keys))  # one token, or none
+            state = _decay.faded(state, _decay.total(keys))  # at most one token
             if plan.axis_name is None or pairs.is_causal:
                 state = states.summarise(maps[1], keys, state, plan.block)
             operands = states.operand_dtype(keys.value)
             output = states.attend(maps[0], query, state, operands, plan.block)
     if order is not None:
-        output = _take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
+        output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     return output.reshape(b, t, n, v), state
 
 
 def _of_other_devices(
     key_map, keys: Keys, nothing: State, is_causal: bool, plan: Plan
 ) -> tuple[State, State]:
-    """The states of the keys that come before this device's, or of all, and of those after."""
+    """States of the keys before this device's, or of all devices, and of those after it."""
     name, fading = cast(str, plan.axis_name), _decay.total(keys)
     own = states.summarise(key_map, _decay.as_seen(keys, "until"), nothing, plan.block)
     if is_causal:
@@ -384,8 +367,7 @@ def _sorted(query, keys: Keys, segments):
     ids, key_ids = segments
     t, s = query.shape[1], keys.key.shape[1]
     if key_ids is not None:
-        # Keys and queries in one sequence: the key of a query does not exist, the query of a key
-        # is cut.
+        # One sequence of s keys without queries (cut at the end) and t queries without keys.
         query, keys = pad(query, s, 0), extended(keys, 0, t)
         ids = jnp.concatenate([key_ids, ids], axis=1)
         time = jnp.concatenate([jnp.arange(s), jnp.arange(t)])
@@ -393,10 +375,4 @@ def _sorted(query, keys: Keys, segments):
         order = jnp.lexsort((jnp.broadcast_to(time, ids.shape), ids), axis=1)
     else:
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
-    return order, *jax.tree.map(partial(_take, order=order), (query, keys, ids))
-
-
-def _take(x: Array, order: Array) -> Array:
-    """Tokens of (b, t, ...) in the order (b, t)."""
-    index = order.reshape(*order.shape, *[1] * (x.ndim - 2))
-    return jnp.take_along_axis(x, index, axis=1)
+    return order, *jax.tree.map(partial(take, index=order), (query, keys, ids))

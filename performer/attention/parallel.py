@@ -1,8 +1,8 @@
-"""Sequences split over devices: states cross the mesh, tokens never do.
+"""Sequences sharded over devices: states cross the mesh, tokens do not.
 
 A state is m (v + 2) numbers for each batch entry and head, whatever the length of the sequence.
-For use inside `jax.shard_map`; `performer_attention(..., axis_name=...)` calls these. Batch and
-heads need nothing: split the arrays, and frequencies of each head with the heads.
+`performer_attention(..., axis_name=...)` calls these functions inside `jax.shard_map`. To shard
+batch and heads, shard the arrays, and frequencies of each head with the heads.
 """
 
 import jax
@@ -14,7 +14,7 @@ from performer.attention.state import Keys, State, finite
 
 
 def over_devices(state: State, axis_name: str) -> State:
-    """The state of the keys of all devices along the axis: one pmax, one psum."""
+    """The state of the keys of all devices along the axis, by one pmax and one psum."""
     maximum = jax.lax.pmax(jax.lax.stop_gradient(state.maximum), axis_name)
     factor = jnp.exp(state.maximum - finite(maximum))
     both = jnp.concatenate([state.numerator, state.normaliser[..., None]], axis=-1)
@@ -25,10 +25,9 @@ def over_devices(state: State, axis_name: str) -> State:
 def earlier_devices(
     state: State, axis_name: str, log_decay: Float[Array, "k b"] | None = None
 ) -> State:
-    """The state of the keys of all devices before this one, as causal attention needs it.
+    """The state of the keys of all devices before this one, for causal attention.
 
-    An exclusive fold: one all_gather of the states, of which the later ones are left out. Over each
-    device between, a state fades by the log-decay of that device.
+    An exclusive fold by one all_gather. A state fades by the log-decay of each device between.
     """
     return _of_some(state, axis_name, jnp.less, log_decay)
 
@@ -36,18 +35,18 @@ def earlier_devices(
 def later_devices(
     state: State, axis_name: str, log_decay: Float[Array, "k b"] | None = None
 ) -> State:
-    """The state of the keys of all devices after this one, likewise."""
+    """The state of the keys of all devices after this one."""
     return _of_some(state, axis_name, jnp.greater, log_decay)
 
 
 def beside(keys: Keys, before: int, after: int, axis_name: str) -> Keys:
-    """With the last keys of the device before and the first of the one after in their places.
+    """Fill in the last keys of the previous device and the first keys of the next.
 
     Args:
-        keys: of this device, with room for so many before and after.
-        before: how many.
-        after: likewise.
-        axis_name: of the mesh axis.
+        keys: keys of this device, padded by `before` and `after`.
+        before: number of keys of the previous device.
+        after: number of keys of the next device.
+        axis_name: mesh axis.
     """
     here, size = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     own = jax.tree.map(lambda x: x[:, before : x.shape[1] - after], keys)
@@ -70,9 +69,9 @@ def _of_some(state: State, axis_name: str, which, log_decay: Array | None) -> St
     devices = jnp.arange(states.maximum.shape[0], dtype=here.dtype)
     some = which(devices, here)
     if log_decay is not None:
-        between = which(devices[:, None], devices) & some  # of i and j: j between i and here
-        of_devices = jax.lax.all_gather(log_decay, axis_name)[None]
-        faded = jnp.sum(jnp.where(between[..., None, None], of_devices, 0.0), axis=1)
+        between = which(devices[:, None], devices) & some  # [i, j]: j is between i and here
+        per_device = jax.lax.all_gather(log_decay, axis_name)[None]
+        faded = jnp.sum(jnp.where(between[..., None, None], per_device, 0.0), axis=1)
         states = _decay.faded(states, faded)
     some = some.reshape(-1, *[1] * (states.maximum.ndim - 1))
     states = states._replace(maximum=jnp.where(some, states.maximum, -jnp.inf))

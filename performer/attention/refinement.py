@@ -1,18 +1,17 @@
 """Attention transfer: parameters of an estimate of attention, moved towards softmax attention.
 
-Kasai et al. 2021 and Zhang et al. 2024 train feature maps so, and here frequencies move. Nothing
-but queries and keys is needed: A is softmax attention on them, A^ its estimate, and for each head
+Kasai et al. 2021 and Zhang et al. 2024 train feature maps in this way; here frequencies move. Only
+queries and keys are needed: A is softmax attention on them, A^ its estimate. Adam on minibatches
+lowers, for each head,
 
     squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
     divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
 
-is made smaller by Adam on minibatches. A part of the examples is held out: of every head the
-parameters are kept with which its loss there was least, and when none gets better, it is over.
-What is transferred is no longer unbiased.
+A part of the examples is held out. Each head keeps the parameters with the lowest held-out loss,
+and the search stops early when no head improves. The result is no longer unbiased.
 
-Beside an exact window (`exact_window` of `performer_attention`) only the far pairs are estimated,
-by features of which all may move (`Far`): near pairs are exact in A^, and so have no part in what
-moves them.
+Beside an exact window (`exact_window` of `performer_attention`) only far pairs are estimated, by
+features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
 """
 
 from collections.abc import Callable
@@ -26,11 +25,20 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import attention_weights
-from performer.attention.calibration import Calibration, transform_keys, transform_queries
+from performer.attention.calibration import (
+    Calibration,
+    fit,
+    fold,
+    for_heads,
+    log_determinant,
+    pair_moments,
+    transform_keys,
+    transform_queries,
+)
 from performer.attention.state import finite
 from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import float32_or_wider
+from performer.typing import Coupling, Window, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """Default optimizer, and its learning rate at the start."""
@@ -42,6 +50,8 @@ ROUNDS, PATIENCE = 20, 4
 """Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
+START = 0.3
+"""Size of the frequencies at the start of `refine_far`, relative to those of a coupling."""
 
 Parameters = TypeVar("Parameters")
 
@@ -68,6 +78,25 @@ class Sample(NamedTuple):
             seen &= (self.segments[:, :, None] == self.segments[:, None])[:, None]
         return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
+    def near(self, window: Window) -> Bool[Array, "#b 1 t s"]:
+        """Mask of the pairs that the window makes exact, if both exist and see one another.
+
+        Tokens are counted in their own sequence, as `performer_attention` counts them.
+        """
+        of_query, of_key = (jnp.arange(x.shape[1])[None] for x in self[:2])
+        if self.segments is not None:
+            same = self.segments[:, :, None] == self.segments[:, None]
+            of_query = of_key = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
+        size = jnp.maximum(window.exact_window, 1)
+        near = is_near(of_query, of_key, size, window.exact_first)
+        return (near & (window.exact_window > 0))[:, None]
+
+
+def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
+    """Mask (..., t, s) of near pairs, for queries (..., t) and keys (..., s) at these places."""
+    key = key[..., None, :]
+    return (abs(query[..., :, None] // window - key // window) <= 1) | (key < first)
+
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
     """A; rows of queries that do not exist are 0."""
@@ -84,22 +113,21 @@ def performer_estimate(
     calibration: Calibration | None,
     sample: Sample,
     is_causal: bool = False,
-    **window: int,
 ) -> Float[Array, "b n t s"]:
-    """A^ of these frequencies; `window` is `exact_window` and `exact_first`, if any."""
-    options: Any = dict(calibration=calibration, is_causal=is_causal, **window)
-    options |= {} if sample.segments is None else {"segment_ids": sample.segments}
-    return attention_weights(*sample[:2], frequencies, mask=sample.keys[:, None, None], **options)
+    """A^ with these frequencies."""
+    options: Any = dict(calibration=calibration, is_causal=is_causal)
+    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
+    return attention_weights(*sample[:2], frequencies, **options)
 
 
 class Far(NamedTuple):
-    """Features of far pairs; for each key head the estimate of e^{q.k}, after sqrt(scale), is
+    """Features of far pairs; for each key head they estimate e^{q.k}, after the factor sqrt(scale).
 
         e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
 
-    times e^{-|q|^2 / 2 - |k|^2 / 2} in `hybrid_estimate`, which is unbiased for w = u of a
-    coupling, and bias and weight 0. Learned features do better without this factor, which they
-    would have to undo. With a weight of -inf all of attention is the window's.
+    In `hybrid_estimate` the factor e^{-|q|^2 / 2 - |k|^2 / 2} stands before the sum. With the
+    factor, w = u of a coupling, bias 0 and weight 0 are unbiased. Learned features do better
+    without it, for they would have to undo it. With a weight of -inf only the window attends.
     """
 
     of_query: Float[Array, "k m h"]
@@ -127,41 +155,28 @@ def _learned(projections: Array, half: Array) -> tuple[Array, None]:
 
 
 LEARNED = FeatureMap(_learned, kernel="softmax")
-"""exp(w.x), of `learned_estimate`: it estimates e^{q.k} when it has learned to."""
+"""exp(w.x), the feature map of `learned_estimate`: it estimates e^{q.k} once it has learned to."""
 
-
-def near_pairs(length: int, window: int, first: int = 0) -> Bool[np.ndarray, "t t"]:
-    """Mask of the pairs that `exact_window` and `exact_first` make exact, if causal or not."""
-    place = np.arange(length)
-    return is_near(place, place, window, first) if window else np.zeros((length, length), bool)
-
-
-def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
-    """Mask of near pairs, for queries and keys at these places."""
-    apart = query[:, None] // window - key // window
-    return (abs(apart) <= 1) | (key < first)
-
-
-Fixed = tuple[Calibration | None, Bool[Array | np.ndarray, "t s"]]
-"""Shift and scale of a calibration, and which pairs are near."""
+Fixed = tuple[Calibration | None, Window]
+"""Shift and scale of a calibration, and the exact window."""
 
 
 def hybrid_estimate(
     far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False, *, half: float = 0.5
 ) -> Float[Array, "b n t s"]:
-    """A^ with exact near pairs, in quadratic time; positive features for the others.
+    """A^ with exact near pairs and positive features for the others, in quadratic time.
 
     Args:
-        far: these features.
-        fixed: a calibration of shift and scale, and which pairs are near.
+        far: features.
+        fixed: calibration of shift and scale, and exact window.
         sample: queries and keys.
         is_causal: query i sees the keys up to i.
-        half: of |q|^2 and |k|^2, taken out of the exponents; 0 for the features `LEARNED`.
+        half: factor on |q|^2 and |k|^2 in the exponents; 0 for the features `LEARNED`.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
     """
-    calibration, near = fixed
+    calibration, window = fixed
     if calibration is not None and calibration.changes_law:
         raise ValueError(
             "features of far pairs go with a calibration of shift and scale: leave out its mean and"
@@ -183,7 +198,7 @@ def hybrid_estimate(
     bias = (far.bias + far.weight[:, None])[None, :, None]
     of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = jnp.where(jnp.asarray(near)[None, None], logits, _log_kernel(of_query, of_key))
+    logits = jnp.where(sample.near(window), logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
 
@@ -193,8 +208,7 @@ learned_estimate = partial(hybrid_estimate, half=0.0)
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
-    """log (sum_j e^{a_j + b_j} / m); the largest of each feature over keys is taken out, as is
-    then the largest of each query."""
+    """log (sum_j e^{a_j + b_j} / m), with the maxima over keys and over features taken out."""
     largest = jax.lax.stop_gradient(finite(jnp.max(of_key, axis=-2, keepdims=True)))
     towards = of_query + largest
     most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
@@ -202,6 +216,56 @@ def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
     kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
     positive = kernel > 0
     return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
+
+
+def calibrated_far(
+    frequencies: Float[Array, "k m h"],
+    window: Window,
+    sample: Sample,
+    *,
+    method: str = "shift+scale",
+    coupling: str | Coupling | None = None,
+    is_causal: bool = False,
+) -> tuple[Far, Calibration]:
+    """Features with these frequencies for `hybrid_estimate`, calibrated to the far pairs.
+
+    Args:
+        frequencies: draw of a coupling.
+        window: near pairs have no part in the fit.
+        sample: queries and keys.
+        method: of `performer.calibration.calibrate`. A tilt or proposal becomes frequencies and
+            biases of the features.
+        coupling: of the frequencies, as in `performer.calibration.calibrate`.
+        is_causal: query i sees the keys up to i.
+
+    Returns:
+        The features, and the calibration of shift and scale that goes with them.
+    """
+    far_pairs = sample.pairs(is_causal) & ~sample.near(window)
+    moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)
+    calibration = fit(moments, method, coupling)
+    _, of_key, log_weights = fold(calibration, frequencies)
+    far = Far.of(jnp.broadcast_to(of_key, frequencies.shape))
+    if log_weights is not None and calibration.root is not None:
+        far = far._replace(bias=log_weights + log_determinant(calibration.root)[:, None])
+    return far, calibration._replace(mean=None, root=None)
+
+
+def absorbed(far: Far, calibration: Calibration) -> Far:
+    """Features `LEARNED` of queries and keys as they are, from those of calibrated ones.
+
+    With M and c of `performer.calibration`, w.(M q) + u.M^-1 (k - c) + q.c, an exponent that
+    estimates q.k, is (M w + c).q + (M^-1 u).k - u.M^-1 c.
+    """
+    of_query, of_key, bias, weight = far
+    heads = for_heads(calibration, len(of_key))
+    if heads.scale is not None:
+        of_query = jnp.einsum("kmx,kxy->kmy", of_query, heads.scale, precision="highest")
+        of_key = jnp.einsum("kmx,kxy->kmy", of_key, heads.inverse_scale, precision="highest")
+    if heads.shift is not None:
+        shift = jnp.broadcast_to(heads.shift, of_key.shape[::2])[:, None]
+        of_query, bias = of_query + shift, bias - jnp.sum(of_key * shift, axis=-1)
+    return Far(of_query, of_key, bias, weight)
 
 
 def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
@@ -268,48 +332,52 @@ def transfer(
 def refine_far(
     far: Far,
     calibration: Calibration | None,
-    near: Bool[Array | np.ndarray, "t s"],
+    window: Window,
     sample: Sample,
     *,
     steps: int,
     is_causal: bool = False,
     **options: Any,
 ) -> Far:
-    """Features `LEARNED` that have moved to a lower error of attention, near pairs exact.
+    """Move the features `LEARNED` towards a lower error of attention, near pairs exact.
 
     A head whose squared error with them is not below that of its near pairs alone gets the weight
-    -inf: on the examples that are held out none is worse than its window.
+    -inf: on the held-out examples no head is worse than its window.
 
     Args:
-        far: where they start: small frequencies, as a third of a draw.
-        calibration: of shift and scale, which stay.
-        near: the exact pairs, as `near_pairs` has them.
+        far: start, with small frequencies, such as `START` times a draw.
+        calibration: shift and scale, which stay.
+        window: the exact pairs.
         sample: queries and keys of the layer.
-        steps: of Adam, at most.
+        steps: largest number of steps of Adam.
         is_causal: query i sees the keys up to i.
         options: loss, rate, optimizer, seed and examples, as of `transfer`.
+
+    Returns:
+        Features of queries and keys as they are, without the calibration (see `absorbed`).
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
 
     Example:
-        >>> far = Far.of(couplings.draw(random_key, "orf-antithetic", 8, 64, 12) / 3)
-        >>> near = near_pairs(q.shape[1], 4)
-        >>> fitted = calibration.calibrate(q, k, method="shift+scale")
-        >>> refined = refine_far(far, fitted, near, Sample.of(q, k), steps=2, is_causal=True)
+        >>> window = Window(exact_window=4, exact_first=1)
+        >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
+        >>> far, fitted = calibrated_far(frequencies, window, Sample.of(q, k), is_causal=True)
+        >>> start = Far.of(START * far.of_key)
+        >>> far = refine_far(start, fitted, window, Sample.of(q, k), steps=2, is_causal=True)
 
-        What was learned is run by `performer_attention`:
+        `performer_attention` runs the result:
 
         >>> output = performer_attention(
-        ...     q, k, v, refined.of_key, query_frequencies=refined.of_query,
-        ...     weights=refined.weights, calibration=fitted, feature_map=LEARNED,
-        ...     is_causal=True, exact_window=4,
+        ...     q, k, v, far.of_key, query_frequencies=far.of_query, weights=far.weights,
+        ...     feature_map=LEARNED, is_causal=True, **window._asdict(),
         ... )
     """
-    fixed = calibration, jnp.asarray(near)
+    fixed = calibration, Window(*map(jnp.int32, window))
     options |= dict(steps=steps, is_causal=is_causal)
     moved = transfer(learned_estimate, far, fixed, sample, **options)
-    return at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+    moved = at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+    return absorbed(moved, calibration or Calibration())
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -321,13 +389,13 @@ def at_least_near(
     is_causal: bool = False,
 ) -> Far:
     """Set the weight -inf for heads whose held-out squared error it does not raise."""
-    _, held_out = _parted(sample)
+    _, held_out = parted(sample)
     alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
     errors = [
         _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
         for each in (far, alone)
     ]
-    kept = (errors[0] < errors[1]) | ~jnp.any(fixed[1])  # without near pairs nothing else is left
+    kept = (errors[0] < errors[1]) | (fixed[1].exact_window == 0)  # else nothing would be left
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
@@ -335,7 +403,7 @@ def at_least_near(
 def _transfer(
     estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
 ):
-    training, held_out = _parted(sample)
+    training, held_out = parted(sample)
     size, length = _size(training, examples), -(-steps // ROUNDS)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
@@ -394,7 +462,7 @@ def _size(sample: Sample, examples: int) -> int:
     return min(b, examples, max(1, ENTRIES // (n * t * sample.key.shape[1])))
 
 
-def _parted(sample: Sample) -> tuple[Sample, Sample]:
+def parted(sample: Sample) -> tuple[Sample, Sample]:
     """Training and held-out examples, the latter evenly spread; a single example is both."""
     number = len(sample.query)
     if number == 1:

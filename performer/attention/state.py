@@ -1,10 +1,10 @@
-"""The state (c, s, z): what queries see of the keys, and the monoid it forms.
+"""The state (c, s, z), a summary of keys, and its monoid.
 
-Features are computed heads first, (k, b, ..., t, h), so that a projection with one draw per head is
-one batched product. They come split as phi = factor * exp(exponent), see `features.FeatureMap`;
-the exponent is (..., t, m), or (..., t, 1) where all features of a token share it, and the factor
-is None where it is 1. The log-weight of a key is added to its exponents: a key counts e^{log
-weight} times, and with -inf it leaves the numerator, the normaliser and the maximum.
+Heads come first, (k, b, ..., t, h), so that a projection with one draw per head is one batched
+product. Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. The exponent
+is (..., t, m), or (..., t, 1) if all features of a token share it; a factor of None is 1. The
+log-weight of a key is added to its exponents; -inf removes it from numerator, normaliser and
+maximum.
 """
 
 from collections.abc import Callable
@@ -22,31 +22,29 @@ from performer.typing import Size, float32_or_wider
 Features = Callable[[Array], Split]
 """Features of queries or of keys (k, b, ..., t, h)."""
 
-
 BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 class Keys(NamedTuple):
-    """The keys and what they carry."""
+    """Keys, values and weights."""
 
     key: Float[Array, "b s k h"]
     value: Float[Array, "b s k v"]
     log_weights: Float[Array, "b s #k"] | None
-    """Log-weights of the keys, or of those of each head; -inf: no key, None: 0 everywhere."""
+    """Log-weights of keys, shared or for each head; -inf for no key, None for 0 everywhere."""
     log_decay: Float[Array, "b s k"] | None = None
-    """Log-decay of earlier keys at this one, None for 0 everywhere; see `_decay`."""
+    """Log-decay of earlier keys at this one; None for 0 everywhere."""
 
 
 class State(NamedTuple):
-    """Sums over the keys, per batch entry and key head; float32, or float64.
+    """Sums over the keys of each batch entry and key head, of constant size; float32 or float64.
 
-    Its size does not depend on how many keys it holds. The leaves of `performer_attention`'s
-    states are (b, k, m), (b, k, m) and (b, k, m, v), without b where its inputs have none; m is the
-    number of features (twice the number of frequencies for `hyperbolic` and `trigonometric`).
+    `performer_attention` returns leaves (b, k, m), (b, k, m) and (b, k, m, v), with its batch axes.
+    m is the number of features, twice that of frequencies for `hyperbolic` and `trigonometric`.
     """
 
     maximum: Float[Array, "*b m"]
-    """c_j: the largest exponent of feature j over the keys; -inf without any key."""
+    """c_j, the largest exponent of feature j over the keys; -inf without any key."""
     normaliser: Float[Array, "*b m"]
     """s_j = sum_k phi_j(k) e^{-c_j}."""
     numerator: Float[Array, "*b m v"]
@@ -54,16 +52,15 @@ class State(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """Sums over earlier keys, and near keys, with an exact window in causal attention.
+    """State of causal attention with an exact window, of constant size.
 
-    Its size does not depend on how many keys it holds, either. Keys are as attention uses them,
-    after shift and calibration.
+    Its keys are those after shift and calibration.
     """
 
     far: State
     """State of the keys before `near`."""
     near: Keys
-    """(b, 2 w, k, .): the chunk before that of the next token, and its own as far as it goes."""
+    """(b, 2 w, k, .): the chunk before that of the next token, then its own, not yet full."""
     first: Keys
     """(b, f, k, .): the first keys."""
     position: Int[Array, "*b"]
@@ -75,20 +72,29 @@ def empty(
 ) -> State:
     """The state (k, b, m) of no keys, the neutral element of `combine`.
 
-    It is split over devices as the keys are, and varies over the axes of `jax.shard_map` that the
-    arrays `like` vary over: a scan wants its carry so.
+    It is sharded as the keys are. As the carry of a scan it varies over the axes of `jax.shard_map`
+    that the arrays `like` vary over.
     """
     zeros = jnp.zeros_like(key[:, 0, :, :1], dtype=float32_or_wider(key)).swapaxes(0, 1)
     zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], num_features))
     numerator = jnp.broadcast_to(zeros[..., None], (*zeros.shape, value_width))
-    axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like if x is not None))
-    axes -= jax.typeof(zeros).manual_axis_type.varying
-    state = State(zeros - jnp.inf, zeros, numerator)
-    return jax.lax.pcast(state, tuple(sorted(axes)), to="varying")
+    return varying(State(zeros - jnp.inf, zeros, numerator), *like)
+
+
+def varying(tree, *like):
+    """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
+    axes_of = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*axes_of)
+
+    def cast(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
 
 
 def combine(left: State, right: State) -> State:
-    """The state of the keys of both: an associative and commutative operation."""
+    """The state of the keys of both, associative and commutative."""
     maximum = jnp.maximum(left.maximum, right.maximum)
     return State(
         maximum,
@@ -103,7 +109,7 @@ def _rescaled(state: State, maximum: Array) -> tuple[Array, Array]:
 
 
 def finite(maximum: Array) -> Array:
-    """Maxima as they may be subtracted: 0 where there was nothing, which leaves e^-inf = 0."""
+    """Maxima to subtract: 0 instead of -inf, so that e^-inf = 0 remains."""
     return jnp.where(jnp.isneginf(maximum), 0.0, maximum)
 
 
@@ -121,16 +127,15 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
     exponent, factor = split
     missing = range(exponent.ndim - 1 - log_weights.ndim)
     log_weights = jnp.expand_dims(log_weights, (*missing, -1))
-    # Not the sum alone, which is nan where no key is and the exponent has overflowed.
+    # The sum alone is nan without a key, if the exponent has overflowed.
     return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
 
 
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
-    """A product of operands in `dtype`, exact whatever the backend's default is.
+    """A product of operands in `dtype` that sums in float32, or float64 for float64 operands.
 
-    In float64 for float64 operands, else in float32. Operands are rounded within the product alone,
-    by the algorithm that it names: what flows back through it is float32, and is rounded where it
-    is an operand in its turn.
+    The algorithm rounds operands to bfloat16 within the product: gradients stay float32 until they
+    are operands themselves.
     """
     wide = float32_or_wider(left, right)
     if dtype != jnp.bfloat16:
@@ -144,22 +149,21 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
 
 
 def rounded(x: Array) -> Array:
-    """x as a product in bfloat16 takes it; linear, so that its transpose rounds gradients."""
+    """x rounded to bfloat16; linear, so that its transpose rounds gradients."""
     return jax.lax.reduce_precision(x, 8, 7)
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
-    """Return the dtype of the large products: bfloat16 for bfloat16 values, else float32 or wider.
+    """The dtype of large products: bfloat16 for bfloat16 values, else float32 or wider.
 
-    float16 has not the range for sums over the keys.
+    The range of float16 is too small for sums over keys.
     """
     return value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)
 
 
-def of_keys(split: Split, value: Float[Array, "..."]) -> State:
-    """Every feature attends over the keys: features of (..., s, m), values (..., s, v)."""
+def state_of(split: Split, value: Float[Array, "..."]) -> State:
+    """Every feature attends over the keys: features (..., s, m), values (..., s, v)."""
     exponent, _ = split
-    # The maximum cancels, so its gradient is zero.
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
     dtype = operand_dtype(value)
     weights = exponentials(split, maximum[..., None, :])
@@ -180,7 +184,7 @@ _over_keys_narrow = jax.custom_jvp(_over_keys, nondiff_argnums=(2,))
 
 @_over_keys_narrow.defjvp
 def _(dtype, primals, tangents):
-    """Subtract the loss of rounding in dz from the mean of the values, z / s, through ds."""
+    """Round dz only after subtracting ds times the mean of the values, z / s."""
     (weights, value), (d_weights, d_value) = primals, tangents
     s, z = jnp.sum(weights, axis=-2), dot("...sm,...sv->...mv", weights, value, dtype)
     ds = jnp.sum(d_weights, axis=-2)
@@ -191,10 +195,7 @@ def _(dtype, primals, tangents):
 
 
 def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
-    """The initial state (k, b, m) and all keys, `block` at a time; features are never stored.
-
-    Nothing fades.
-    """
+    """The initial state (k, b, m) and all keys, `block` at a time, without decay."""
     s = keys.key.shape[1]
     count, length = blocks(s, block)
 
@@ -202,7 +203,7 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
     def add(state, xs):
         key, value, log_weights = xs
         split, value, log_weights = jax.tree.map(flat, (key_map(key), value, log_weights))
-        return combine(state, of_keys(weighted(split, log_weights), value))
+        return combine(state, state_of(weighted(split, log_weights), value))
 
     keys = extended(keys, 0, count * length - s)
     xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys[:3]))
@@ -225,7 +226,7 @@ def attend(
     (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
-    def of_block(query, state):
+    def attend_block(query, state):
         exponent, factor = jax.tree.map(flat, query_map(query))
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
@@ -234,13 +235,14 @@ def attend(
         return over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
 
     state = jax.tree.map(flat, state)
-    # The g query heads of a key head are rows beside each other: (count, k, b, length g, h).
+    # (b, t, k, g, h) -> (count, k, b, length g, h): the query heads of a key head are rows
     queries = heads_first(query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h), count, length * g)
     if count == 1:
-        outputs = of_block(queries[0], state)[None]
+        outputs = attend_block(queries[0], state)[None]
     else:
-        outputs = jax.lax.map(lambda x: of_block(x, state), queries)
+        outputs = jax.lax.map(lambda x: attend_block(x, state), queries)
     width = outputs.shape[-1]
+    # (count, k, b, length g, v) -> (b, count length, k, g, v)
     outputs = outputs.reshape(count, k, b, length, g, width).transpose(2, 0, 3, 1, 4, 5)
     return outputs.reshape(b, count * length, k, g, width)[:, :t]
 
@@ -259,35 +261,35 @@ _over_features_narrow = jax.custom_jvp(_over_features, nondiff_argnums=(3,))
 def _(dtype, primals, tangents):
     """sum_j a_j s_j do = sum_j (z_j - o s_j) da_j + ..., relative to the mean c of the values.
 
-    So that o and all z_j are rounded where they are small, and what multiplies them only once.
+    Relative to c, o and all z_j are small, and rounding costs little.
     """
     (weights, s, z), (d_weights, ds, dz) = primals, tangents
     total = jnp.sum(s, axis=-1)[..., None]
     mean = (jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total))[..., None, :]
     near, d_near = z - mean * s[..., None], dz - mean * ds[..., None]
-    of_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
-    of_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
-    denominator = of_s(weights, s)
-    change = of_z(d_weights, near) + of_z(weights, d_near)
-    of_weights = (of_s(d_weights, s) + of_s(weights, ds))[..., None]
-    change -= normalised(of_z(weights, near), denominator) * of_weights
-    output = normalised(of_z(weights, z), denominator)
+    over_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
+    over_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
+    denominator = over_s(weights, s)
+    change = over_z(d_weights, near) + over_z(weights, d_near)
+    d_denominator = (over_s(d_weights, s) + over_s(weights, ds))[..., None]
+    change -= normalised(over_z(weights, near), denominator) * d_denominator
+    output = normalised(over_z(weights, z), denominator)
     return output, normalised(rounded(change), denominator)
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
-    """numerator / denominator, and 0 for a query that sees no key."""
+    """numerator / denominator; 0 for a query without keys."""
     return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
 
 
 def pad(x: Array, before: Size, after: Size, fill: float = 0) -> Array:
-    """Zeros, or `fill`, before and after the tokens of (b, t, ...)."""
+    """Pad the tokens of (b, t, ...) with `fill`."""
     widths = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, widths, constant_values=fill)
 
 
 def extended(keys: Keys, before: Size, after: Size) -> Keys:
-    """With keys that do not exist before and after."""
+    """Pad with keys that do not exist."""
     if before == after == 0:
         return keys
     key, value, log_weights, log_decay = keys
@@ -300,16 +302,21 @@ def extended(keys: Keys, before: Size, after: Size) -> Keys:
 
 
 def heads_first(x: Array, count: Size, length: Size) -> Array:
-    """(b, t, k, ...) -> (count, k, b, length, ...), padded with zeros, in one copy."""
+    """(b, t, k, ...) -> (count, k, b, length, ...), padded with zeros."""
     x = pad(x, 0, count * length - x.shape[1])
     x = x.reshape(x.shape[0], count, length, *x.shape[2:])
     return x.transpose(1, 3, 0, 2, *range(4, x.ndim))
 
 
 def flat(x: Array) -> Array:
-    """(k, b, ...) without whichever of the two is 1: fewer batch axes make faster products on CPU.
+    """(k, b, ...) as one axis if either is 1: fewer batch axes make faster products on CPU.
 
-    Two that are more than 1 stay apart: either may be split over devices.
+    Axes above 1 stay apart: either may be sharded.
     """
     k, b = x.shape[:2]
     return x.reshape(k * b, *x.shape[2:]) if 1 in (k, b) else x
+
+
+def take(x: Array, index: Int[Array, "b i"]) -> Array:
+    """Tokens of (b, t, ...) at the places (b, i)."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

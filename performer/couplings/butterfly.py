@@ -1,25 +1,25 @@
-"""Butterfly matrices: random orthogonal matrices that apply in O(d log d).
+"""Butterfly matrices: random orthogonal matrices with products in O(d log d).
 
-For d a power of two, d - 1 angles make the matrix B: each joins two blocks of size k (Def. 3.1),
+For d a power of two, B has d - 1 angles, each of which joins two blocks of size k (Def. 3.1),
 
     B^(2k) = [[B^(k), 0], [0, B'^(k)]] [[c I, -s I], [s I, c I]],   c = cos(theta), s = sin(theta),
 
-B' with angles of its own. Every *column* of B is uniform on the sphere when c^2 ~ Beta(k/2, k/2)
-with random signs of c and s (at k = 1 a uniform angle). For the columns of B^(2k) are (c u, s v)
-and (-s u, c v) with u a column of B, v of B', by induction independent and uniform; and the halves
-of a Gaussian point have such directions u and v, and |g_1|^2 / |g|^2 ~ Beta(k/2, k/2). So the
-angles are drawn from one Gaussian point: each is that between the lengths of two halves. With the
-signs the entries of B are also uncorrelated, as those of a Haar matrix.
+where B' has its own angles. Every *column* of B is uniform on the sphere if c^2 ~ Beta(k/2, k/2)
+with random signs of c and s (at k = 1 a uniform angle): the columns of B^(2k) are (c u, s v) and
+(-s u, c v), u a column of B and v of B', by induction independent and uniform. The halves of a
+Gaussian point have such directions u and v, and |g_1|^2 / |g|^2 ~ Beta(k/2, k/2). So the angles are
+drawn from one Gaussian point, each the angle between the lengths of two halves. The signs also make
+the entries of B uncorrelated, like those of a Haar matrix.
 
-Corrected: the paper calls B Haar distributed, but O(d) has d(d - 1)/2 dimensions, not d - 1, and
-it prints theta_i = u_i / u_{i+1} for u uniform on the sphere (an arctan is missing, and that ratio
-is right for k = 1 alone). Two deviations: B^(1) is a random sign, Haar on O(1), where the paper
-has 1; and joins are counted level by level, the widest first, where the paper counts from left to
-right (its theta_2, theta_1, theta_3 are our 0, 1, 2 at d = 4).
+Corrections: the paper calls B Haar distributed, but O(d) has d(d - 1)/2 dimensions, not d - 1. It
+prints theta_i = u_i / u_{i+1} for u uniform on the sphere; an arctan is missing, and the ratio is
+right only for k = 1. Deviations: B^(1) is a random sign, Haar on O(1), the paper's is 1. Joins are
+counted level by level, the widest first; the paper's theta_2, theta_1, theta_3 are our 0, 1, 2 at
+d = 4.
 
-B x is not uniform for every unit vector x, as the rows of B are not: the fourth moment of a
-coordinate at x = (1, ..., 1) / sqrt(d) is (d + 1)(d + 2) / (6 d) times that of the uniform law.
-`random_butterfly` says how far products B P B P B P mend this; `directions.haar` is exact.
+The rows of B are not uniform, so B x is not for every unit vector x: at x = (1, ..., 1) / sqrt(d)
+the fourth moment of a coordinate is (d + 1)(d + 2) / (6 d) times that of the uniform law.
+`random_butterfly` has the figures of products B P B P B P; `directions.haar` is exact.
 
 Source: Munkhoeva et al. 2018, "Quadrature-based features for kernel approximation", Sec. 3,
 Def. 3.1 and supplement Sec. 9.1. The paper's B-hat is B' here; t is its number of products.
@@ -38,9 +38,9 @@ from performer.typing import Key, float32_or_wider
 
 
 class Butterfly(NamedTuple):
-    """A d x d orthogonal matrix, B or (B P)_1 ... (B P)_t, in O(t d) numbers. A pytree.
+    """A d x d orthogonal matrix, B or (B P)_1 ... (B P)_t, as O(t d) numbers. A pytree.
 
-    Angles in radians, the signs B^(1), and the permutations, (P x)_i = x[order[i]].
+    Holds the angles in radians, the signs B^(1) and the permutations, (P x)_i = x[order[i]].
     """
 
     angles: Float[Array, "t joins"]
@@ -48,10 +48,10 @@ class Butterfly(NamedTuple):
     orders: Int[Array, "t d"] | None
 
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """B x along the last axis, (..., d) -> (..., d), float64 for a float64 x, else float32.
+        """Return B x along the last axis, (..., d) -> (..., d), float64 for a float64 x.
 
         Raises:
-            ValueError: when x is not d wide.
+            ValueError: if x is not d wide.
         """
         columns = _columns(self, x)
         # No lax.scan over the products: XLA's CPU backend is over 10 times slower inside one.
@@ -63,11 +63,7 @@ class Butterfly(NamedTuple):
         return columns.T.reshape(x.shape)
 
     def apply_transpose(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """B^T x along the last axis, as `apply`: w.x = v.(B^T x) for the frequency w = B v.
-
-        Raises:
-            ValueError: when x is not d wide.
-        """
+        """Return B^T x, as `apply` otherwise: w.x = v.(B^T x) for the frequency w = B v."""
         columns = _columns(self, x)
         for i in range(len(self.angles)):
             columns = self.signs[i, :, None].astype(columns.dtype) * columns
@@ -77,7 +73,7 @@ class Butterfly(NamedTuple):
         return columns.T.reshape(x.shape)
 
     def matrix(self) -> Float[Array, "d d"]:
-        """B as a matrix (d, d)."""
+        """Return B as a matrix (d, d)."""
         return self.apply(jnp.eye(self.signs.shape[-1], dtype=jnp.float32)).T
 
 
@@ -85,9 +81,9 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
     """Draw B, or with products t > 1 the product (B P)_1 ... (B P)_t, P uniform permutations.
 
     For d a power of two every column is exactly uniform on the sphere. Otherwise the factors are
-    those of the next power of two cut to d x d, which leaves zeros in the columns of B; products
-    mend that (Sec. 9.1, t = 3 in the paper's experiments), not exactly. Measured, the fourth moment
-    of a coordinate over that of the uniform law, mean of all coordinates (standard error):
+    those of the next power of two, cut to d x d, which leaves zeros in the columns of B. Products
+    (Sec. 9.1; t = 3 in the paper's experiments) nearly correct that. Measured fourth moment of a
+    coordinate relative to that of the uniform law, mean of all coordinates (standard error):
 
                                           t = 1   t = 2      t = 3
         columns, d = 15                   1.09    1.002      1.000      0 to 3.2 in entries of B
@@ -99,7 +95,7 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
     Args:
         key: a PRNG key.
         d: the size of the matrix.
-        products: t, the number of butterfly matrices; one comes without a permutation.
+        products: t, the number of butterfly matrices; a single one has no permutation.
 
     Raises:
         ValueError: for d < 1 or products < 1.
@@ -121,7 +117,7 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
 
 @partial(jax.jit, static_argnums=1)
 def _random_angles(key: Key, p: int) -> Float[Array, " joins"]:
-    """Angles, one for each join: between the lengths of two halves of a Gaussian point, signed."""
+    """Draw the angle of each join, between the signed lengths of two halves of a Gaussian point."""
     point_key, signs_key = jax.random.split(key)
     squares = jax.random.normal(point_key, (p,), jnp.float32) ** 2
     halves = [squares.reshape(joins, 2, -1).sum(axis=-1) for joins in _joins(p)]
@@ -134,9 +130,9 @@ def _random_angles(key: Key, p: int) -> Float[Array, " joins"]:
 def _rotate(
     angles: Float[Array, " joins"], x: Float[Array, "d n"], *, back: bool = False
 ) -> Float[Array, "d n"]:
-    """The factors of B with B^(1) = 1 in turn, the widest joins first; `back` for B^T.
+    """Apply the factors of B with B^(1) = 1, the widest joins first; `back` for B^T.
 
-    A coordinate whose partner is cut away stays as it is (c = 1), others of its join turn.
+    A coordinate whose partner is cut away is kept (c = 1).
     """
     d, p = len(x), len(angles) + 1
     c, s = jnp.cos(angles.astype(x.dtype)), jnp.sin(angles.astype(x.dtype))
@@ -147,19 +143,19 @@ def _rotate(
         paired = jnp.arange(p).reshape(joins, 2, -1, 1)[:, 1] < d
         cos = jnp.where(paired, c[joins - 1 : 2 * joins - 1, None, None], 1)
         sin = jnp.where(paired, s[joins - 1 : 2 * joins - 1, None, None], 0) * (-1 if back else 1)
-        # No flip of the halves: XLA fuses flips of all levels, and computes 2^levels as much.
+        # No flip of the halves: XLA would fuse the flips of all levels, 2^levels times the work.
         turned = [cos * first - sin * second, sin * first + cos * second]
         x = jnp.stack(turned, axis=1).reshape(p, -1)
     return x[:d]
 
 
 def _joins(p: int) -> list[int]:
-    """The number of joins of each level, 1, 2, ..., p/2; level n holds the angles [n-1, 2n-1)."""
+    """Return the joins of each level, n = 1, 2, ..., p/2; level n has the angles [n-1, 2n-1)."""
     return [2**level for level in range(p.bit_length() - 1)]
 
 
 def _columns(butterfly: Butterfly, x: Float[Array, "*b d"]) -> Float[Array, "d n"]:
-    """The inputs as columns: rotations then run along the batch, not along pairs of neighbours."""
+    """Return the inputs as columns, so that rotations run along the batch."""
     d = butterfly.signs.shape[-1]
     if x.shape[-1] != d:
         raise ValueError(f"inputs have width {x.shape[-1]} but the butterfly matrix has {d}")

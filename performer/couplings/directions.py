@@ -1,8 +1,8 @@
 """Direction couplings: the joint law of the unit vectors of the frequencies in one block.
 
-Every function has the signature `directions(key, lengths, d) -> (m, d)`: m <= d unit vectors in
-float32, each marginally uniform on the sphere, given the lengths (m,) they will carry. Only
-`simplex_weighted` looks at the lengths.
+Every function `directions(key, lengths, d) -> (m, d)` draws m <= d unit vectors in float32, each
+marginally uniform on the sphere, given the lengths (m,) of the frequencies. Only
+`simplex_weighted` uses the lengths.
 
 Sources: Yu et al. 2016 (orthogonal, hadamard); Reid et al., "Simplex random features" (SimRF),
 Eqs 8, 9, 16, 17. SimRF's block is DSR: D the lengths, S the simplex, R a Haar matrix; here S R.
@@ -23,17 +23,17 @@ _product = partial(jnp.matmul, precision="highest")  # the default of GPUs costs
 
 
 def independent(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """Independent uniform directions: Gaussian vectors, normalised."""
+    """Draw independent uniform directions: Gaussian vectors, normalised."""
     return _normalise(jax.random.normal(key, (len(lengths), d), jnp.float32))
 
 
 def orthogonal(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """The first m rows of a Haar-distributed orthogonal matrix (Yu et al. 2016)."""
+    """Draw the first m rows of a Haar-distributed orthogonal matrix (Yu et al. 2016)."""
     return haar(key, len(lengths), d)
 
 
 def simplex(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """m of the d vertices of a randomly rotated simplex: every pair at cos = -1/(d - 1).
+    """Draw m of the d vertices of a randomly rotated simplex: every pair has cos = -1/(d - 1).
 
     SimRF Eq. 9. The d vertices sum to zero and span d - 1 dimensions.
 
@@ -45,12 +45,12 @@ def simplex(key: Key, lengths: Lengths, d: int) -> Frequencies:
 
 
 def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """SimRF+: longer vectors at wider angles, so that the resultant of the block is shortest.
+    """Draw the directions of SimRF+: longer vectors at wider angles, for the shortest sum.
 
-    Sweeps of SimRF Eq. 17 from the simplex, w_i <- -|w_i| r_i / |r_i| with r_i the sum of the
-    others, until no direction moves by more than `TOLERANCE` in a sweep (at most `MAX_SWEEPS`),
-    then a random rotation. This minimises the sum over pairs of |w_i + w_j|^2, the leading term of
-    the conformity at small v (Eq. 15).
+    Starts from the simplex and repeats sweeps of SimRF Eq. 17, w_i <- -|w_i| r_i / |r_i| with r_i
+    the sum of the others, until no direction moves by more than `TOLERANCE` (at most `MAX_SWEEPS`
+    times); then rotates randomly. This minimises the sum over pairs of |w_i + w_j|^2, the leading
+    term of the conformity at small v (Eq. 15).
 
     Raises:
         ValueError: for d = 1, where no simplex exists.
@@ -77,29 +77,29 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
 
 
 def hadamard(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """m rows of the HD product H D_3 H D_2 H D_1 of size d, a power of two (SORF).
+    """Draw m rows of the HD product H D_3 H D_2 H D_1 of size d, a power of two (SORF).
 
-    Exactly orthonormal, with mean 0 and covariance I/d, but only approximately uniform on the
-    sphere. The fourth moment of a coordinate, over the 3/(d(d+2)) of the uniform law, is 2/3 at
-    d = 2, 0.88 at 4, 0.95 at 8, and 1 within the 1.3% that 40,000 draws resolve from d = 16 up.
+    The rows are orthonormal, with mean 0 and covariance I/d, but only approximately uniform on the
+    sphere. The fourth moment of a coordinate, relative to that of the uniform law, 3/(d(d+2)), is
+    2/3 at d = 2, 0.88 at 4, 0.95 at 8, and 1 from d = 16 on (within 1.3%, by 40,000 draws).
     """
     eye = jnp.eye(d, dtype=jnp.float32)
     return hd.multiply(hd.random_signs(key, d), eye).T[: len(lengths)]
 
 
 def hadamard_simplex(key: Key, lengths: Lengths, d: int) -> Frequencies:
-    """m vertices of a simplex turned by an HD product: fast SimRF (SimRF Sec. 4.2, App. B.2)."""
+    """Draw m vertices of a simplex turned by an HD product: fast SimRF (Sec. 4.2, App. B.2)."""
     _needs_a_simplex(d)
     eye = jnp.eye(d, dtype=jnp.float32)
     return multiply_simplex(hd.multiply(hd.random_signs(key, d), eye)).T[: len(lengths)]
 
 
 HADAMARD = (hadamard, hadamard_simplex)
-"""Uniform only approximately, and for powers of two; `couplings.Padded` makes them fit others."""
+"""Only approximately uniform, for powers of two; `couplings.Padded` serves other sizes."""
 
 
 def multiply_simplex(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """S x along the last axis in O(d) (SimRF Algorithm 1); the rows of S are the s_i of Eq. 9."""
+    """Return S x along the last axis in O(d) (SimRF Algorithm 1); S has the rows s_i of Eq. 9."""
     d = x.shape[-1]
     root = lambda number: jnp.sqrt(jnp.asarray(number, x.dtype))  # noqa: E731 (the dtype of x)
     last = jnp.sum(x[..., :-1], axis=-1, keepdims=True) / root(d - 1)
@@ -108,14 +108,14 @@ def multiply_simplex(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
 
 
 def haar(key: Key, m: int, d: int) -> Float[Array, "m d"]:
-    """m <= d orthonormal rows, the first rows of a Haar-distributed d x d orthogonal matrix.
+    """Draw the first m <= d rows of a Haar-distributed d x d orthogonal matrix.
 
     A product of Householder reflections of Gaussian vectors (Stewart 1980): reflector j acts on the
-    last d - j coordinates, and the sign of each row is set as a QR factorisation with a positive
-    diagonal would set it. Without that sign positive features are biased at first order. QR itself
-    is avoided: two batched QR calls inside one jit can deadlock on XLA's CPU backend.
+    last d - j coordinates. Each row has the sign of a QR factorisation with a positive diagonal;
+    without it positive features are biased at first order. QR itself is not called: two batched QR
+    calls inside one jit can deadlock on XLA's CPU backend.
     """
-    gaussian = jnp.triu(jax.random.normal(key, (m, d), jnp.float32))
+    gaussian = jnp.triu(_gaussian(key, m, d))
     eye = jnp.eye(m, d, dtype=jnp.float32)
     pivot = jnp.diagonal(gaussian)
     sign = jnp.where(pivot < 0, -1.0, 1.0)
@@ -127,6 +127,11 @@ def haar(key: Key, m: int, d: int) -> Float[Array, "m d"]:
         return rows - scales[m - 1 - i] * jnp.outer(_product(rows, u), u)
 
     return -sign[:, None] * jax.lax.fori_loop(0, m, reflect, eye)
+
+
+def _gaussian(key: Key, m: int, d: int) -> Float[Array, "m d"]:
+    # Drawn flat, for XLA compiles random bits of two axes five times as slowly on a CPU.
+    return jax.random.normal(key, (m * d,), jnp.float32).reshape(m, d)
 
 
 def _normalise(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:

@@ -1,7 +1,7 @@
 """Hadamard transforms and HD products: orthogonal matrices that apply in O(d log d).
 
-An HD product is H D_3 H D_2 H D_1 with H the normalised Walsh-Hadamard matrix and D_i diagonal
-matrices of random signs: a proxy of a Haar matrix, for sizes that are powers of two.
+An HD product is H D_3 H D_2 H D_1, H the normalised Walsh-Hadamard matrix and D_i diagonal
+matrices of random signs. It approximates a Haar matrix, for sizes that are powers of two.
 
 Sources: Yu et al. 2016 (SORF); SimRF App. B.2, Eqs 89 and 90, k = 3, and Algorithm 1.
 """
@@ -20,17 +20,15 @@ NUM_BLOCKS = 3
 
 
 def next_power_of_two(d: int) -> int:
-    """The smallest power of two that is at least d."""
+    """Return the smallest power of two that is at least d."""
     return 1 << (d - 1).bit_length()
 
 
 def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
-    """H x along the last axis, p a power of two: H symmetric, H H = I (SimRF Eq. 90).
+    """Return H x along the last axis, p a power of two: H symmetric, H H = I (SimRF Eq. 90).
 
-    In float64 for a float64 x, else in float32.
-
-    As H_p is a Kronecker product of smaller ones, x is folded to a tensor with axes of at most 16,
-    each multiplied by a small dense matrix: O(p log p) in few, wide operations.
+    The result is float64 for a float64 x, else float32. H_p is a Kronecker product: x is folded to
+    axes of at most 16, each multiplied by a small dense matrix, O(p log p) in few, wide operations.
     """
     p = x.shape[-1]
     if p & (p - 1):
@@ -47,18 +45,18 @@ def transform(x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
 
 
 def random_signs(key: Key, p: int) -> Float[Array, "k p"]:
-    """The diagonals of D_1, D_2, D_3."""
+    """Draw the diagonals of D_1, D_2, D_3."""
     return rademacher(key, (NUM_BLOCKS, p))
 
 
 def rademacher(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Random signs, float32: those of `jax.random.rademacher`, which depend on jax_enable_x64."""
-    positive = jax.random.bernoulli(key, jnp.float32(0.5), shape)
-    return jnp.where(positive, jnp.float32(1), jnp.float32(-1))
+    """Draw float32 signs, independent of jax_enable_x64 unlike `jax.random.rademacher`."""
+    positive = jax.random.bernoulli(key, jnp.float32(0.5), (math.prod(shape),))
+    return jnp.where(positive, jnp.float32(1), jnp.float32(-1)).reshape(shape)
 
 
 def multiply(signs: Float[Array, "k p"], x: Float[Array, "*b p"]) -> Float[Array, "*b p"]:
-    """H D_k ... H D_1 x along the last axis."""
+    """Return H D_k ... H D_1 x along the last axis."""
     x = x.astype(float32_or_wider(x))
     for diagonal in signs.astype(x.dtype):
         x = transform(jnp.broadcast_to(diagonal, x.shape) * x)

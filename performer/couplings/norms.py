@@ -1,14 +1,13 @@
 """Norm couplings: the joint law of the lengths of the frequencies in one block.
 
-A frequency w ~ N(0, I_d) has a length |w| ~ chi_d and an independent, uniform direction. Every
-norm coupling has the signature `norms(key, m, d) -> (m,)`, in float32; its lengths have one
-marginal law and differ only in how they depend on one another. The dependence is a joint law of
-normal scores g ~ N(0, 1); the marginal law is a `Quantile`, the length l with F(l) = Phi(g). The
-Gaussian kernel has the chi_d quantile; another isotropic kernel is another quantile, and nothing
-else: `couplings.with_quantile("pnc", norms.matern(1.5))`.
+A frequency w ~ N(0, I_d) has a length |w| ~ chi_d and an independent, uniform direction. A
+norm coupling is a function `norms(key, m, d) -> (m,)`, in float32. Norm couplings differ in the
+joint law of normal scores g ~ N(0, 1); a `Quantile` maps each score to the length l with
+F(l) = Phi(g). The Gaussian kernel has the chi_d quantile. Another isotropic kernel differs only in
+the quantile: `couplings.with_quantile("pnc", norms.matern(1.5))`.
 
-The norm couplings here are values: frozen, equal where their parts are, with a repr that makes them
-again. A plain function of that signature will do, too.
+The norm couplings here are values: frozen, equal if their parts are, with a repr that evaluates to
+them. A plain function of that signature is accepted, too.
 
 Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3 and App. G.
 Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribution function.
@@ -40,21 +39,21 @@ _DEGREE = 4
 
 @dataclass(frozen=True, repr=False)
 class Tabulated(Value):
-    """A quantile in the dtype of the score, jit- and vmap-able, of its logarithm in float64 NumPy.
+    """A quantile as a jit- and vmap-able table, made from its logarithm in float64 NumPy.
 
-    On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted in float64
-    when the function is traced (d is static). For the laws here the relative error is below 3e-7
-    for scores in [-8, 8], and the derivative with respect to the score is that of the quantile.
+    On cells of width 1/16 in the score the logarithm is a polynomial of degree 4, fitted when the
+    function is traced (d is static). For the laws here the relative error is below 3e-7 for scores
+    in [-8, 8], and the derivative with respect to the score is that of the quantile.
 
     Args:
-        log_quantile: (scores, d) -> log of the lengths, float64, each tail exact: the complement of
-            u = Phi(score) is Phi(-score), so 1 - u need never be computed.
+        log_quantile: (scores, d) -> log of the lengths, float64, exact in both tails: use
+            Phi(-score) for 1 - Phi(score).
     """
 
     log_quantile: LogQuantile
 
     def __call__(self, score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
-        """The lengths at these normal scores."""
+        """Return the lengths at normal scores, in their dtype."""
         at_nodes, coefficients = (
             jnp.asarray(table, score.dtype) for table in _table(self.log_quantile, d)
         )
@@ -72,7 +71,7 @@ class Tabulated(Value):
 
 @lru_cache(maxsize=256)
 def _table(log_quantile: LogQuantile, d: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantiles at the nodes, and the coefficients of log(quantile / quantile at the node)."""
+    """Return the quantiles at the nodes and the coefficients of log(quantile / its node's)."""
     nodes = np.arange(-_LIMIT, _LIMIT + _STEP, _STEP)
     offsets = _STEP / 2 * np.cos(np.pi * np.arange(_DEGREE + 1) / _DEGREE)  # contains the midpoint
     powers = np.vander(offsets, _DEGREE + 1, increasing=True)
@@ -81,7 +80,7 @@ def _table(log_quantile: LogQuantile, d: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _log_chi(score: np.ndarray, d: int) -> np.ndarray:
-    """log l with P(chi_d < l) = Phi(score), float64."""
+    """Return log l with P(chi_d < l) = Phi(score), float64."""
     from scipy import special  # slow to import
 
     tail = special.ndtr(-np.abs(score))
@@ -96,7 +95,7 @@ class _LogMatern(Value):
     nu: float
 
     def __call__(self, score: np.ndarray, d: int) -> np.ndarray:
-        """log l, float64."""
+        """Return log l, float64."""
         from scipy import special  # slow to import
 
         tail = special.ndtr(-np.abs(score))
@@ -113,9 +112,8 @@ chi = Tabulated(_log_chi)
 def matern(nu: float) -> Tabulated:
     """Return the radial law of the Matern kernel of smoothness nu, lengthscale 1 (VRC App. G).
 
-    The frequencies are then multivariate t with 2 nu degrees of freedom. VRC Eq. 84 prints the
-    density of frequencies in cycles; the features here take radians, 2 pi times as much. The mean
-    of exp(w.x) is infinite under this law: use it with trigonometric features.
+    The frequencies are then multivariate t with 2 nu degrees of freedom, here in radians; VRC Eq.
+    84 has them in cycles. The mean of exp(w.x) is infinite: use trigonometric features.
 
     Raises:
         ValueError: unless nu is positive.
@@ -126,24 +124,24 @@ def matern(nu: float) -> Tabulated:
 
 
 def root_mean_square(score: Float[Array, "*s"], d: int) -> Float[Array, "*s"]:
-    """sqrt(d) for every score: the lengths of `fixed`."""
+    """Return sqrt(d) for every score: the lengths of `fixed`."""
     return jnp.full_like(score, d**0.5)
 
 
 def independent_scores(key: Key, m: int) -> Float[Array, " m"]:
-    """m independent normal scores."""
+    """Draw m independent normal scores."""
     return jax.random.normal(key, (m,), jnp.float32)
 
 
 def pairwise_scores(key: Key, m: int) -> Float[Array, " m"]:
-    """g and -g in rows (0, 1), (2, 3), ..., independent pairs; with m odd the last is free."""
+    """Draw independent pairs g, -g in rows (0, 1), (2, 3), ...; with m odd the last is free."""
     scores = jax.random.normal(key, ((m + 1) // 2,), jnp.float32)
     return jnp.stack([scores, -scores], axis=-1).reshape(-1)[:m]
 
 
 @dataclass(frozen=True, repr=False)
 class FromScores(Value):
-    """The lengths quantile(g, d) of normal scores g with the joint law `scores`."""
+    """Lengths quantile(g, d) of normal scores g with the joint law `scores`."""
 
     scores: Scores
     """(key, m) -> (m,)."""
@@ -153,13 +151,13 @@ class FromScores(Value):
     """One score and one length, shared by the m rows."""
 
     def __call__(self, key: Key, m: int, d: int) -> Lengths:
-        """The lengths (m,) of frequencies in R^d."""
+        """Draw the lengths (m,) of frequencies in R^d."""
         lengths = self.quantile(self.scores(key, 1 if self.common else m), d)
         return jnp.broadcast_to(lengths, (m,))
 
 
 independent = FromScores(independent_scores)
-"""m independent lengths: what orthogonal random features (ORF) use."""
+"""Independent lengths, as in orthogonal random features (ORF)."""
 pairwise = FromScores(pairwise_scores)
 """Pairwise norm coupling (PNC): F(l_0) + F(l_1) = 1 in rows (0, 1), (2, 3), ... exactly.
 
@@ -170,8 +168,7 @@ monotone = FromScores(independent_scores, common=True)
 fixed = FromScores(independent_scores, root_mean_square, common=True)
 """All lengths sqrt(d), the root mean square of chi_d.
 
-The frequencies are then not Gaussian and the kernel estimate is biased: trigonometric features
-estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, and positive ones
-0F1(; d/2; d v^2 / 4) instead of e^{v^2 / 2}. The difference is O(1/d) and does not vanish with
-m; in attention the loss of radial noise often outweighs it.
+The frequencies are then not Gaussian and kernel estimates are biased: trigonometric features
+estimate 0F1(; d/2; -d z^2 / 4) instead of e^{-z^2 / 2}, positive ones 0F1(; d/2; d v^2 / 4) instead
+of e^{v^2 / 2}. The bias is O(1/d) whatever m is; in attention less radial noise often outweighs it.
 """

@@ -1,7 +1,7 @@
-"""Structured frequencies: W x in O(m log d) without ever forming W.
+"""Structured frequencies: W x in O(m log d), without the matrix W.
 
-Fast ORF (SORF) and fast SimRF: W = D M or D S M, with M an HD product in place of the Haar matrix,
-S the simplex and D the lengths. The couplings "sorf" and "fast-simrf" give the same W as a matrix.
+Fast ORF (SORF) is W = D M and fast SimRF W = D S M, M an HD product in place of the Haar matrix, S
+the simplex and D the lengths. The couplings "sorf" and "fast-simrf" draw the same W as a matrix.
 
 Source: SimRF Sec. 4.2, App. B.2 (Algorithm 1, Eqs 87 to 90).
 """
@@ -20,7 +20,7 @@ from performer.typing import Frequencies, Key
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StructuredFrequencies:
-    """m frequencies in R^d, held as signs and lengths: O(m) numbers. A pytree."""
+    """m frequencies in R^d as signs and lengths, O(m) numbers. A pytree."""
 
     signs: Float[Array, "blocks k p"]
     lengths: Float[Array, "blocks p"]
@@ -30,10 +30,10 @@ class StructuredFrequencies:
 
     @jax.jit
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b m"]:
-        """W x along the last axis, (..., d) -> (..., m), float64 for a float64 x, else float32.
+        """Return W x along the last axis, (..., d) -> (..., m), float64 for a float64 x.
 
         Raises:
-            ValueError: when x is not d wide.
+            ValueError: if x is not d wide.
         """
         if x.shape[-1] != self.d:
             raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {self.d}")
@@ -49,7 +49,7 @@ class StructuredFrequencies:
         return rows.reshape(*x.shape[:-1], self.lengths.size)[..., : self.m]
 
     def matrix(self) -> Frequencies:
-        """W as a matrix (m, d)."""
+        """Return W as a matrix (m, d)."""
         return self.apply(jnp.eye(self.d, dtype=jnp.float32)).T
 
 

@@ -1,13 +1,13 @@
 """Graph random features: kernels between nodes, PageRank and Gaussian processes by random walks.
 
 Graph          an undirected weighted graph: `Graph.from_edges`, `from_scipy`, `from_networkx`
+features       `graph_random_features`: a sparse, unbiased kernel estimate that multiplies vectors
 kernels        kernels between nodes: series for random features, dense for reference
 couplings      joint laws of the lengths of walks: independent, antithetic, sigma
-matching       learns the permutation of the sigma-coupling
-walks          the random walks; `reinforced`, the self-avoiding baseline
-features       `graph_random_features`: a sparse, unbiased estimate that multiplies vectors
+matching       learning of the permutation of the sigma-coupling
+walks          random walks from all nodes; `reinforced`, the self-avoiding baseline
 pagerank       PageRank by random walks and by power iteration
-theory         expected errors in closed form: `theory.recommend` says which walks to take
+theory         expected errors in closed form; `theory.recommend` chooses the walks
 tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes, by conjugate gradients
 """

@@ -1,19 +1,20 @@
 """Joint laws of the lengths of the random walks that leave one node.
 
-A coupling is a function (key, num_walks, p_halt) -> (num_walks,) of lengths, int32, each by itself
-geometric, P(length = l) = (1 - p_halt)^l p_halt, l = 0, 1, ...; walks from different nodes are
-independent. That is all a coupling has to keep for estimates to stay unbiased.
+A coupling is a function (key, num_walks, p_halt) -> (num_walks,) that draws int32 lengths. Each is
+marginally geometric, P(length = l) = (1 - p_halt)^l p_halt, l = 0, 1, ...; nothing else is required
+for unbiased estimates. Walks from different nodes are independent.
 
-    independent   every length by itself
+    independent   independent lengths
     antithetic    pairs that never halt at the same step (qGRF Def. 3.1)
     ensemble      floor(1 / p_halt) walkers of which no two halt at the same step (qGRF Cor. 3.3)
     sigma         pairs by a permutation of the quantiles (VRC Def. 4.2); `matching` learns it
 
-Our lengths are len(omega) of the papers, and num_walks their m. In qGRF Eq. 92 as printed
-p(not s_2 | not s_1) and p(not s_2 | s_1) have changed places: the first is (1 - p - Delta) / (1 -
-p), the second Delta / p.
+Our lengths are len(omega) of the papers, num_walks is their m. qGRF Eq. 92 prints
+p(not s_2 | not s_1) and p(not s_2 | s_1) in exchanged places: the first is
+(1 - p - Delta) / (1 - p), the second Delta / p.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -30,26 +31,26 @@ Coupling = Callable[[Key, int, float], Int[Array, " m"]]
 
 
 def independent(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
-    """Lengths that nothing couples."""
+    """Draw independent lengths."""
     return _geometric(_uniform(key, (num_walks,)), p_halt)
 
 
 def antithetic(
     key: Key, num_walks: int, p_halt: float, *, offset: float = 0.5, size: int = 2
 ) -> Int[Array, " m"]:
-    """Antithetic termination: t_k = mod_1(t_1 + k offset), and walker k halts when t_k < p_halt.
+    """Draw lengths with antithetic termination: walker k halts when mod_1(t + k offset) < p_halt.
 
-    qGRF Eq. 11, for any offset (Thm 3.4) and groups of any size, t_1 uniform and new at each step.
-    Drawn event by event, not step by step: the time to the next step at which a walker of the group
-    halts is geometric, and which ones do is one draw of the part of the circle that t_1 lies in.
+    qGRF Eq. 11, for any offset (Thm 3.4) and size of the groups, t uniform and new at each step.
+    Drawn event by event, not step by step: the time until a walker of the group halts is geometric,
+    and one draw of the arc of the circle that contains t decides which walkers halt.
 
     Args:
-        key: of the draw.
-        num_walks: m; the last group is cut off when it is no multiple of the size.
-        p_halt: the probability to halt at each step.
-        offset: between the termination variables of neighbours in a group. From p_halt to 1 -
-            p_halt, two never halt at once; at p_halt (1 - p_halt), two are independent.
-        size: how many walkers make a group.
+        key: random key.
+        num_walks: m; the last group is cut off if m is not a multiple of the size.
+        p_halt: probability to halt at each step.
+        offset: difference of the termination variables of neighbours in a group. From p_halt to
+            1 - p_halt two walkers never halt at once; at p_halt (1 - p_halt) two are independent.
+        size: number of walkers in a group.
     """
     groups = -(-num_walks // size)
     draws = _uniform(key, (groups, size, 2))
@@ -58,22 +59,22 @@ def antithetic(
 
 
 def ensemble(key: Key, num_walks: int, p_halt: float) -> Int[Array, " m"]:
-    """Groups of floor(1 / p_halt) antithetic walkers, the largest there are (qGRF Cor. 3.3)."""
+    """Draw groups of floor(1 / p_halt) antithetic walkers, the largest possible (qGRF Cor. 3.3)."""
     size = max(int(1 / p_halt + 1e-9), 1)
     return antithetic(key, num_walks, p_halt, offset=p_halt, size=size)
 
 
 def sigma(permutation: Int[np.ndarray, " n"]) -> Coupling:
-    """Pairs whose lengths lie in matched quantiles: in the q-th of n, and in the sigma(q)-th.
+    """Return the coupling of pairs with lengths in the q-th and the sigma(q)-th of n quantiles.
 
     The permutation density p_sigma(x, y) = n 1[sigma(ceil(n x)) = ceil(n y)], mapped by the inverse
     geometric distribution function (VRC Def. 4.2). The last of an odd number of walks is alone.
 
     Args:
-        permutation: sigma, of 0 to n - 1; `matching.learn` finds it.
+        permutation: sigma, of 0 to n - 1, as learned by `matching.learn`.
 
     Raises:
-        ValueError: when it is no permutation.
+        ValueError: if it is not a permutation.
     """
     order = len(permutation)
     if sorted(np.asarray(permutation).tolist()) != list(range(order)):
@@ -118,12 +119,12 @@ def get(coupling: str | Coupling) -> Coupling:
 def lengths(
     key: Key, coupling: str | Coupling, num_nodes: int, num_walks: int, p_halt: float
 ) -> Int[Array, "n m"]:
-    """Lengths of the walks from every node (num_nodes, num_walks), independent between nodes.
+    """Draw the lengths of the walks from every node (num_nodes, num_walks).
 
     The lengths of a node depend on the key and the node alone.
 
     Raises:
-        ValueError: for an unknown coupling, num_walks below 1, more walks than int32 numbers, or
+        ValueError: for an unknown coupling, num_walks below 1, more walks than int32 can number, or
             p_halt outside (0, 1).
     """
     coupling = get(coupling)
@@ -134,7 +135,7 @@ def lengths(
 
 
 def require_probability(p_halt: float) -> None:
-    """Raises ValueError unless 0 < p_halt < 1."""
+    """Raise ValueError unless 0 < p_halt < 1."""
     if not 0 < p_halt < 1:
         raise ValueError(
             f"p_halt, the probability to halt at each step, must be in (0, 1), got {p_halt}"
@@ -148,7 +149,7 @@ def _lengths(key: Key, coupling: Coupling, num_nodes: int, num_walks: int, p_hal
 
 
 def _group(draws: Array, p_halt: float, offset: float) -> Array:
-    """The lengths of walkers with common termination variables, by uniform draws (size, 2)."""
+    """Return the lengths of a group of walkers, given uniform draws (size, 2)."""
     size = len(draws)
     shifts = offset * np.arange(size)
     ends = np.unique(np.concatenate([[0, 1], np.mod(-shifts, 1), np.mod(p_halt - shifts, 1)]))
@@ -170,12 +171,12 @@ def _group(draws: Array, p_halt: float, offset: float) -> Array:
 
 
 def _geometric(u: Array, p: float | Array) -> Array:
-    """The inverse distribution function of a geometric law, at 1 - u; 0 if p rounds to 0 or 1."""
+    """Return the geometric quantile at 1 - u; 0 if p rounds to 0 or 1."""
     length = jnp.floor(jnp.log(u) / jnp.log1p(-p))
     return jnp.where(jnp.isfinite(length), length, 0).astype(jnp.int32)
 
 
 def _uniform(key: Key, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Uniform in (0, 1]; small values have all their digits, as long walks need (not 2^-24)."""
-    bits = jax.random.bits(key, shape, jnp.uint32)
+    """Draw uniform numbers in (0, 1]; long walks need all digits of small ones (not 2^-24)."""
+    bits = jax.random.bits(key, (math.prod(shape),), jnp.uint32).reshape(shape)  # quick to compile
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)

@@ -2,13 +2,12 @@
 
     phi(i)_x = 1/m sum over walks k from i, over their visits to x:  f(step) load
 
-(qGRF Eq. 8, VRC Eqs 49 and 50). Their dot products are unbiased for the kernel (sum_t f_t A^t)^2 of
-two different nodes. With itself a node shares its walks, which makes the diagonal too large; a
-second, independent ensemble (`unbiased_diagonal`) mends that and doubles the work (qGRF App. 8.7).
-Then the estimate is (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2, which need not be positive definite; with
-one ensemble it always is.
+(qGRF Eq. 8, VRC Eqs 49 and 50). Dot products are unbiased for the kernel (sum_t f_t A^t)^2 of two
+different nodes. On the diagonal a node shares its walks with itself, and the estimate is too large.
+A second, independent ensemble (`unbiased_diagonal`) corrects this for twice the work (qGRF App.
+8.7): (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2, which need not be positive definite as with one ensemble.
 
-Nothing here is N x N but on request: `kernel @ v` takes time in proportion to the visits.
+No N x N matrix is formed unless requested: `kernel @ v` takes time proportional to the visits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,15 +28,15 @@ from performer.graphs.graph import Graph
 from performer.typing import Key
 
 FOREVER = -1
-"""Step of a node without edges: all of them, where sum_t f_t is known and nothing is drawn."""
+"""Step of the visit to a node without edges: it stands for all steps, with the factor sum_t f_t."""
 ENDLESS = 1024
-"""Terms of that sum."""
+"""Number of terms of that sum."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Features:
-    """The sparse matrix Phi (N, N), row i the features of node i; entries of one place add up."""
+    """The sparse matrix Phi (N, N), row i the features of node i; duplicate entries add up."""
 
     start: Any
     """Rows (T,), int32."""
@@ -48,20 +47,20 @@ class Features:
     num_nodes: int = field(metadata={"static": True})
 
     def __matmul__(self, vectors: ArrayLike) -> Array:
-        """Phi v, for v (N,) or (N, k)."""
+        """Return Phi v, for v (N,) or (N, k)."""
         return self._sum(self.node, self.start, vectors)
 
     def transposed(self, vectors: ArrayLike) -> Array:
-        """Phi^T v."""
+        """Return Phi^T v."""
         return self._sum(self.start, self.node, vectors)
 
     def to_dense(self) -> Float[Array, "n n"]:
-        """Phi."""
+        """Return Phi as an array."""
         zeros = jnp.zeros((self.num_nodes,) * 2, self.value.dtype)
         return zeros.at[self.start, self.node].add(self.value)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
-        """Phi as a SciPy matrix; entries of one place are summed."""
+        """Return Phi as a SciPy matrix; duplicate entries are summed."""
         value, start, node = (np.asarray(x) for x in (self.value, self.start, self.node))
         matrix = scipy.sparse.csr_array((value, (start, node)), shape=(self.num_nodes,) * 2)
         matrix.eliminate_zeros()
@@ -83,18 +82,18 @@ class Estimate:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, N), as a matrix has it."""
+        """(N, N)."""
         return self.left.num_nodes, self.left.num_nodes
 
     def __matmul__(self, vectors: ArrayLike) -> Array:
-        """K v, for v (N,) or (N, k), without K."""
+        """Return K v, for v (N,) or (N, k), without K."""
         if self.right is None:
             return self.left @ self.left.transposed(vectors)
         product = self.left @ self.right.transposed(vectors)
         return (product + self.right @ self.left.transposed(vectors)) / 2
 
     def gram(self) -> Float[Array, "n n"]:
-        """K, dense."""
+        """Return K, dense."""
         phi, psi = self.left.to_dense(), (self.right or self.left).to_dense()
         product = jnp.matmul(phi, psi.T, precision="highest")
         return product if self.right is None else (product + product.T) / 2
@@ -115,24 +114,23 @@ def graph_random_features(
 ) -> Estimate:
     """Estimate a kernel between all nodes by random walks.
 
-    Draw it outside `jit`, for the lengths of the walks decide the shapes; what it returns is a
-    pytree, and its products compile.
+    Call it outside `jit`: the lengths of the walks decide the shapes. The result is a pytree, and
+    its products compile.
 
     Args:
-        key: the same key gives the same walks, whatever the kernel and the devices.
+        key: random key; it decides the walks, whatever the kernel and the devices are.
         graph: the graph.
         kernel: of `kernels`, as `kernels.Diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
-        p_halt: the probability to halt at each step; small for long walks and small errors.
-        coupling: of the lengths: "independent", "antithetic", "ensemble", or a function.
+        p_halt: probability to halt at each step; small for long walks and small errors.
+        coupling: coupling of the lengths: "independent", "antithetic", "ensemble", or a function.
         steps: "uniform" or "weighted".
-        adjacency: A is the normalised adjacency matrix, or the weights as they are.
+        adjacency: "normalised" for the normalised adjacency matrix as A, "weights" for the weights.
         unbiased_diagonal: draw two ensembles.
         mesh: devices to split the nodes over.
 
     Raises:
-        ValueError: for what the parts refuse, or a series that diverges on A
-            (`kernels.require_convergence`).
+        ValueError: as `sample`, or for a series that diverges on A (`kernels.require_convergence`).
 
     Example:
         >>> K = graph_random_features(key, graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
@@ -165,10 +163,10 @@ def sample(
     adjacency: Literal["normalised", "weights"] = "normalised",
     mesh: Mesh | None = None,
 ) -> walks.Walks:
-    """Draw the walks of `graph_random_features`, which any kernel may then modulate.
+    """Draw the walks of `graph_random_features`, to be modulated by any kernel.
 
     At a node without edges the sum over all steps of the normalised adjacency matrix is known: one
-    visit there has the step `FOREVER`, and `modulate` weighs it by the sum of f.
+    visit has the step `FOREVER`, which `modulate` multiplies by the sum of f.
 
     Raises:
         ValueError: for an unknown `adjacency`, and as `couplings.lengths` and `walks.sample`.
@@ -195,5 +193,5 @@ def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
 
 @jax.jit
 def _weighed(sampled: walks.Walks, f: Array) -> Array:
-    f = jnp.append(f, f.sum()).astype(sampled.load.dtype)  # the last is that of `FOREVER`
+    f = jnp.append(f, f.sum()).astype(sampled.load.dtype)  # the last one is for `FOREVER`
     return f[sampled.step] * sampled.load / sampled.num_walks

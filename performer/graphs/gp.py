@@ -1,14 +1,14 @@
 """Gaussian processes on the nodes of a graph, without a Gram matrix.
 
 f ~ N(0, sigma_v^2 K) over all nodes, seen with noise N(0, sigma_n^2) at some of them (VRC Sec. 4.2,
-App. F.2; their kappa is sigma_v^2, gamma the lengthscale). Only products K v are taken: systems of
-equations go by conjugate gradients, to a relative residual of `tolerance`, and the gradient of the
-likelihood,
+App. F.2; their kappa is sigma_v^2, gamma the lengthscale). Only products K v are computed. Systems
+of equations are solved by conjugate gradients, to a relative residual of `tolerance`. The gradient
+of the likelihood,
 
     d/dtheta -log p(y) = -1/2 alpha^T (dC) alpha + 1/2 E_z (C^{-1} z)^T (dC) z,    alpha = C^{-1} y,
 
-has its trace from random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I over the nodes seen.
-`performer.gp` does the same densely, of `estimate.gram()`; its `kl` compares posteriors.
+estimates the trace with random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I over the nodes
+seen. `performer.gp` does the same with dense matrices (`estimate.gram()`).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from performer.kernels.gp import Gaussian, Scales, fit_scales
 from performer.typing import Key
 
 TOLERANCE = 1e-5
-"""Residual of a system of equations, relative to its right-hand side."""
+"""Default relative residual of a system of equations."""
 
 
 def condition(
@@ -41,21 +41,21 @@ def condition(
     output_scale: ArrayLike = 1.0,
     tolerance: float = TOLERANCE,
 ) -> Gaussian:
-    """Return the posterior of f at k nodes, by a system of equations for each of them.
+    """Return the posterior of f at k nodes, by one system of equations for each of them.
 
     Args:
-        kernel: K, anything of shape (N, N) that multiplies vectors with `@`.
-        observed: the nodes seen; one may be seen more than once.
-        nodes: where f is wanted; its covariance is (k, k).
-        y: the values at the nodes seen, of any real dtype.
+        kernel: K, any object of shape (N, N) that multiplies vectors with `@`.
+        observed: nodes seen (n,); a node may occur more than once.
+        nodes: nodes to predict (k,).
+        y: values at the nodes seen (n,), of any real dtype.
         noise_scale: sigma_n.
-        output_scale: sigma_v, for the prior is N(0, sigma_v^2 K).
-        tolerance: of the conjugate gradients.
+        output_scale: sigma_v; the prior is N(0, sigma_v^2 K).
+        tolerance: relative residual of the conjugate gradients.
 
     Raises:
         ValueError: for a scale that is not positive, nodes that are not in the graph, values that
-            are not finite or not one for each node seen, or when the gradients do not converge;
-            inside `jit` the results are NaN then.
+            are not finite or not one for each node seen, or if the conjugate gradients do not
+            converge (inside `jit` the results are NaN instead).
     """
     num_nodes = kernel.shape[0]
     observed, y = _observations(num_nodes, observed, y)
@@ -63,7 +63,7 @@ def condition(
     positive_number("noise_scale", noise_scale)
     positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
-    program = jax.jit(_condition) if arrays else _condition  # a kernel of one's own
+    program = jax.jit(_condition) if arrays else _condition  # a user-defined kernel
     law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
     return _converged(law, residual, tolerance)
 
@@ -72,7 +72,7 @@ def condition(
 def _condition(
     kernel, observed, nodes, y, noise_scale, output_scale, tolerance
 ) -> tuple[Gaussian, Array]:
-    """The law, and the residual of the equations."""
+    """Return the law, and the residual of the equations."""
     one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
     columns = kernel @ one_hot.at[nodes, jnp.arange(len(nodes))].set(1)  # (N, k)
     dtype = columns.dtype  # the wider of kernel and values
@@ -91,13 +91,13 @@ def solve(
     """Return the k solutions of C x = right, by conjugate gradients on all columns at once.
 
     Raises:
-        ValueError: when a residual stays above ten times the tolerance; inside `jit`, NaN.
+        ValueError: if a residual stays above ten times the tolerance (inside `jit`: NaN).
     """
     return _converged(*_solve(system, right, tolerance), tolerance)
 
 
 def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
-    """The solutions, and the largest relative residual."""
+    """Return the solutions, and the largest relative residual."""
     one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
     solution = jax.vmap(one, 1, 1)(right)
     residual = jnp.linalg.norm(system(solution) - right, axis=0)
@@ -105,7 +105,7 @@ def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
 
 
 def _converged(result: Any, residual: Array, tolerance: float) -> Any:
-    """The result, if its residual is small."""
+    """Return the result if its residual is small; else raise, or NaN inside `jit`."""
     if isinstance(residual, Tracer):
         return jax.tree.map(lambda x: jnp.where(residual <= 10 * tolerance, x, jnp.nan), result)
     if not float(residual) <= 10 * tolerance:
@@ -132,29 +132,29 @@ def fit(
 ) -> tuple[Scales, Float[Array, " steps"]]:
     """Fit the scales that maximise the likelihood under the estimated kernel (VRC App. F.2).
 
-    The descent is in their logarithms. The walks are drawn once (`features.sample`), and only their
-    modulation moves.
+    The descent is in the logarithms of the scales. The walks are drawn once (`features.sample`);
+    only their modulation changes.
 
     Args:
-        key: of the random signs.
+        key: random key of the signs z.
         sampled: the walks.
-        observed: the nodes seen; one may be seen more than once.
-        y: the values there, of any real dtype.
-        start: lengthscale (what `kernel` takes), output_scale, noise_scale.
+        observed: nodes seen (n,); a node may occur more than once.
+        y: values there (n,), of any real dtype.
+        start: initial lengthscale (the argument of `kernel`), output_scale and noise_scale.
         kernel: lengthscale -> kernel.
-        fixed: names of the scales that stay as they are, as ("lengthscale",).
-        num_steps: how many steps of the optimizer.
+        fixed: names of the scales to leave as they are, as ("lengthscale",).
+        num_steps: number of optimizer steps.
         num_probes: vectors of random signs in each step.
-        tolerance: of the conjugate gradients; gradients are stochastic anyway.
+        tolerance: relative residual of the conjugate gradients.
         optimizer: the paper's by default.
 
     Returns:
-        The scales, and before each step y^T C^{-1} y / n, to the tolerance: 1 where the output and
-        the noise scale have settled. (The likelihood itself would take a determinant.)
+        The scales, and y^T C^{-1} y / n before each step (up to the tolerance): 1 if the output and
+        noise scales have converged. (The likelihood itself would need a determinant.)
 
     Raises:
-        ValueError: for what `performer.gp.fit` refuses, nodes that are not in the graph, or
-            values that are not finite or not one for each node seen.
+        ValueError: as `performer.gp.GaussianProcess.fit`, for nodes that are not in the graph, or
+            for values that are not finite or not one for each node seen.
     """
     observed, y = _observations(sampled.num_nodes, observed, y)
     y = y.astype(jnp.promote_types(y.dtype, sampled.load.dtype))
@@ -167,7 +167,7 @@ def fit(
 
 
 def _loss(scales: Scales, key: Key, data: list[Any], kernel, num_probes, tolerance) -> Array:
-    """(mean_z (C^{-1} z)^T C z - alpha^T C alpha) / 2 n, with the derivative of -log p(y) / n."""
+    """Return (mean_z (C^{-1} z)^T C z - alpha^T C alpha) / 2 n; its gradient is -d log p / n."""
     sampled, observed, y = data
     estimate = features.Estimate(features.modulate(sampled, kernel(scales.lengthscale)))
     system = _system(estimate, observed, scales.output_scale, scales.noise_scale)
@@ -179,10 +179,10 @@ def _loss(scales: Scales, key: Key, data: list[Any], kernel, num_probes, toleran
 
 
 def _system(kernel, observed, output_scale, noise_scale) -> Callable[[Array], Array]:
-    """v -> C v over the nodes seen, for v (n, k)."""
+    """Return v -> C v over the nodes seen, for v (n, k)."""
 
     def system(v):
-        # Added, not set: at a node seen twice both values count.
+        # Added, not set: both values of a node seen twice count.
         everywhere = jnp.zeros((kernel.shape[0], v.shape[1]), v.dtype).at[observed].add(v)
         with jax.default_matmul_precision("highest"):
             product = kernel @ everywhere

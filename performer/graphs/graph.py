@@ -1,7 +1,7 @@
-"""Undirected weighted graphs in compressed sparse rows: arrays of jax, a pytree.
+"""Undirected weighted graphs in compressed sparse rows: JAX arrays, a pytree.
 
-The neighbours of node i are `indices[indptr[i]:indptr[i + 1]]`, every edge standing in the rows of
-both of its ends. qGRF Sec. 2.1, VRC App. C.1: our `weights` are their W, `normalised()` is
+The neighbours of node i are `indices[indptr[i]:indptr[i + 1]]`; every edge is in the rows of both
+ends. qGRF Sec. 2.1, VRC App. C.1: our `weights` are their W, `normalised()` is
 A = D^{-1/2} W D^{-1/2}, and the normalised Laplacian is I - A.
 """
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from performer import choices
@@ -20,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class Graph(NamedTuple):
-    """An undirected graph; make it by `from_edges`, `from_scipy` or `from_networkx`."""
+    """An undirected graph, made by `from_edges`, `from_scipy` or `from_networkx`."""
 
     indptr: Array
-    """Where each row begins (num_nodes + 1,), int32."""
+    """Start of each row (num_nodes + 1,), int32."""
     indices: Array
-    """The neighbours, row after row, int32."""
+    """Neighbours, row after row, int32."""
     weights: Array
-    """Weights of the edges to them, floating."""
+    """Weights of the edges to the neighbours, floating-point."""
 
     @classmethod
     def from_edges(cls, edges: Any, num_nodes: int, weights: Any = None) -> "Graph":
-        """A graph from a list of its edges, each undirected edge once.
+        """Return the graph of a list of edges, each undirected edge once.
 
         Args:
             edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up.
-            num_nodes: how many nodes there are, at least 1; some may have no edge.
-            weights: (E,), 1 if None.
+            num_nodes: number of nodes, at least 1; nodes without edges are allowed.
+            weights: weights (E,); 1 each if None.
 
         Raises:
-            ValueError: for ids out of range, shapes that do not fit, more nodes or arcs than int32
-                numbers, weights that are not real and finite.
+            ValueError: for ids out of range, wrong shapes, more nodes or arcs than int32 can
+                number, or weights that are not real and finite.
 
         Example:
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
@@ -68,17 +69,17 @@ class Graph(NamedTuple):
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "Graph":
-        """A graph from its weighted adjacency matrix, a SciPy sparse (or a dense) one.
+        """Return the graph of a weighted adjacency matrix, SciPy sparse or dense.
 
         Raises:
-            ValueError: when it is not square, not symmetric (to six digits of each entry), has more
-                nodes or arcs than int32 numbers, or entries that are not real and finite.
+            ValueError: if it is not square, not symmetric (to six digits of each entry), has more
+                nodes or arcs than int32 can number, or entries that are not real and finite.
         """
         matrix = _real(matrix)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.shape[0]:
             raise ValueError(f"an adjacency matrix is square, this one is {matrix.shape}")
         choices.require_numbered("nodes", matrix.shape[0])
-        matrix = scipy.sparse.csr_array(matrix, dtype=np.float64, copy=True)  # to be edited
+        matrix = scipy.sparse.csr_array(matrix, dtype=np.float64, copy=True)  # edited below
         matrix.sum_duplicates()
         matrix.eliminate_zeros()
         dtype = jnp.result_type(float)
@@ -92,7 +93,7 @@ class Graph(NamedTuple):
             i, j = (int(part[np.argmax(skew.data)]) for part in skew.coords)
             raise ValueError(
                 f"the adjacency matrix is not symmetric: [{i}, {j}] is {matrix[i, j]:.6g} and"
-                f" [{j}, {i}] is {matrix[j, i]:.6g}; these graphs are undirected, take W + W.T"
+                f" [{j}, {i}] is {matrix[j, i]:.6g}; graphs are undirected here, use W + W.T"
             )
         return cls._from_rows(matrix)
 
@@ -107,25 +108,34 @@ class Graph(NamedTuple):
 
     @classmethod
     def from_networkx(cls, graph: "networkx.Graph", weight: str | None = "weight") -> "Graph":
-        """A graph of networkx: node i here is the i-th of `graph.nodes`.
+        """Return the graph of networkx: node i here is the i-th of `graph.nodes`.
 
         Args:
             graph: undirected; parallel edges of a MultiGraph add up.
-            weight: the edge attribute with the weights, 1 where it is absent; None for all 1.
+            weight: edge attribute with the weights, 1 if absent; None for weights of 1.
 
         Raises:
-            ValueError: when the graph is directed.
+            ValueError: if the graph is directed.
         """
-        import networkx
+        with choices.extra("graphs"):
+            import networkx
 
         if graph.is_directed():
-            raise ValueError("the graph is directed; take graph.to_undirected()")
+            raise ValueError("the graph is directed; use graph.to_undirected()")
         matrix = networkx.to_scipy_sparse_array(graph, weight=weight)  # pyright: ignore (its stubs)
         return cls.from_scipy(matrix)
 
+    def __repr__(self) -> str:
+        """The sizes in place of the arrays, as "Graph(4 nodes, 3 edges, weighted)"."""
+        if any(isinstance(part, Tracer) for part in self):
+            return f"Graph({self.num_nodes} nodes, traced)"
+        loops = int((self.to_scipy().diagonal() != 0).sum())
+        kind = "unweighted" if (np.asarray(self.weights) == 1).all() else "weighted"
+        return f"Graph({self.num_nodes} nodes, {(len(self.indices) + loops) // 2} edges, {kind})"
+
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes N."""
         return len(self.indptr) - 1
 
     @property
@@ -134,7 +144,7 @@ class Graph(NamedTuple):
         return jnp.diff(self.indptr)
 
     def __matmul__(self, vectors: Array) -> Array:
-        """W v, for v (N,) or (N, k)."""
+        """Return W v, for v (N,) or (N, k)."""
         rows = jnp.repeat(
             jnp.arange(self.num_nodes), self.degrees, total_repeat_length=len(self.indices)
         )
@@ -144,12 +154,12 @@ class Graph(NamedTuple):
         )
 
     def normalised(self) -> "Graph":
-        """A = D^{-1/2} W D^{-1/2}, so that the normalised Laplacian is I - A.
+        """Return the graph of A = D^{-1/2} W D^{-1/2}; the normalised Laplacian is I - A.
 
-        The Laplacian of a node without edges is 0, which makes its A_ii = 1: a loop.
+        The Laplacian of a node without edges is 0, so A_ii = 1: a loop.
 
         Raises:
-            ValueError: when a weight is negative, for then D need not have a root.
+            ValueError: for a negative weight, with which D need not have a root.
         """
         require_nonnegative(self, "the normalised Laplacian")
         matrix = self.to_scipy()
@@ -160,24 +170,24 @@ class Graph(NamedTuple):
         return Graph._from_rows(matrix + loops if alone.any() else matrix)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
-        """The weighted adjacency matrix W, in float64; a copy, to be edited at will."""
+        """Return a copy of the weighted adjacency matrix W, in float64."""
         parts = (np.array(self.weights, np.float64), np.array(self.indices), np.array(self.indptr))
         return scipy.sparse.csr_array(parts, shape=(self.num_nodes, self.num_nodes))
 
     def to_dense(self) -> Float[Array, "n n"]:
-        """The weighted adjacency matrix W."""
+        """Return the weighted adjacency matrix W, dense."""
         return jnp.asarray(self.to_scipy().toarray(), self.weights.dtype)
 
 
 def require_nonnegative(graph: Graph, purpose: str) -> None:
-    """Raises ValueError when a weight is negative, naming the `purpose` that cannot have it."""
+    """Raise ValueError for a negative weight; `purpose` is for the message."""
     least = np.asarray(graph.weights).min(initial=0)
     if least < 0:
         raise ValueError(f"{purpose} needs weights >= 0, the least is {least:.6g}")
 
 
 def _real(values: Any) -> Any:
-    """Weights as they are, an array or a SciPy matrix, if they are real numbers."""
+    """Return weights as an array or SciPy matrix; ValueError unless they are real."""
     values = values if scipy.sparse.issparse(values) else np.asarray(values)
     if values.dtype.kind not in "biuf":
         raise ValueError(f"weights must be real numbers, got {values.dtype}")

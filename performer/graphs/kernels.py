@@ -1,10 +1,9 @@
-"""Kernels between the nodes of a graph, each a value: for random walks, and as a dense matrix.
+"""Kernels between the nodes of a graph: modulations of random walks, and dense matrices.
 
-A kernel that is a power series of the adjacency matrix A, K = sum_k c_k A^k, is the square of
-another, K = (sum_k f_k A^k)^2 with f * f = c; its random features weigh a walk of k steps by f_k
-(VRC Eq. 50; Reid et al. 2024, "General graph random features"). This *modulation* is what a kernel
-gives when it is called, `kernel(length)`, differentiable in its parameters; `kernel.dense(graph)`
-is K, by the eigenvalues in O(N^3), for reference.
+A power series of the adjacency matrix A, K = sum_k c_k A^k, is a square, K = (sum_k f_k A^k)^2 with
+f * f = c. Random features multiply a walk of k steps by f_k (VRC Eq. 50; Reid et al. 2024, "General
+graph random features"). `kernel(length)` returns this *modulation* (f_0, ...), differentiable in
+the parameters of the kernel; `kernel.dense(graph)` returns K by the eigenvalues in O(N^3).
 
     RegularisedLaplacian    (I + sigma^2 L)^{-d}
     Diffusion               exp(-sigma^2 L / 2)
@@ -14,16 +13,16 @@ is K, by the eigenvalues in O(N^3), for reference.
     Resolvent               (I - U)^{-d} of the weights U themselves
     FromSeries              any sum_k c_k A^k
 
-All but `Resolvent` are of the normalised Laplacian L = I - A (VRC Table 5). The roots of
-(1 - rho a)^{-d} and its like have closed forms for every d, odd ones too, where qGRF Eq. 44
-multiplies independent estimates. A node without edges has L_ii = 0, so its regularised Laplacian
-and diffusion kernels are exactly 1 with itself and 0 with the rest.
+All but `Resolvent` are functions of the normalised Laplacian L = I - A (VRC Table 5). Roots such as
+that of (1 - rho a)^{-d} have closed forms for every d, also odd ones, for which qGRF Eq. 44
+multiplies independent estimates. A node without edges has L_ii = 0: its regularised Laplacian and
+diffusion kernels are exactly 1 with itself and 0 with other nodes.
 
-The variance of an estimate is finite when sum_k f_k^2 rho(A)^{2k} / (1 - p_halt)^k is. The roots of
-`RandomWalk` with odd p, and of `InverseCosine`, fall off only like a power of k: estimate these
-with a small p_halt, or expect rare and large errors.
+The variance of an estimate is finite if sum_k f_k^2 rho(A)^{2k} / (1 - p_halt)^k is. The roots of
+`RandomWalk` with odd p and of `InverseCosine` decay only like a power of k: use a small p_halt, or
+expect rare, large errors.
 
-VRC App. F.1 prints I - sigma^2 L: read I + sigma^2 L, as in its Table 5, for else there is a pole.
+VRC App. F.1 prints I - sigma^2 L, which has a pole: read I + sigma^2 L, as in its Table 5.
 """
 
 from abc import ABC, abstractmethod
@@ -49,19 +48,16 @@ Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1}): a `Kernel`, or any other function."""
 Gram = Float[Array, "n n"]
 TERMS = 1024
-"""Coefficients of a series from which its radius of convergence is estimated."""
+"""Number of coefficients used to estimate a radius of convergence."""
 MARGIN = 1e-5
-"""Relative; what is nearer to the radius of convergence counts as on it."""
+"""Relative distance to the radius of convergence below which a radius counts as equal to it."""
 
 
 class Kernel(Value, ABC):
     """A function of the normalised Laplacian, by its eigenvalues and by the series of its root.
 
-    One of your own is a frozen dataclass with `__call__` and `_eigenvalue`. Parameters are positive
-    and finite; traced ones, as in a fit, are not checked.
-
-    Raises:
-        ValueError: for a parameter that is not positive, when it is made.
+    A kernel of your own is a frozen dataclass with `__call__` and `_eigenvalue`. The constructor
+    raises ValueError unless all parameters are positive and finite (unchecked if traced).
     """
 
     def __post_init__(self) -> None:
@@ -70,10 +66,10 @@ class Kernel(Value, ABC):
 
     @abstractmethod
     def __call__(self, length: int) -> Float[Array, " length"]:
-        """The modulation (f_0, ..., f_{length-1})."""
+        """Return the modulation (f_0, ..., f_{length-1})."""
 
     def dense(self, graph: Graph) -> Gram:
-        """Return K, (N, N), in JAX's default dtype, by the eigenvalues in float64.
+        """Return K (N, N) in JAX's default dtype, computed in float64.
 
         Raises:
             ValueError: for a negative weight.
@@ -82,18 +78,18 @@ class Kernel(Value, ABC):
 
     @abstractmethod
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
-        """The eigenvalue of K where that of L is `laplacian`."""
+        """Return the eigenvalues of K, given those of L."""
 
 
 @dataclass(frozen=True, repr=False)
 class RegularisedLaplacian(Kernel):
-    """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20): the root is its power 1 / 2 (Eqs 40 and 41)."""
+    """(I + sigma^2 L)^{-d} (qGRF Eqs 6 and 20); root in Eqs 40 and 41."""
 
     d: float = 2
     sigma: ArrayLike = 1.0
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         scale = 1 + self.sigma**2
         return _binomial(-self.d / 2, -(self.sigma**2 / scale), scale ** (-self.d / 2), length)
 
@@ -111,7 +107,7 @@ class Diffusion(Kernel):
     sigma: ArrayLike = 1.0
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         k = jnp.arange(length, dtype=float)  # by logarithms, as f_0 is 0 in float32 from sigma = 20
         scale = 2 * k * jnp.log(jnp.divide(self.sigma, 2))
         return jnp.exp(scale - self.sigma**2 / 4 - gammaln(k + 1))
@@ -124,11 +120,11 @@ class Diffusion(Kernel):
 class RandomWalk(Kernel):
     """(alpha I - L)^p = ((alpha - 1) I + A)^p, the p-step random walk kernel.
 
-    Positive semi-definite for alpha >= 2. To fit alpha, take a parameter that keeps it there:
-    lambda excess: RandomWalk(p, 2 + excess).
+    Positive semi-definite for alpha >= 2. To fit alpha, fit the excess over 2:
+    `lambda excess: RandomWalk(p, 2 + excess)`.
 
     Raises:
-        ValueError: for alpha below 2, or p that is not positive; f is NaN for a traced alpha below.
+        ValueError: for alpha below 2 (if traced, f is NaN), or p that is not positive.
     """
 
     p: int = 2
@@ -141,7 +137,7 @@ class RandomWalk(Kernel):
             raise ValueError(f"alpha must be at least 2, or the kernel is indefinite, got {alpha}")
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         alpha = self.alpha
         if isinstance(alpha, Tracer):
             alpha = jnp.where(alpha >= 2, alpha, jnp.nan)
@@ -156,7 +152,7 @@ class InverseCosine(Kernel):
     """cos(pi L / 4) = (cos(pi A / 4) + sin(pi A / 4)) / sqrt(2)."""
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         k = np.arange(length)
         signs = np.where(k % 4 < 2, 1.0, -1.0)
         powers = np.cumprod(np.concatenate([[1.0], np.pi / 4 / np.arange(1, length)]))
@@ -174,7 +170,7 @@ class Matern(Kernel):
     kappa: ArrayLike = 1.0
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         nu, kappa = self.nu, self.kappa
         factor = (kappa**2 / (2 * nu)) ** (nu / 2)
         return jnp.multiply(factor, RegularisedLaplacian(nu, kappa / (2 * nu) ** 0.5)(length))
@@ -190,17 +186,17 @@ class Resolvent(Kernel):
     d: float = 2
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         return _binomial(-self.d / 2, -1.0, 1.0, length)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return laplacian**-self.d
 
     def dense(self, graph: Graph) -> Gram:
-        """K, of the weights as they are.
+        """Return K for the weights as they are.
 
         Raises:
-            ValueError: when the spectral radius of U is not below 1 (by `MARGIN`).
+            ValueError: if the spectral radius of U is not below 1 (by `MARGIN`).
         """
         require_radius(self, spectral_radius(graph))
         return _matrix_function(graph, lambda u: self._eigenvalue(1 - u))
@@ -208,14 +204,14 @@ class Resolvent(Kernel):
 
 @dataclass(frozen=True, repr=False)
 class FromSeries(Kernel):
-    """Any kernel sum_k c_k A^k; the dense one has `TERMS` of its terms.
+    """Any kernel sum_k c_k A^k; `dense` uses `TERMS` terms.
 
     Args:
         series: length -> (c_0, ..., c_{length-1}).
 
     Raises:
-        ValueError: when c_0 is not positive, for then there is no real root; for a dense kernel
-            whose series diverges at 1, which is an eigenvalue of A.
+        ValueError: if c_0 is not positive (there is no real root); in `dense`, if the series
+            diverges at 1, an eigenvalue of A.
     """
 
     series: Callable[[int], ArrayLike]
@@ -226,7 +222,7 @@ class FromSeries(Kernel):
             raise ValueError(f"the series must begin with c_0 > 0, got {first}")
 
     def __call__(self, length: int) -> Array:
-        """f_0, ..., f_{length-1}."""
+        """Return the modulation."""
         return _root(np.asarray(self.series(length), np.float64))
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
@@ -238,14 +234,14 @@ def spectral_radius(graph: Graph) -> float:
     """Return the largest absolute eigenvalue of the weights, to a relative 1e-6.
 
     Raises:
-        ValueError: when the Lanczos iteration does not find it, as on a path of very many nodes.
+        ValueError: if the Lanczos iteration does not converge, as on a path of very many nodes.
     """
     matrix = graph.to_scipy()
     if not matrix.data.any():
         return 0.0
     if graph.num_nodes <= 100:
         return float(np.abs(scipy.linalg.eigvalsh(matrix.toarray())).max())
-    # ones, or any other simple start, may be in the null space or orthogonal to what is looked for
+    # Simple starts such as ones may be in the null space or orthogonal to the eigenvector.
     start = np.random.default_rng(0).standard_normal(graph.num_nodes)
     options: Any = dict(v0=start, tol=1e-6, maxiter=1000, return_eigenvectors=False)
     try:
@@ -259,37 +255,35 @@ def spectral_radius(graph: Graph) -> float:
 
 
 def require_convergence(graph: Graph, kernel: Modulation) -> None:
-    """Raises ValueError when random walks on the weights W have no expectation for the kernel.
+    """Raise ValueError if random walks on the weights W have no expectation for the kernel.
 
-    They have one when sum_k |f_k| |W|^k is finite, of the absolute values of all entries: what the
-    loads of k steps have in the mean. With negative weights the series of the kernel may converge
-    where this one does not.
+    The expectation exists if sum_k |f_k| |W|^k is finite, |W| with the absolute entries: the mean
+    loads of k steps. With negative weights the series of the kernel may converge though this one
+    diverges.
     """
     absolute = graph._replace(weights=jnp.abs(graph.weights))
     require_radius(kernel, spectral_radius(absolute))
 
 
 def require_radius(kernel: Modulation, radius: float) -> None:
-    """Raises ValueError unless sum_k |f_k| radius^k is finite.
+    """Raise ValueError unless sum_k |f_k| radius^k is finite (unchecked for a traced kernel).
 
-    The coefficients are taken as |f_k| = C k^a R^{-k} (1 + O(1 / k)), where R and a come from the
-    second half of `TERMS` of them. A radius below R passes, one above R is refused, and one
-    within `MARGIN` of R passes if a < -1. The coefficients of a traced kernel are not known,
-    and pass.
+    The model is |f_k| = C k^a R^{-k} (1 + O(1 / k)), with R and a fitted to the second half of
+    `TERMS` coefficients. A radius below R is accepted; within `MARGIN` of R only if a < -1.
     """
     limit, exponent = _convergence(kernel)
     apart = radius / limit - 1
     if apart > MARGIN or (apart >= -MARGIN and exponent > -1.05):
         raise ValueError(
             f"the series diverges: the spectral radius of the weights is {radius:.6g}, and it"
-            f" converges up to {limit:.6g}; scale the weights down (adjacency='weights'), or take"
+            f" converges up to {limit:.6g}; scale the weights down (adjacency='weights'), or use"
             " another kernel"
         )
 
 
 def _convergence(kernel: Modulation) -> tuple[float, float]:
-    """R and a, for |f_k| ~ k^a R^{-k}; R is infinite for a polynomial."""
-    with jax.enable_x64(True):  # where they do not vanish so soon
+    """Return R and a of |f_k| ~ k^a R^{-k}; R is infinite for a polynomial."""
+    with jax.enable_x64(True):  # they vanish later
         f = kernel(TERMS)
     if isinstance(f, Tracer):
         return np.inf, 0.0
@@ -298,24 +292,24 @@ def _convergence(kernel: Modulation) -> tuple[float, float]:
     last = int(usable.max(initial=0))
     if last == 0 or (f[last] > 1e-30 and not f[last + 1 :].any() and last + 1 < TERMS):
         return np.inf, 0.0
-    if last < 64:  # the few that are in the range of floats fall, or grow, by leaps and bounds
+    if last < 64:  # the few in the range of floats decay or grow very fast
         return float(f[last] ** (-1 / last)), 0.0
     parts = np.array_split(np.arange(last // 2, last + 1), 16)
-    k = np.array([part[np.argmax(f[part])] for part in parts])  # some may be 0, or have other signs
+    k = np.array([part[np.argmax(f[part])] for part in parts])  # some may be 0
     terms = np.stack([np.ones(16), np.log(k), k / last, last / k], axis=1)
     fitted = np.linalg.lstsq(terms, np.log(f[k]), rcond=None)[0]
     return float(np.exp(-fitted[2] / last)), float(fitted[1])
 
 
 def _binomial(power: float, ratio: ArrayLike, first: ArrayLike, length: int) -> Array:
-    """The coefficients of first * (1 + ratio a)^power, expanded in a."""
+    """Return the coefficients of first * (1 + ratio a)^power, expanded in a."""
     k = jnp.arange(1, length)
     ratios = (power - k + 1) / k * ratio
     return jnp.cumprod(jnp.concatenate([jnp.asarray(first, ratios.dtype)[None], ratios]))
 
 
 def _root(c: np.ndarray) -> Array:
-    """f with f * f = c: f_k = (c_k - sum_{0<j<k} f_j f_{k-j}) / (2 f_0)."""
+    """Return f with f * f = c: f_k = (c_k - sum_{0<j<k} f_j f_{k-j}) / (2 f_0)."""
     f = np.zeros(len(c))
     f[0] = np.sqrt(c[0])
     for k in range(1, len(c)):

@@ -1,21 +1,21 @@
 """Learning of the permutation of the sigma-coupling: optimal transport as an assignment problem.
 
-Two walks from node i, and two from j, have lengths in matched quantiles q and sigma(q). With
-psi_q(i) the features that a walk from i has in the mean over its directions and over lengths in the
-q-th of n quantiles, the objective for the pair of nodes (VRC Eqs 55 and 58) is
+Two walks from node i, and two from j, have lengths in matched quantiles q and sigma(q). Let
+psi_q(i) be the mean features of a walk from i, over its directions and over the lengths in the q-th
+of n quantiles. The objective for the pair of nodes (VRC Eqs 55 and 58) is
 
     sum_{q, r} [(psi_q(i) + psi_sigma(q)(i))^T (psi_r(j) + psi_sigma(r)(j))]^2 = f(i) . f(j)
     f(i) = sum_q u_{q, sigma(q)}(i),    u_{q, r} = vec((psi_q + psi_r) (psi_q + psi_r)^T)
 
-quadratic in the matching; only its terms q = r (Eq. 56) make an assignment problem. VRC samples
-walks to estimate psi; here it is exact (and Eq. 54's lower end (q - 1) / 2 is read (q - 1) / n). A
-walk of l steps has the mean features
+quadratic in the matching; its terms q = r alone (Eq. 56) are an assignment problem. VRC estimates
+psi by walks; here it is exact (with (q - 1) / n for Eq. 54's lower end (q - 1) / 2). A walk of l
+steps has the mean features
 
     sum_{t <= l} f_t (1 - p_halt)^{-t} A^t e_i,
 
-so psi_q(i) = g_q(A) e_i with a power series g_q, and the averages over all pairs of nodes are sums
-over the eigenvalues a of A: the linear cost of (q, r) is sum_a (g_q(a) + g_r(a))^4, the quadratic
-objective |sum_q u_{q, sigma(q)}|^2 with u_{q, r} = (g_q + g_r)^2 over the eigenvalues.
+so psi_q(i) = g_q(A) e_i with a power series g_q. Averages over all pairs of nodes are sums over the
+eigenvalues a of A: the linear cost of (q, r) is sum_a (g_q(a) + g_r(a))^4, the quadratic objective
+|sum_q u_{q, sigma(q)}|^2 with u_{q, r} = (g_q + g_r)^2 over the eigenvalues.
 """
 
 import itertools
@@ -32,20 +32,20 @@ from performer.graphs.kernels import Modulation
 
 Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 10
-"""All permutations of so many are tried, in less than a second."""
+"""Largest order whose permutations can be enumerated, in less than a second."""
 TERMS = 512
-"""Terms of the power series; lengths beyond, (1 - p_halt)^512 of them, are left out."""
+"""Terms of the power series; longer walks, a share (1 - p_halt)^512, are left out."""
 
 
 def learn(graph: Graph, kernel: Modulation, *, p_halt: float, order: int = 30) -> Permutation:
     """Return the permutation of VRC Eq. 56, averaged over all pairs of nodes (Hungarian algorithm).
 
-    It may then be used on any graph: VRC learns it on an Erdos-Renyi graph of 100 nodes.
+    It serves any graph: VRC learns it on an Erdos-Renyi graph of 100 nodes.
 
     Args:
-        graph: small, for its eigenvalues are taken.
-        kernel: that is to be estimated, as `kernels.Diffusion()`.
-        p_halt: that the walks will have.
+        graph: a small graph; its eigenvalues are computed.
+        kernel: the kernel to estimate, as `kernels.Diffusion()`.
+        p_halt: probability of the walks to halt at each step.
         order: n, the number of quantiles.
 
     Raises:
@@ -75,7 +75,7 @@ def series(kernel: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "
 def spectral_responses(
     graph: Graph, kernel: Modulation, p_halt: float, order: int
 ) -> Float[np.ndarray, "n a"]:
-    """g_q at every eigenvalue of the normalised adjacency matrix."""
+    """Return g_q at every eigenvalue of the normalised adjacency matrix."""
     eigenvalues = scipy.linalg.eigvalsh(graph.normalised().to_scipy().toarray())
     return series(kernel, p_halt, order) @ eigenvalues ** np.arange(TERMS)[:, None]
 
@@ -87,21 +87,22 @@ def linear_costs(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n"
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Permutation:
-    """Return the permutation of the least total cost."""
+    """Return the permutation with the least total cost."""
     return linear_sum_assignment(costs)[1]
 
 
 def spectral_edges(responses: Float[np.ndarray, "n a"]) -> Float[np.ndarray, "n n a"]:
-    """u_{q, r} of the average over all pairs of nodes."""
+    """Return u_{q, r} for the average over all pairs of nodes."""
     return (responses[:, None] + responses[None]) ** 2
 
 
 def reduced(
     rng: np.random.Generator, *edges: Float[np.ndarray, "n n b"], size: int
 ) -> tuple[Float[np.ndarray, "n n r"], ...]:
-    """All edges by one Gaussian matrix to `size` dimensions (VRC Eq. 62): dot products nearly stay.
+    """Project all edges by one Gaussian matrix to `size` dimensions (VRC Eq. 62).
 
-    Johnson and Lindenstrauss; the objective then costs nothing that grows with the graph.
+    Dot products are nearly kept (Johnson and Lindenstrauss), at a cost that does not grow with the
+    graph.
     """
     matrix = rng.standard_normal((edges[0].shape[-1], size)) / np.sqrt(size)
     return tuple(x @ matrix for x in edges)
@@ -110,7 +111,7 @@ def reduced(
 def objective(
     permutation: Permutation, first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> float:
-    """VRC Eqs 55 and 61: f(i) . f(j)."""
+    """Return f(i) . f(j), VRC Eqs 55 and 61."""
     q = np.arange(len(permutation))
     return float(first[q, permutation].sum(axis=0) @ second[q, permutation].sum(axis=0))
 
@@ -118,14 +119,14 @@ def objective(
 def enumerate_all(
     first: Float[np.ndarray, "n n b"], second: Float[np.ndarray, "n n b"]
 ) -> Permutation:
-    """Return the permutation that minimises `objective`, by trying all.
+    """Return the permutation that minimises `objective`, by enumeration.
 
-    The first half of the quantiles goes to one set of columns and the second to the others; with
-    C_{(q, s), (r, t)} = first_{q, s} . second_{r, t}, and a and b the indicators of the edges of
-    the halves, the objective is (a + b)^T C (a + b): a matrix product for each set.
+    The first half of the quantiles is matched with a set of columns, the second half with the rest.
+    With C_{(q, s), (r, t)} = first_{q, s} . second_{r, t} and the indicators a and b of the edges
+    of the halves, the objective is (a + b)^T C (a + b): one matrix product for each set.
 
     Raises:
-        ValueError: when there are too many, n > 10.
+        ValueError: for more than `ENUMERABLE` quantiles.
     """
     order, half = len(first), len(first) // 2
     if order > ENUMERABLE:
@@ -161,9 +162,8 @@ def project(
 ) -> Permutation:
     """Return the permutation that minimises |f|^2, case i = j, by random projections (Lemma C.2).
 
-    u . g for a Gaussian vector g is a linear cost; its best matching is likely to be that of the
-    shortest f. The best of those found under `objective` is returned. The entries of f that every
-    permutation has in common are of no consequence; g is drawn anew for each projection.
+    u . g for a Gaussian vector g is a linear cost, whose best matching is likely to have a short f.
+    Of the matchings found by `num_projections` draws of g, the best under `objective` is returned.
     """
     best, least = None, np.inf
     for _ in range(num_projections):

@@ -1,12 +1,13 @@
-"""PageRank: where random walks halt.
+"""PageRank by random walks and by power iteration.
 
-The PageRank of node i is the probability that a walk which starts anywhere, goes on to a neighbour
-with probability 1 - p_halt, and else halts, does so at i (qGRF Eqs 24 to 30, VRC Eqs 75 to 79; our
-p_halt is 1 - alpha of networkx, the damping factor). The walks that leave one node may be coupled.
+The PageRank of node i is the probability that a random walk halts there. The walk starts at a
+uniform node; at each step it halts with probability p_halt, else moves to a neighbour (qGRF Eqs 24
+to 30, VRC Eqs 75 to 79; our 1 - p_halt is alpha of networkx, the damping factor). The walks that
+leave one node may be coupled.
 
-A node without neighbours goes on to a node drawn uniformly, as in networkx. No walk need be drawn
-for that: with n of N nodes alone, it multiplies what comes of the starts by N / (N - (1 - p_halt)
-n), and leaves p_halt of it at these nodes.
+From a node without neighbours a walk moves to a uniform node, as in networkx. This needs no draws:
+with n of N such nodes it multiplies the result by N / (N - (1 - p_halt) n), and a share p_halt of
+it remains at these nodes.
 """
 
 import jax
@@ -32,12 +33,12 @@ def pagerank(
     """Estimate the PageRank of every node without bias, from num_walks walks of each (Eq. 30).
 
     Args:
-        key: of the draw.
-        graph: the graph; its weights count for `steps="weighted"` alone.
-        num_walks: from each node.
-        p_halt: the probability to halt, or to teleport: 0.15 for the usual damping of 0.85.
-        coupling: of the lengths of the walks of a node: a name, or `couplings.sigma(learn(...))`.
-        steps: to all neighbours alike, or in proportion to the weights.
+        key: random key.
+        graph: the graph; only `steps="weighted"` uses its weights.
+        num_walks: number of walks from each node.
+        p_halt: probability to halt, or to teleport: 0.15 for the usual damping of 0.85.
+        coupling: coupling of the lengths: a name, or `couplings.sigma(learn(...))`.
+        steps: "uniform" over the neighbours, or "weighted".
 
     Raises:
         ValueError: as `features.sample`.
@@ -49,7 +50,7 @@ def pagerank(
     last = sampled.last.astype(jnp.int32)  # sums of ones stop at 2^24 in float32
     halted = jax.ops.segment_sum(last, sampled.node, graph.num_nodes)
     halted = halted / (graph.num_nodes * num_walks)
-    # Nodes alone have kept their walks: these teleport.
+    # Walks stayed at nodes without neighbours; these teleport.
     alone = graph.degrees == 0
     factor = graph.num_nodes / (graph.num_nodes - (1 - p_halt) * alone.sum())
     return factor * jnp.where(alone, p_halt * halted, halted)
@@ -60,9 +61,8 @@ def power_iteration(
 ) -> Float[Array, " n"]:
     """Compute PageRank by x <- p_halt / N + (1 - p_halt) T^T x, from x = 1 / N.
 
-    Each step takes the sum of absolute errors, at most 2 to begin with, down by 1 - p_halt: as many
-    are made as bring it to the tolerance. In float64, by SciPy, as the sums over the neighbours of
-    a hub have many terms.
+    Each step multiplies the sum of absolute errors, at first at most 2, by 1 - p_halt, until it is
+    below the tolerance. In float64, since sums over the neighbours of a hub have many terms.
 
     Raises:
         ValueError: for p_halt outside (0, 1), and as `walks.transition`.
@@ -80,17 +80,16 @@ def power_iteration(
 def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutation:
     """Learn the permutation of VRC Eq. 82, summed over the nodes i at which walks may halt.
 
-    With R_q the matrix of the probabilities that a walk from j with its length in quantile q halts
-    at i, the cost of matching q and r is sum_{ij} R_q[j, i] R_r[j, i]. R_q is exact here, from the
-    powers of T; VRC samples it. The variance of a pair of walks is that of the coupling itself, and
-    nothing is approximated. For small graphs: (order, N, N) numbers.
+    With R_q[j, i] the probability that a walk from j with its length in quantile q halts at i, the
+    cost of matching q and r is sum_{ij} R_q[j, i] R_r[j, i]. R_q is exact here, from the powers of
+    T; VRC samples it. For small graphs: it takes (order, N, N) numbers.
 
     Raises:
         ValueError: for p_halt outside (0, 1) or an order below 1.
     """
     chances = _length_chances(p_halt, order)
     transition = walks.transition(graph, "uniform").toarray()
-    transition += np.diag(transition.sum(axis=1) == 0)  # a node alone keeps its walks
+    transition += np.diag(transition.sum(axis=1) == 0)  # a node without neighbours keeps its walks
     power, halting = np.eye(graph.num_nodes), np.zeros((order, *transition.shape))
     for chance in chances.T:
         halting += chance[:, None, None] * power
@@ -100,9 +99,9 @@ def learn(graph: Graph, *, p_halt: float, order: int = 10) -> matching.Permutati
 
 
 def _length_chances(p_halt: float, order: int) -> Float[np.ndarray, "n t"]:
-    """P(length = t | length in quantile q), until less than 1e-9 of the last quantile is left.
+    """Return P(length = t | length in quantile q), until 1e-9 of the last quantile is left.
 
-    For p_halt below 0.05 the terms of `matching.series` end before, and the last takes the rest.
+    For p_halt below 0.05 `matching.series` ends earlier, and its last term has the rest.
     """
     reached = matching.series(lambda length: jnp.ones(length), p_halt, order)
     survival = reached * (1 - p_halt) ** np.arange(reached.shape[1])

@@ -1,8 +1,8 @@
 """Self-avoiding walks: the baseline q-RRW of qGRF Sec. 4.1, an idea of Choromanski 2023.
 
-The walks of a node are made one after the other, and avoid the edges that the earlier ones passed:
-an edge is taken in proportion to exp(-c), c the times it was passed in either direction. The loads
-divide by the probabilities of the choices as they were made, so that estimates stay unbiased.
+The walks of a node are drawn in turn and avoid the edges of earlier walks: the probability of an
+edge is proportional to exp(-c), c the number of times it was passed in either direction. The loads
+divide by the actual probabilities, so that estimates are unbiased.
 """
 
 from functools import partial
@@ -20,17 +20,17 @@ from performer.typing import Key
 def sample(
     key: Key, graph: Graph, lengths: Int[jax.Array | np.ndarray, "n m"], *, p_halt: float
 ) -> walks.Walks:
-    """Reinforced walks of given lengths from every node, in the place of `walks.sample`.
+    """Draw reinforced walks of given lengths from every node, in place of `walks.sample`.
 
-    In O(num_nodes * edges) memory: for small graphs. The chances are sums in float32, and off by
-    up to 2^-24 times the degree.
+    For small graphs: O(num_nodes * edges) memory. Probabilities are float32 sums, with errors of up
+    to 2^-24 times the degree.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), or lengths that do not fit the graph.
+        ValueError: for p_halt outside (0, 1), or lengths of another shape.
     """
     couplings.require_probability(p_halt)
     walks.require_lengths(lengths, graph)
-    if not len(graph.indices):  # nothing to avoid, nowhere to go
+    if not len(graph.indices):
         return walks.sample(key, graph, lengths, p_halt=p_halt)
     longest = -(-int(np.asarray(lengths).max(initial=1)) // 16) * 16
     ends = np.sort(np.stack(graph.to_scipy().tocoo().coords), axis=0)
@@ -44,7 +44,7 @@ def sample(
 
 @partial(jax.jit, static_argnums=(4, 5, 6))
 def _sample(key, graph, lengths, edges, longest, widest, p_halt):
-    """The flat lists of `Walks`; `edges` numbers the undirected edge of every entry."""
+    """Return the flat lists of `Walks`; `edges` numbers the undirected edge of every entry."""
 
     def choose(node, passed, u):
         places = graph.indptr[node] + jnp.arange(widest)

@@ -1,7 +1,7 @@
 """Tasks of kernels between nodes: diffusion, clustering, regression of attributes.
 
-A `kernel` here has a shape and multiplies vectors with `@`: an estimate of `graph_random_features`
-or a dense matrix. Nothing N x N is made.
+A `kernel` has a shape and multiplies vectors with `@`: an estimate of `graph_random_features` or a
+dense matrix. No N x N matrix is formed.
 """
 
 from typing import Any, NamedTuple
@@ -17,28 +17,27 @@ from performer.typing import Key
 
 
 def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[Array, "n ..."]:
-    """K^num_times state (qGRF Eq. 21): with K = (I + t / N_t L)^{-2}, N_t / 2 times, diffusion.
+    """Return K^num_times state (qGRF Eq. 21): N_t / 2 steps of K = (I + t / N_t L)^{-2} diffuse.
 
-    One estimate taken again and again is biased, the more the larger its error is (the paper's
-    footnote 2); an estimate with eigenvalues above 1 makes the state grow.
+    Repeated use of one estimate is biased, and more so the larger its error is (the paper's
+    footnote 2). With eigenvalues of the estimate above 1 the state grows.
     """
     choices.positive_integer("num_times", num_times)
     return jax.lax.fori_loop(0, num_times, lambda _, u: _apply(kernel, u), state)
 
 
 def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Array, "n k"]:
-    """Values at all nodes, each the mean of the known ones weighed by the kernel (qGRF Eq. 23).
+    """Return the mean of the known values, weighted by the kernel, at all nodes (qGRF Eq. 23).
+
+    A node that the kernel connects with no known node gets the mean of all known values.
 
     Args:
-        kernel: of the nodes.
-        values: at the nodes (N, k); those that are not known do not matter.
-        known: true where they are known (N,), at least one.
-
-    A node that the kernel connects with no known one has the mean of all that are known: what the
-    kernel plus a constant gives, in the limit of a small constant.
+        kernel: kernel of the nodes.
+        values: values at the nodes (N, k); unknown ones are ignored.
+        known: True for known values (N,), at least one.
 
     Raises:
-        ValueError: when none is known; inside `jit`, where nothing can be raised, all is NaN then.
+        ValueError: if no value is known (inside `jit` the result is NaN instead).
     """
     if not isinstance(known, Tracer) and not bool(jnp.any(known)):
         raise ValueError("regress needs a node whose value is known; `known` is false everywhere")
@@ -50,7 +49,7 @@ def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Arr
 
 
 def _apply(kernel: Any, vectors: Array) -> Array:
-    with jax.default_matmul_precision("highest"):  # a dense kernel has three digits on a GPU else
+    with jax.default_matmul_precision("highest"):  # else three digits on a GPU
         return kernel @ vectors
 
 
@@ -70,15 +69,15 @@ def kernel_kmeans(
 ) -> Clusters:
     """Cluster nodes by k-means in the space of the kernel (Dhillon et al. 2004).
 
-    The distance of node i to the mean of cluster c is K_ii - 2 sum_{j in c} K_ij / |c| + sum_{jl in
-    c} K_jl / |c|^2; a product of K with the one-hot labels has all of it.
+    The squared distance of node i to the mean of cluster c, K_ii - 2 sum_{j in c} K_ij / |c| +
+    sum_{jl in c} K_jl / |c|^2, follows from the product of K and the one-hot labels.
 
     Args:
-        key: of the random labels to start from.
-        kernel: of the nodes.
-        num_clusters: how many.
-        num_starts: the best of so many is returned.
-        num_steps: of each; it converges in fewer.
+        key: random key of the initial labels.
+        kernel: kernel of the nodes.
+        num_clusters: number of clusters.
+        num_starts: number of starts; the best result is returned.
+        num_steps: steps of each start, more than it needs to converge.
     """
     choices.positive_integer("num_clusters", num_clusters)
 
@@ -105,14 +104,11 @@ def kernel_kmeans(
 
 
 def clustering_error(labels: Labels, other: Labels) -> float:
-    """Return the share of pairs of nodes that are together in one clustering only (qGRF Eq. 22).
+    """Return the share of pairs of nodes that are together in only one clustering (qGRF Eq. 22).
 
     Args:
-        labels: the cluster of each node (N,), by any integers.
-        other: the same of another clustering.
-
-    Returns:
-        The share, 0 for a single node.
+        labels: cluster of each node (N,), any integers.
+        other: the same for the other clustering.
     """
     a, b = (np.unique(x, return_inverse=True)[1] for x in np.stack([labels, other]))
     n = len(a)
@@ -121,6 +117,6 @@ def clustering_error(labels: Labels, other: Labels) -> float:
 
 
 def _pairs(labels: np.ndarray) -> int:
-    """Number of pairs with the same label."""
+    """Return the number of pairs with the same label."""
     sizes = np.unique(labels, return_counts=True)[1]
     return int(np.sum(sizes * (sizes - 1) // 2))

@@ -1,21 +1,21 @@
-"""Closed forms of the errors of graph random features and of PageRank by walks, and what to take.
+"""Closed-form errors of graph random features and of PageRank by walks; a choice of the walks.
 
-Two walkers of a node both go on with probability q at each step, by their coupling: (1 - p)^2 if
-they are independent, 1 - 2 p if they never halt at once (qGRF Def. 3.1, p <= 1/2), in between for
-other offsets (Thm 3.4). With A the adjacency matrix, f the modulation and m walks, the second
-moments of the features are, summed over the nodes i that walks leave from,
+Two walkers of a node both continue with probability q at each step: q = (1 - p)^2 if they are
+independent, 1 - 2 p if they never halt at once (qGRF Def. 3.1, p <= 1/2), in between for other
+offsets (Thm 3.4). With A the adjacency matrix, f the modulation and m walks, the second moments of
+the features, summed over the first nodes i of the walks, are
 
     T = sum_i E[phi(i) phi(i)^T] = S / m + 1/m^2 sum over ordered pairs of walkers  X(q)
     S = sum_{s,r} f_s f_{s+r} diag(1^T V^s) A^r  and its transpose, r = 0 once
     X = sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t},    c = q / (1 - p)^2
 
-with V_uv = A_uv^2 / (P_uv (1 - p)) and P_uv the probability of a step; S is of the visits of one
+with V_uv = A_uv^2 / (P_uv (1 - p)), P_uv the probability of a step, and S from the visits of one
 walk. For two independent ensembles
 
     E |Phi_1 Phi_2^T - K|^2 = |T|^2 - |K|^2    (Frobenius norms)
 
-This is qGRF Thm 3.2 with numbers: whether antithetic walks gain, and how much, on any graph. X is a
-function of A, which its eigenvalues give; all of it takes O(N^3).
+This quantifies qGRF Thm 3.2: the gain of antithetic walks on any graph. X is computed from the
+eigenvalues of A; the total cost is O(N^3).
 """
 
 import bisect
@@ -33,41 +33,42 @@ from performer.graphs.kernels import Modulation
 from performer.graphs.walks import Steps
 
 SMALL = 1e-12
-"""Relative size of a term at which a series counts as summed."""
+"""Relative size of the terms at which a series is truncated."""
 TERMS = 512
-"""The most terms of a modulation."""
+"""Maximal number of terms of a modulation."""
 PROBABILITIES = (0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
-"""Probabilities of halting among which `recommend` chooses."""
+"""Halting probabilities that `recommend` tries."""
 MOST_WALKS = 2**20
-"""Most walks from a node."""
+"""Maximal number of walks from a node."""
 
 Matrix = Float[np.ndarray, "n n"]
 
 
 class Group(NamedTuple):
-    """Walkers with common termination variables, as `couplings.antithetic` has them."""
+    """Walkers with common termination variables, as in `couplings.antithetic`."""
 
     offset: float
-    """Between neighbours; from p_halt (1 - p_halt) to p_halt it is that of qGRF Thm 3.4."""
+    """Difference between neighbours; from p_halt (1 - p_halt) to p_halt in qGRF Thm 3.4."""
     size: int
+    """Number of walkers."""
 
 
 class Recommendation(NamedTuple):
-    """Arguments of `graph_random_features`, and the error and the work that they take."""
+    """Arguments of `graph_random_features` with their error and work."""
 
     p_halt: float
     num_walks: int
     coupling: str
     error: float
-    """Expected: sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|."""
+    """Expected error, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|."""
     visits: float
-    """Expected, of all walks of an ensemble: num_nodes num_walks / p_halt."""
+    """Expected visits of all walks of an ensemble, num_nodes num_walks / p_halt."""
     independent: float
-    """The error of as many independent walks."""
+    """Expected error of as many independent walks."""
 
 
 def survival(p_halt: float, offset: float) -> float:
-    """q, the probability that neither of two walkers halts at a step (qGRF Eqs 11 and 92).
+    """Return q, the probability that neither of two walkers halts at a step (qGRF Eqs 11 and 92).
 
     Their termination variables are t and mod_1(t + offset), t uniform; a walker halts below p_halt.
 
@@ -89,21 +90,21 @@ def expected_error(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> float:
-    """Return sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| of two ensembles; it may be infinite.
+    """Return sqrt(E |Phi_1 Phi_2^T - K|^2) / |K| for two ensembles; it may be infinite.
 
-    The kernel is of the normalised adjacency matrix. Of one ensemble this is the error without the
-    diagonal, or a little more.
+    The kernel is of the normalised adjacency matrix. For one ensemble this is the error without the
+    diagonal, or slightly more.
 
     Args:
-        graph: of some thousand nodes at most, as its matrices are dense.
+        graph: a graph of some thousand nodes at most, since matrices are dense.
         kernel: of `kernels`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
-        p_halt: the probability to halt at each step.
+        p_halt: probability to halt at each step.
         coupling: "independent", "antithetic", "ensemble", or a `Group`.
         steps: "uniform" or "weighted".
 
     Raises:
-        ValueError: for an unknown coupling, and what `graph_random_features` refuses.
+        ValueError: for an unknown coupling, and as `graph_random_features`.
 
     Example:
         >>> theory.expected_error(graph, kernels.Diffusion(), num_walks=8, p_halt=0.2)
@@ -117,16 +118,16 @@ def recommend(
 ) -> Recommendation:
     """Return p_halt, number of walks and coupling that reach an expected error in fewest visits.
 
-    Of couplings that take as many, that with the lowest error.
+    Among couplings with as many visits, the one with the lowest error is chosen.
 
     Args:
-        graph: of some thousand nodes at most; for a larger one, a part that is like the whole.
-        kernel: of the normalised adjacency matrix.
-        tolerance: the error, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|.
+        graph: a graph of some thousand nodes at most; of a larger one, a representative part.
+        kernel: kernel of the normalised adjacency matrix.
+        tolerance: expected error to reach, sqrt(E |Phi_1 Phi_2^T - K|^2) / |K|.
         steps: "uniform" or "weighted".
 
     Raises:
-        ValueError: for a tolerance that is not positive, or that `MOST_WALKS` walks do not reach.
+        ValueError: for a tolerance that is not positive or not reached by `MOST_WALKS` walks.
 
     Example:
         >>> best = theory.recommend(graph, kernels.Diffusion(), 0.1)
@@ -150,7 +151,7 @@ def recommend(
     if not found:
         raise ValueError(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
-            " may be infinite; take another kernel, or solve with the dense one"
+            " may be infinite; use another kernel, or the dense one"
         )
     return min(found, key=lambda x: (x.visits, x.error))
 
@@ -163,7 +164,7 @@ def pagerank_variance(
     coupling: str | Group = "antithetic",
     steps: Steps = "uniform",
 ) -> Float[np.ndarray, " n"]:
-    """Return the variance of every node's PageRank by `pagerank.pagerank` (qGRF Thm 8.1).
+    """Return the variance of `pagerank.pagerank` at every node (qGRF Thm 8.1).
 
     With T the steps and G = p sum_l (1 - p)^l T^l, one walk from j halts at i with probability
     G_ji, and both of a pair with
@@ -173,7 +174,7 @@ def pagerank_variance(
     where b = 2 p - 1 + q is the probability that both halt. (qGRF Eq. 36 is its case b = 0.)
 
     Raises:
-        ValueError: for nodes without edges, and what `couplings.lengths` refuses.
+        ValueError: for nodes without edges, and as `couplings.lengths`.
     """
     choices.positive_integer("num_walks", num_walks)
     transition = walks.transition(graph, steps).toarray()
@@ -189,11 +190,11 @@ def pagerank_variance(
 
 
 COUPLINGS = ("independent", "antithetic", "ensemble")
-"""The couplings that there are closed forms of."""
+"""Couplings with closed forms."""
 
 
 def _group(coupling: str | Group, p_halt: float) -> Group:
-    """The groups of walkers; those of size 1 are independent."""
+    """Return the group of walkers; groups of size 1 are independent."""
     couplings.require_probability(p_halt)
     if isinstance(coupling, Group):
         choices.positive_integer("size", coupling.size)
@@ -233,7 +234,7 @@ class _Spectrum(NamedTuple):
     """|K|^2, with the nodes alone, where nothing is drawn."""
 
     def of(self, c: float) -> Float[np.ndarray, " n"]:
-        """The eigenvalues of X: sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t}."""
+        """Return the eigenvalues of X: sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t}."""
         powers = self.values[:, None] ** np.arange(len(self.f)) * self.f
         after = np.cumsum(powers[:, ::-1], axis=1)[:, ::-1] - powers
         return np.sum(c ** np.arange(len(self.f)) * powers * (powers + 2 * after), axis=1)
@@ -256,7 +257,7 @@ def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
 
 
 def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
-    """S, of the visits of one walk of each node."""
+    """Return S, from the visits of one walk of each node."""
     couplings.require_probability(p_halt)
     adjacency, chances, f = spectrum.adjacency, spectrum.chances, spectrum.f
     squares = adjacency**2 / np.where(chances > 0, chances, 1) / (1 - p_halt)
@@ -273,7 +274,7 @@ def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
 
 
 def _errors(spectrum: _Spectrum, p_halt: float) -> Callable[[int, str | Group], float]:
-    """The expected error of (num_walks, coupling)."""
+    """Return the expected error as a function of (num_walks, coupling)."""
     own = _of_one_walk(spectrum, p_halt)
     drawn = np.sum(spectrum.of(1.0) ** 2)
 
@@ -292,7 +293,7 @@ def _errors(spectrum: _Spectrum, p_halt: float) -> Callable[[int, str | Group], 
 
 
 def _fewest(error, tolerance: float, size: int) -> int | None:
-    """The smallest multiple of the size with an error in the tolerance, up to `MOST_WALKS`."""
+    """Return the smallest multiple of `size` with an error within the tolerance, if any."""
     high = 1
     while error(high * size) > tolerance:
         high *= 2
@@ -304,7 +305,7 @@ def _fewest(error, tolerance: float, size: int) -> int | None:
 
 
 def _both(transition: Matrix, after: Matrix, p_halt: float, q: float) -> Matrix:
-    """The probability that both walkers of a pair from j halt at i, for all j and i."""
+    """Return the probability that both walkers of a pair from j halt at i, for all j and i."""
     one_halts, both_halt = 1 - p_halt - q, 2 * p_halt - 1 + q
     total, power, weight = np.zeros_like(transition), np.eye(len(transition)), 1.0
     while weight > SMALL:

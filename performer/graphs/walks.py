@@ -1,15 +1,15 @@
 """Random walks from all nodes at once.
 
-Walk k of node i makes `lengths[i, k]` steps, which come as data: their joint law is the coupling,
-and nothing here knows of it. A step goes to a neighbour, uniform or in proportion to the weights
-(qGRF Eq. 87). A walk leaves at each node it visits a *load*, what VRC Eq. 50 has beside f,
+Walk k of node i makes `lengths[i, k]` steps; the joint law of these lengths is the coupling. A step
+goes to a neighbour, uniform or in proportion to the weights (qGRF Eq. 87). At each node it visits,
+a walk leaves a *load*, the factor beside f in VRC Eq. 50,
 
-    load = (product of the weights it went along) / (probability of the walk up to there),
+    load = (product of the weights along the walk) / (probability of the walk up to the node),
 
-one for each of its prefixes; a prefix of t steps has probability (1 - p_halt)^t times that of its
-directions. The walks are dealt out to *lanes*, long and short ones alike, and a lane walks one
-after the other: all lanes make a step at once, and none waits for the longest walk of all. A draw
-is a function of key, walker and step, whatever the lanes and the devices.
+one for each prefix. A prefix of t steps has the probability (1 - p_halt)^t times that of its
+directions. The walks are distributed over *lanes* of about equal total length; a lane makes its
+walks in turn, and all lanes step at once, so that none waits for the longest walk. A draw is a
+function of key, walker and step alone, not of lanes or devices.
 """
 
 from dataclasses import dataclass, field
@@ -31,29 +31,29 @@ from performer.typing import Key
 
 Steps = Literal["uniform", "weighted"]
 STRETCH = 4
-"""A lane is so many times as long as the longest walk to be expected; then a sixth is idle."""
+"""Length of a lane relative to the longest walk expected; at 4 a sixth of the steps is idle."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Walks:
-    """The visits of all walks: flat lists (T,), in no particular order."""
+    """Visits of all walks: flat lists (T,), in no particular order."""
 
     start: Any
-    """The node that the walk left from, int32."""
+    """First node of the walk, int32."""
     node: Any
-    """The node it visits, int32."""
+    """Visited node, int32."""
     step: Any
-    """Number of steps made, int32."""
+    """Number of steps so far, int32."""
     load: Any
-    """Weights over probability; 0 for the entries that fill up the list."""
+    """Weights over probability; 0 for padding entries."""
     last: Any
-    """True where it halts, bool."""
+    """True if the walk halts there, bool."""
     num_nodes: int = field(metadata={"static": True})
     num_walks: int = field(metadata={"static": True})
     """Number of walks from each node."""
     max_steps: int = field(metadata={"static": True})
-    """No step is greater."""
+    """Upper bound of the steps."""
 
 
 def sample(
@@ -65,21 +65,21 @@ def sample(
     steps: Steps = "uniform",
     mesh: Mesh | None = None,
 ) -> Walks:
-    """Draw walks of given lengths from every node, and the loads that they leave.
+    """Draw walks of given lengths from every node, and their loads.
 
     A walk at a node without neighbours stays there, with load 0.
 
     Args:
-        key: of the directions.
-        graph: the loads multiply its weights.
-        lengths: (num_nodes, num_walks), of `couplings.lengths`; not traced.
-        p_halt: of the geometric law that each length has.
+        key: random key of the directions.
+        graph: the graph, whose weights the loads multiply.
+        lengths: (num_nodes, num_walks), drawn by `couplings.lengths`; not traced.
+        p_halt: parameter of the geometric law of each length.
         steps: "uniform" over the neighbours, or "weighted", in proportion to the weights.
-        mesh: devices to split the nodes over, along all axes; each has the whole graph.
+        mesh: devices to split the nodes over, along all axes; each holds the whole graph.
 
     Raises:
-        ValueError: for p_halt outside (0, 1), lengths that do not fit the graph, more walks than
-            int32 numbers, unknown `steps`, or "weighted" ones with a negative weight.
+        ValueError: for p_halt outside (0, 1), lengths of another shape, more walks than int32 can
+            number, unknown `steps`, or "weighted" with a negative weight.
     """
     couplings.require_probability(p_halt)
     require_lengths(lengths, graph)
@@ -97,16 +97,14 @@ def sample(
 
 
 def require_lengths(lengths: Int[Array | np.ndarray, "..."], graph: Graph) -> None:
-    """Raises ValueError when lengths are not (num_nodes, num_walks)."""
+    """Raise ValueError unless lengths are (num_nodes, num_walks)."""
     if lengths.ndim != 2 or len(lengths) != graph.num_nodes:
-        raise ValueError(
-            f"lengths must be (num_nodes, num_walks), of {graph.num_nodes} nodes; got"
-            f" {lengths.shape}"
-        )
+        shape, n = lengths.shape, graph.num_nodes
+        raise ValueError(f"lengths must be (num_nodes, num_walks), of {n} nodes; got {shape}")
 
 
 def require_steps(steps: str, graph: Graph) -> None:
-    """Raises ValueError for unknown `steps`, or "weighted" ones with a negative weight."""
+    """Raise ValueError for unknown `steps`, or "weighted" with a negative weight."""
     if steps not in ("uniform", "weighted"):
         raise ValueError(f"steps must be 'uniform' or 'weighted', got {steps!r}")
     if steps == "weighted":
@@ -114,7 +112,7 @@ def require_steps(steps: str, graph: Graph) -> None:
 
 
 def transition(graph: Graph, steps: str) -> scipy.sparse.csr_array:
-    """Return T, the probabilities of a step (N, N), float64; a node without edges has a row of 0.
+    """Return T, the probabilities of a step (N, N), float64; zero rows for nodes without edges.
 
     Raises:
         ValueError: as `require_steps`.
@@ -129,17 +127,17 @@ def transition(graph: Graph, steps: str) -> scipy.sparse.csr_array:
 
 
 def _strengths(matrix: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
-    """The row of every entry, and the sums of the rows."""
+    """Return the row of every entry, and the sums of the rows."""
     degrees = np.diff(matrix.indptr)
     row = np.repeat(np.arange(len(degrees)), degrees)
     return row, np.bincount(row, matrix.data, len(degrees))
 
 
 def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Walkers and their lengths, both (walks of a lane, lanes), and the steps of a lane.
+    """Return walkers and their lengths, both (walks of a lane, lanes), and the steps of a lane.
 
-    Walker k of node i is i * num_walks + k; a length of -1 stands for no walk. Lanes are sorted by
-    device, each of which has an equal part of the nodes.
+    Walker k of node i is i * num_walks + k; a length of -1 means no walk. Lanes are sorted by
+    device; each device has an equal part of the nodes.
     """
     missing = -len(lengths) % devices
     rows = np.pad(lengths, ((0, missing), (0, 0)), constant_values=-1).reshape(devices, -1)
@@ -148,13 +146,13 @@ def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray
     lanes = max(round(count / p_halt / (STRETCH * longest)), 1)
     depth = -(-count // lanes)
     padded = np.pad(rows, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
-    narrow = np.min_scalar_type(-1 - int(padded.max(initial=0)))  # of 16 bits: a radix sort
+    narrow = np.min_scalar_type(-1 - int(padded.max(initial=0)))  # 16 bits: a radix sort
     order = np.argsort(-padded.astype(narrow), axis=1, kind="stable")
     order = order.reshape(devices, depth, lanes)
-    order[:, 1::2] = order[:, 1::2, ::-1]  # dealt out to and fro, so that all lanes are as long
+    order[:, 1::2] = order[:, 1::2, ::-1]  # to and fro, for lanes of equal length
     dealt = np.take_along_axis(padded, order.reshape(devices, -1), axis=1).reshape(order.shape)
     walkers = order + count * np.arange(devices)[:, None, None]
-    grain = -(-int(longest) // 16) * 16  # other draws then need no other program, nearly always
+    grain = -(-int(longest) // 16) * 16  # draws rarely need another program
     rounds = -(-int((dealt + 1).sum(axis=1).max(initial=1)) // grain) * grain
     walkers, dealt = (np.moveaxis(x, 0, 1).reshape(depth, -1) for x in (walkers, dealt))
     return walkers.astype(np.int32), dealt.astype(np.int32), rounds
@@ -162,7 +160,7 @@ def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray
 
 @partial(jax.jit, static_argnums=(5, 6, 7, 8))
 def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_halt, mesh):
-    """`_walk` on each device, for its lanes."""
+    """Run `_walk` on each device, for its lanes."""
     walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
     if mesh is not None:
         whole, lanes = PartitionSpec(), PartitionSpec(None, mesh.axis_names)
@@ -172,7 +170,7 @@ def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_ha
 
 
 def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_halt):
-    """All lanes, step by step: flat lists of start, node, step, load and last."""
+    """Walk all lanes step by step; return flat lists of start, node, step, load and last."""
     depth, lanes = walkers.shape
     lane = jnp.arange(lanes)
 
@@ -198,10 +196,7 @@ def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_hal
 
 
 def _step(graph, thresholds, node, bits):
-    """The next node, and the weight of the edge over the probability to take it.
-
-    Each neighbour is taken with its probability to 2^-32, by as many random bits.
-    """
+    """Return the next node, and the weight of the edge over its probability (exact to 2^-32)."""
     if not len(graph.indices):
         return node, jnp.zeros(node.shape, graph.weights.dtype)
     begin, end = graph.indptr[node], graph.indptr[node + 1]
@@ -217,7 +212,7 @@ def _step(graph, thresholds, node, bits):
 
 
 def _high_word(a, b):
-    """floor(a b / 2^32) of uint32, by products of 16 bits: jax has no uint64 but with x64."""
+    """Return floor(a b / 2^32) of uint32, by products of 16 bits: uint64 requires x64."""
     a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     middle = a_high * b_low + (a_low * b_low >> 16)
     other = a_low * b_high + (middle & 0xFFFF)
@@ -225,11 +220,11 @@ def _high_word(a, b):
 
 
 def _first_above(thresholds, low, high, target):
-    """The first place from low to high whose threshold is above the target, or else high."""
+    """Return the first place from low to high with a threshold above the target, or else high."""
 
     def halve(bounds):
         low, high = bounds
-        middle = low + (high - low >> 1)  # low + high need not fit in int32
+        middle = low + (high - low >> 1)  # low + high may overflow int32
         above = thresholds[middle] > target
         return jnp.where(above, low, jnp.minimum(middle + 1, high)), jnp.where(above, middle, high)
 
@@ -237,16 +232,16 @@ def _first_above(thresholds, low, high, target):
 
 
 def _bits(seed, walker, step):
-    """32 random bits, one draw for each walker and step: Threefry of the two as a counter."""
+    """Draw 32 random bits for each walker and step: Threefry of the two as a counter."""
     counter = jnp.concatenate([walker, step]).astype(jnp.uint32)
     return threefry_2x32((seed[0], seed[1]), counter)[: len(walker)]
 
 
 def _thresholds(graph: Graph) -> tuple[Array, Array]:
-    """2^32 times the cumulative probabilities along each row, uint32, and the sums of the weights.
+    """Return 2^32 times the cumulative probabilities of each row, uint32, and the sums of weights.
 
-    The cumulative sum runs over all rows in fixed point, with 62 bits: it wraps, and differences
-    within a row are exact. The last of a row is never looked at, and 2^32 need not be written.
+    The cumulative sum runs over all rows in fixed point of 62 bits: it wraps, and differences
+    within a row are exact. The last entry of a row, 2^32, is never read.
     """
     chances = transition(graph, "weighted")
     row, _ = _strengths(chances)

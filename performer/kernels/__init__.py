@@ -7,10 +7,10 @@
     arc_cosine(1)(x, y)  s^2 |x| |y| / (l^2 pi) (sin t + (pi - t) cos t)
 
 with the output scale s and the lengthscale l, one for all dimensions or one for each. Each is a
-`Kernel`, and so is one of your own; a word ("gaussian", "matern-3/2", ...) is accepted wherever a
-`Kernel` is. Derivatives of every order that the kernel itself has are right at equal
-points, too, in forward and in reverse; where it has a kink (Matern 1/2 and arc-cosine 0 at equal
-points) that of the distance is taken to be 0.
+`Kernel`, as is one of your own; a name ("gaussian", "matern-3/2", ...) is accepted wherever a
+`Kernel` is. Derivatives of every order that the kernel has are correct at equal points, too, in
+forward and reverse mode. At a kink (Matern 1/2 and arc-cosine 0 at equal points) the derivative of
+the distance is defined as 0.
 
 Sources: VRC App. B.1 (σ_v is s, the script l is l) and Eq. 83, which misses the power nu on its
 first bracket (as printed it is no kernel: it is not 1 at r = 0 unless nu = 1); Munkhoeva et al.
@@ -38,15 +38,15 @@ from performer.typing import Coupling, Frequencies, Key, Value
 class Kernel(Value):
     """A kernel k(x, y) = E phi(x; w) phi(y; w), and the features that estimate it.
 
-    A record is equal to another whose functions and numbers are, and hashable: `jax.jit` takes it
-    for static. Its repr evaluates.
+    Kernels with equal functions and numbers are equal, and hashable: `jax.jit` accepts them as
+    static.
 
     Args:
         exact: (x (n, d), y (k, d)) -> (n, k), of points in units of the lengthscale.
-        feature_map: phi, of `features`, or a function that is called as those are.
+        feature_map: phi, a map of `features`, or a function with the same arguments.
         quantile: the radial law of the frequencies w, as `norms.matern(1.5)`.
-        at_zero: phi(x; 0) phi(y; 0), where it is one number for all points; `quadrature` needs it.
-        even: whether phi(x; w) phi(y; w) is the same for -w; `quadrature` then needs no reflected
+        at_zero: phi(x; 0) phi(y; 0) if it is one number for all points; required by `quadrature`.
+        even: True if phi(x; w) phi(y; w) is the same for -w; `quadrature` then needs no reflected
             points.
 
     Example:
@@ -72,7 +72,7 @@ class Kernel(Value):
         lengthscale: ArrayLike = 1.0,
         output_scale: ArrayLike = 1.0,
     ) -> Float[Array, "n k"]:
-        """The exact kernel of all pairs.
+        """Return the exact kernel of all pairs.
 
         Args:
             x: points (n, d). Integers, float16 and bfloat16 are promoted to float32.
@@ -85,7 +85,7 @@ class Kernel(Value):
 
         Raises:
             ValueError: for points or a scale of another shape, or a scale that is not positive and
-                finite (where its value is known: not in jit).
+                finite (unchecked if traced).
         """
         x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
         shape, d = np.shape(positive_values("lengthscale", lengthscale)), x.shape[1]
@@ -96,7 +96,7 @@ class Kernel(Value):
         return scale**2 * self.exact(x / unit, y / unit)
 
     def coupled(self, coupling: str | Coupling = "pnc") -> Coupling:
-        """Return the coupling with this radial law; for that of N(0, I) it is returned as it is.
+        """Return the coupling with the radial law of this kernel.
 
         Raises:
             ValueError: for an unknown coupling, or one whose lengths cannot have another law
@@ -127,17 +127,17 @@ def _softmax(x: Array, y: Array) -> Array:
 
 
 gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
-"""The Gaussian kernel, of trigonometric features. (The positive ones estimate it, too:
-`partial(features.positive, kernel="gaussian")` is their map.)"""
+"""The Gaussian kernel, with trigonometric features. Positive features estimate it, too, by the map
+`partial(features.positive, kernel="gaussian")`."""
 
 softmax = Kernel(_softmax, features.positive)
-"""The exponential kernel of softmax attention, of positive features."""
+"""The exponential kernel of softmax attention, with positive features."""
 
 
 def matern(nu: float) -> Kernel:
-    """Return the Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., of trigonometric features.
+    """Return the Matern kernel of smoothness nu = 1/2, 3/2, 5/2, ..., with trigonometric features.
 
-    At these nu the Bessel function is elementary: with p = nu - 1/2 and s = sqrt(2 nu) r,
+    Its Bessel function is elementary: with p = nu - 1/2 and s = sqrt(2 nu) r,
 
         e^{-s} p! / (2p)! sum_{i <= p} (p + i)! / (i! (p - i)!) (2s)^{p - i}
 
@@ -167,7 +167,7 @@ class _Matern(Value):
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _matern_correlation(squares: Array, degree: int) -> Array:
-    """The Matern kernel of s^2 = 2 nu r^2, nu = degree + 1/2."""
+    """Return the Matern kernel of s^2 = 2 nu r^2, nu = degree + 1/2."""
     s = _root(squares)
     decay, polynomial = jnp.exp(-s), jnp.zeros_like(s)
     for i in range(degree, -1, -1):  # Horner's rule, from s^degree down; that of s^0 is 1
@@ -177,9 +177,9 @@ def _matern_correlation(squares: Array, degree: int) -> Array:
 
 @_matern_correlation.defjvp
 def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}: a kernel of nu - 1, no 1 / s, no cancellation.
+    """Derivative by (s^nu K_nu)' = -s^nu K_{nu-1}, without 1 / s and without cancellation.
 
-    dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)); that of the root of s^2 at 0, for nu = 1/2, is 0.
+    dk_nu / ds^2 = -k_{nu-1} / (4 (nu - 1)). For nu = 1/2 the derivative at s = 0 is defined as 0.
     """
     (squares,), (change,) = primals, tangents
     if degree:
@@ -194,8 +194,8 @@ def arc_cosine(order: int) -> Kernel:
     """Return the arc-cosine kernel of order 0 or 1.
 
     2 E phi(w.x) phi(w.y) for w ~ N(0, I), phi the step function (1/2 at 0) or the positive part:
-    the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. A
-    point at the origin is taken to stand at right angles to all others, as the integral has it.
+    the Gram matrix of infinitely wide layers. Its features are `features.arc_cosine(order)`. The
+    origin is at right angles to all points, as in the integral.
 
     Raises:
         ValueError: for another order.
@@ -228,14 +228,14 @@ KERNELS = {
     "arc-cosine-0": arc_cosine(0),
     "arc-cosine-1": arc_cosine(1),
 }
-"""Kernels by the words that stand for them."""
+"""Kernels by name."""
 
 
 def get(kernel: str | Kernel) -> Kernel:
-    """Return the kernel of a word of `KERNELS`; a `Kernel` is returned as it is.
+    """Return the kernel of that name in `KERNELS`; a `Kernel` is returned as it is.
 
     Raises:
-        ValueError: for an unknown word, with the nearest one, and for anything else.
+        ValueError: for an unknown name (the message has the nearest), and for anything else.
     """
     if isinstance(kernel, Kernel):
         return kernel
@@ -251,7 +251,7 @@ def get(kernel: str | Kernel) -> Kernel:
 def frequencies(
     key: Key, kernel: str | Kernel, num_features: int, dim: int, coupling: str | Coupling = "pnc"
 ) -> Frequencies:
-    """Draw frequencies (num_features, dim) of the radial law of the kernel.
+    """Draw frequencies (num_features, dim) with the radial law of the kernel.
 
     Raises:
         ValueError: for an unknown kernel, sizes that the coupling does not admit, and as
@@ -272,14 +272,14 @@ def random_features(
 ) -> Float[Array, "n p"]:
     """Compute random features: phi(x) . phi(y) is an unbiased estimate of the kernel.
 
-    The same key draws the same frequencies: call it again with the key for other points.
+    The same key draws the same frequencies: use it again for other points.
 
     Args:
         key: random key.
-        kernel: a word or a `Kernel`, as "gaussian" or `matern(1.5)`.
+        kernel: a name or a `Kernel`, as "gaussian" or `matern(1.5)`.
         x: points (n, d).
-        num_features: m, the number of frequencies. Trigonometric features are 2 m.
-        coupling: joint law of the frequencies: a word, or a coupling.
+        num_features: m, the number of frequencies. There are 2 m trigonometric features.
+        coupling: joint law of the frequencies: a name, or a coupling.
         lengthscale: in the units of the points; a number, or (d,), one for each dimension.
         output_scale: s.
 
@@ -287,7 +287,7 @@ def random_features(
         phi (n, m) or (n, 2 m), float32 (float64 for float64 points).
 
     Raises:
-        ValueError: as `frequencies`, and for points or scales that the feature map refuses.
+        ValueError: as `frequencies` and the feature map.
 
     Example:
         >>> phi, psi = (kernels.random_features(key, "gaussian", x, m) for x in (x, x[:3] / 2))
@@ -300,14 +300,14 @@ def random_features(
 
 @jax.custom_jvp
 def _first_order(lengths: Array, products: Array, angle: Array) -> Array:
-    """(|x| |y| sin t + (pi - t) x.y) / pi, x.y from the angle: exact where x and y are opposite."""
+    """(|x| |y| sin t + (pi - t) x.y) / pi, x.y from the angle: exact for opposite x and y."""
     del products
     return lengths * (jnp.sin(angle) + (jnp.pi - angle) * jnp.cos(angle)) / jnp.pi
 
 
 @_first_order.defjvp
 def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Without that of the angle, |x| |y| cos t - x.y = 0: the angle has a kink at equal points."""
+    """Derivative without its term of the angle, |x| |y| cos t - x.y = 0, with a kink at x = y."""
     lengths, products, angle = primals
     lengths_change, products_change, _ = tangents
     change = (jnp.sin(angle) * lengths_change + (jnp.pi - angle) * products_change) / jnp.pi
@@ -315,7 +315,7 @@ def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _angles(u: Array, v: Array) -> Array:
-    """Angles from |u - v| and |u + v|, not the cosine: exact if small; pi / 2 for zeros."""
+    """Return angles from |u - v| and |u + v|: exact if small, unlike arccos; pi / 2 for zeros."""
     apart, summed = _root(_summed_squares(u, v)), _root(_summed_squares(u, -v))
     angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
     return jnp.where(apart + summed > 0, angle, jnp.pi / 2)
@@ -326,13 +326,13 @@ def _lengths(x: Array) -> Array:
 
 
 def _directions(x: Array) -> Array:
-    """x / |x| along the last axis; 0 for x = 0."""
+    """Return x / |x| along the last axis; 0 for x = 0."""
     length = _lengths(x)
     return x / jnp.where(length > 0, length, 1.0)[..., None]
 
 
 def _root(squares: Array) -> Array:
-    """The square root, with the derivative 0 at 0."""
+    """Return the square root, with the derivative 0 at 0."""
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
 
 

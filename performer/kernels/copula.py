@@ -1,21 +1,20 @@
 """Gaussian copulas over the lengths of the frequencies, learned by gradient.
 
 The m lengths of a block are l_i = F^{-1}(Phi(g_i)) with normal scores g ~ N(0, Sigma), Sigma a
-correlation matrix: each length keeps its law, and Sigma is the coupling. Its Cholesky factor has
+correlation matrix. Each length keeps its law; Sigma is the coupling. Its Cholesky factor L has
 unconstrained parameters theta, one for each pair j < i:
 
     L_ij = theta_ij / s_i  for j < i,   L_ii = 1 / s_i,   s_i^2 = 1 + sum_{j < i} theta_ij^2
 
 (VRC Eq. 34 corrected: it prints i <= j, and theta > 0, under which all correlations are positive
 and PNC cannot be expressed). Independent lengths are theta = 0; PNC has correlation -1 in the pairs
-(0, 1), (2, 3), ... and PM +1 everywhere, both limits of the family, met to any accuracy:
+(0, 1), (2, 3), ... and PM +1 everywhere. Both are limits of the family:
 
     theta = copula.parameters(copula.pairwise(d))     # -0.999999 in pairs
     coupling = copula.orthogonal(theta)               # an ordinary coupling
 
-`learn` moves theta down the gradient of a loss of the frequencies (the reparameterisation trick: g
-= L times independent normals, and quantiles have derivatives): `kernel_rmse` is VRC Eq. 35,
-`attention_mse` the error of attention.
+`learn` minimises a loss of the frequencies by gradient descent in theta (the reparameterisation
+trick: g = L times independent normals). Losses: `kernel_rmse` (VRC Eq. 35), `attention_mse`.
 
 Source: VRC Sec. 3.2 and App. A.5. Their u_i is our Phi(g_i).
 """
@@ -42,13 +41,13 @@ _NEAR_ONE = 1 - 1e-6
 
 
 def cholesky(theta: Theta) -> Float[Array, "m m"]:
-    """L of Eq. 34 (corrected): lower triangular, rows of length 1, so that L L^T has diagonal 1.
+    """Return L of Eq. 34 (corrected): lower triangular with unit rows, so L L^T has diagonal 1.
 
     Args:
-        theta: (m (m - 1) / 2,), the rows of the strict lower triangle one after the other.
+        theta: rows of the strict lower triangle, concatenated, (m (m - 1) / 2,).
 
     Raises:
-        ValueError: when the size is not m (m - 1) / 2 for a whole m.
+        ValueError: for a size that is not m (m - 1) / 2.
     """
     m = (1 + isqrt(1 + 8 * theta.size)) // 2
     if theta.size != m * (m - 1) // 2:
@@ -61,14 +60,14 @@ def cholesky(theta: Theta) -> Float[Array, "m m"]:
 
 
 def parameters(correlation: Float[Array, "m m"]) -> Theta:
-    """Return the theta with L L^T = `correlation`, of which theta_ij = L_ij / L_ii.
+    """Return the theta with L L^T = `correlation`: theta_ij = L_ij / L_ii.
 
     Args:
         correlation: (m, m), positive definite, with ones on the diagonal.
 
     Raises:
-        ValueError: when the matrix is no correlation matrix, or has an eigenvalue that is not
-            positive (take the limits PNC and PM from `pairwise` and `monotone`).
+        ValueError: for another diagonal or an eigenvalue that is not positive (use `pairwise` and
+            `monotone` for the limits PNC and PM).
     """
     if not bool(jnp.allclose(jnp.diagonal(correlation), 1, atol=1e-5)):
         raise ValueError("a correlation matrix has ones on its diagonal")
@@ -83,13 +82,13 @@ def parameters(correlation: Float[Array, "m m"]) -> Theta:
 
 
 def pairwise(m: int) -> Float[Array, "m m"]:
-    """PNC, to within 1e-6: correlation -1 in the pairs (0, 1), (2, 3), ..., an odd row free."""
+    """Return the correlations of PNC within 1e-6: -1 in the pairs (0, 1), (2, 3), ..., else 0."""
     i, j = jnp.arange(m)[:, None], jnp.arange(m)[None]
     return jnp.where((i // 2 == j // 2) & (i != j), -_NEAR_ONE, jnp.eye(m, dtype=jnp.float32))
 
 
 def monotone(m: int) -> Float[Array, "m m"]:
-    """PM, to within 1e-6: correlation 1 everywhere."""
+    """Return the correlations of PM within 1e-6: 1 everywhere."""
     return jnp.where(jnp.eye(m, dtype=bool), jnp.float32(1), jnp.float32(_NEAR_ONE))
 
 
@@ -97,18 +96,13 @@ def monotone(m: int) -> Float[Array, "m m"]:
 class Scores(Value):
     """m normal scores with the correlation of theta: g = L n for independent normal n.
 
-    Hashable where theta is a tuple, as of a coupling that a module keeps; an array may be traced,
-    and differentiated.
+    Hashable if theta is a tuple; an array may be traced and differentiated.
     """
 
     theta: tuple[float, ...] | Theta
 
     def __call__(self, key: Key, m: int) -> Float[Array, " m"]:
-        """The scores (m,), float32.
-
-        Raises:
-            ValueError: for another m than theta has.
-        """
+        """Draw the scores (m,), float32; ValueError for another m than that of theta."""
         factor = cholesky(jnp.asarray(self.theta, jnp.float32))
         if m != len(factor):
             raise ValueError(f"the copula couples {len(factor)} lengths, the block has {m}")
@@ -118,13 +112,10 @@ class Scores(Value):
 def norms(theta: Theta) -> FromScores:
     """Return the law of m lengths with the copula of theta, for `couplings.Blocks`.
 
-    Args:
-        theta: of as many lengths as a block has, the dimension d of the frequencies. The lengths
-            are float32 whatever it is.
+    A block has m = d lengths, float32 whatever the dtype of theta is.
 
     Raises:
-        ValueError: for a number of parameters that no m has; and, when drawn, for a block of
-            another size.
+        ValueError: for a wrong number of parameters; in a draw, for blocks of another size.
     """
     cholesky(theta)
     scores = Scores(theta if isinstance(theta, Tracer) else tuple(theta.tolist()))
@@ -132,9 +123,9 @@ def norms(theta: Theta) -> FromScores:
 
 
 def orthogonal(theta: Theta) -> couplings.Blocks:
-    """Return orthogonal directions with these lengths; `orf`, `pnc` and `pm` are special cases.
+    """Return the coupling of orthogonal directions and these lengths.
 
-    It is accepted wherever a built-in coupling is: hashable, for a layer of `performer.nnx`, say.
+    `orf`, `pnc` and `pm` are special cases. It is accepted wherever a built-in coupling is.
     """
     return couplings.Blocks(directions.orthogonal, norms(theta))
 
@@ -145,12 +136,12 @@ def kernel_rmse(
     *,
     lengthscale: float = 1.0,
 ) -> Loss:
-    """Return the root mean square error of the Gaussian kernel over all pairs (VRC Eq. 35).
+    """Return the loss "root mean square error of the Gaussian kernel over all pairs" (VRC Eq. 35).
 
     Args:
         x: points (n, d).
         feature_map: `features.trigonometric` or `features.positive`.
-        lengthscale: of the kernel.
+        lengthscale: lengthscale of the kernel.
     """
     exact = kernels.gaussian(x, x, lengthscale=lengthscale)
 
@@ -162,7 +153,7 @@ def kernel_rmse(
 
 
 def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
-    """Return the mean squared error of the attention weights of one head, exp(q.k) normalised."""
+    """Return the loss "mean squared error of the attention weights softmax(q.k) of one head"."""
     exact = jax.nn.softmax(jnp.matmul(query, key.T, precision="highest"), axis=-1)
 
     def loss(frequencies: Frequencies) -> Float[Array, ""]:
@@ -183,24 +174,24 @@ def learn(
     num_steps: int = 500,
     optimizer: optax.GradientTransformation = optax.adam(3e-2),  # noqa: B008 (stateless)
 ) -> tuple[Theta, Float[Array, " steps"]]:
-    """Learn a theta with a low mean loss over draws, by stochastic gradient descent.
+    """Minimise the mean loss over draws by stochastic gradient descent in theta.
 
     Args:
         key: random key.
         loss: frequencies (num_features, d) -> scalar, differentiable: `kernel_rmse`,
             `attention_mse`, or one of your own.
-        start: theta for blocks of d; zeros are independent lengths.
+        start: initial theta for blocks of d; zeros are independent lengths.
         num_features: m.
         coupling: theta -> coupling, as `lambda theta: couplings.Antithetic(orthogonal(theta))`.
         num_draws: draws of the frequencies in each step.
-        num_steps: how many steps.
+        num_steps: number of steps.
         optimizer: of optax.
 
     Returns:
-        Theta, and the loss of each step, each a mean over `num_draws` draws.
+        Theta, and the loss before each step, a mean over `num_draws` draws.
 
     Raises:
-        ValueError: when the loss left the finite numbers (inside `jit` theta is NaN then).
+        ValueError: if a loss is not finite (inside `jit` theta is NaN instead).
 
     Example:
         >>> start = jnp.zeros(d * (d - 1) // 2)

@@ -1,34 +1,34 @@
 """Gaussian-process regression, exact and with random features.
 
-y = f(x) + noise with f ~ N(0, K) and noise N(0, sigma_n^2 I). The exact posterior (`condition`)
-takes Gram matrices of any kernel, in O(N^3); the one with features (`condition_features`)
-takes feature matrices with K = phi phi^T, in O(N m^2). Both give a `Gaussian` of f; `observed` adds
-the noise, which makes it one of y.
+y = f(x) + noise with f ~ N(0, K) and noise N(0, sigma_n^2 I). `GaussianProcess` fits, predicts and
+samples. It is built on functions of matrices: `condition` takes Gram matrices of any kernel, in
+O(N^3); `condition_features` takes features with K = phi phi^T, in O(N m^2). Both return the
+posterior of f, a `Gaussian`; `observed` adds the noise and so returns the law of y.
 
     exact      mean = K_* A^{-1} y,  covariance = K_** - K_* A^{-1} K_*^T,  A = K + sigma_n^2 I
     features   mean = phi_* B^{-1} phi^T y / sigma_n^2,  covariance = phi_* B^{-1} phi_*^T,
                B = phi^T phi / sigma_n^2 + I
 
-Our K_* is the paper's K_pd, our phi its Phi_d, our phi_* its Phi_p. Corrected here, each checked
-against the exact form with K = phi phi^T in the tests:
+Our K_* is the paper's K_pd, our phi its Phi_d, our phi_* its Phi_p. Corrected misprints, each
+checked in the tests against the exact form with K = phi phi^T:
 
     VRC Eq. 38   covariance Phi^T Phi    read  Phi Phi^T (rows of Phi are points, Eq. 37)
     VRC Eq. 39   no factor before Phi_d y, and sigma_p     read  1 / sigma_n^2, and sigma_n
     VRC Eq. 41, 42   one of y, the other of f: compare them only after `observed`
 
-B is never formed: in float32 its I would drown beside N / sigma_n^2. Its factor is that of
-[phi / sigma_n; I] by QR, which is as exact as the features. Matrices that must be formed, K +
-sigma_n^2 I and the covariances of `kl`, get a *jitter* on the diagonal: eps times the mean of it
-(eps = 1.2e-7 in float32, 2.2e-16 in float64), the rounding error of an entry; and where a pivot of
-Cholesky's is no larger than rounding errors make it, n times as much, which all those n^2 errors
-together do not exceed. A matrix that is not positive definite even so raises ValueError; inside
-`jit`, where nothing can be raised, it makes the results NaN.
+B is never formed: in float32 its I would vanish beside N / sigma_n^2. Its factor is that of
+[phi / sigma_n; I] by QR, as exact as the features. K + sigma_n^2 I and the covariances of `kl` must
+be formed. They get a *jitter* on the diagonal, eps times its mean (eps = 1.2e-7 in float32, 2.2e-16
+in float64), the rounding error of one entry. Where a Cholesky pivot is as small as rounding errors,
+the jitter is n times larger, a bound on all n^2 errors together. A matrix that is still not
+positive definite raises ValueError; inside `jit` the results are NaN instead.
 
-Arrays are of any real dtype: all become float64 where one is, and float32 where none is.
+Arrays may have any real dtype. They become float64 if one of them is, else float32.
 
 Sources: VRC App. B.1, B.2 (Eqs 37 to 43); Rasmussen and Williams 2006, Algorithm 2.1.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import _descent, kernels
 from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
+from performer.kernels import Kernel
 from performer.typing import Key
 
 _dot = partial(jnp.matmul, precision="highest")
@@ -56,14 +57,102 @@ class Gaussian(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The hyperparameters of VRC App. B.1, all positive."""
+    """Hyperparameters of VRC App. B.1, all positive."""
 
-    lengthscale: ArrayLike
+    lengthscale: ArrayLike = 1.0
     """In the units of x; a number, or one for each dimension."""
-    output_scale: ArrayLike
+    output_scale: ArrayLike = 1.0
     """sigma_v, in the units of y."""
-    noise_scale: ArrayLike
+    noise_scale: ArrayLike = 1.0
     """sigma_n, the standard deviation of the noise, in the units of y."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GaussianProcess:
+    """A Gaussian process with the data that it has seen: fit, predict, sample.
+
+    With `frequencies` the kernel is that of its random features, in O(N m^2) instead of O(N^3).
+
+    Example:
+        >>> process = gp.GaussianProcess("matern-3/2").fit(x, y)
+        >>> f = process.predict(new)  # f.mean (k,), f.covariance (k, k)
+        >>> paths = process.sample(jax.random.key(0), new, 5)  # (5, k)
+        >>> w = kernels.frequencies(jax.random.key(1), "matern-3/2", 64, x.shape[1])
+        >>> fast = dataclasses.replace(process, frequencies=w).predict(new)
+    """
+
+    kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
+    """Of `performer.kernels`, by its word or as a value."""
+    scales: Scales = Scales()  # noqa: RUF009 (immutable)
+    """Hyperparameters; `fit` starts from them."""
+    frequencies: Float[Array, "m d"] | None = None
+    """Frequencies of the random features (`kernels.frequencies`); None for the exact kernel."""
+    x: Num[ArrayLike, "n d"] | None = None
+    """Training points; None before `fit`."""
+    y: Num[ArrayLike, " n"] | None = None
+    """Training values."""
+    losses: Float[Array, " steps"] | None = None
+    """Negative log marginal likelihood per point before each step of `fit`."""
+
+    def fit(
+        self,
+        x: Num[ArrayLike, "n d"],
+        y: Num[ArrayLike, " n"],
+        *,
+        fixed: tuple[str, ...] = (),
+        num_steps: int = 1000,
+        optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
+    ) -> "GaussianProcess":
+        """Return the process given the data, its scales fitted by marginal likelihood.
+
+        The descent is in the logarithms of the scales (VRC App. B.1).
+
+        Args:
+            x: training points (n, d).
+            y: training values (n,).
+            fixed: names of the scales to leave as they are, as ("lengthscale",).
+            num_steps: number of optimizer steps; 0 to leave all scales as they are.
+            optimizer: the paper's by default.
+
+        Raises:
+            ValueError: for wrong shapes, entries that are not finite, no points, scales that are
+                not positive and finite or (except the lengthscale) not one number, an unknown name
+                in `fixed`, or a loss that is not finite (inside `jit` the scales are NaN then).
+        """
+        x, y = finite_arrays(x=(x, "nd"), y=(y, "n"))
+        scales, losses = fit_scales(
+            jax.random.key(0), _loss, [self.frequencies, x, y], (kernels.get(self.kernel),),
+            self.scales, fixed=fixed, num_steps=num_steps, optimizer=optimizer,
+        )  # fmt: skip
+        return dataclasses.replace(self, scales=scales, x=x, y=y, losses=losses)
+
+    def predict(self, x: Num[ArrayLike, "k d"]) -> Gaussian:
+        """Return the posterior of f at k points, or the prior before `fit`.
+
+        Raises:
+            ValueError: as `condition` and the kernel.
+        """
+        (new,) = finite_arrays(x=(x, "kd"))
+        seen, y = (new[:0], new[:0, 0]) if self.x is None or self.y is None else (self.x, self.y)
+        *options, noise_scale = self.scales
+        if self.frequencies is not None:
+            phi, test_phi = (
+                _features(self.kernel, self.frequencies, a, *options) for a in (seen, new)
+            )
+            return condition_features(phi, test_phi, y, noise_scale)
+        pairs = (seen, seen), (new, seen), (new, new)
+        return condition(*(_gram(self.kernel, a, b, *options) for a, b in pairs), y, noise_scale)
+
+    def sample(
+        self, key: Key, x: Num[ArrayLike, "k d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples k"]:
+        """Draw f at k points jointly, `num_samples` times; as `predict` otherwise."""
+        f = self.predict(x)
+        # By singular values: the covariance may be singular but for rounding.
+        return jax.random.multivariate_normal(
+            key, f.mean, f.covariance, (num_samples,), f.mean.dtype, method="svd"
+        )
 
 
 def log_marginal_likelihood(
@@ -77,7 +166,7 @@ def log_marginal_likelihood(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: for other shapes, entries that are not finite, sigma_n that is not positive, or
+        ValueError: for wrong shapes, entries that are not finite, sigma_n that is not positive, or
             when K + sigma_n^2 I is not positive definite.
     """
     gram, y = finite_arrays(gram=(gram, "nn"), y=(y, "n"))
@@ -90,8 +179,8 @@ def log_marginal_likelihood_features(
 ) -> Float[Array, ""]:
     """Return log N(y; 0, phi phi^T + sigma_n^2 I) in O(N m^2).
 
-    By the determinant of B, and y^T (phi phi^T + sigma_n^2 I)^{-1} y as the least value of
-    |y - phi w|^2 / sigma_n^2 + |w|^2. Arguments and errors as for `condition_features`.
+    Uses the determinant of B; y^T (phi phi^T + sigma_n^2 I)^{-1} y is the least value of
+    |y - phi w|^2 / sigma_n^2 + |w|^2. Arguments and errors are those of `condition_features`.
     """
     phi, y = finite_arrays(phi=(phi, "np"), y=(y, "n"))
     factor, weights, noise_scale = _weights(phi, y, noise_scale)
@@ -116,8 +205,7 @@ def condition(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: for other shapes, entries that are not finite, sigma_n that is not positive, or
-            when K + sigma_n^2 I is not positive definite.
+        ValueError: as `log_marginal_likelihood`.
 
     Example:
         >>> kernel = partial(kernels.gaussian, lengthscale=0.7)
@@ -138,9 +226,9 @@ def condition_features(
     y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
 ) -> Gaussian:
-    """Return the posterior of f = phi w, w ~ N(0, I), at k test points (VRC Eqs 38, 39 and 41).
+    """Return the posterior of f = phi w, w ~ N(0, I), at k test points, in O(N m^2).
 
-    In O(N m^2).
+    VRC Eqs 38, 39 (corrected) and 41.
 
     Args:
         phi: features of the training points; their kernel is phi phi^T.
@@ -149,7 +237,7 @@ def condition_features(
         noise_scale: sigma_n.
 
     Raises:
-        ValueError: for other shapes, entries that are not finite, or sigma_n that is not positive.
+        ValueError: for wrong shapes, entries that are not finite, or sigma_n that is not positive.
     """
     phi, test_phi, y = finite_arrays(phi=(phi, "np"), test_phi=(test_phi, "kp"), y=(y, "n"))
     factor, weights, _ = _weights(phi, y, noise_scale)
@@ -164,14 +252,14 @@ def observed(law: Gaussian, noise_scale: ArrayLike) -> Gaussian:
 
 
 def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
-    """Return KL(p || q) = E_p log(p / q) in nats, not below 0 but by rounding.
+    """Return KL(p || q) = E_p log(p / q) in nats; rounding may make it slightly negative.
 
-    Both must have full rank: features alone have not, so compare laws of `observed` values, whether
+    Both laws must have full rank. Those of features do not: compare laws of `observed` values,
     posteriors or priors, N(0, K) and N(0, phi phi^T).
 
     Raises:
-        ValueError: for laws of different numbers of values, entries that are not finite, or a
-            covariance that is not positive definite.
+        ValueError: for laws of different sizes, entries that are not finite, or a covariance that
+            is not positive definite.
     """
     p_covariance, p_mean, q_covariance, q_mean = finite_arrays(
         covariance_of_p=(p.covariance, "nn"),
@@ -190,7 +278,7 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
     """Return -log N(y_i; mean_i, covariance_ii), averaged over the points (predictive NLL).
 
     Raises:
-        ValueError: for other shapes, entries that are not finite, or a variance that is not
+        ValueError: for wrong shapes, entries that are not finite, or variances that are not
             positive.
     """
     mean, covariance, y = finite_arrays(
@@ -200,48 +288,24 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
     return jnp.mean((y - mean) ** 2 / variance + jnp.log(2 * jnp.pi * variance)) / 2
 
 
-def fit(
-    x: Num[ArrayLike, "n d"],
-    y: Num[ArrayLike, " n"],
-    start: Scales,
-    *,
-    kernel: str | kernels.Kernel = kernels.gaussian,
-    fixed: tuple[str, ...] = (),
-    num_steps: int = 1000,
-    optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
-) -> tuple[Scales, Float[Array, " steps"]]:
-    """Fit the scales that maximise the exact marginal likelihood (VRC App. B.1).
-
-    The descent is in their logarithms.
-
-    Args:
-        x: training points (n, d).
-        y: training values (n,).
-        start: where to start; lengthscale (d,) fits one for each dimension.
-        kernel: of `kernels`, by its word or as a value.
-        fixed: names of the scales that stay as they are, as ("lengthscale",).
-        num_steps: how many steps of the optimizer.
-        optimizer: the paper's by default.
-
-    Returns:
-        The scales, and the negative log marginal likelihood per point before each step.
-
-    Raises:
-        ValueError: for other shapes, entries that are not finite, no points at all, a start that is
-            not positive and finite or (but for the lengthscale) not one number, an unknown name in
-            `fixed`, or a loss that is not finite. (Inside `jit` that makes the result NaN.)
-    """
-    data = finite_arrays(x=(x, "nd"), y=(y, "n"))
-    return fit_scales(
-        jax.random.key(0), _loss, data, (kernels.get(kernel),), start,
-        fixed=fixed, num_steps=num_steps, optimizer=optimizer,
-    )  # fmt: skip
+def _gram(kernel, x, y, lengthscale, output_scale) -> Array:
+    return kernels.get(kernel)(x, y, lengthscale=lengthscale, output_scale=output_scale)
 
 
-def _loss(scales: Scales, key: Key, data: list[Array], kernel: kernels.Kernel) -> Array:
-    x, y = data
-    gram = kernel(x, x, lengthscale=scales.lengthscale, output_scale=scales.output_scale)
-    return -log_marginal_likelihood(gram, y, scales.noise_scale) / len(y)
+def _features(kernel, frequencies, x, lengthscale, output_scale) -> Array:
+    scales = dict(lengthscale=lengthscale, output_scale=output_scale)
+    return kernels.get(kernel).feature_map(x, frequencies, **scales)
+
+
+def _loss(scales: Scales, key: Key, data: list[Any], kernel: Kernel) -> Array:
+    frequencies, x, y = data
+    *options, noise_scale = scales
+    if frequencies is None:
+        likelihood = log_marginal_likelihood(_gram(kernel, x, x, *options), y, noise_scale)
+    else:
+        phi = _features(kernel, frequencies, x, *options)
+        likelihood = log_marginal_likelihood_features(phi, y, noise_scale)
+    return -likelihood / len(y)
 
 
 def fit_scales(
@@ -258,12 +322,16 @@ def fit_scales(
     """Minimise a loss of the scales by descent in their logarithms, as one compiled program.
 
     Args:
-        key: of the keys of the steps.
+        key: random key, split into one for each step.
         loss: (scales, key, data, *options) -> scalar.
-        data: arrays, the last one the values that are fitted, whose dtype the scales have.
+        data: arrays; the last one has the values to fit, and its dtype is that of the scales.
         options: hashable.
+        start: initial scales.
 
-    The other arguments, what is returned and what is raised are those of `fit`.
+    The other arguments and the errors are those of `GaussianProcess.fit`.
+
+    Returns:
+        The scales, and the loss before each step.
     """
     if not len(data[-1]):
         raise ValueError("there is nothing to fit: y is empty")
@@ -311,7 +379,7 @@ def _known_to_fail(factor: Array) -> bool:
 
 
 def _weights(phi: Array, y: Array, noise_scale: ArrayLike) -> tuple[Array, Array, Array]:
-    """The factor of B, the w with the least |y - phi w|^2 / sigma_n^2 + |w|^2, and sigma_n."""
+    """Return the factor of B, the minimiser w of |y - phi w|^2 / sigma_n^2 + |w|^2, and sigma_n."""
     noise_scale = jnp.asarray(positive_number("noise_scale", noise_scale), phi.dtype)
     factor, weights = _least_squares(phi / noise_scale, y / noise_scale)
     if _known_to_fail(factor):
@@ -332,7 +400,7 @@ def _least_squares(phi: Array, y: Array) -> tuple[Array, Array]:
 @jax.custom_jvp
 @jax.jit
 def _triangle(A: Array) -> Array:
-    """A lower triangular L with L L^T = A^T A + I, of entries that may be negative everywhere."""
+    """Return a lower triangular L with L L^T = A^T A + I; its diagonal may be negative."""
     stacked = jnp.concatenate([A, jnp.eye(A.shape[1], dtype=A.dtype)])
     return jnp.linalg.qr(stacked, mode="r").T
 
@@ -349,11 +417,7 @@ def _noisy_factor(gram: Array, noise_scale: ArrayLike) -> Array:
 
 
 def _checked_factor(name: str, matrix: Array) -> Array:
-    """`_factor`, where one exists; inside `jit`, where nothing can be raised, NaN where none does.
-
-    Raises:
-        ValueError: for a matrix that is not positive definite.
-    """
+    """`_factor`; ValueError (inside `jit` NaN) for a matrix that is not positive definite."""
     factor = _factor(matrix)
     if _known_to_fail(factor):
         raise ValueError(
@@ -367,7 +431,7 @@ def _checked_factor(name: str, matrix: Array) -> Array:
 @jax.custom_jvp
 @jax.jit
 def _factor(matrix: Array) -> Array:
-    """Cholesky's factor with as little jitter as the rounding errors allow."""
+    """Return the Cholesky factor with as little jitter as the rounding errors allow."""
     n = len(matrix)
     rounding = jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
 
@@ -376,8 +440,8 @@ def _factor(matrix: Array) -> Array:
 
     first = factor(rounding)
     least = jnp.min(jnp.diagonal(first) ** 2, initial=jnp.inf)
-    # n^2 independent errors of that size are a matrix of norm sqrt(n), and a pivot below it is one.
-    # A loop, not a condition: of a stack, under vmap, it ends at once where all are well.
+    # n^2 independent errors of this size form a matrix of norm sqrt(n) times it: smaller pivots are
+    # rounding errors. A loop, not a condition: under vmap it ends at once if all pivots are large.
     well = least >= 4 * n**0.5 * rounding
     return jax.lax.while_loop(
         lambda state: ~state[0], lambda _: (jnp.array(True), factor(n * rounding)), (well, first)
@@ -391,7 +455,7 @@ def _cholesky_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _factor_derivative(factor: Array, change: Array) -> Array:
-    """Derivative of L, L L^T = M: L times the lower half of L^{-1} dM L^{-T}, diagonal halved."""
+    """dL for L L^T = M: L times the lower half of L^{-1} dM L^{-T}, its diagonal halved."""
     whitened = solve_triangular(factor, change, lower=True)
     whitened = solve_triangular(factor, whitened.T, lower=True)
     return _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)

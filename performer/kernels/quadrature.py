@@ -4,40 +4,37 @@ A rule replaces E f(w), w ~ N(0, I_d), by
 
     Rule(f) = constant f(0) + sum_j weights_j f(points_j)
 
-and so gives an estimate of every kernel E f(w) with f(w) = phi(w.x) phi(w.y). One spherical-radial
-rule has the d + 1 vertices v_j of a regular simplex, turned by a random orthogonal Q, at random
-lengths rho_j ~ chi_{d+2}; with reflected points it is (Quad, after Eq. 6)
+and so estimates every kernel E f(w) with f(w) = phi(w.x) phi(w.y). One spherical-radial rule has
+the d + 1 vertices v_j of a regular simplex, turned by a random orthogonal Q, at random lengths
+rho_j ~ chi_{d+2}. With reflected points it is (Quad, after Eq. 6)
 
     (1 - sum_j d / ((d+1) rho_j^2)) f(0)
         + d / (d+1) sum_j (f(rho_j Q v_j) + f(-rho_j Q v_j)) / (2 rho_j^2)
 
-exact for polynomials of degree three whatever Q and rho are, and unbiased for all f (Prop. 2.1).
-Even f (the Gaussian kernel) need no reflected points (Eq. 7). Several rules are averaged (Eq. 6).
+exact for polynomials of degree three for all Q and rho, and unbiased for all f (Prop. 2.1). Even f
+(the Gaussian kernel) need no reflected points (Eq. 7). Several rules are averaged (Eq. 6).
 
-The constant is one minus the sum of the weights: of either sign, with mean zero. Corrected here:
+The constant is one minus the sum of the weights: of either sign, with mean zero. Corrections:
 
-    Quad Sec. 8              lengths are drawn again until the constant is not negative, to have
-                             its square root in the features. That is biased; here the constant
-                             keeps its sign, on one side of the product (`features`). `reject=True`
-                             replicates it.
+    Quad Sec. 8              Lengths are drawn again until the constant is not negative, for its
+                             square root in the features. That is biased (`reject=True` replicates
+                             it); here one side of the product has the sign (`feature_maps`).
     Quad, explicit mapping   a_j = sqrt(d / (2 (d+1))) / rho_j is with reflected points; without
-                             them sqrt(d / (d+1)) / rho_j
+                             them it is sqrt(d / (d+1)) / rho_j.
     Quad Prop. 2.1           Sec. 10 drops a factor rho^2 from A_i and B_i, and the bound fails: for
                              the Gaussian kernel at d = 16, x = -y, |x| = 1/2 it is 3.9e-4, the
-                             variance 8.9e-4. The terms A_i of degree two in fact add up to a
-                             constant, and the B_i leave 140/3 M_1^2 l^8 d / (n (d + 6)). Prop. 2.2
-                             holds.
-    Quad Sec. 3              butterfly matrices are not Haar distributed (`butterfly`), and rules
-                             with them only nearly unbiased: "haar" is the reference
+                             variance 8.9e-4. The terms A_i of degree two add up to a constant, and
+                             the B_i leave 140/3 M_1^2 l^8 d / (n (d + 6)). Prop. 2.2 holds.
+    Quad Sec. 3              Butterfly matrices are not Haar distributed (`butterfly`), and rules
+                             with them only nearly unbiased: "haar" is the reference.
 
 Without the constant a rule is still unbiased, since d / rho^2 is the density of chi_d over that of
-chi_{d+2}: importance sampling, with positive weights. That is what attention takes, reflected:
+chi_{d+2}: importance sampling with positive weights. Attention uses it, with reflected points:
 
     performer_attention(query, key, value, rule.points, weights=rule.weights)
 
-(Estimates of exp(q.k) with the constant of either sign are positive, too, if the points are
-reflected, since cosh >= 1 and the weights add up to one; without reflected points they may be
-negative. `experiments.kernels.quadrature` finds no lower error with the constant.)
+(With reflected points, estimates of exp(q.k) with the constant are positive, too: cosh >= 1 and the
+weights add up to one. `experiments.kernels.quadrature` finds no lower error with the constant.)
 
 Source: Munkhoeva et al. 2018 (Quad), Sec. 2 to 4, after Genz and Monahan 1998. Its D is the number
 of features, n our num_rules, V the matrix of `multiply_vertices`.
@@ -88,16 +85,16 @@ def spherical_radial(
 
     Args:
         key: random key.
-        num_rules: how many rules; each has d + 1 points, 2 (d + 1) with reflected ones.
+        num_rules: number of rules; each has d + 1 points, 2 (d + 1) with reflected ones.
         d: dimension of the points.
         orthogonal: law of Q: "haar", or "butterfly" (`butterfly.random_butterfly`), for which
             `structured` has products in O(d log d).
-        reflect: with both w and -w; False only for even integrands, as the Gaussian kernel's.
-        reject: draw lengths again until the constant is not negative, as the paper does. Biased.
+        reflect: include both w and -w; False only for even integrands, as the Gaussian kernel's.
+        reject: draw lengths again until the constant is not negative, as in the paper. Biased.
 
     Returns:
-        The rule, float32. For d <= 2 its weights have infinite variance, its estimates of smooth
-        integrands have not.
+        The rule, float32. For d <= 2 its weights have infinite variance, but not its estimates of
+        smooth integrands.
 
     Raises:
         ValueError: for a number that is not a positive integer, or unknown matrices.
@@ -127,7 +124,7 @@ def spherical_radial(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StructuredRule:
-    """Rules with butterfly matrices, whose points are never a matrix: O(n d) numbers. A pytree."""
+    """Rules with butterfly matrices as an operator of O(n d) numbers. A pytree."""
 
     matrices: butterfly.Butterfly
     """Matrices of all rules, along a leading axis."""
@@ -151,12 +148,12 @@ class StructuredRule:
 
     @jax.jit
     def apply(self, x: Float[Array, "*b d"]) -> Float[Array, "*b p"]:
-        """points @ x along the last axis, (..., d) -> (..., p) in O(d log d) for each rule.
+        """Return points @ x along the last axis, (..., d) -> (..., p), O(d log d) for each rule.
 
-        Float64 for a float64 x, else float32.
+        The result is float64 for a float64 x, else float32.
 
         Raises:
-            ValueError: when x is not d wide.
+            ValueError: if x is not d wide.
         """
 
         def one(matrix: butterfly.Butterfly, lengths: Array) -> Float[Array, "*b v"]:
@@ -172,7 +169,7 @@ class StructuredRule:
 def structured(
     key: Key, num_rules: int, d: int, *, reflect: bool = True, reject: bool = False
 ) -> StructuredRule:
-    """`spherical_radial` with butterfly matrices as an operator, the same for the same key."""
+    """Draw `spherical_radial` with butterfly matrices as an operator; equal for equal keys."""
     num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
 
     def one(rule_key: Key) -> tuple[butterfly.Butterfly, Array]:
@@ -183,10 +180,10 @@ def structured(
 
 
 def gauss_hermite(key: Key, m: int, d: int) -> Float[Array, "m d"]:
-    """m points of the dense Gauss-Hermite grid, drawn by its weights (Dao et al. 2017): method GQ.
+    """Draw m points of the dense Gauss-Hermite grid by its weights (Dao et al. 2017): method GQ.
 
-    The coordinates are independent draws of the eight nodes of one dimension: exact in expectation
-    for polynomials of degree 15 in each coordinate, not unbiased for other integrands.
+    The coordinates are independent draws of the eight nodes of one dimension. Unbiased only for
+    polynomials of degree up to 15 in each coordinate.
     """
     nodes, weights = roots_hermitenorm(_GRID)
     nodes, chances = (jnp.asarray(x, jnp.float32) for x in (nodes, weights / weights.sum()))
@@ -194,11 +191,10 @@ def gauss_hermite(key: Key, m: int, d: int) -> Float[Array, "m d"]:
 
 
 def plain(points: Callable[[Key, int, int], Float[Array, "m d"]]) -> Callable[..., Rule]:
-    """Return rule(key, num_rules, d, reflect=), the mean over as many points as rules have.
+    """Return rule(key, num_rules, d, reflect=), the mean over as many points as these rules have.
 
     Args:
-        points: (key, m, d) -> (m, d), as a coupling; m is the number of points of `num_rules`
-            spherical-radial rules, none of them reflected.
+        points: (key, m, d) -> (m, d), as a coupling. None of the points is reflected.
     """
 
     def rule(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
@@ -234,23 +230,23 @@ def feature_maps(
 ) -> tuple[Float[Array, "*b p"], Float[Array, "*b p"]]:
     """Return two feature maps whose products estimate the kernel: left(x) . right(y).
 
-    They differ in the sign of their first column, the constant: sqrt(|constant| f(0)) on the left,
-    with the sign of the constant on the right. For a linear model with an intercept either will do.
+    They differ only in the sign of the first column, sqrt(|constant| f(0)): the right one has the
+    sign of the constant. For a linear model with an intercept either map suffices.
 
     Args:
         x: points (..., d).
-        rule: of `spherical_radial` or `METHODS`, not reflected only if the kernel's f is even.
-        kernel: a word of `kernels.KERNELS` or a `Kernel`, of frequencies N(0, I) and with f(0).
+        rule: of `spherical_radial` or `METHODS`; reflected unless the kernel's f is even.
+        kernel: a name in `kernels.KERNELS` or a `Kernel`, with frequencies N(0, I) and f(0).
         lengthscale: as in `features`.
         output_scale: as in `features`.
 
     Raises:
-        ValueError: for an unknown kernel or one of another kind, or what the feature map refuses.
+        ValueError: for an unknown or unsupported kernel, and as the feature map.
     """
     kernel = kernels.get(kernel)
     if kernel.at_zero is None or kernel.quantile != norms.chi:
         raise ValueError(
-            f"rules are for kernels with `at_zero`, of frequencies N(0, I), not {kernel}: take"
+            f"rules are for kernels with `at_zero`, of frequencies N(0, I), not {kernel}: use"
             " kernels.random_features, or rule.points and rule.weights in a feature map"
         )
     scales = dict(lengthscale=lengthscale, output_scale=output_scale)
@@ -271,7 +267,7 @@ def gram(
     lengthscale: ArrayLike = 1.0,
     output_scale: ArrayLike = 1.0,
 ) -> Float[Array, "n k"]:
-    """Estimate the kernel of all pairs, constant included; arguments as for `feature_maps`."""
+    """Estimate the kernel of all pairs, with the constant; arguments as in `feature_maps`."""
     scales = dict(lengthscale=lengthscale, output_scale=output_scale)
     left, _ = feature_maps(x, rule, kernel, **scales)
     _, right = feature_maps(y, rule, kernel, **scales)
@@ -279,7 +275,7 @@ def gram(
 
 
 def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """V x along the last axis in O(d), by cumulated sums: (..., d) -> (..., d + 1).
+    """Return V x along the last axis in O(d), by cumulative sums: (..., d) -> (..., d + 1).
 
     The rows of V are the vertices of a regular simplex on the unit sphere, v_i . v_j = -1 / d;
     v_j has -a_i at i < j and b_j at j, a_i^2 = (d+1) / (d (d-i+2) (d-i+1)) and b_j = (d-j+1) a_j.
@@ -294,8 +290,7 @@ def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
 
 
 def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
-    """d + 1 lengths chi_{d+2}; with `reject` those of the first draw with a constant >= 0."""
-
+    """Draw d + 1 lengths chi_{d+2}; with `reject` until the constant is not negative."""
     if not reject:
         return norms.independent(key, d + 1, d + 2)
 
@@ -310,7 +305,7 @@ def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:
 
 
 def _weights(lengths: Float[Array, "n v"], reflect: bool) -> Float[Array, " p"]:
-    """d / ((d + 1) rho^2), averaged over the rules; halves for the points and their negatives."""
+    """Return d / ((d + 1) rho^2) averaged over the rules, shared by points and reflected points."""
     n, v = lengths.shape
     weights = ((v - 1) / (v * n) / lengths**2).reshape(-1)
     return jnp.tile(weights / 2, 2) if reflect else weights

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from performer import couplings
 from performer.attention import performer_attention
-from performer.attention.calibration import Calibration
 from performer.linearization.layers import (
+    Linear,
     Measured,
     check,
     draw,
     errors_of,
-    refined,
     report_of,
     worst,
 )
@@ -43,8 +43,7 @@ LINEAR = "linear already"
 class Replacement(NamedTuple):
     """Arrays of one place; in a scan with an axis of its steps before all others."""
 
-    frequencies: Float[Array, "*l k m h"]
-    calibration: Calibration | None
+    attention: Linear
     scale: Float[Array, "*l n"]
     slopes: Float[Array, "*l n"] | None
 
@@ -53,7 +52,6 @@ class Setting(NamedTuple):
     """Static facts of a place that is replaced."""
 
     kind: str
-    window: Window
     padded: bool
     square: bool
     """True if there were as many queries as keys."""
@@ -63,7 +61,7 @@ def linearize(
     function: Callable[..., Any],
     batches: Iterable[Any],
     *,
-    coupling: str | Coupling = "orf-antithetic",
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int | None = None,
     calibration: str = "full",
     refine_steps: int = 0,
@@ -95,7 +93,11 @@ def linearize(
         coupling: of the frequencies; every place and key head has its own draw.
         num_features: m; twice the head_dim if None.
         calibration: method of `performer.calibration.calibrate`.
-        refine_steps: largest number of steps of Adam for each layer; see `performer.refinement`.
+        refine_steps: largest number of steps of Adam for each layer, which move its frequencies
+            towards softmax attention (`performer.refinement`). Beside an exact window features of
+            the far keys are learned, too: frequencies of queries and of keys, a bias of each
+            feature and a weight of the far part. Of both, what has the lower error on held-out
+            examples serves all layers.
         keep: number of places, those with the largest errors, that stay exact. A scan is one place.
         exact_window: window of exact keys, as in `performer.performer_attention`. It applies where
             there are as many queries as keys.
@@ -144,12 +146,16 @@ def linearize(
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
         raise ValueError(f"no attention can be replaced:\n{lines}")
     warn(measured)
-    drawn = draw(layers, coupling, num_features, calibration, seed, window)
-    if refine_steps:
-        drawn = [
-            refined(linear, layer, examples(function, batches, layer), refine_steps)
-            for linear, layer in zip(drawn, layers, strict=True)
-        ]
+    drawn = draw(
+        layers,
+        partial(examples, function, batches),
+        coupling=coupling,
+        num_features=num_features,
+        calibration=calibration,
+        refine_steps=refine_steps,
+        seed=seed,
+        window=window,
+    )
     errors = list(map(errors_of, layers, drawn))
     of_place = [layer.calls[0][0] for layer in layers]  # a scan is one place of several layers
     ranked = dict.fromkeys(of_place[i] for i in worst(errors))
@@ -157,10 +163,10 @@ def linearize(
     settings, replacements = {}, {}
     for number in ranked.keys() - kept:
         own = [i for i, place in enumerate(of_place) if place == number]
-        each = [Replacement(*drawn[i][:2], layers[i].scale, layers[i].slopes) for i in own]
+        each = [Replacement(drawn[i], layers[i].scale, layers[i].slopes) for i in own]
         first, padded = layers[own[0]], any(layers[i].padded for i in own)
         square = is_square(seen.places[number])
-        settings[number] = Setting(first.kind, drawn[own[0]].window, padded, square)
+        settings[number] = Setting(first.kind, padded, square)
         replacements[number] = _stacked(each, seen.places[number].lengths)
     words = tuple(words_of(seen.places))
     new = jax.tree_util.Partial(partial(_call, function, settings, words), replacements)
@@ -254,13 +260,11 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
         (query.astype(float32_or_wider(query)) * factor).astype(query.dtype),
         key,
         value,
-        own.frequencies,
         mask=mask,
         is_causal="causal" in setting.kind,
-        calibration=own.calibration,
         alibi_slopes=own.slopes,
         segment_ids=segments,
-        **setting.window._asdict(),
+        **own.attention.options,
     )
     assert isinstance(output, jax.Array)
     output = place.layout.back(output)

@@ -1,7 +1,8 @@
-"""Measured layers, their calibration, draws and report: shared by all fronts of `linearize`."""
+"""Measured layers, their calibration, draws and errors: shared by all fronts of `linearize`."""
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,22 +10,46 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from performer import couplings
+from performer.attention import attention_weights
 from performer.attention import calibration as calibrations
 from performer.attention.calibration import Calibration
-from performer.attention.refinement import Sample, performer_estimate, transfer
-from performer.linearization.report import Report, head_errors, rows_of
+from performer.attention.refinement import (
+    LEARNED,
+    START,
+    Far,
+    Sample,
+    calibrated_far,
+    parted,
+    refine_far,
+    softmax_attention,
+    squared,
+    transfer,
+)
+from performer.linearization.report import Report, rows_of
 from performer.typing import NO_WINDOW, Coupling, Window
 
 EXAMPLES = 8
 """Examples of the first batch whose queries and keys are kept to measure errors on."""
 
 
-class Linear(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Linear:
     """Random-feature attention in the place of one layer."""
 
-    frequencies: Float[Array, "k m h"]
-    calibration: Calibration | None
-    window: Window = NO_WINDOW
+    frequencies: Float[Array, "*l k m h"]
+    calibration: Calibration | None = None
+    query_frequencies: Float[Array, "*l k m h"] | None = None
+    """With `weights`, learned features (`performer.refinement.refine_far`)."""
+    weights: Float[Array, "*l k m"] | None = None
+    window: Window = field(default=NO_WINDOW, metadata={"static": True})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`."""
+        own = {name: x for name, x in vars(self).items() if name != "window" and x is not None}
+        learned = {} if self.weights is None else {"feature_map": LEARNED}
+        return own | learned | self.window._asdict()
 
 
 class Layer(NamedTuple):
@@ -84,25 +109,58 @@ def check(
 
 def draw(
     layers: list[Layer],
+    examples: Callable[[Layer], Sample],
+    *,
     coupling: str | Coupling,
     num_features: int | None,
     calibration: str,
+    refine_steps: int,
     seed: int,
     window: Window = NO_WINDOW,
 ) -> list[Linear]:
-    """Attention for each layer, calibrated."""
-    drawn = []
+    """Attention for each layer: drawn, calibrated, and refined on all its `examples`.
+
+    Beside a window there are two ways to refine: the frequencies move, or all parameters of `Far`
+    do. The way with the lower error on held-out examples serves all layers.
+    """
+    drawn, learned, gain = [], [], 0.0
     for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
         heads, head_dim = layer.sample.key.shape[-2:]
-        m = num_features or 2 * head_dim
         itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-        fitted = None
+        own, fitted = window if itself else NO_WINDOW, None
         if calibrations.parts(calibration):
-            moments = layer.moments.astype(jnp.float32)
-            fitted = calibrations.fit(moments, calibration, coupling)
-        frequencies = couplings.draw(key, coupling, m, head_dim, heads)
-        drawn.append(Linear(frequencies, fitted, window if itself else NO_WINDOW))
-    return drawn
+            fitted = calibrations.fit(layer.moments.astype(jnp.float32), calibration, coupling)
+        w = couplings.draw(key, coupling, num_features or 2 * head_dim, head_dim, heads)
+        linear = far = Linear(w, fitted, window=own)
+        if refine_steps:
+            sample = examples(layer)
+            options: Any = dict(steps=refine_steps, is_causal=layer.is_causal)
+            moved = transfer(_moved, w, linear, sample, **options)
+            linear = far = replace(linear, frequencies=moved)
+            if own.exact_window:
+                kind: Any = dict(method=calibration, coupling=coupling, is_causal=layer.is_causal)
+                start, fitted = calibrated_far(w, own, sample, **kind)
+                start = Far.of(START * start.of_key)
+                best = refine_far(start, fitted, own, sample, **options)
+                far = Linear(best.of_key, None, best.of_query, best.weights, own)
+                unseen = layer._replace(sample=parted(sample)[1])
+                errors = (jnp.mean(errors_of(unseen, x)["attention error"]) for x in (linear, far))
+                gain += float(next(errors) - next(errors))
+        drawn.append(linear)
+        learned.append(far)
+    return learned if gain > 0 else drawn
+
+
+def _moved(frequencies: Array, attention: Linear, sample: Sample, is_causal: bool) -> Array:
+    return estimated(replace(attention, frequencies=frequencies), sample, is_causal)
+
+
+def estimated(
+    attention: Linear, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """Estimated attention matrix."""
+    options = attention.options | dict(mask=sample.keys[:, None, None], is_causal=is_causal)
+    return attention_weights(*sample[:2], segment_ids=sample.segments, **options)
 
 
 def worst(errors: list[dict[str, Array]]) -> list[int]:
@@ -112,27 +170,45 @@ def worst(errors: list[dict[str, Array]]) -> list[int]:
 
 
 def errors_of(layer: Layer, attention: Linear) -> dict[str, Float[Array, " n"]]:
-    """`head_errors` on the examples of the layer."""
-    own = attention.frequencies, attention.calibration
-    return head_errors(layer.sample, *own, layer.is_causal, attention.window)
+    """Errors of attention on the examples of the layer, as `head_errors` returns them."""
+    return head_errors(layer.sample, attention, layer.is_causal)
 
 
-def refined(attention: Linear, layer: Layer, sample: Sample, steps: int) -> Linear:
-    """Attention whose frequencies have moved, towards lower errors with its window."""
-    moved = transfer(
-        _estimate_with(attention.window),
-        attention.frequencies,
-        attention.calibration,
-        sample,
-        steps=steps,
-        is_causal=layer.is_causal,
-    )
-    return attention._replace(frequencies=moved)
+@partial(jax.jit, static_argnames="is_causal")
+def head_errors(
+    sample: Sample, attention: Linear, is_causal: bool = False
+) -> dict[str, Float[Array, " n"]]:
+    """Return name -> a number for each head of one layer: sums and means over what exists.
+
+    "attention error" is |A^ - A|^2 / |A|^2, and "uniform attention" the same of a mean over all
+    keys. "|q|^2" and "|k|^2" are means after the factor sqrt(scale) each, and "keys attended to" is
+    e to the mean entropy of a row of A.
+    """
+    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
+    estimate = estimated(attention, sample, is_causal)
+    entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
+    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
+    groups = sample.query.shape[2] // sample.key.shape[2]
+
+    def squared_length(x, exists):
+        lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
+        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists, dtype=x.dtype) / x.shape[-1] ** 0.5
+
+    return {
+        "attention error": squared(estimate, exact, pairs),
+        "uniform attention": uniform_error(sample, is_causal),
+        "|q|^2": squared_length(sample.query, sample.queries),
+        "|k|^2": jnp.repeat(squared_length(sample.key, sample.keys), groups),
+        "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / rows),
+    }
 
 
-@cache  # the same function for the same window is the same program
-def _estimate_with(window: Window) -> Callable[..., Float[Array, "b n t s"]]:
-    return partial(performer_estimate, **window._asdict())
+def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
+    """Error `squared` of the mean over all keys that a query sees."""
+    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
+    seen = pairs.astype(exact.dtype)
+    uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
+    return squared(uniform, exact, pairs)
 
 
 def report_of(measured: Measured, errors: list[dict[str, Array]], kept: set[int]) -> Report:

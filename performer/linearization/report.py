@@ -3,59 +3,11 @@
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-
-from performer.attention.calibration import Calibration
-from performer.attention.refinement import Sample, performer_estimate, softmax_attention, squared
-from performer.typing import NO_WINDOW, Window
-
-
-@partial(jax.jit, static_argnames=("is_causal", "window"))
-def head_errors(
-    sample: Sample,
-    frequencies: Float[Array, "k m h"],
-    calibration: Calibration | None,
-    is_causal: bool = False,
-    window: Window = NO_WINDOW,
-) -> dict[str, Float[Array, " n"]]:
-    """Return name -> a number for each head of one layer; sums and means over what exists.
-
-    "attention error" is |A^ - A|^2 / |A|^2, "uniform attention" the same of a mean over all keys;
-    "|q|^2" and "|k|^2" are means after the factor sqrt(scale) each, and "keys attended to" is e to
-    the mean entropy of a row of A.
-    """
-    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = performer_estimate(frequencies, calibration, sample, is_causal, **window._asdict())
-    entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
-    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
-    groups = sample.query.shape[2] // sample.key.shape[2]
-
-    def squared_length(x, exists):
-        lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
-        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists, dtype=x.dtype) / x.shape[-1] ** 0.5
-
-    return {
-        "attention error": squared(estimate, exact, pairs),
-        "uniform attention": uniform_error(sample, is_causal),
-        "|q|^2": squared_length(sample.query, sample.queries),
-        "|k|^2": jnp.repeat(squared_length(sample.key, sample.keys), groups),
-        "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / rows),
-    }
-
-
-def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
-    """`squared` of the mean over all keys that a query sees."""
-    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    seen = pairs.astype(exact.dtype)
-    uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
-    return squared(uniform, exact, pairs)
 
 
 @dataclass(frozen=True)
@@ -64,8 +16,8 @@ class Report:
 
     Attributes:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
-            the order of calls), "head", "attention" ("linear", or "exact" if kept), and what
-            `head_errors` says.
+            the order of calls), "head", "attention" ("linear", or "exact" if kept), and the
+            numbers of `layers.head_errors`.
         left: path -> why its attention stayed as it was.
     """
 

@@ -1,4 +1,4 @@
-"""The drop-in attention for today's Flax (nnx)."""
+"""Drop-in attention for Flax nnx."""
 
 import inspect
 from typing import Any
@@ -15,61 +15,59 @@ from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
-from performer.features import FeatureMap
+from performer.attention.refinement import LEARNED
 from performer.typing import Coupling, Window
 
 
 class Frequencies(nnx.Variable):
-    """The frequencies of one attention layer: in the state and the checkpoint, never trained."""
+    """Frequencies of an attention layer: in state and checkpoint, never trained."""
 
 
 class Statistics(nnx.Variable):
-    """Running moments of a layer and the calibration they give: in the checkpoint, not trained."""
+    """Running moments of a layer and their calibration: in the checkpoint, never trained."""
 
 
 class PerformerAttention(nnx.Module):
     """FAVOR+ as the `attention_fn` of `nnx.MultiHeadAttention`.
 
-    The frequencies are drawn once, from the stream `rngs.frequencies()`: as each layer is given the
-    same `rngs`, each layer draws its own. With the stream named (as below) the parameters come out
-    the same for every coupling. To draw new ones during training, call `redraw` in the training
-    step; evaluation never changes them.
+    The stream `rngs.frequencies()` draws the frequencies once; layers that share `rngs` have draws
+    of their own. With the stream named, as below, the parameters do not depend on the coupling.
+    Call `redraw` in the training step for new draws; evaluation never changes them.
 
-    With a `calibration` the layer measures its queries and keys as batch normalisation does: in
-    training mode each call estimates attention with the calibration of the calls before, then
-    moves the running moments, and with them the calibration, towards its own; in evaluation mode
-    (`model.eval()`) they stay. So nothing of a sequence enters its own calibration, and causal
-    attention stays causal. Any calibration gives an estimate of the same attention.
+    With a `calibration` the layer measures queries and keys as batch normalisation does. In
+    training mode a call uses the calibration of earlier calls, then updates the running moments and
+    with them the calibration. In evaluation mode (`model.eval()`) they are constant. A sequence
+    never enters its own calibration, so causal attention stays causal.
 
-    In decode mode Flax keeps all keys and hands them over at each step, which costs as much as the
-    cache is long; `performer_attention` with `initial_state` decodes in constant time, with an
-    exact window, too.
+    Flax's decode mode passes all cached keys at each step. `performer_attention` with
+    `initial_state` decodes in constant time, also with an exact window.
 
     Args:
-        num_features: m, the number of frequencies per head.
+        num_features: m, number of frequencies per head.
         head_dim: width of one head's queries and keys.
-        coupling: a name that `performer.couplings.get` knows, or a coupling (hashable: it becomes a
-            part of the structure of the module).
-        num_heads: with a number, each head has frequencies of its own, drawn independently: that of
-            the layer, or its `num_kv_heads` (which is what grouped heads should be given). With
-            None, one draw is shared by all heads.
+        coupling: name of a coupling, as of `performer.couplings.get`, or a hashable coupling.
+        num_heads: number of heads with independent draws: that of the layer or, for grouped heads,
+            `num_kv_heads`. None shares one draw.
         redraw_every: steps between new draws by `redraw`; 0 for never.
-        calibration: "none", "shift", "shift+scale", "full", ..., see `performer.calibration`; for
-            each head where `num_heads` is given (then it must be the number of key heads).
-        momentum: the weight of what was before in the running moments. A slow average lags behind
-            a model that learns fast: 0.9 trained better than 0.99.
-        num_queries: so many queries of each sequence are measured, evenly spaced.
+        calibration: method of `performer.calibration`, as "none", "shift", "shift+scale" or "full".
+            It is fitted for each head if `num_heads` is given, which must then be the number of key
+            heads.
+        momentum: weight of the old running moments. 0.9 trained better than 0.99, which lags behind
+            a model that learns fast.
+        num_queries: number of queries of each sequence that are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
-        axis_name: of `jax.shard_map` or `jax.pmap`, for means over devices. Under `jax.jit` with
-            sharded batches they are means over all devices without it.
+        axis_name: axis of `jax.shard_map` or `jax.pmap` for means over devices. `jax.jit` with
+            sharded batches needs none.
+        transferred: features learned by attention transfer, with frequencies of queries and weights
+            of their own in `learned`, as `performer.nnx.linearize` sets them beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
-        options: keywords of `performer.performer_attention`, constants of the layer: `feature_map`,
-            `implementation="pallas"`, and, for self attention, with Flax's cache too,
-            `exact_window`, `exact_first` and `alibi_slopes`.
+        options: constant keywords of `performer.performer_attention`, as `feature_map` and
+            `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self
+            attention, with or without Flax's cache.
 
     Raises:
         ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
-        TypeError: for an option that `performer_attention` does not have.
+        TypeError: for an unknown option.
 
     Example:
         >>> rngs = nnx.Rngs(params=0, frequencies=1)
@@ -85,7 +83,7 @@ class PerformerAttention(nnx.Module):
         num_features: int,
         head_dim: int,
         *,
-        coupling: str | Coupling = "pm-antithetic",
+        coupling: str | Coupling = couplings.DEFAULT,
         num_heads: int | None = None,
         redraw_every: int = 0,
         calibration: str = "none",
@@ -93,12 +91,13 @@ class PerformerAttention(nnx.Module):
         num_queries: int = 64,
         use_running_average: bool = False,
         axis_name: str | None = None,
+        transferred: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ):
         if redraw_every < 0:
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
-        inspect.signature(performer_attention).bind_partial(**options)  # no misspelt one
+        inspect.signature(performer_attention).bind_partial(**options)  # raises for unknown ones
         features.get(options.get("feature_map", "positive"))
         self.options = tuple((name, _hashable(x)) for name, x in options.items())
         self.coupling, self.redraw_every = coupling, redraw_every
@@ -108,33 +107,42 @@ class PerformerAttention(nnx.Module):
         self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
-        self.statistics = nnx.Dict()
+        self.learned, self.statistics = nnx.Dict(), nnx.Dict()
+        if transferred:
+            w = self.frequencies[...]
+            self.learned["query_frequencies"] = Frequencies(w)
+            self.learned["weights"] = Frequencies(jnp.full(w.shape[:-1], 1 / num_features))
         if calibrations.parts(self.method):
             heads = () if num_heads is None else (num_heads,)
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
 
     @property
-    def feature_map(self) -> FeatureMap:
-        """The feature map of the options."""
-        return features.get(dict(self.options).get("feature_map", "positive"))
+    def estimate(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`: frequencies, calibration and options."""
+        own: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
+        if own:
+            own["feature_map"] = LEARNED
+        options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
+        own |= dict(frequencies=self.frequencies[...], calibration=self.calibration)
+        return own | options
 
     @property
     def window(self) -> Window:
-        """The exact keys of the options."""
+        """Exact keys of the options."""
         return Window(**{name: x for name, x in self.options if name in Window._fields})
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration that is in use."""
+        """The calibration in use."""
         fitted = {name: x[...] for name, x in self.statistics.items() if name != "moments"}
         return Calibration(**fitted) if fitted else None
 
     def calibrate(self, moments: calibrations.Moments) -> None:
-        """Sets the running moments, and the calibration to what they give.
+        """Set the running moments, and fit the calibration to them.
 
         Args:
-            moments: of `performer.calibration.pair_moments`, (h', h') or (k, h', h') with
-                h' = 2 head_dim + 1, as `num_heads` was None or k; kept in float32.
+            moments: result of `performer.calibration.pair_moments`, (k, h', h') with
+                h' = 2 head_dim + 1, or (h', h') if `num_heads` is None; stored in float32.
         """
         moments = moments.astype(jnp.float32)
         fitted = calibrations.fit(moments, self.method, self.coupling)._asdict()
@@ -176,22 +184,20 @@ class PerformerAttention(nnx.Module):
         is_causal: bool = False,
         segment_ids: ArrayLike | None = None,
     ) -> Float[Array, "*b t n v"]:
-        """The call of `nnx.MultiHeadAttention`; what cannot be honoured is an error.
+        """Attend, with the arguments of `nnx.MultiHeadAttention`.
 
-        With `module` (the layer's `sow_weights=True`) the estimated attention matrix is sown there
-        as `attention_weights`, in quadratic time. `precision` is not used (products are always
-        exact), nor are `dropout_rng` and `broadcast_dropout` (there is no dropout).
+        `module` sows the estimated attention matrix as `attention_weights`, in quadratic time (the
+        layer's `sow_weights=True`). `precision`, `dropout_rng` and `broadcast_dropout` are ignored:
+        products are always exact, and there is no dropout.
 
         Raises:
             ValueError: for a bias, attention dropout, or a mask that depends on the query or the
-                head: none of them exists in linear attention.
+                head, which linear attention cannot compute.
         """
         output, weights = attention_fn(
             query,
             key,
             value,
-            self.frequencies[...],
-            calibration=self.calibration,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
@@ -199,8 +205,8 @@ class PerformerAttention(nnx.Module):
             dtype=dtype,
             is_causal=is_causal,
             segment_ids=segment_ids,
-            weights=module is not None,
-            **{name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options},
+            return_weights=module is not None,
+            **self.estimate,
         )
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)
@@ -210,22 +216,21 @@ class PerformerAttention(nnx.Module):
 
 
 def _hashable(x: Any) -> Any:
-    """An option as a part of the structure of a module: arrays as tuples."""
+    """An option as static metadata of a module: arrays as tuples."""
     x = x.tolist() if isinstance(x, np.ndarray | jax.Array) else x
     return tuple(map(_hashable, x)) if isinstance(x, list | tuple) else x
 
 
 def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""]) -> None:
-    """New frequencies, in place, for the layers whose `redraw_every` divides the step.
+    """Draw new frequencies, in place, for layers whose `redraw_every` divides the step.
 
-    Call it in the training step. What is drawn depends on the key, the step and the layer alone, so
-    that a resumed run draws the same; the frequencies are in the checkpoint like all state. Step 0
-    keeps the first draw. The step may be traced: nothing is compiled again. Layers that `nnx.vmap`
-    stacks are one with leading axes, of independent draws.
+    Call it in the training step. Draws depend on the key, the step and the layer only, so a resumed
+    run draws the same. Step 0 keeps the first draw. The step may be traced, without recompilation.
+    Layers stacked by `nnx.vmap` have independent draws.
 
     Args:
-        key: the same at every step.
-        model: any module; its `PerformerAttention`s are found wherever they are.
+        key: random key, the same at every step.
+        model: module that holds `PerformerAttention` layers anywhere.
         step: number of the training step.
     """
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, PerformerAttention)]

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from performer import couplings
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import (
     Layer,
@@ -15,7 +16,6 @@ from performer.linearization.layers import (
     check,
     draw,
     errors_of,
-    refined,
     report_of,
     worst,
 )
@@ -35,7 +35,7 @@ def linearize(
     model: Model,
     batches: Iterable[Any],
     *,
-    coupling: str | Coupling = "orf-antithetic",
+    coupling: str | Coupling = couplings.DEFAULT,
     num_features: int | None = None,
     calibration: str = "full",
     refine_steps: int = 0,
@@ -76,7 +76,7 @@ def linearize(
         num_features: m; twice the head_dim of a layer if None, which with head_dim 16 kept 97% of
             the accuracy without a gradient, and 99% refined (docs, "Results").
         calibration: as of `PerformerAttention`.
-        refine_steps: largest number of steps of Adam for each layer; see `performer.refinement`.
+        refine_steps: largest number of steps of Adam for each layer, as in `performer.linearize`.
         keep: number of layers, those with the largest errors after refinement, that stay exact.
         exact_window: window of exact keys, as in `performer.performer_attention`, in layers with as
             many queries as keys. The reported errors are those with it.
@@ -101,13 +101,17 @@ def linearize(
     window, call = Window(exact_window, exact_first), call or apply_to
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
-    drawn = draw(measured.layers, coupling, num_features, calibration, seed, window)
-    if refine_steps:
-        function, state, _ = _function(model, call)
-        drawn = [
-            refined(linear, layer, examples(function, _with(state, batches), layer), refine_steps)
-            for linear, layer in zip(drawn, measured.layers, strict=True)
-        ]
+    function, state, _ = _function(model, call)
+    drawn = draw(
+        measured.layers,
+        lambda layer: examples(function, _with(state, batches), layer),
+        coupling=coupling,
+        num_features=num_features,
+        calibration=calibration,
+        refine_steps=refine_steps,
+        seed=seed,
+        window=window,
+    )
     errors, new = list(map(errors_of, measured.layers, drawn)), evaluated(model)
     kept, found = set(worst(errors)[:keep]), {hook.path: hook for hook in hooks_.hooks(new)}
     for number, (layer, linear) in enumerate(zip(measured.layers, drawn, strict=True)):
@@ -222,19 +226,23 @@ def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State,
 def _attention(
     layer: Layer, linear: Linear, coupling: str | Coupling, calibration: str
 ) -> PerformerAttention:
-    """The module of a layer's attention: its frequencies and calibration are in its state."""
+    """Module of a layer's attention, with its frequencies and calibration as state."""
     heads, m, head_dim = linear.frequencies.shape
+    transferred = linear.weights is not None
     attention = PerformerAttention(
         m,
         head_dim,
         coupling=coupling,
         num_heads=heads,
-        calibration=calibration,
+        calibration="none" if transferred else calibration,
         use_running_average=True,
+        transferred=transferred,
         **linear.window._asdict(),
         rngs=nnx.Rngs(frequencies=0),
     )
     attention.frequencies[...] = linear.frequencies
+    for name, x in attention.learned.items():
+        x[...] = getattr(linear, name)
     if attention.calibration is not None:
         attention.calibrate(layer.moments)
     return attention

@@ -185,7 +185,9 @@ class Attention:
     """Attention of the blocks. The parameters are the same for all kinds."""
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
-    coupling: str = _field("pm-antithetic", "Name of a coupling, as of `performer.couplings.get`.")
+    coupling: str = _field(
+        performer.couplings.DEFAULT, "Name of a coupling, as of `performer.couplings.get`."
+    )
     num_features: int = _number(
         128, "Number of random features m, frequencies of a head.", 1, 2**16
     )
@@ -215,6 +217,9 @@ class Attention:
         """Tokens of a chunk: keys of a query's own chunk and of both neighbours are exact for it,
         and class token and registers are exact for all. Patches are then in the order of a Z-order
         curve, so that a chunk is nearly a square of the picture. 0: no window.""",
+    )
+    transferred: bool = _field(
+        False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
     )
 
 

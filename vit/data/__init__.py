@@ -1,10 +1,10 @@
 """Data: data sets by name, how a record becomes arrays, and batches of these as grain pipelines.
 
 A record is {"image", "label"}, the image an array (height, width, channels) of uint8 or the bytes
-of a JPEG or PNG file; or arrays by name (`in_memory`), or what else a data set's `decode` reads.
+of a JPEG or PNG file; or arrays by name (`in_memory`), or whatever a data set's `decode` reads.
 
-The stream of training batches depends on the seed alone, not on the number of processes or workers;
-a stopped run goes on with the batch of its step.
+The stream of training batches depends on the seed only, not on the number of processes or workers.
+A resumed run continues with the batch of its step.
 """
 
 import math
@@ -30,30 +30,32 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms
+from vit.data.sources.source import reading
 from vit.run import bounded, machine
 
 Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: those of the examples, bad and for evaluation mask."""
+"""Arrays by name, NumPy or JAX: those of the examples, `bad`, and for evaluation `mask`."""
 
 THREADS = 16
-"""Threads of each worker that read records: more than it has cores, since they wait for storage."""
+"""Threads of each worker that read records: more than cores, since they wait for storage."""
 
 _TRIES = 100
+"""Records in a row that may fail to decode."""
 
 # --- Records become arrays
 
 
 class WrongLabelError(ValueError):
-    """A record that can be read, but not used: no other one may stand in for it."""
+    """A record that can be read but not used: it stops the run instead of being replaced."""
 
 
 def labelled_image(
     record: Any, rng: np.random.Generator | None, data: config.Data, dataset: "Dataset"
 ) -> Batch:
-    """The image and label of a record, as evaluation has them; with a generator as training does.
+    """Return the image and label of a record, augmented if there is a generator.
 
     Raises:
-        WrongLabelError: when the label is none of the data set's classes.
+        WrongLabelError: if the label is none of the data set's classes.
         OSError, SyntaxError, ...: as `evaluated_pixels`.
     """
     image, channels = record["image"], dataset.channels
@@ -81,13 +83,13 @@ def labelled_image(
 
 
 def blank_image(data: config.Data, dataset: "Dataset") -> Batch:
-    """A black image of the first class."""
+    """Return a black image of the first class."""
     shape = (data.image_size, data.image_size, dataset.channels)
     return {"image": np.zeros(shape, np.uint8), "label": np.int32(0)}
 
 
 class Dataset(NamedTuple):
-    """Random-access sources of records for training and evaluation, and how they are read."""
+    """Random-access sequences of records for training and evaluation, and how they are read."""
 
     train: Sequence[Any]
     evaluation: Sequence[Any]
@@ -96,7 +98,7 @@ class Dataset(NamedTuple):
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
     """(record, generator or None in evaluation, section of the config, data set) -> an example:
-    arrays by name, always of the same shapes."""
+    arrays by name, of the same shapes for every record."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
 
@@ -107,7 +109,7 @@ class Dataset(NamedTuple):
 
 
 def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
-    """A data set of examples: arrays by name, the same names and shapes in each."""
+    """Return a data set of examples: arrays by name, the same names and shapes in each."""
     return Dataset(
         train,
         evaluation,
@@ -117,13 +119,13 @@ def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
 
 
 def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
-    """An array or encoded image as evaluation has it, (image_size, image_size, channels) uint8.
+    """Return an array or encoded image for evaluation: (image_size, image_size, channels) uint8.
 
-    The shorter side becomes `data.eval_resize`, or `data.image_size` where that is 0, and the
-    centre is cut out, in one resampling; an image that has the right size passes untouched.
+    The shorter side becomes `data.eval_resize`, or `data.image_size` if that is 0, and the centre
+    is cut out, in one resampling. An image of the right size is not changed.
 
     Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are no image or a truncated one.
+        OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
 
     def center(width: int, height: int) -> augment.Box:
@@ -141,9 +143,9 @@ def _pixels(
     box: Callable[[int, int], augment.Box],
     filter: Image.Resampling,
 ) -> np.ndarray:
-    """The part `box(width, height)` of an array or encoded image, resized: (size, size, channels).
+    """Return the part `box(width, height)` of an image, resized: (size, size, channels).
 
-    A JPEG is decoded at a half, a quarter or an eighth where the part remains large enough.
+    A JPEG is decoded at a half, a quarter or an eighth if the part remains large enough.
     """
     opened = bounded.image(image) if isinstance(image, bytes) else augment.to_pil(image)
     mode = "L" if channels == 1 else "RGB"
@@ -164,17 +166,17 @@ def _pixels(
 
 
 def load(data: config.Data) -> Dataset:
-    """Open the data set that the config names; nothing is decoded yet.
+    """Open the data set that the config names, without decoding anything.
 
     Raises:
-        ValueError: when the name, the directory or a split is unknown, with the choices; when the
-            data set is damaged, or none of labelled grey or RGB images; or when the training split
-            is smaller than one batch, or the evaluation split empty.
+        ValueError: if the name, the directory or a split is unknown (the message lists the
+            choices), the data set is damaged or not one of labelled grey or RGB images, the
+            training split is smaller than one batch, or the evaluation split is empty.
     """
     if not data.name:
         raise ValueError(
-            "config.data.name='' must name a data set: without one a run of vit.pretrained serves"
-            " prediction alone; make one with --config=CONFIG, on data, of the same weights"
+            "config.data.name='' must name a data set: a run of vit.pretrained without data only"
+            " predicts; make one of the same weights with --config=CONFIG"
         )
     dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
     check(dataset, data, f" of {data.name!r}")
@@ -182,7 +184,7 @@ def load(data: config.Data) -> Dataset:
 
 
 def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
-    """Raise ValueError when training has less than a batch, or evaluation nothing."""
+    """Raise ValueError if training has less than a batch, or evaluation nothing."""
     if not len(dataset.evaluation):
         raise ValueError(f"config.data.eval_split={data.eval_split!r}{name} is empty")
     if len(dataset.train) < data.batch_size:
@@ -193,10 +195,10 @@ def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
 
 
 def splits(data: config.Data) -> dict[str, int]:
-    """The splits of a TFDS data set, and how many records they have.
+    """Return the number of records of each split of a TFDS data set.
 
     Raises:
-        ValueError: when there is no such data set.
+        ValueError: if the data set does not exist.
     """
     from tensorflow_datasets.core import read_only_builder
 
@@ -206,12 +208,12 @@ def splits(data: config.Data) -> dict[str, int]:
 
 
 def _digits(data: config.Data) -> Dataset:
-    """scikit-learn's digits: 1,797 images of 8 x 8, one in five held out, the same ones always."""
+    """Return scikit-learn's digits: 1,797 images of 8 x 8, always the same fifth held out."""
     for field, only in {"train_split": "train", "eval_split": "test", "dir": ""}.items():
         if getattr(data, field) != only:
             raise ValueError(
-                f"config.data.{field}={getattr(data, field)!r}: of 'digits', which comes with"
-                f" scikit-learn, it is always {only!r}"
+                f"config.data.{field}={getattr(data, field)!r} must be {only!r} for 'digits', which"
+                " comes with scikit-learn"
             )
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -234,11 +236,10 @@ def _from_tfds(data: config.Data) -> Dataset:
         class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
         if not class_names or channels not in (1, 3):
             raise ValueError(f"{len(class_names)} classes, {channels} channels")
-    except Exception as error:  # what is written there may be anything
+    except Exception as error:  # dataset_info.json may hold anything
         raise ValueError(
             f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
-            " it is not of images of 1 or 3 channels with a label:"
-            f" {type(error).__name__}: {error}"
+            f" is not of images of 1 or 3 channels with a label: {type(error).__name__}: {error}"
         ) from error
     sources, files = [], 0
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
@@ -264,7 +265,7 @@ def _from_tfds(data: config.Data) -> Dataset:
 
 
 def _check_named(data: config.Data) -> None:
-    """Raise ValueError when the folder has no data set of that name; it lists those that it has."""
+    """Raise ValueError if the folder has no data set of that name, with those that it has."""
     root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
     names = _names(root) if data.dir else []
     if data.name in names:
@@ -284,7 +285,7 @@ def _check_named(data: config.Data) -> None:
         )
     if data.dir and not names:
         prepare = command("prepare", source="FOLDER", out=data.dir)
-        raise ValueError(f"{given} holds no data set; one is made of pictures by {prepare}")
+        raise ValueError(f"{given} holds no data set; make one of pictures by {prepare}")
     raise ValueError(
         f"{unknown('config.data.name', data.name, ['digits', *names])} (in {given};"
         " vit.prepare makes a data set of raw pictures)"
@@ -292,25 +293,25 @@ def _check_named(data: config.Data) -> None:
 
 
 def _names(root: epath.Path) -> list[str]:
-    """The data sets in a folder: name, or name/config."""
+    """Return the data sets in a folder: name, or name/config."""
     infos = [*root.glob("*/*/dataset_info.json"), *root.glob("*/*/*/dataset_info.json")]
     versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
     return sorted({str(version.parent.relative_to(root)) for version in versions})
 
 
 def _check_shards(split: Any) -> None:
-    """Raise ValueError for a damaged file, or one of more or fewer records than announced."""
-    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
+    """Raise ValueError for a file that is damaged or has another number of records."""
+    from array_record.python.array_record_module import (  # pyright: ignore[reportMissingImports]
+        ArrayRecordReader,
+    )
 
     def check(path: Any, announced: int) -> None:
-        try:
-            reader = array_record_module.ArrayRecordReader(os.fspath(path))
+        with reading(path, " as an array_record file", Exception):
+            reader = ArrayRecordReader(os.fspath(path))
             held = reader.num_records()
             reader.close()
             if held != announced:
                 raise ValueError(f"it holds {held} records, and dataset_info.json says {announced}")
-        except Exception as error:  # array_record's own kinds
-            raise ValueError(f"{path} is no whole array_record file: {error}") from error
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(check, split.filepaths, split.shard_lengths))
@@ -328,30 +329,30 @@ def train_batches(
     start: int = 0,
     threads: int = THREADS,
 ) -> grain.IterDataset:
-    """Shuffled, augmented batches without end.
+    """Return shuffled, augmented batches without end.
 
-    Every global batch of `data.batch_size` rows depends on the seed and its place in the stream
-    alone, not on the number of processes, workers or threads.
+    Each global batch of `data.batch_size` rows depends on the seed and its place in the stream
+    only, not on the number of processes, workers or threads.
 
     Args:
-        dataset: the result of `load`.
+        dataset: result of `load`.
         data: section of the config.
         seed: seed of the order and the augmentations.
-        process: index of this process; it gets the rows [process b, (process + 1) b).
+        process: index of this process, which gets the rows [process b, (process + 1) b).
         processes: number of processes that share a global batch, each b = batch_size / processes
             rows.
-        start: number of the first batch, to go on where a stopped run was.
+        start: number of the first batch, to resume a run.
         threads: number of records that a worker reads and decodes at a time, of this batch and the
             next; 0 reads each when its batch is requested.
 
     Returns:
-        image (b, size, size, c) uint8 and label (b,) int32, or what the data set decodes; and bad
-        (b,) int32: -1, or the index of a record that cannot be decoded, where the row shows the
-        next one that can.
+        image (b, size, size, c) uint8 and label (b,) int32, or the arrays of the data set's
+        `decode`; and bad (b,) int32: -1, or the index of a record that cannot be decoded, whose
+        row has the next one that can.
 
     Raises:
-        ValueError: when the processes do not divide the batch; and while reading, when 100 records
-            in a row cannot be decoded, or a label is none of the data set's classes.
+        ValueError: if the processes do not divide the batch; and while reading, if 100 records in a
+            row cannot be decoded, or a label is none of the data set's classes.
     """
     batch = _training(dataset, data, seed, _local_size(data, processes), threads)
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
@@ -365,7 +366,7 @@ def eval_batches(
     processes: int = 1,
     threads: int = THREADS,
 ) -> Iterator[Batch]:
-    """Every evaluation example once, in order, in ceil(n / batch_size) batches of the same shape.
+    """Yield every evaluation example once, in order, in batches of the same shape.
 
     Images are those of `evaluated_pixels`.
 
@@ -377,8 +378,8 @@ def eval_batches(
         -1.
 
     Raises:
-        ValueError: when the processes do not divide the batch; and while reading, when a label is
-            none of the data set's classes.
+        ValueError: if the processes do not divide the batch; and while reading, if a label is none
+            of the data set's classes.
     """
     batch = _evaluation(dataset, data, _local_size(data, processes), threads)
     end = evaluation_length(dataset, data) * processes
@@ -387,15 +388,15 @@ def eval_batches(
 
 
 def evaluation_length(dataset: Dataset, data: config.Data) -> int:
-    """Batches of an evaluation."""
+    """Return the number of batches of an evaluation."""
     return math.ceil(len(dataset.evaluation) / data.batch_size)
 
 
 class Schedule(NamedTuple):
-    """Order of the batches that a run reads: those of `every` steps, then all of evaluation, ...
+    """Order of the batches of a run: those of `every` steps, then all of evaluation, ...
 
-    Evaluation stands after the last step, too. So the same workers read both, and the next ones of
-    either kind are read while the devices are busy with the other.
+    Evaluation follows the last step, too. The same workers read both kinds, and read ahead while
+    the devices are busy.
     """
 
     every: int
@@ -405,22 +406,22 @@ class Schedule(NamedTuple):
     """Batches of an evaluation."""
 
     def training(self, step: int) -> int:
-        """The place of the batch that leads from that step to the next."""
+        """Return the place of the batch that leads from that step to the next."""
         return step + self.evaluation_length * (step // self.every)
 
     def evaluation(self, step: int) -> int:
-        """The place of the first batch of the evaluation after that step."""
+        """Return the place of the first batch of the evaluation after that step."""
         return step + self.evaluation_length * ((step - 1) // self.every)
 
     def at(self, place: int) -> tuple[bool, int]:
-        """(True, number of the batch of training) there, or (False, number in the evaluation)."""
+        """Return (True, number of the training batch) or (False, number in the evaluation)."""
         block, offset = divmod(place, self.every + self.evaluation_length)
         steps = min(self.every, self.num_steps - block * self.every)
         return (True, block * self.every + offset) if offset < steps else (False, offset - steps)
 
     @property
     def length(self) -> int:
-        """Batches of the whole run."""
+        """Number of batches of the whole run."""
         return self.evaluation(self.num_steps) + self.evaluation_length
 
 
@@ -434,11 +435,11 @@ def run_batches(
     processes: int = 1,
     threads: int = THREADS,
 ) -> grain.IterDataset:
-    """The batches of `train_batches` and `eval_batches` in the order of a run.
+    """Return the batches of `train_batches` and `eval_batches` in the order of a run.
 
-    Args: as `train_batches`, but for
+    Args: as `train_batches`, and
         schedule: places of training and evaluation.
-        first: the place in it to begin with.
+        first: the place to begin with.
 
     Raises:
         ValueError: as these.
@@ -456,7 +457,7 @@ def run_batches(
 
 
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
-    """Bytes of a batch that one of so many processes reads."""
+    """Return the bytes of a batch of one of so many processes."""
     example = dataset.blank(data, dataset).values()
     return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example)
 
@@ -473,12 +474,12 @@ def _local_size(data: config.Data, processes: int) -> int:
 def _training(
     dataset: Dataset, data: config.Data, seed: int, size: int, threads: int
 ) -> Callable[[int], Batch]:
-    """Batches by their number, each of `size` rows."""
+    """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.train
 
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
-        """The record at `index`, or the next that decodes; bad is -1, or `index`."""
+        """Return the record at `index`, or the next that decodes; bad is -1, or `index`."""
         tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
         error = None
         for i in tried:
@@ -502,11 +503,11 @@ def _training(
 def _evaluation(
     dataset: Dataset, data: config.Data, size: int, threads: int
 ) -> Callable[[int], Batch]:
-    """Batches by their number, each of `size` rows."""
+    """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.evaluation
 
     def example(index: int) -> Batch:
-        """The record at `index`; a blank one where it cannot be decoded, or there is none."""
+        """Return the record at `index`; a blank one if it cannot be decoded or does not exist."""
         bad = -1
         try:
             if index < len(records):
@@ -522,10 +523,10 @@ def _evaluation(
 
 
 def _batch(example: Callable[[int], Batch], number: int, size: int, threads: int) -> Batch:
-    """The batch of that number, its records read by many threads at once.
+    """Return the batch of that number, its records read by many threads at once.
 
-    Storage that answers late and slow decoders are waited for side by side, and the first batch is
-    there as soon as its own records are.
+    Late storage and slow decoders are waited for in parallel, and the first batch is complete as
+    soon as its own records are.
     """
     indices = range(number * size, (number + 1) * size)
     read = _pool(threads).map if threads else map
@@ -535,14 +536,14 @@ def _batch(example: Callable[[int], Batch], number: int, size: int, threads: int
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """One in a process, for all batches that it reads."""
+    """Return the pool of this process, for all batches."""
     return ThreadPoolExecutor(threads, thread_name_prefix="records")
 
 
 def _ahead(
     batches: grain.MapDataset, dataset: Dataset, data: config.Data, processes: int, threads: int
 ) -> grain.IterDataset:
-    """The batches, read by the workers before they are requested."""
+    """Return the batches, read by the workers before they are requested."""
     read = batches.to_iter_dataset(_read_ahead(threads))
     workers = data.num_workers
     if workers < 0:
@@ -554,13 +555,13 @@ def _ahead(
 
 
 def _read_ahead(threads: int) -> grain.ReadOptions:
-    """The next batch is begun while this one is still missing records."""
+    """Return options by which the next batch is begun before this one is complete."""
     ahead = 2 if threads else 0
     return grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
 
 
 def _start_worker(index: int, workers: int) -> None:
-    """Leave signals, which a terminal and a scheduler send to all, to the parent; end with it."""
+    """Ignore signals that a terminal or scheduler sends to all processes; end with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()

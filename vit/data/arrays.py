@@ -1,4 +1,4 @@
-"""Training on arrays: the same loop, from a notebook or a script.
+"""Training on arrays, from a notebook or a script.
 
 import vit
 
@@ -35,7 +35,7 @@ def fit(
     values: Mapping[str, Any] | None = None,
     evaluation: float | tuple[Any, Any] = 0.1,
 ) -> use.Trained:
-    """Trains on images and labels, as `vit.train` does; the same call resumes a stopped run.
+    """Train on images and labels, as `vit.train` does; the same call resumes a stopped run.
 
     Args:
         images: n images, one array (n, height, width[, c]) or a sequence of arrays (height, width)
@@ -46,15 +46,15 @@ def fit(
             from the images by `vit.config.recipe.for_images`. Its data set is not read, and
             `data.num_workers` is 0: the arrays are in memory.
         values: fields that have other values, as {"num_epochs": 3, "attention.coupling": "pm"}.
-        evaluation: (images, labels) to evaluate on; or the share of the images that is held out for
-            it, evenly over the classes, chosen by the seed of the config.
+        evaluation: (images, labels) to evaluate on; or the share of the images that is held out,
+            evenly over the classes, by the seed of the config.
 
     Returns:
         The result of `vit.load(workdir)`.
 
     Raises:
-        ValueError: before anything is written, for images or labels that do not fit, an unknown
-            config or field, or a config that cannot work; and as `vit.run.loop.train`.
+        ValueError: before anything is written, if images and labels do not fit, the config or a
+            field is unknown, or the config cannot work; and as `vit.run.loop.train`.
     """
     records, class_names = examples(images, labels)
     channels = max(record["image"].shape[-1] for record in records)
@@ -82,16 +82,16 @@ def fit(
 def examples(
     images: Any, labels: Any, class_names: Sequence[str] | None = None
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Records {"image", "label"} with numbers for the labels, and the names of the classes.
+    """Return records {"image", "label"} with numbers for the labels, and the class names.
 
     Args:
         images: as `fit`.
         labels: as `fit`.
-        class_names: those there are; the sorted labels if None.
+        class_names: existing names; the sorted labels if None.
 
     Raises:
-        ValueError: for arrays that are no images, another number of labels, or a label that is not
-            among the names.
+        ValueError: if arrays are no images, the number of labels differs, or a label is not among
+            the names.
     """
     images, labels = use.listed(images), np.asarray(labels)
     if labels.shape != (len(images),):

@@ -1,6 +1,6 @@
 """Augmentations: plain functions of an image (height, width, channels) and a NumPy generator.
 
-`mixup` and `cutmix` work on batches, in JAX: they belong into the training step.
+`mixup` and `cutmix` blend batches, in JAX, in the training step.
 """
 
 import math
@@ -39,11 +39,11 @@ def random_flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
-    """A random part of an image (Szegedy et al. 2015, section 6), in whole pixels.
+    """Return a random part of an image (Szegedy et al. 2015, section 6), in whole pixels.
 
     Its share of the area is uniform in [0.08, 1] and the logarithm of width / height uniform
-    between those of 3/4 and 4/3, given that it fits; its place is uniform. After ten tries that did
-    not fit it is the largest part in the centre with width / height between 3/4 and 4/3.
+    between those of 3/4 and 4/3, given that it fits; its place is uniform. If ten tries do not fit,
+    it is the largest part in the centre with width / height between 3/4 and 4/3.
     """
     part = _random_part(width, height, rng, (0.08, 1.0), (3 / 4, 4 / 3))
     if part is not None:
@@ -54,11 +54,11 @@ def inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
 
 
 def random_erasing(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A random rectangle becomes random pixels, each value uniform (Zhong et al. 2020, RE-R).
+    """Fill a random rectangle with uniform random pixels (Zhong et al. 2020, RE-R).
 
     Its share of the area is uniform in [0.02, 1/3] and the logarithm of width / height uniform
     between those of 0.3 and 1/0.3, as in DeiT (the paper: share up to 0.4, uniform ratio), given
-    that it fits; its place is uniform. After ten tries that did not fit the image stays.
+    that it fits; its place is uniform. If ten tries do not fit, the image is unchanged.
     """
     part = _random_part(image.shape[1], image.shape[0], rng, (0.02, 1 / 3), (0.3, 1 / 0.3))
     if part is None:
@@ -77,7 +77,7 @@ def _random_part(
     shares: tuple[float, float],
     ratios: tuple[float, float],
 ) -> tuple[int, int, int, int] | None:
-    """With bounds of its share of the area and of width / height: the first of ten that fits."""
+    """Return the first of ten parts that fits; bounds of area and width / height are given."""
     for _ in range(10):
         area = rng.uniform(*shares) * width * height
         aspect = math.exp(rng.uniform(math.log(ratios[0]), math.log(ratios[1])))
@@ -91,9 +91,9 @@ def _random_part(
 def randaugment(
     image: np.ndarray, rng: np.random.Generator, layers: int, magnitude: float
 ) -> np.ndarray:
-    """`layers` operations of `OPERATIONS`, one after another (Cubuk et al. 2020, algorithm 1).
+    """Apply `layers` of the `OPERATIONS`, one after another (Cubuk et al. 2020, algorithm 1).
 
-    Each is drawn uniformly, with repetition, and so is the sign of those that have two directions.
+    Each is drawn uniformly, with repetition, and so is the sign of those with two directions.
 
     Args:
         image: (height, width, 1 or 3) uint8.
@@ -111,7 +111,7 @@ def randaugment(
 
 
 def mixup(key: Array, images: Images, targets: Targets, alpha: float) -> Blended:
-    """Blends a batch with itself, moved on by one (Zhang et al. 2018, eq. 1).
+    """Blend a batch with itself, shifted by one (Zhang et al. 2018, eq. 1).
 
     lam x_i + (1 - lam) x_{i-1} for images and targets, one lam ~ Beta(alpha, alpha) for the batch;
     a small alpha > 0 keeps lam near 0 or 1.
@@ -122,11 +122,11 @@ def mixup(key: Array, images: Images, targets: Targets, alpha: float) -> Blended
 
 
 def cutmix(key: Array, images: Images, targets: Targets, alpha: float) -> Blended:
-    """A rectangle of each image is that of the one before in the batch (Yun et al. 2019, eq. 1, 2).
+    """Replace a rectangle of each image by that of the one before (Yun et al. 2019, eq. 1, 2).
 
     Its centre is uniform and its sides sqrt(1 - lam) of the image's, lam ~ Beta(alpha, alpha), one
-    rectangle for the batch; what reaches over the edge is cut off. Targets are blended by the share
-    of the pixels that stay. At alpha = 1 lam is uniform, as in the paper.
+    rectangle for the batch, cut off at the edge. Targets are blended by the share of the pixels
+    that stay. At alpha = 1 lam is uniform, as in the paper.
     """
     keys = jax.random.split(key, 3)
     side = jnp.sqrt(1 - jax.random.beta(keys[0], alpha, alpha, dtype=images.dtype))
@@ -146,7 +146,7 @@ def cutmix(key: Array, images: Images, targets: Targets, alpha: float) -> Blende
 def blended(
     key: Array, images: Images, targets: Targets, mixup_alpha: float, cutmix_alpha: float
 ) -> Blended:
-    """`mixup` or `cutmix`, whichever alpha is not 0; with both one of them, drawn evenly."""
+    """Apply `mixup` or `cutmix`, whichever alpha is not 0; with both one of them, at random."""
     if not cutmix_alpha:
         return mixup(key, images, targets, mixup_alpha)
     if not mixup_alpha:
@@ -160,7 +160,7 @@ def blended(
 
 
 def to_pil(image: np.ndarray) -> Image.Image:
-    """An array (height, width, 1 or 3) of uint8 as a PIL image of mode "L" or "RGB"."""
+    """Return an array (height, width, 1 or 3) of uint8 as a PIL image of mode "L" or "RGB"."""
     return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
 
 
@@ -169,7 +169,7 @@ def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    """The output pixel (x, y) is the input's (a x + b y + c, d x + e y + f), or grey outside."""
+    """Move the pixel (a x + b y + c, d x + e y + f) to (x, y), grey outside."""
     return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_grey(image))
 
 
@@ -198,5 +198,5 @@ OPERATIONS: dict[str, Operation] = {
 }
 """The operations of Cubuk et al. 2020 with the ranges of Cubuk et al. 2019.
 
-`level` is the magnitude over 30, -1 to 1; where the direction means nothing its sign is ignored.
+`level` is the magnitude over 30, -1 to 1; operations without a direction ignore its sign.
 """

@@ -1,8 +1,8 @@
 """Reassessed labels of ImageNet's validation pictures (ReaL; Beyer et al. 2020).
 
-`real.json` of google-research/reassessed-imagenet is a list of 50,000 lists: all classes that are
-right for ILSVRC2012_val_00000001.JPEG, for ..._00000002.JPEG, and so on, by their number in the
-order of the 1,000 wnids. An empty one says that none of them is: that picture does not count.
+`real.json` of google-research/reassessed-imagenet is a list of 50,000 lists: all right classes of
+ILSVRC2012_val_00000001.JPEG, ..._00000002.JPEG, and so on, by their number in the order of the
+1,000 wnids. Pictures with an empty list are not counted.
 """
 
 import json
@@ -23,10 +23,10 @@ Labels = Sequence[Sequence[int]]
 
 
 def read(path: Path, num_classes: int) -> Labels:
-    """The lists of the file.
+    """Return the lists of the file.
 
     Raises:
-        ValueError: when it holds something else.
+        ValueError: if it has another content.
     """
     try:
         labels = json.loads(files.read(path))
@@ -41,7 +41,7 @@ def read(path: Path, num_classes: int) -> Labels:
 
 
 def with_labels(dataset: Dataset, labels: Labels) -> Dataset:
-    """The data set, whose examples have the right classes as "real" (classes,) bool besides.
+    """Return the data set with "real" (classes,) bool in each example: its right classes.
 
     Reading a record that is no validation picture of ILSVRC2012 raises ValueError.
     """
@@ -64,20 +64,19 @@ def _place(record: Any, count: int) -> int:
     found = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
     if not found or not 1 <= int(found[1]) <= count:
         raise WrongLabelError(
-            f"has the file_name {name!r}, and ReaL labels are of"
-            f" ILSVRC2012_val_00000001.JPEG to ..._{count:08d}.JPEG: take the validation split of"
-            " ILSVRC2012, as vit.prepare writes it now or TFDS does"
+            f"has the file_name {name!r}, and ReaL labels are of ILSVRC2012_val_00000001.JPEG to"
+            f" ..._{count:08d}.JPEG: use the validation split of ILSVRC2012 of vit.prepare or TFDS"
         )
     return int(found[1]) - 1
 
 
 def count(model: ViT, batch: Batch) -> Sums:
-    """For how many of the unmasked examples the likeliest class is a right one."""
+    """Count the unmasked examples whose likeliest class is a right one."""
     logits, _ = model(batch["image"])
     right = jnp.take_along_axis(batch["real"], jnp.argmax(logits, axis=-1)[:, None], axis=-1)
     return {"real": jnp.sum(right[:, 0] * batch["mask"])}
 
 
 def results(totals: Any) -> dict[str, Any]:
-    """Their share: real_accuracy."""
+    """Return the share of right examples: real_accuracy."""
     return {"real_accuracy": totals["real"] / totals["examples"]}

@@ -190,6 +190,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         implementation="pallas" if own.implementation == "pallas" else None,
         exact_window=own.exact_window,
         exact_first=config.model.num_prefix if own.exact_window else 0,
+        transferred=own.transferred,
         rngs=rngs,
     )
 

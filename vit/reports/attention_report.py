@@ -1,7 +1,7 @@
 """Errors of a model's own attention against softmax attention, per layer and head.
 
-The queries and keys are those of the model on given examples; the frequencies are drawn anew, by
-the coupling and with the calibration of each layer. See `performer.analysis` for what is measured.
+Queries and keys are those of the model on given examples; the frequencies are drawn anew, by the
+coupling and with the calibration of each layer. `performer.analysis` defines the errors.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from vit.task import Task
 
 ERRORS = ("attention error", "standard error", "output error", "row sum error")
 EXACT = dict.fromkeys(ERRORS, 0.0) | {"worse than uniform": False}
-"""Columns of a layer of exact attention beside linear ones."""
+"""Columns of a layer of exact attention if others have random features."""
 
 
 def rows(
@@ -33,22 +33,22 @@ def rows(
     draws: int,
     window: Window = NO_WINDOW,
 ) -> list[metrics.Record]:
-    """One record for each layer and head: errors, means over the examples.
+    """Return one record for each layer and head: errors, means over the examples.
 
-    Beside layers with random features exact ones have errors of 0. Each query is compared over all
+    Exact layers have errors of 0 if others have random features. Each query is compared over all
     keys, also those that causal attention would hide.
 
     Args:
-        task: of the model.
+        task: task of the model.
         model: in evaluation mode.
-        batch: of examples, as `runs.evaluation_examples` gives.
-        coupling: of the frequencies that are drawn.
+        batch: examples, as `runs.evaluation_examples` gives.
+        coupling: coupling of the frequencies that are drawn.
         num_features: m.
-        draws: how many draws.
-        window: of near keys that are exact.
+        draws: number of draws.
+        window: near keys that are exact.
 
     Raises:
-        ValueError: when the task says nothing of attention, or for an unknown coupling.
+        ValueError: if the task does not describe its attention, or the coupling is unknown.
     """
     functions = [layer.attention_fn for layer in task.layers(model)]
     linear = [isinstance(function, PerformerAttention) for function in functions]
@@ -68,7 +68,7 @@ def rows(
         assert error.uniform_output is not None
         squared_length = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
         for head in range(query.shape[2]):
-            # The examples share the draws, so that their standard errors do not average out.
+            # The examples share the draws: averaging does not reduce their standard errors.
             attention, standard_error, uniform, output, uniform_output = (
                 float(x[:, head].mean())
                 for x in (
@@ -96,14 +96,14 @@ def rows(
 
 
 def write(records: list[metrics.Record], out: Path, title: str) -> str:
-    """Writes `out`.csv, `out`.md and the heat map `out`.png; returns what to print."""
+    """Write `out`.csv, `out`.md and the heat map `out`.png, and return the text to print."""
     markdown = report.table(records, out)
     error, uniform, is_worse = (
         np.array([r[name] for r in records]).reshape(records[-1]["layer"] + 1, -1)
         for name in ("attention error", "uniform attention", "worse than uniform")
     )
     drawn, axes = report.figure(out, columns=2)
-    names = "relative attention error", "the same over that of uniform attention"
+    names = "relative attention error", "relative to uniform attention"
     for axis, values, name in zip(axes, (error, error / uniform), names, strict=True):
         drawn.colorbar(axis.imshow(values, cmap="viridis", vmin=0), ax=axis)
         axis.set(title=name, xlabel="head", ylabel="layer")
@@ -133,24 +133,24 @@ def report_attention(
     task: Task | None = None,
     step: int | str | None = None,
 ) -> str:
-    """Attention errors of a run's layers and heads on its evaluation examples; returns the table.
+    """Write the attention errors of a run on its evaluation examples, and return the table.
 
     Args:
-        workdir: of the run. A softmax run is measured without a calibration.
+        workdir: folder of the run. A softmax run is measured without a calibration.
         out: name of the files, without suffix.
-        coupling: of the frequencies; that in the run's config if empty.
-        num_features: m; likewise if 0.
-        images: how many examples.
-        draws: of the frequencies.
+        coupling: coupling of the frequencies; that in the run's config if empty.
+        num_features: m; that in the run's config if 0.
+        images: number of examples.
+        draws: draws of the frequencies.
         exact_window: near keys that are exact, with class token and registers; 0 for none, that in
             the run's config if None.
         dataset: as `runs.restore`.
-        task: likewise.
-        step: likewise.
+        task: as `runs.restore`.
+        step: as `runs.restore`.
 
     Raises:
-        ValueError: when there is no such run, its task says nothing of attention, or for an unknown
-            coupling.
+        ValueError: if there is no such run, its task does not describe its attention, or the
+            coupling is unknown.
     """
     run = runs.restore(workdir, dataset, task, step)
     if exact_window is not None:

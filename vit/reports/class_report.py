@@ -1,13 +1,13 @@
-"""Accuracy class by class, and which classes are taken for which.
+"""Accuracy of each class, and the confusion matrix.
 
 `python -m vit.evaluate --workdir=RUN --report=classes` writes into the folder of the run
 
     classes.csv, classes.md    for each class: index, name, images, top-1 and top-5 accuracy
     confusion.csv              images by true class (rows) and predicted class (columns)
 
-Examples with mask 0, the padding of the last batch, count nowhere. Ties go against the label, as in
-`vit.model.classification.counts`: an image is right when no other logit is at least as large (or
-NaN), so the diagonal of the confusion matrix is top-1.
+Examples with mask 0, the padding of the last batch, are not counted. Ties count against the label,
+as in `vit.model.classification.counts`: an image is right if no other logit is at least as large
+(or NaN), so the diagonal of the confusion matrix is top-1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,23 +32,23 @@ class Tally(NamedTuple):
     confusion: np.ndarray
     """(classes, classes) int64: true class, predicted class."""
     top5: np.ndarray
-    """(classes,) int64: how often the label is among the five likeliest."""
+    """(classes,) int64: images whose label is among the five likeliest."""
 
 
 def outcomes(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
 ) -> tuple[Integer[Array, " b"], Integer[Array, " b"]]:
-    """The predicted class, and the number of other classes at least as likely as the label."""
+    """Return the predicted class, and the number of other classes at least as likely."""
     rank = label_rank(logits, labels)
     is_label = jnp.arange(logits.shape[-1]) == labels[:, None]
-    # NaN counts as likeliest, and -inf stays above the label, which cannot be the other class
+    # NaN counts as likeliest; -inf stays above the label, which cannot be the other class
     others = jnp.nan_to_num(logits, nan=jnp.inf, neginf=jnp.finfo(logits.dtype).min)
     other = jnp.argmax(jnp.where(is_label, -jnp.inf, others), axis=-1)
     return jnp.where(rank == 0, labels, other), rank
 
 
 def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
-    """Counts over the unmasked examples.
+    """Count the unmasked examples.
 
     Args:
         model: in evaluation mode.
@@ -69,7 +69,7 @@ def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
 
 
 def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
-    """One record for each class; accuracies are NaN for a class without images."""
+    """Return one record for each class; accuracies are NaN for a class without images."""
     images = counted.confusion.sum(axis=1)
     with np.errstate(invalid="ignore"):
         top1, top5 = np.diag(counted.confusion) / images, counted.top5 / images
@@ -79,7 +79,7 @@ def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
 
 
 def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Record]:
-    """Writes `classes.csv`, `classes.md` and `confusion.csv`; returns the rows of the first."""
+    """Write `classes.csv`, `classes.md` and `confusion.csv`; return the rows of the first."""
     records = rows(counted, names)
     report.table(records, folder / "classes")
     lines = zip(names, counted.confusion.tolist(), strict=True)
@@ -91,7 +91,7 @@ def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Re
 
 
 def summary(counted: Tally, records: Sequence[metrics.Record], worst: int = 10) -> str:
-    """Overall accuracies, and the classes with the lowest top-1 accuracy."""
+    """Return overall accuracies and the classes with the lowest top-1 accuracy, as text."""
     images = counted.confusion.sum()
     lines = [
         f"top-1 {np.trace(counted.confusion) / images:.4f},"

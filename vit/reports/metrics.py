@@ -21,14 +21,14 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log, lines of the same step as one; damaged lines are left out."""
-    return _merged(_lines(path)[0])
+    """Return the records of a log, one for each step; damaged lines are left out."""
+    return _merged(_lines(path))
 
 
 def best(log: Path, steps: Container[int]) -> int | None:
-    """Step of the best evaluation among these; the first of equals.
+    """Return the step of the best evaluation among these; None if there was no evaluation.
 
-    By eval_accuracy, or where a task has none by eval_loss. None where there was no evaluation.
+    By eval_accuracy, or by eval_loss if the task has no accuracy; the first of equals.
     """
     evaluated = [
         (-record.get("eval_accuracy", 0.0), record["eval_loss"], record["step"])
@@ -39,18 +39,8 @@ def best(log: Path, steps: Container[int]) -> int | None:
 
 
 def keep_up_to(path: Path, step: int) -> list[Record]:
-    """Drops the records after `step`, which a resumed run will write again; returns the others.
-
-    A damaged line is left out, too, and named; the log as it was is kept beside, in `unreadable`.
-    """
-    lines, damaged = _lines(path)
-    if damaged:
-        aside = path.parent / "unreadable" / path.name
-        aside.parent.mkdir(exist_ok=True)
-        files.write(aside, path.read_bytes())
-        numbers = ", ".join(map(str, damaged[:20]))
-        print(f"{path} is damaged in line {numbers}: left out; the log as it was is {aside}")
-    kept = [line for line in lines if line["step"] <= step]
+    """Drop damaged lines and the records after `step`, which a resumed run will write again."""
+    kept = [line for line in _lines(path, say=True) if line["step"] <= step]
     files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
     last = kept[-1]["step"] if kept else 0
     if last < step:
@@ -65,11 +55,10 @@ def _merged(lines: list[Record]) -> list[Record]:
     return list(records.values())
 
 
-def _lines(path: Path) -> tuple[list[Record], list[int]]:
-    """The lines that can be read, and the numbers of the others, but for a last one cut off."""
-    text = files.read(path) if path.exists() else ""
-    lines = text.splitlines()
-    records, damaged = [], []
+def _lines(path: Path, *, say: bool = False) -> list[Record]:
+    """Return the readable lines; print the numbers of the others, except a last one cut off."""
+    records = []
+    lines = files.read(path).splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -77,14 +66,13 @@ def _lines(path: Path) -> tuple[list[Record], list[int]]:
                 raise TypeError(record)
             records.append(record)
         except (ValueError, TypeError, LookupError):
-            damaged.append(number)
-    if damaged[-1:] == [len(lines)] and not text.endswith("\n"):
-        damaged.pop()  # the process was killed while it wrote
-    return records, damaged
+            if say and line.endswith("\n"):  # else the process was killed while it wrote
+                print(f"{path}: line {number} is damaged and left out: {line}", end="")
+    return records
 
 
 def progress_bar(shown: bool = True) -> Progress:
-    """A bar with steps, what `status` says and the time left."""
+    """Return a progress bar with steps, `status` and the time left."""
     return Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -97,7 +85,7 @@ def progress_bar(shown: bool = True) -> Progress:
 
 
 def plot_learning_curve(log: Path, png: Path) -> None:
-    """Loss and what else training measures against the step, beside the held-out examples'."""
+    """Plot each metric against the step, for training and held-out examples."""
     records = read(log)
     names = _loss_first({name for record in records for name in record})
     if not names:  # the log of a finished run was removed
@@ -115,25 +103,25 @@ def plot_learning_curve(log: Path, png: Path) -> None:
 
 
 def _loss_first(names: Iterable[str]) -> list[str]:
-    """Names of what training measures, without the prefix "train_"."""
+    """Return the names of the training metrics, without the prefix "train_"."""
     own = [name.removeprefix("train_") for name in names if name.startswith("train_")]
     return sorted(own, key=lambda name: (name != "loss", name))
 
 
 def results(record: Record) -> str:
-    """Results of an evaluation: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
+    """Return the results of an evaluation: "accuracy 0.9722, top5 1.0000, loss 0.1100"."""
     values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
     shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
 
 
 def status(record: Record, rate: str, waiting: float = 0.0) -> str:
-    """Status of the progress bar for a record.
+    """Return the status of the progress bar for a record.
 
     Args:
-        record: of the log.
-        rate: the name of its throughput.
-        waiting: share of the time in which there was no batch; from a tenth on it is said.
+        record: record of the log.
+        rate: name of its throughput.
+        waiting: share of the time without a batch; shown from a tenth on.
     """
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""

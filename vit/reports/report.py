@@ -1,4 +1,4 @@
-"""Tables as csv and markdown, figures as png: what every experiment writes."""
+"""Tables as csv and markdown, figures as png."""
 
 import csv
 import io
@@ -14,9 +14,9 @@ from vit.run import files
 
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
-    """Write `path`.csv and `path`.md, and return the markdown; numbers to four digits.
+    """Write `path`.csv and `path`.md, numbers to four digits, and return the markdown.
 
-    The text, what the table says, stands below it in the markdown.
+    The markdown has the text, as a conclusion, below the table.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
@@ -39,14 +39,14 @@ def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
 def plain(text: str) -> str:
     """Return markdown that shows the text, on one line of a table: no HTML, links or emphasis.
 
-    Underscores and brackets stay readable, for alone they mean nothing.
+    Underscores and single brackets have no meaning in markdown, and stay readable.
     """
     text = re.sub(r"[\\|*`]", r"\\\g<0>", " ".join(text.splitlines()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", r"]\(")
 
 
 def literal(text: str) -> str:
-    """Return the text for a figure, in which a dollar begins no formula."""
+    """Escape dollars, which begin formulas in a figure."""
     return text.replace("$", r"\$")
 
 

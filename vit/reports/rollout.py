@@ -1,10 +1,10 @@
-"""Attention rollout: where a model looks, with its own attention and with exact attention.
+"""Attention rollout: the patches that a model attends to, by its own and by exact attention.
 
 Abnar & Zuidema 2020, eq. 1: with A_l the attention matrix of layer l, mean over heads,
 
     R_l = (A_l + I) / 2 R_{l-1},    R_0 = I,
 
-whose row t says how much each patch has to do with token t of the last layer.
+whose row t has the share of each patch in token t of the last layer.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ class Maps(NamedTuple):
 
 
 def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s"]:
-    """R_L, from the first layer to the last."""
+    """Return R_L, from the first layer to the last."""
     mixed = (jnp.mean(matrices, axis=2) + jnp.eye(matrices.shape[-1])) / 2
     total = mixed[0]
     for layer in mixed[1:]:
@@ -43,11 +43,11 @@ def rollout(matrices: Float[Array, "layers n heads s s"]) -> Float[Array, "n s s
 
 @nnx.jit
 def maps(model: ViT, images: Array) -> Maps:
-    """Rollout from each patch to the class token, or to the mean over the patches.
+    """Return the rollout from each patch to the class token, or to the mean over the patches.
 
     Args:
         model: in evaluation mode.
-        images: (n, size, size, c), as the model sees them.
+        images: (n, size, size, c), input of the model.
     """
     own, exact = [], []
     triples = classification.projections(model, {"image": images})
@@ -58,9 +58,7 @@ def maps(model: ViT, images: Array) -> Maps:
         if not isinstance(estimate, PerformerAttention):
             own.append(exact[-1])
             continue
-        options = {"calibration": estimate.calibration, "feature_map": estimate.feature_map}
-        options |= estimate.window._asdict()
-        own.append(attention_weights(query, key, estimate.frequencies[...], **options))
+        own.append(attention_weights(query, key, **estimate.estimate))
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
 
@@ -76,14 +74,14 @@ def _on_patches(
 
 
 def draw(image: np.ndarray, title: str, maps: Maps, path: Path, *, same: bool) -> None:
-    """Writes `path`.png: the picture, and over it how much each patch counts.
+    """Write `path`.png: the picture, and over it the weight of each patch.
 
     Args:
-        image: (size, size, c), as the model sees it.
-        title: of the picture.
-        maps: of this picture, without the axis n.
-        path: of the file, without suffix.
-        same: whether the model's own attention is the exact one, so that one map is all.
+        image: (size, size, c), input of the model.
+        title: title of the picture.
+        maps: maps of this picture, without the axis n.
+        path: name of the file, without suffix.
+        same: true if the model's own attention is exact; then there is one map.
     """
     shown = {"exact attention": maps.exact}
     if not same:

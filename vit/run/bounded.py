@@ -1,12 +1,8 @@
 """Files of users: regular files of known formats, and limits on what they unpack to."""
 
-import gzip
 import io
-import math
 import os
 import stat
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +14,6 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
 
 LARGEST = 2**28
 """Bytes of an encoded image, or of a member of an archive."""
-
-RATIO, ALWAYS = 100, 2**24
-"""Times its bytes to which a compressed file may unpack, and bytes in any case. Numbers and
-photographs hardly reach 10; deflate's limit is 1,032."""
 
 
 def regular(path: Path) -> BinaryIO:
@@ -42,11 +34,6 @@ def content(path: Path) -> bytes:
 def size(file: BinaryIO) -> int:
     """Return the number of bytes of an open file."""
     return os.fstat(file.fileno()).st_size
-
-
-def unpacked(size: int) -> int:
-    """Return the number of bytes to which a compressed file of that size may unpack."""
-    return max(ALWAYS, RATIO * size)
 
 
 class Reader:
@@ -79,41 +66,3 @@ def image(encoded: bytes) -> Image.Image:
     if opened.mode.startswith("I"):
         return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     return opened
-
-
-def check_npz(path: Path) -> None:
-    """Raise ValueError for an .npz file that cannot be read, or unpacks to more than `unpacked`."""
-    try:
-        with regular(path) as file, zipfile.ZipFile(file) as archive:
-            total, most = sum(e.file_size for e in archive.infolist()), unpacked(size(file))
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from error
-    if total > most:
-        raise ValueError(
-            f"{path} cannot be read as an .npz file: it would unpack to {total:,} bytes; at most"
-            f" {most:,} are read"
-        )
-
-
-def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
-    """Read an IDX file of unsigned bytes: magic 0 0 8 D, D big-endian sizes, then the values.
-
-    Raises:
-        ValueError: when it is none, damaged or empty, or would unpack to more than `unpacked`.
-    """
-    try:
-        with regular(path) as file:
-            stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            read = stream.read(unpacked(size(file)))
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    start = 4 + 4 * num_dimensions
-    if len(read) < start or read[:4] != bytes([0, 0, 8, num_dimensions]):
-        raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
-    sizes = np.frombuffer(read[4:start], ">u4").tolist()
-    if not 0 < math.prod(sizes) == len(read) - start:
-        raise ValueError(
-            f"{path} is damaged: its header announces {math.prod(sizes):,} values,"
-            f" {len(read) - start:,} follow"
-        )
-    return np.frombuffer(read, np.uint8, offset=start).reshape(sizes)

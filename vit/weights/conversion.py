@@ -1,7 +1,7 @@
-"""A trained softmax model, and what becomes of it with another attention.
+"""A trained softmax model with another attention.
 
-`vit.convert` is the command. The layers of a task are replaced by `performer.nnx.linearize`, or as
-its own `Task.replacement` does it; attention errors are measured alike for every task.
+`vit.convert` is the command. The layers of a task are replaced by `performer.nnx.linearize`, or by
+the task's own `Task.replacement`; attention errors are measured alike for every task.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ ERROR_EXAMPLES = 8
 
 
 class Case(NamedTuple):
-    """The attention that takes the place of softmax."""
+    """The attention that replaces softmax."""
 
     coupling: str
     calibration: str
@@ -45,28 +45,28 @@ class Case(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A model with another attention, its parameters as they were."""
+    """A model with another attention and the same parameters."""
 
     model: Model
-    task: Task
-    """Task whose `create` makes such a model."""
     heads: Report | None = None
-    """Errors of each head on the training examples, where the task has them."""
+    """Errors of each head on the training examples, if the task has them."""
+    transferred: bool = False
+    """Features are those of attention transfer, as `config.attention.transferred`."""
 
 
 class Function(nnx.Module):
-    """(query, key, value, *own) -> output as an `attention_fn`; other arrays, the same program."""
+    """(query, key, value, *own) -> output as an `attention_fn`; other arrays, same program."""
 
     def __init__(self, function: Callable[..., Array], own: tuple = ()):
         self.function, self.own = function, nnx.Variable(own)
 
     def __call__(self, query: Array, key: Array, value: Array, **_: Any) -> Array:
-        """The output; masks and dropout are ignored."""
+        """Return the output; masks and dropout are ignored."""
         return self.function(query, key, value, *self.own.get_value())
 
 
 def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
-    """A copy of the model with these `attention_fn`, one for each layer."""
+    """Return a copy of the model with these `attention_fn`, one for each layer."""
     new = nnx.clone(model)
     for layer, function in zip(task.layers(new), functions, strict=True):
         layer.attention_fn = nnx.data(function) if isinstance(function, nnx.Module) else function
@@ -74,18 +74,18 @@ def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
 
 
 def uniform(query: Array, key: Array, value: Array) -> Array:
-    """The mean of all values."""
+    """Return the mean of all values."""
     return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
 
 
 def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
-    """The mean of the values up to each place."""
+    """Return the mean of the values up to each place."""
     return jnp.cumsum(value, axis=-3) / jnp.arange(1, value.shape[-3] + 1)[:, None, None]
 
 
 @cache  # the same function for the same window is the same program
 def window_alone(window: Window) -> Callable[..., Array]:
-    """Softmax over the exact keys: one feature, of weight 0, for all others."""
+    """Return softmax over the exact keys: one feature, of weight 0, for all others."""
 
     def attend(query: Array, key: Array, value: Array) -> Any:
         frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
@@ -96,7 +96,7 @@ def window_alone(window: Window) -> Callable[..., Array]:
 
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
-    """The task's layers as `measure` finds them; others, as pooling by attention, stay exact."""
+    """Measure the task's layers; others, as pooling by attention, stay exact."""
     own = {id(layer) for layer in task.layers(model)}
     found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
     paths = {".".join(map(str, path)) for path in found}
@@ -106,13 +106,13 @@ def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Me
 def linearized(
     task: Task, config: configs.Config, model: Model, batches: Sequence[data.Batch]
 ) -> Callable[[Case], Replaced]:
-    """(case) -> the model with a Performer's attention, by `performer.nnx.linearize`.
+    """Return (case) -> the model with a Performer's attention, by `performer.nnx.linearize`.
 
     Args:
-        task: of the model.
-        config: of the run; its prefix tokens are exact beside a window.
+        task: task of the model.
+        config: config of the run; its prefix tokens are exact beside a window.
         model: in evaluation mode, its tokens in the order of a window.
-        batches: of training examples, which calibrate and refine.
+        batches: training examples, which calibrate and refine.
     """
     measured = measured_layers(task, model, batches)
 
@@ -120,7 +120,7 @@ def linearized(
         window = Window(case.window, config.model.num_prefix) if case.window else NO_WINDOW
         if not case.num_features:
             alone = [Function(window_alone(window)) for _ in task.layers(model)]
-            return Replaced(exchanged(task, model, alone), task)
+            return Replaced(exchanged(task, model, alone))
         new, heads = linearize(
             model,
             batches,
@@ -134,18 +134,18 @@ def linearized(
             measured=measured,
             seed=case.seed,
         )
-        return Replaced(new, task, heads)
+        learned = any(getattr(layer.attention_fn, "learned", None) for layer in task.layers(new))
+        return Replaced(new, heads, transferred=learned)
 
     return replaced
 
 
 def results(run: Any, model: Model) -> metrics.Record:
-    """Results of a model on the evaluation split of a run, as `vit.run.steps.evaluate`
-    returns them.
+    """Evaluate a model on the evaluation split of a run, as `vit.run.steps.evaluate`.
 
     Args:
         run: `vit.run.runs.Restored`.
-        model: in evaluation mode; one that differs in its arrays alone is the same program.
+        model: in evaluation mode; models that differ in their arrays only share a program.
     """
     counting = partial(_count, run.task, *nnx.split(model))
     return evaluate(run.task, counting, data.eval_batches(run.dataset, run.config.data))
@@ -157,13 +157,13 @@ def _count(task, graph, state, batch):
 
 
 def accuracy(run: Any, model: Model, layers: Sequence[tuple[Callable[..., Array], tuple]]) -> float:
-    """Accuracy with (query, key, value, *arguments) -> output in each layer, and its arguments."""
+    """Return the accuracy with (query, key, value, *arguments) -> output in each layer."""
     new = exchanged(run.task, model, [Function(*layer) for layer in layers])
     return results(run, new)["eval_accuracy"]
 
 
 def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
-    """Queries and keys of each layer of a model."""
+    """Return queries and keys of each layer of a model."""
     projections = nnx.jit(task.projections)
     layers = zip(*(projections(model, batch) for batch in batches), strict=True)
     parts = [list(zip(*layer, strict=True))[:2] for layer in layers]
@@ -171,12 +171,12 @@ def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sam
 
 
 def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[float]:
-    """The relative squared error of each layer's attention matrix, the mean over its heads.
+    """Return the relative squared error of each layer's attention matrix, mean over its heads.
 
     Args:
-        task: of the models.
-        old: with exact attention; a layer of `new` that is of its kind has the error 0.
-        new: with another attention.
+        task: task of the models.
+        old: model with exact attention; layers of `new` of the same kind have the error 0.
+        new: model with another attention.
         seen: queries and keys of each layer of `old`.
     """
     pairs = zip(task.layers(old), task.layers(new), seen, strict=True)

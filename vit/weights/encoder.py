@@ -1,13 +1,13 @@
-"""Encoder of PyTorch as fields of `config.model` and arrays by our names.
+"""Encoder of a file as fields of `config.model` and arrays by our names.
 
-The part that `hugging_face` and `timm` share: the layout of PyTorch's arrays, tokens and positions,
-the normalisation of pictures, and the sizes, which are read from the shapes. Ours and theirs:
+The part that `hugging_face`, `timm` and `google` share: tokens and positions, the normalisation of
+pictures, and the sizes, which are read from the shapes. The layouts of PyTorch's arrays and ours:
 
     kernel (in, out)             weight (out, in)
     kernel (height, width, in, out)   weight (out, in, height, width) of a convolution
     query kernel (in, heads, h)  rows of weight (heads h, in), which may be one array for q, k and v
     token                        the class token and its position, added
-    registers                    the other tokens without a place in the picture, likewise
+    registers                    the other tokens that are no patches, likewise
 """
 
 import math
@@ -22,14 +22,13 @@ from vit.config import SIZES, Size
 from vit.weights import transfer
 from vit.weights.files import Arrays
 
-LEAVES = ("kernel", "bias")
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5,) * 3, (0.5,) * 3
 """Means and deviations of the colours, 0 to 1, by which pictures are normalised."""
 
 
-class Said(NamedTuple):
-    """Everything that the arrays do not show: from config.json and preprocessor_config.json."""
+class Metadata(NamedTuple):
+    """Properties that the arrays do not show: from config.json and preprocessor_config.json."""
 
     origin: str
     """Library and family: "Hugging Face's DINOv2"."""
@@ -44,6 +43,7 @@ class Said(NamedTuple):
     image_size: int = 0
     """Image size of the positions; 0: computed from their number."""
     pooling: str = "token"
+    position: str = "learned"
     final_norm: str = "before"
     input_size: int = 0
     """Size of the pictures in evaluation; 0: the image size."""
@@ -62,70 +62,84 @@ class Encoder(NamedTuple):
     arrays: Arrays
     """Weights by the names of our parameters, for pictures from -1 to 1."""
     image_size: int
-    """Image size of the positions."""
-    said: Said
+    """Image size of the positions; 0 if they are computed."""
+    metadata: Metadata
     lines: list[str]
     """Report to print."""
 
 
-def built(arrays: Arrays, names: Mapping[str, str], said: Said) -> Encoder:
-    """Build the encoder from its arrays.
+def from_pytorch(arrays: Arrays, names: Mapping[str, str], metadata: Metadata) -> Encoder:
+    """Build the encoder from arrays of PyTorch.
 
     Args:
         arrays: by their names, without a prefix.
-        names: theirs -> ours, a number of a block as "*"; of modules, or of single arrays.
-        said: what the arrays do not show.
+        names: theirs -> ours, of modules or single arrays; the number of a block is "*".
+        metadata: properties that the arrays do not show.
 
     Raises:
-        ValueError: when arrays have no place here, are missing, or contradict one another or what
-            is said; all arrays without a place are listed.
+        ValueError: if arrays have no place here (all are listed), or as `built`.
     """
     places = {name: place(name, names) for name in arrays}
-    strange = [f"{name}: {arrays[name].shape}" for name, (ours, _) in places.items() if not ours]
-    if strange:
-        raise ValueError(
-            f"{said.origin} has parts that have no place in this ViT:\n  " + "\n  ".join(strange)
-        )
-    size, patch_size = _size(arrays, places, said)
+    check_places(metadata.origin, {x: arrays[x] for x, (ours, _) in places.items() if not ours})
     named: Arrays = {}
     for name, (ours, leaf) in places.items():
-        try:
-            parts = layout(ours, leaf, arrays[name], size.num_heads)
-        except ValueError as error:
-            raise ValueError(f"{name}: {arrays[name].shape} does not fit: {error}") from error
-        if parts.keys() & named.keys():
-            raise ValueError(f"{name} is one of two arrays in the place of {ours}")
-        named |= parts
+        put(named, layout(ours, leaf, arrays[name]), name)
+    return built(named, metadata)
+
+
+def check_places(origin: str, strange: Arrays) -> None:
+    """Raise ValueError that lists the arrays without a place."""
+    if strange:
+        lines = "\n  ".join(f"{name}: {array.shape}" for name, array in strange.items())
+        raise ValueError(f"{origin} has parts that have no place in this ViT:\n  {lines}")
+
+
+def put(named: Arrays, parts: Arrays, name: str) -> None:
+    """Add the parts of the array `name`; ValueError if a place is taken."""
+    if taken := parts.keys() & named.keys():
+        raise ValueError(f"{name} is one of two arrays in the place of {', '.join(taken)}")
+    named |= parts
+
+
+def built(named: Arrays, metadata: Metadata) -> Encoder:
+    """Build the encoder from arrays by our names, (in, out) or with the heads apart.
+
+    Raises:
+        ValueError: if arrays are missing, or contradict one another or the metadata.
+    """
+    size, patch_size = _size(named, metadata)
+    _split_heads(named, size.num_heads)
     lines = _zero_biases(named)
-    image_size = _fold_tokens(named, said, patch_size)
-    _fold_heads(named)
-    _fold_pixels(named, said.mean, said.std)
+    image_size = _fold_tokens(named, metadata, patch_size) if "position" in named else 0
+    _join_classifiers(named)
+    _fold_pixels(named, metadata.mean, metadata.std)
     letter = next((name for name, known in SIZES.items() if known == size), "")
     model = {
         "variant": f"{letter or 'B'}/{patch_size}",
         **(dict.fromkeys(Size._fields, 0) if letter else size._asdict()),
-        "pooling": said.pooling,
+        "pooling": metadata.pooling,
         "registers": len(named.get("registers", ())),
-        "position": "learned",
+        "position": metadata.position,
         "layer_scale": float("blocks/0/attention_scale" in named),
-        "activation": said.activation,
-        "epsilon": said.epsilon,
+        "activation": metadata.activation,
+        "epsilon": metadata.epsilon,
         "embed_norm": "embed_norm/scale" in named,
-        "final_norm": said.final_norm if "norm/scale" in named else "none",
-        "pre_logits": False,
+        "final_norm": metadata.final_norm if "norm/scale" in named else "none",
+        **({} if "pre_logits/kernel" in named else {"pre_logits": False}),
     }
-    told = [
-        f"{said.origin}: width {size.width}, {size.depth} blocks, {size.num_heads} heads, MLP"
-        f" {size.mlp_dim}, {said.activation}, patches of {patch_size}, pictures of {image_size}",
-        f"pictures are normalised by mean {tuple(said.mean)} and deviation {tuple(said.std)},"
-        " which the patch embedding has taken up",
+    pictures = f"pictures of {image_size}" if image_size else "positions computed"
+    report = [
+        f"{metadata.origin}: width {size.width}, {size.depth} blocks, {size.num_heads} heads, MLP"
+        f" {size.mlp_dim}, {metadata.activation}, patches of {patch_size}, {pictures}",
+        f"normalisation of pictures by mean {tuple(metadata.mean)} and deviation"
+        f" {tuple(metadata.std)}: contained in the patch embedding",
         *lines,
     ]
-    return Encoder(model, named, image_size, said, told)
+    return Encoder(model, named, image_size, metadata, report)
 
 
 def place(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return our name of an array ("" for one without a place) and its leaf: weight, bias, none."""
+    """Return our name of an array ("" if it has no place) and its leaf: weight, bias, none."""
     name = name.replace("in_proj_", "in_proj.")
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     starred = name.replace(f".{number[0]}.", ".*.", 1) if number else name
@@ -136,46 +150,48 @@ def place(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     return ours.replace("*", number[0] if number else ""), leaf
 
 
-def layout(ours: str, leaf: str, x: np.ndarray, heads: int) -> Arrays:
-    """Return an array of PyTorch as ours: by the name of its module, and weight or bias."""
+def layout(ours: str, leaf: str, x: np.ndarray) -> Arrays:
+    """Return an array of PyTorch in our layout: by the name of its module, and weight or bias."""
     above, _, part = ours.rpartition("/")
-    parts = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}.get(part)
+    parts = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}.get(part, ())
     if parts:
         pieces = zip(parts, np.split(x, len(parts)), strict=True)
-        split = [layout(f"{above}/{name}", leaf, piece, heads) for name, piece in pieces]
-        return {name: piece for pieces in split for name, piece in pieces.items()}
+        return {k: y for p, z in pieces for k, y in layout(f"{above}/{p}", leaf, z).items()}
     if not leaf:
         return {ours: x.reshape(-1) if part.endswith("_scale") else x.reshape(-1, x.shape[-1])}
-    if "norm" in part:
-        return {f"{ours}/{'scale' if leaf == 'weight' else 'bias'}": x}
-    if part in ("query", "key", "value"):
-        shape = (heads, -1) if leaf == "bias" else (x.shape[-1], heads, -1)
-        return {f"{ours}/{'bias' if leaf == 'bias' else 'kernel'}": x.T.reshape(shape)}
-    if leaf == "bias":
-        return {f"{ours}/bias": x}
-    if part == "out":
-        return {f"{ours}/kernel": x.T.reshape(heads, -1, x.shape[0])}
+    if leaf == "bias" or "norm" in part:
+        return {f"{ours}/{'bias' if leaf == 'bias' else 'scale'}": x}
+    # A convolution (out, in, height, width) -> (height, width, in, out).
     return {f"{ours}/kernel": x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T}
 
 
-def _size(arrays: Arrays, places: Mapping[str, tuple[str, str]], said: Said) -> tuple[Size, int]:
+def _size(named: Arrays, metadata: Metadata) -> tuple[Size, int]:
     """Return width, depth, heads and MLP, and the patch size."""
-    by_place = {ours + "/" + leaf: arrays[name] for name, (ours, leaf) in places.items()}
-    needed = ("embed/weight", "blocks/0/mlp_out/weight", "position/")
-    missing = [name for name in needed if name not in by_place]
-    if missing or by_place["embed/weight"].ndim != 4:
-        raise ValueError(f"the file holds no ViT: there is no {(missing or ['embed/weight'])[0]}")
-    width, _, height, patch_size = by_place["embed/weight"].shape
+    needed = ["embed/kernel", "blocks/0/mlp_out/kernel"]
+    needed += ["position"] if metadata.position == "learned" else []
+    missing = [name for name in needed if name not in named]
+    if missing or named["embed/kernel"].ndim != 4:
+        raise ValueError(f"the file holds no ViT: there is no {(missing or needed)[0]}")
+    height, patch_size, _, width = named["embed/kernel"].shape
     if height != patch_size:
         raise ValueError(f"patches of {height} x {patch_size} pixels: only square ones are read")
-    if width != said.width or not said.num_heads or width % said.num_heads:
+    heads = metadata.num_heads
+    if width != metadata.width or not heads or width % heads:
         raise ValueError(
-            f"config.json says {said.num_heads} heads on a width of {said.width}, the arrays have"
+            f"config.json says {heads} heads on a width of {metadata.width}, the arrays have"
             f" a width of {width}: take the config.json of this file"
         )
-    blocks = {int(name.split("/")[1]) for name in by_place if name.startswith("blocks/")}
-    mlp_dim = by_place["blocks/0/mlp_out/weight"].shape[-1]
-    return Size(width, 1 + max(blocks), said.num_heads, mlp_dim), patch_size
+    blocks = {int(name.split("/")[1]) for name in named if name.startswith("blocks/")}
+    return Size(width, 1 + max(blocks), heads, len(named["blocks/0/mlp_out/kernel"])), patch_size
+
+
+def _split_heads(named: Arrays, heads: int) -> None:
+    """Give the projections of attention their axis of heads."""
+    for name, x in named.items():
+        if re.search("attention/(query|key|value)/", name):  # (in, heads h) or (heads h,)
+            named[name] = x.reshape(*x.shape[: "kernel" in name], heads, -1)
+        elif name.endswith("attention/out/kernel"):  # (heads h, out)
+            named[name] = x.reshape(heads, -1, x.shape[-1])
 
 
 def _zero_biases(named: Arrays) -> list[str]:
@@ -190,11 +206,11 @@ def _zero_biases(named: Arrays) -> list[str]:
     return [f"{len(added)} biases are not in the file: zeros"] if added else []
 
 
-def _fold_tokens(named: Arrays, said: Said, patch_size: int) -> int:
+def _fold_tokens(named: Arrays, metadata: Metadata, patch_size: int) -> int:
     """Fold the positions of tokens into token and registers; return the image size."""
     position, kinds = named["position"], ("token", "distillation", "registers")
     tokens = np.concatenate([position[:0], *(named.pop(x) for x in kinds if x in named)])
-    side = said.image_size // patch_size or math.isqrt(len(position))
+    side = metadata.image_size // patch_size or math.isqrt(len(position))
     count = len(position) - side**2  # positions of tokens: none, the class token's, or all
     if count not in (0, min(1, len(tokens)), len(tokens)):
         raise ValueError(
@@ -203,47 +219,18 @@ def _fold_tokens(named: Arrays, said: Said, patch_size: int) -> int:
         )
     tokens = tokens + np.pad(position[:count], [(0, len(tokens) - count), (0, 0)])
     named["position"] = position[count:]
-    if "token" in said.pooling:
+    if "token" in metadata.pooling:
         named["token"], tokens = tokens[0], tokens[1:]
     if len(tokens):
         named["registers"] = tokens
     return side * patch_size
 
 
-def resampled(position: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
-    """Positions (n, width) of a square grid, row by row, on one of another side: bicubic.
-
-    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
-    timm, `jax.image.resize`); without, a = -3/4 and four neighbours (torch's interpolate).
-    """
-    old = math.isqrt(len(position))
-    if antialias:
-        return np.asarray(transfer.resampled(jnp.asarray(position), side))
-    weights = _cubic(old, side)
-    grid = position.reshape(old, old, -1).astype(np.float64)
-    new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid)
-    return new.reshape(side**2, -1).astype(np.float32)
-
-
-def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
-    """(new, old): weights of the four nearest, those beyond the edge on the edge."""
-    place = (np.arange(new) + 0.5) * old / new - 0.5
-    weights = np.zeros((new, old))
-    for neighbour in range(-1, 3):
-        index = np.floor(place) + neighbour
-        x = abs(place - index)
-        near = ((a + 2) * x - (a + 3)) * x**2 + 1
-        far = a * (((x - 5) * x + 8) * x - 4)
-        column = np.clip(index, 0, old - 1).astype(int)
-        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
-    return weights
-
-
-def _fold_heads(named: Arrays) -> None:
+def _join_classifiers(named: Arrays) -> None:
     """Join two heads, on class token and distillation token, to one on both tokens: their mean."""
     if "head_distillation/kernel" in named:
         heads = ("head", "head_distillation")
-        kernels, biases = ([named.pop(f"{x}/{leaf}") / 2 for x in heads] for leaf in LEAVES)
+        kernels, biases = ([named.pop(f"{x}/{y}") / 2 for x in heads] for y in ("kernel", "bias"))
         named |= {"head/kernel": np.concatenate(kernels), "head/bias": np.add(*biases)}
 
 
@@ -263,8 +250,38 @@ def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> 
     named["embed/kernel"] = scaled.astype(np.float32)
 
 
+def resampled(position: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
+    """Return positions (n, width) of a square grid on one of another side: bicubic.
+
+    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
+    timm, `jax.image.resize`). Without, a = -3/4 and there are four neighbours (torch's
+    interpolate).
+    """
+    old = math.isqrt(len(position))
+    if antialias:
+        return np.asarray(transfer.resampled(jnp.asarray(position), side))
+    weights = _cubic(old, side)
+    grid = position.reshape(old, old, -1).astype(np.float64)
+    new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid)
+    return new.reshape(side**2, -1).astype(np.float32)
+
+
+def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
+    """Return weights (new, old) of the four nearest; those beyond the edge are on the edge."""
+    place = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old))
+    for neighbour in range(-1, 3):
+        index = np.floor(place) + neighbour
+        x = abs(place - index)
+        near = ((a + 2) * x - (a + 3)) * x**2 + 1
+        far = a * (((x - 5) * x + 8) * x - 4)
+        column = np.clip(index, 0, old - 1).astype(int)
+        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
+    return weights
+
+
 def side(size: Any) -> int:
-    """Length of 224, [224, 224], {"height": 224, "width": 224} or {"shortest_edge": 224}."""
+    """Return the length of 224, [224, 224], {"height": 224, ...} or {"shortest_edge": 224}."""
     if isinstance(size, dict):
         size = size.get("shortest_edge") or size.get("height") or 0
     return int(size[-1] if isinstance(size, list | tuple) else size)

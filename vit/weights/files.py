@@ -1,19 +1,17 @@
-"""Files of published weights, opened safely: arrays in .safetensors, and the JSON beside them.
+"""Files of published weights: arrays in .safetensors, and the JSON beside them.
 
-Nothing here runs what a file says: pickles (.bin, .pth, .pt) are refused.
+Nothing here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-
-from vit.run import bounded
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -25,14 +23,14 @@ CONVERT = (
     " w = torch.load({!r}, weights_only=True);"
     " save_file({{k: v.contiguous() for k, v in w.get('model', w).items()}}, 'model.safetensors')"
 )
-"""Python that makes a file of safetensors of a pickle, where one trusts it."""
+"""Python that makes a file of safetensors of a trusted pickle."""
 
 
 def check_form(path: Path) -> None:
-    """Raises ValueError, which says how to convert it, for a file that is not .safetensors."""
+    """Raise ValueError, with the conversion, for a file that is not .safetensors."""
     if path.suffix in PICKLES:
         raise ValueError(
-            f"{path} is a pickle, which can run programs when it is read, and is refused. Take the"
+            f"{path} is a pickle, which can run programs when it is read, and is refused. Use the"
             " model.safetensors that is published beside it, or convert it, with torch installed:"
             f'\n  python -c "{CONVERT.format(path.name)}"'
         )
@@ -48,44 +46,38 @@ def check_form(path: Path) -> None:
         )
 
 
-def names(path: Path) -> list[str]:
-    """Names of the arrays in a file.
+def read(path: Path, wanted: Callable[[list[str]], list[str]]) -> tuple[Arrays, list[str]]:
+    """Return arrays of a file .safetensors in float32, and lines on those that are left out.
+
+    Args:
+        path: the file.
+        wanted: names of all arrays -> those that are read.
 
     Raises:
-        ValueError: for a file that `check_form` refuses, or that cannot be read.
+        ValueError: if the file cannot be read, or as `as_float32`.
     """
-    check_form(path)
-    with _opened(path) as file:
-        return sorted(file.keys())
-
-
-def read(path: Path, wanted: Sequence[str]) -> Arrays:
-    """The arrays of those names, in float32.
-
-    Raises:
-        ValueError: as `names`, or with the names of arrays that are no finite numbers.
-    """
-    with _opened(path) as file:
-        return weights({name: np.asarray(file.get_tensor(name)) for name in wanted}, path)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
     try:
-        bounded.regular(path).close()
         with safetensors.safe_open(path, framework="flax") as file:
-            yield file
+            names = sorted(file.keys())
+            arrays = {name: np.asarray(file.get_tensor(name)) for name in wanted(names)}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a file of safetensors: {error}") from error
+    return as_float32(arrays, path), left_out(names, arrays, ".", 2)
 
 
-def weights(arrays: Arrays, path: Path) -> Arrays:
-    """The arrays in float32: float16, float64 and bfloat16, too.
+def left_out(names: list[str], read: Collection[str], separator: str, parts: int) -> list[str]:
+    """Return a line for each group of arrays that are not read, named by its first parts."""
+    groups = (separator.join(x.split(separator)[:parts]) for x in names if x not in read)
+    return [f"{group}: {count} arrays left out" for group, count in Counter(groups).items()]
+
+
+def as_float32(arrays: Arrays, path: Path) -> Arrays:
+    """Return the arrays in float32; they may be float16, float64 and bfloat16.
 
     NumPy stores bfloat16 as two bytes without a type.
 
     Raises:
-        ValueError: with the names of all arrays that are not finite, or of another type.
+        ValueError: if arrays are not finite or of another type; all are listed.
     """
     found, bad, bfloat16 = {}, [], np.dtype(jnp.bfloat16)
     for name, array in arrays.items():
@@ -102,17 +94,17 @@ def weights(arrays: Arrays, path: Path) -> Arrays:
 
 
 def beside(path: Path, name: str) -> dict[str, Any]:
-    """A JSON file in the same folder; empty where there is none.
+    """Return the content of a JSON file in the same folder; empty if there is none.
 
     Raises:
-        ValueError: when it is no JSON object.
+        ValueError: if it is no JSON object.
     """
     place = path.parent / name
     if not place.exists():
         return {}
     try:
-        found = json.loads(bounded.content(place))
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(place.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{place} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{place} is no JSON object")

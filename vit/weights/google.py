@@ -1,9 +1,9 @@
-"""Weights of google-research in .npz files: names, and the arrays by ours.
+"""Encoders of google-research in .npz files.
 
-Two layouts are read, told apart by their names: that of google-research/vision_transformer
+Two layouts are read, which differ in their names: that of google-research/vision_transformer
 (Dosovitskiy et al. 2021, and "augreg", Steiner et al. 2022; LayerNorm_0 and 2, MlpBlock_3) and that
-of google-research/big_vision (LayerNorm_0 and 1, MlpBlock_0), with blocks one by one or stacked
-along a leading axis, under no prefix, "params/" or "opt/target/". Theirs and ours:
+of google-research/big_vision (LayerNorm_0 and 1, MlpBlock_0). Blocks are single or stacked along a
+leading axis, under no prefix, "params/" or "opt/target/". Theirs and ours:
 
     embedding                                    embed
     cls, Transformer/posembed_input | pos_embedding          token, position
@@ -12,21 +12,20 @@ along a leading axis, under no prefix, "params/" or "opt/target/". Theirs and ou
     Transformer/encoderblock_i/MlpBlock_0 or 3/Dense_0 | 1   blocks/i/mlp_in | mlp_out
     Transformer/encoder_norm, pre_logits, head   norm, pre_logits, head
 
-The older layout adds a position to the class token, too. Here positions belong to patches alone, so
-token = cls + pos[0] and position = pos[1:], which is the same function.
+A file without positions was trained with fixed ones ("sincos"); one without cls averages over
+patches. The older layout adds a position to the class token, too: see `encoder`.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vit.run import bounded
-from vit.weights.files import Arrays, weights
+from vit.weights.encoder import HALF, Encoder, Metadata, built, check_places, put
+from vit.weights.files import Arrays, as_float32, left_out
 
+ORIGIN = "google-research's ViT"
 PREFIXES = ("", "params/", "opt/target/")
 BLOCK = {
     "LayerNorm_0": "attention_norm",
@@ -45,62 +44,69 @@ PARTS = {
         for theirs, ours in BLOCK.items()
     },
 }
-"""Patterns of their names -> ours, the number of a block as "*"."""
-NDIM = {"token": 1, "position": 2}
-"""Theirs have axes of length 1 before these."""
+"""Patterns of their names -> ours, the number of a block as "*"; other names stay."""
 
 
-def read(path: Path) -> tuple[Arrays, list[str]]:
-    """The arrays of a checkpoint by their names without prefix, and lines on what is left out.
-
-    float16, float64 and bfloat16 (which NumPy stores as two bytes without a type) become float32.
-    What lies beside the parameters, as the moments of an optimiser under "opt/", is not read.
+def read(path: Path) -> Encoder:
+    """Read an encoder; arrays beside the parameters, as the moments of an optimiser, are left out.
 
     Raises:
-        ValueError: when the file is none, truncated, holds pickled objects or no ViT, would unpack
-            to more than `bounded.unpacked` allows, or when arrays are of another type or not
-            finite; they are named.
+        ValueError: if the file cannot be read, holds pickled objects or no ViT, or arrays have no
+            place, are not finite or of another type; they are named.
     """
-    bounded.check_npz(path)
     arrays: Arrays = {}
     name = ""
     try:
         with np.load(path, allow_pickle=False) as file:
+            names = sorted(file)
             prefixes = [prefix for prefix in PREFIXES if f"{prefix}embedding/kernel" in file]
-            inside = [name for name in file if prefixes and _is_parameter(name, prefixes[0])]
-            left = Counter(name.split("/")[0] for name in sorted(set(file) - set(inside)))
-            for name in inside:
-                arrays[name.removeprefix(prefixes[0])] = file[name]
+            for name in file if prefixes else ():
+                inside = name.startswith(prefixes[0])
+                if inside and (prefixes[0] or not name.startswith("opt/")):
+                    arrays[name.removeprefix(prefixes[0])] = file[name]
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
         place = f"{name} in {path}" if name else f"{path}"
         raise ValueError(f"{place} cannot be read as an .npz file: {error}") from error
     if not prefixes:
         raise ValueError(f"{path} holds no ViT: there is no embedding/kernel in it")
-    lines = [f"{folder}: {count} arrays left out" for folder, count in left.items()]
-    return weights(arrays, path), lines
+    lines = left_out(names, [prefixes[0] + name for name in arrays], "/", 1)
+    try:
+        encoder = _encoder(renamed(as_float32(arrays, path)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return encoder._replace(lines=[*encoder.lines, *lines])
 
 
-def rename(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, dict[str, str]]:
-    """Arrays by the names of our parameters, stacked blocks taken apart, and where each is from.
+def _encoder(named: Arrays) -> Encoder:
+    query = named.get("blocks/0/attention/query/kernel", np.empty(0))
+    if query.ndim != 3:
+        raise ValueError("the file holds no ViT: there is no encoderblock_0 with a query")
+    mean, std = (values[: named["embed/kernel"].shape[-2]] for values in HALF)
+    metadata = Metadata(
+        *(ORIGIN, *query.shape[:2], 1e-6, "gelu_tanh", mean, std),
+        pooling="token" if "token" in named else "mean",
+        position="learned" if "position" in named else "sincos",
+    )
+    return built(named, metadata)
 
-    A name that stands for nothing in our model stays as it is.
+
+def renamed(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Return the arrays by the names of our parameters, stacked blocks taken apart.
 
     Raises:
-        ValueError: when two arrays have the same place.
+        ValueError: if parts of the transformer have no place here, or two arrays the same.
     """
     named: Arrays = {}
-    origins: dict[str, str] = {}
     for name, array in arrays.items():
         place = _place(name)
-        stacked = "*" in place and array.ndim > 0
-        for i, part in enumerate(array if stacked else [array]):
-            target = place.replace("*", str(i)) if stacked else place
-            if target in named:
-                raise ValueError(f"{origins[target]} and {name} are both {target}")
-            while part.ndim > NDIM.get(target, part.ndim) and part.shape[0] == 1:
-                part = part[0]
-            named[target], origins[target] = part, name
-    return named, origins
+        parts = {place: array}
+        if place in ("token", "position"):  # theirs have leading axes of length 1
+            parts = {place: array.reshape(-1, array.shape[-1])}
+        elif "*" in place:
+            parts = {place.replace("*", str(i)): part for i, part in enumerate(array)}
+        put(named, parts, name)
+    check_places(ORIGIN, {x: named[x] for x in named if x.startswith("Transformer/")})
+    return named
 
 
 def _place(name: str) -> str:
@@ -109,23 +115,3 @@ def _place(name: str) -> str:
             number = re.search(r"encoderblock_(\d+)", name)
             return match.expand(ours).replace("*", number[1] if number else "*")
     return name
-
-
-def fold_token(named: Arrays, params: Mapping[str, Any]) -> None:
-    """Adds a position of the class token to the token; the rest are those of the patches."""
-    if all(name in named and name in params for name in ("token", "position")):
-        token, position = named["token"], named["position"]
-        if position.shape == (params["position"].shape[0] + 1, *token.shape):
-            named["token"], named["position"] = token + position[0], position[1:]
-
-
-def _is_parameter(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and (prefix != "" or not name.startswith("opt/"))
-
-
-OWN = ("Transformer", "blocks", "embed", "token", "position", "norm", "head")
-
-
-def is_foreign(name: str) -> bool:
-    """Return true if it is no part of the transformer, so that it may be left out."""
-    return name.split("/")[0] not in OWN

@@ -1,15 +1,16 @@
-"""Encoders as transformers writes them: ViT, ViT-MSN, DeiT, DINOv2 (with registers too), SigLIP.
+"""Encoders of transformers: ViT, ViT-MSN, DeiT, DINOv2 (with registers, too) and SigLIP.
+
+Of a model with two towers the vision tower is read.
 
 Names are those of the published files, modeling_vit.py, modeling_deit.py, modeling_dinov2.py,
-modeling_dinov2_with_registers.py and modeling_siglip.py of huggingface/transformers. Of a model for
-two towers the vision tower is read. A value that config.json leaves out is the default of the class
-in transformers, for it writes only the others.
+modeling_dinov2_with_registers.py and modeling_siglip.py of huggingface/transformers. config.json
+contains only values that differ from the defaults of the class in transformers.
 """
 
 import re
 from typing import Any
 
-from vit.weights.encoder import HALF, IMAGENET, Encoder, Said, built, side
+from vit.weights.encoder import HALF, IMAGENET, Encoder, Metadata, from_pytorch, side
 from vit.weights.files import Arrays
 
 BLOCK = {
@@ -50,12 +51,12 @@ NAMES = {
 }
 """Theirs -> ours; no name stands for two things in two families."""
 
-SIGLIP = Said("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)
-DINOV2 = Said("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)
+SIGLIP = Metadata("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)
+DINOV2 = Metadata("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)
 FAMILIES = {
-    "vit": Said("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF),
-    "vit_msn": Said("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET),
-    "deit": Said("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET),
+    "vit": Metadata("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF),
+    "vit_msn": Metadata("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET),
+    "deit": Metadata("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET),
     "dinov2": DINOV2,
     "siglip": SIGLIP,
     "dinov2_with_registers": DINOV2,
@@ -91,29 +92,29 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         preprocessor: `preprocessor_config.json`, or nothing.
 
     Raises:
-        ValueError: for a family that is not read, or parts that this ViT lacks.
+        ValueError: if the family is not supported, or has parts that this ViT lacks.
     """
     kind = config["model_type"]
     if kind not in FAMILIES:
-        read = ", ".join(FAMILIES)
-        raise ValueError(f"config.json: model_type={kind!r} is not read; read are {read}")
-    said = FAMILIES[kind]
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"config.json: model_type={kind!r} is not read; read are {known}")
+    default = FAMILIES[kind]
     arrays = {re.sub(PREFIX, "", name): array for name, array in arrays.items()}
     labels = config.get("id2label", {})
     config = config.get("vision_config", config)
-    act = config.get("hidden_act", said.activation)
+    act = config.get("hidden_act", default.activation)
     if act not in ACTIVATIONS:
         raise ValueError(f"config.json: hidden_act={act!r} is none of {', '.join(ACTIVATIONS)}")
     if preprocessor.get("do_normalize") is False:
         preprocessor = preprocessor | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     size = preprocessor.get("size") or 0
-    said = said._replace(
-        width=config.get("hidden_size", said.width),
-        num_heads=config.get("num_attention_heads", said.num_heads),
-        epsilon=float(config.get("layer_norm_eps", said.epsilon)),
+    metadata = default._replace(
+        width=config.get("hidden_size", default.width),
+        num_heads=config.get("num_attention_heads", default.num_heads),
+        epsilon=float(config.get("layer_norm_eps", default.epsilon)),
         activation="swiglu" if config.get("use_swiglu_ffn") else ACTIVATIONS[act],
-        mean=preprocessor.get("image_mean") or said.mean,
-        std=preprocessor.get("image_std") or said.std,
+        mean=preprocessor.get("image_mean") or default.mean,
+        std=preprocessor.get("image_std") or default.std,
         image_size=side(config.get("image_size", 224)),
         pooling=_pooling(arrays),
         antialias=kind == "dinov2_with_registers",
@@ -121,11 +122,11 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         resize=side(size) if preprocessor.get("do_center_crop") else 0,
         class_names=_class_names(arrays, labels),
     )
-    return built(arrays, NAMES, said)
+    return from_pytorch(arrays, NAMES, metadata)
 
 
 def _class_names(arrays: Arrays, names: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes; none without a head, or where they were never named."""
+    """Return the names of the classes; none without a head, or if they were never named."""
     biases = [arrays[f"{head}.bias"] for head in HEADS if f"{head}.bias" in arrays]
     numbers = range(len(biases[0])) if biases else ()
     unnamed = all(names.get(str(i), f"LABEL_{i}") == f"LABEL_{i}" for i in numbers)
@@ -133,7 +134,7 @@ def _class_names(arrays: Arrays, names: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _pooling(arrays: Arrays) -> str:
-    """Return what its head reads: DINOv2's class token and mean, distilled DeiT's both tokens."""
+    """Return the input of the head: DINOv2's class token and mean, distilled DeiT's both."""
     if "embeddings.cls_token" not in arrays:
         return "attention" if "head.probe" in arrays else "mean"
     if "distillation_classifier.weight" in arrays:

@@ -1,15 +1,15 @@
-"""Encoders as timm writes them: vit_*, deit_*, deit3_*, flexivit_* and eva_large_*.
+"""Encoders of timm: vit_*, deit_*, deit3_*, flexivit_* and eva_large_*.
 
 Names are those of vision_transformer.py and deit.py of huggingface/pytorch-image-models. The name
-of the architecture, in config.json, stands for arguments in its code; `model_args` there are those
-that were given beside. An architecture or argument that is not in a table here is refused.
+of the architecture, in config.json, stands for arguments in its code; `model_args` contains the
+other arguments. An architecture or argument that is not in a table here is refused.
 """
 
 import math
 import re
 from typing import Any
 
-from vit.weights.encoder import Encoder, Said, built, side
+from vit.weights.encoder import Encoder, Metadata, from_pytorch, side
 from vit.weights.files import Arrays
 
 BLOCK = {
@@ -68,8 +68,8 @@ ARCHITECTURES = {
     "flexivit_SIZE": {},
     "test_vit2?": {"num_heads": 2},
 }
-"""Architectures that are read (N is a number), and what differs from heads by the width, an epsilon
-of 1e-6 and the exact GELU; the first that fits holds."""
+"""Supported architectures (N is a number), and differences from heads by the width, an epsilon of
+1e-6 and the exact GELU; the first that fits holds."""
 HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
 """Heads of So400m, H, g and G by their width; at other widths a head has 64."""
 
@@ -82,14 +82,14 @@ OF_ANY_VALUE = """
     fc_norm drop_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate drop_path_rate
     weight_init fix_init
 """
-"""Arguments that are read here, shown by the arrays, or of training alone."""
+"""Arguments that are read below, shown by the arrays, or of training only."""
 
 VALUES = {
     "global_pool": tuple(POOLING),
     "act_layer": ("gelu", "gelu_tanh", "quick_gelu"),
     "pool_include_prefix": (False,),
 }
-"""Arguments of which only these values are read."""
+"""Arguments with a restricted set of supported values."""
 
 
 def wanted(names: list[str]) -> list[str]:
@@ -106,7 +106,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         preprocessor: `preprocessor_config.json`, whose mean and deviation have precedence.
 
     Raises:
-        ValueError: for an architecture or argument that is not read, or parts that this ViT lacks.
+        ValueError: if an architecture or argument is not supported, or this ViT lacks a part.
     """
     name, weights = config["architecture"], config.get("pretrained_cfg", config)
     arguments = {"global_pool": config.get("global_pool")} | config.get("model_args", {})
@@ -115,7 +115,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     usual = fields(name, width)
     pooling = POOLING[arguments["global_pool"]]
     size = side(weights.get("input_size", 0))
-    said = Said(
+    metadata = Metadata(
         origin=f"timm's {name}",
         width=arguments.get("embed_dim", width),
         num_heads=arguments.get("num_heads", usual["num_heads"]),
@@ -130,14 +130,14 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         resize=math.floor(size / float(weights.get("crop_pct") or 1)),
         class_names=tuple(config.get("label_names") or weights.get("label_names") or ()),
     )
-    return built(arrays, NAMES, said)
+    return from_pytorch(arrays, NAMES, metadata)
 
 
 def fields(architecture: str, width: int) -> dict[str, Any]:
     """Return heads, epsilon and activation of an architecture.
 
     Raises:
-        ValueError: when it is not read.
+        ValueError: if it is not supported.
     """
     usual = {"num_heads": HEADS.get(width, width // 64), "epsilon": 1e-6, "activation": "gelu"}
     for pattern, different in ARCHITECTURES.items():
@@ -150,7 +150,7 @@ def fields(architecture: str, width: int) -> dict[str, Any]:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for an argument that is not read."""
+    """Raise ValueError for an argument that is not supported."""
     any_value = OF_ANY_VALUE.split()
     for name, value in arguments.items():
         if name not in any_value and value not in VALUES.get(name, ()):

@@ -1,25 +1,25 @@
-"""A new run at step 0 whose parameters come from elsewhere: from another run, or from a file.
+"""A new run at step 0 whose parameters come from another run, or from a file.
 
     python -m vit.train --config=experiments/configs/fashion_mnist.py --workdir=runs/fine \\
         --init_from=runs/coarse
 
-The evaluated parameters of the other run are taken, the running mean if there is one. What fits is
-taken; what depends on data, image or attention is made to fit, or is new:
+The evaluated parameters of the other run are copied: the running mean if there is one. Parts that
+depend on data, image or attention are adapted, or new:
 
-    head         new where the classes differ: in number, or in name where both runs know them; or
-                 where one of the runs has a tanh layer before it
+    head         new if the classes differ, in number, or in name if both runs know the names; or
+                 if one of the runs has a tanh layer before it
     positions    resampled to the new grid (bicubic with antialiasing); "sincos" ones are computed
-    patches      new where the patch size or the number of channels differs
-    class token  new where the other run has none
-    frequencies  taken where coupling, number of features and heads are the same; else drawn anew
-    calibration  running moments are taken where both runs keep them; they are of queries and keys,
+    patches      new if the patch size or the number of channels differs
+    class token  new if the other run has none
+    frequencies  copied if coupling, number of features and heads are the same; else drawn anew
+    calibration  running moments are copied if both runs keep them; they are of queries and keys,
                  whatever the frequencies
 
-The optimiser and the random streams begin anew, and width and depth must be the same. The new run
-has all it needs: the other one may be removed when it has begun.
+The optimiser and the random streams begin anew; width and depth must be the same. The new run does
+not need the other one any more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,11 @@ from vit.run import checkpoint, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
 
 Fill = Callable[[Model, Task, data.Dataset], list[str]]
-"""Puts parameters into a model, and says in lines what it took."""
+"""Function that puts parameters into a model, and returns a report in lines."""
+
+
+Resample = Callable[[Any, int], Any]
+"""(positions of a square grid, new side) -> new positions."""
 
 
 class Source(NamedTuple):
@@ -51,7 +55,7 @@ class Source(NamedTuple):
 
 
 ORIGIN = "origin.json"
-"""In the folder of a run that was begun from another: its place and step."""
+"""File of a run that began from another: its path and step."""
 
 HEAD = {"head/kernel", "head/bias"}
 TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
@@ -65,22 +69,22 @@ def init_from(
     dataset: data.Dataset | None = None,
     task: Task | None = None,
 ) -> list[str]:
-    """Begins a run from another; one that was begun so is left as it is, to be resumed.
+    """Begin a run from another; one that exists already is left as it is, to be resumed.
 
     Args:
         source: folder of a run of the same task, which is only read.
-        config: of the new run.
-        workdir: its folder; it appears in one piece.
-        dataset: of the new run, as `runs.subject`.
-        task: likewise.
+        config: config of the new run.
+        workdir: folder of the new run; it appears in one piece.
+        dataset: data set of the new run, as `runs.subject`.
+        task: task of the new run, as `runs.subject`.
 
     Returns:
-        What was taken and what not, in lines; nothing where the run had been begun.
+        A report on what was copied, in lines; empty if the run exists.
 
     Raises:
-        ValueError: for a config that cannot work, a source that holds no run or one of another
-            width or depth, a workdir with anything else, or several processes.
-        vit.run.checkpoint.SaveError: when the run cannot be written.
+        ValueError: if the config cannot work, the source holds no run or one of another width or
+            depth, the workdir holds anything else, or there are several processes.
+        vit.run.checkpoint.SaveError: if the run cannot be written.
     """
     origin = files.noted(workdir / ORIGIN) or {}
     place = str(source.resolve())
@@ -125,19 +129,20 @@ def start(
     dataset: data.Dataset | None = None,
     task: Task | None = None,
 ) -> list[str]:
-    """Makes a run at step 0 with the parameters that `fill` puts into the model; what it says.
+    """Make a run at step 0 with the parameters that `fill` puts into the model.
 
     Args:
-        config: of the new run.
-        workdir: its folder; it appears in one piece, and after a kill the same call begins anew.
-        fill: what it raises leaves nothing behind.
-        origin: is noted in the folder.
-        dataset: of the new run, as `runs.subject`.
-        task: likewise.
+        config: config of the new run.
+        workdir: folder of the new run. It appears in one piece; after a kill the same call begins
+            anew.
+        fill: function whose report is returned; if it raises, nothing stays.
+        origin: noted in the folder.
+        dataset: data set of the new run, as `runs.subject`.
+        task: task of the new run, as `runs.subject`.
 
     Raises:
-        ValueError: for a config that cannot work, or a workdir that is not empty.
-        vit.run.checkpoint.SaveError: when the run cannot be written.
+        ValueError: if the config cannot work, or the workdir is not empty.
+        vit.run.checkpoint.SaveError: if the run cannot be written.
     """
     configs.validate(config)
     checkpoint.check_path(workdir)
@@ -153,13 +158,13 @@ def start(
 
 
 def parameters(model: Model) -> dict[str, nnx.Variable]:
-    """Parameters by name, as "blocks/0/attention/key/kernel"."""
+    """Return the parameters by name, as "blocks/0/attention/key/kernel"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {"/".join(map(str, path)): variable for path, variable in flat}
 
 
 def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
-    """Sets the parameters of those names, in place; others are ignored."""
+    """Set the parameters of those names, in place; ignore others."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     for path, variable in flat:
         if (name := "/".join(map(str, path))) in arrays:
@@ -176,51 +181,72 @@ def take(
     *,
     config: configs.Config,
 ) -> list[str]:
-    """Puts what fits of a run into a new model of the same size; see the module.
+    """Put the fitting arrays of a run into a new model of the same size; see the module.
 
     Args:
-        source: what messages call the run.
-        trained: what it has learned.
-        model: new; is changed.
-        task: of the new model.
-        dataset: likewise.
-        config: likewise.
+        source: name of the run in messages.
+        trained: the run.
+        model: new model; is changed.
+        task: task of the new model.
+        dataset: data set of the new run.
+        config: config of the new run.
 
     Returns:
-        Lines on what was taken and what not.
+        A report in lines.
     """
     old = {name: x[...] for name, x in parameters(trained.model).items()}
     new = {name: x[...] for name, x in parameters(model).items()}
-    lines = []
-    if "position" in old and "position" in new:
-        sides = [round(len(x) ** 0.5) for x in (old["position"], new["position"])]
-        if sides[0] != sides[1]:
-            old["position"] = resampled(old["position"], sides[1])
-            lines += ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
-    fresh = {name for name in new if name not in old or old[name].shape != new[name].shape}
+    lines = fit_positions(old, new, resampled)
+    fresh: set[str] = set()
     if not _same_classes(trained.class_names, dataset.class_names):
         fresh |= HEAD
-        lines += ["head: new, for its classes are others"]
+        lines += ["head: new, for the classes differ"]
     if ("pre_logits/kernel" in old) != ("pre_logits/kernel" in new):
         fresh |= HEAD
         lines += ["head: new, for only one of the models has a layer before it"]
-    fresh |= {name for names in TOGETHER if names & fresh for name in names}
-    fresh &= set(new)
+    fresh = unfit(old, new, fresh)
     put(model, {name: x for name, x in old.items() if name not in fresh})
     mean = " (the running mean)" if trained.config.optim.ema else ""
-    count = f"{len(new) - len(fresh)} of {len(new)} arrays of parameters are taken{mean}"
-    there = {name: f"{x.shape} there" for name, x in old.items()}
+    count = f"{len(new) - len(fresh)} of {len(new)} arrays of parameters are copied{mean}"
     return [
         f"{source} at step {trained.step}: {count}",
         *lines,
-        *(f"{k}: {new[k].shape} new, {there.get(k, 'not there')}" for k in sorted(fresh)),
-        *(f"{k}: left out, no place here" for k in sorted(set(old) - set(new))),
+        *differences(old, new, fresh, "new"),
         *_take_attention(trained, model, task, config),
     ]
 
 
+def fit_positions(old: dict[str, Any], new: Mapping[str, Any], resample: Resample) -> list[str]:
+    """Resample the positions among `old`, in place, to the grid of `new`; return a report."""
+    if "position" not in old or "position" not in new:
+        return []
+    sides = [round(len(x["position"]) ** 0.5) for x in (old, new)]
+    if sides[0] == sides[1]:
+        return []
+    old["position"] = resample(old["position"], sides[1])
+    return ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
+
+
+def unfit(old: Mapping[str, Any], new: Mapping[str, Any], more: Collection[str] = ()) -> set[str]:
+    """Return the parameters `new` that are absent or of another shape in `old`, or `TOGETHER`."""
+    fresh = {name for name in new if name not in old or old[name].shape != new[name].shape}
+    fresh |= {name for names in TOGETHER if names & (fresh | {*more}) for name in names}
+    return fresh & new.keys()
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], fresh: Iterable[str], word: str
+) -> list[str]:
+    """Return a line for each array that only one side has, or that differs in shape."""
+    there = {name: f"{x.shape} there" for name, x in old.items()}
+    return [
+        *(f"{k}: {new[k].shape} {word}, {there.get(k, 'not there')}" for k in sorted(fresh)),
+        *(f"{k}: left out, no place here" for k in sorted(old.keys() - new.keys())),
+    ]
+
+
 def _same_classes(old: Sequence[str], new: Sequence[str]) -> bool:
-    """Numbers in the place of names say nothing of what the classes are."""
+    """Compare the classes; numbers as names are compatible with any names."""
     numbers = [str(i) for i in range(len(new))]
     unknown = numbers in (list(old), list(new))
     return len(old) == len(new) and (unknown or list(old) == list(new))
@@ -229,18 +255,18 @@ def _same_classes(old: Sequence[str], new: Sequence[str]) -> bool:
 def resampled(
     position: Float[Array, "positions width"], side: int
 ) -> Float[Array, "new_positions width"]:
-    """Positions of a square grid, row by row, on one of another side: bicubic, antialiased."""
+    """Return positions of a square grid on one of another side: bicubic, antialiased."""
     grid = position.reshape(round(len(position) ** 0.5), -1, position.shape[-1])
     shape = (side, side, position.shape[-1])
     return jax.image.resize(grid, shape, "bicubic", antialias=True).reshape(-1, shape[-1])
 
 
-FREQUENCIES = ("kind", "coupling", "num_features", "share_heads")
-"""Fields of `config.attention` that say how frequencies are drawn."""
+FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
+"""Fields of `config.attention` that determine the draw of frequencies."""
 
 
 def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
-    """Frequencies and running moments into the new model; what became of them."""
+    """Copy frequencies and running moments into the new model, and return a report."""
     attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
     different = [f"{name} {a!r} -> {b!r}" for name, (a, b) in fields.items() if a != b]
@@ -250,13 +276,15 @@ def _take_attention(trained: Source, model: Model, task: Task, config: configs.C
             continue
         if not different:
             new.frequencies[...] = old.frequencies[...]
+            for name, x in new.learned.items():
+                x[...] = old.learned[name][...]
         moments = [np.shape(x.statistics["moments"]) for x in (old, new) if x.statistics]
         if len(moments) == 2 and moments[0] == moments[1]:
             new.calibrate(old.statistics["moments"][...])
             measured = True
     if config.attention.kind != "performer":
         return []
-    drawn = f"drawn anew ({', '.join(different)})" if different else "taken"
-    calibration = "running moments are taken" if measured else "begins anew"
+    drawn = f"drawn anew ({', '.join(different)})" if different else "copied"
+    calibration = "running moments are copied" if measured else "begins anew"
     calibrated = config.attention.calibration != "none"
     return [f"frequencies: {drawn}", *[f"calibration: {calibration}"] * calibrated]

@@ -1,4 +1,4 @@
-"""The forms of raw pictures, one row each; a folder is of the first that it shows."""
+"""The forms of raw pictures, one row each; a folder has the first form that it shows."""
 
 from pathlib import Path
 
@@ -7,50 +7,50 @@ from vit.data.sources.source import Source, is_picture
 
 FORMS = {
     "ILSVRC2012's tar files": ilsvrc2012.read,
-    "IDX files (*-images-idx3-ubyte)": arrays.read_idx,
+    "IDX files (*-images-idx3-ubyte)": arrays.read_idx_folder,
     "class folders (train/<class>/*.jpg)": folders.read_splits,
     "a csv file that names pictures and their classes": tables.read,
     "class folders (<class>/*.jpg)": folders.read_classes,
     "npz files (images, labels)": arrays.read_npz,
     "parquet files": parquet.read,
 }
-"""(folder, column of classes or "") -> its source, or None where it does not show this form."""
+"""(folder, column of classes or "") -> its source, or None if it does not show this form."""
 
 
 def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
-    """The form of a folder, and its source; None where there is no picture with a class.
+    """Return the form of a folder and its source; None if it has no pictures with classes.
 
     Raises:
-        ValueError: when what it holds is inconsistent or damaged; for the name of a class that
-            would come back as another of the text file whose lines are the names.
+        ValueError: if the files are inconsistent or damaged, or a text file with a class name in
+            each line cannot hold the names.
     """
-    for words, read in FORMS.items():
+    for form, read in FORMS.items():
         source = read(folder, labels_column)
         if source is None:
             continue
         if labels_column and read not in (tables.read, parquet.read):
-            raise ValueError(f"--labels_column={labels_column}: {folder} holds {words}, no table")
+            raise ValueError(f"--labels_column={labels_column}: {folder} holds {form}, no table")
         for name in source.class_names:
             if name.splitlines() != [name.strip()] or not name.isprintable():
                 raise ValueError(
-                    f"the class {name!r} in {folder} has a line break, an outer blank or an"
-                    " unprintable character in its name, or none: rename it"
+                    f"the class {name!r} in {folder} is empty, or has a line break, an outer blank"
+                    " or an unprintable character in its name: rename it"
                 )
-        return words, source
+        return form, source
     return None
 
 
 def read(folder: Path, labels_column: str = "") -> Source:
-    """The source that a folder is.
+    """Return the source of a folder.
 
     Raises:
-        ValueError: when it is none, is of no form, or as `find`.
+        ValueError: if it is no folder or has none of the forms, or as `find`.
     """
     if not folder.is_dir():
         raise ValueError(f"--source={folder} is no folder")
     found = find(folder, labels_column)
     if found is None:
-        pictures = sum(is_picture(path) for path in folder.iterdir())
-        told = f" ({pictures} pictures, and nothing that says their classes)" * bool(pictures)
-        raise ValueError(f"--source={folder} holds none of these{told}: {', '.join(FORMS)}")
+        number = sum(is_picture(path) for path in folder.iterdir())
+        alone = f" ({number} pictures without classes)" * bool(number)
+        raise ValueError(f"--source={folder} holds none of these{alone}: {', '.join(FORMS)}")
     return found[1]

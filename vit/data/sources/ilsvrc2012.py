@@ -1,4 +1,4 @@
-"""ILSVRC2012 as its tar files: they are read, never unpacked.
+"""ILSVRC2012 as its tar files, which are read, never unpacked.
 
 ILSVRC2012_img_train.tar holds one tar for each class, ILSVRC2012_img_val.tar the images of
 evaluation in the order of the labels in ILSVRC2012_devkit_t12.tar.gz.
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit.data.sources.source import Example, Source
+from vit.data.sources.source import Example, Source, reading
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT_TAR = "ILSVRC2012_devkit_t12.tar.gz"
@@ -25,10 +25,10 @@ def found(folder: Path) -> bool:
 
 
 def read(source: Path, _: str = "") -> Source | None:
-    """The classes by their wnids, the splits train and validation.
+    """Read the classes by their wnids, the splits train and validation.
 
     Raises:
-        ValueError: when an archive is missing or damaged.
+        ValueError: if an archive is missing or damaged.
     """
     if not found(source):
         return None
@@ -74,7 +74,7 @@ def _no_number(count: int) -> bytes:
 
 
 def _validation_labels(devkit: Path) -> list[str]:
-    """The wnid of each validation image, in their order: the devkit's numbers through its table."""
+    """Return the wnid of each validation image in order: the devkit's numbers by its table."""
     from scipy.io import loadmat
 
     try:
@@ -92,20 +92,17 @@ def _validation_labels(devkit: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _tar(path: Path | str, file: Any = None) -> Iterator[tarfile.TarFile]:
-    """An open archive, of a path or in another; a ValueError names it where it is damaged."""
-    try:
-        with tarfile.open(path, "r:", file) as tar:
-            yield tar
-    except (tarfile.TarError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    """Open an archive, of a path or in another one."""
+    with reading(path, "", tarfile.TarError), tarfile.open(path, "r:", file) as tar:
+        yield tar
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """All that are no folders.
+    """Yield all members that are no folders.
 
     Raises:
-        tarfile.ReadError: when the archive does not end as archives do, with a block of zeros:
-            tarfile takes a damaged header for the end.
+        tarfile.ReadError: if the archive does not end with a block of zeros: tarfile takes a
+            damaged header for the end.
     """
     for member in tar:
         if not member.isdir():

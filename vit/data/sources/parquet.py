@@ -1,8 +1,8 @@
 """Parquet files of pictures, as Hugging Face's `datasets` writes them.
 
-A column of bytes, or of structs with a field `bytes`, holds encoded pictures; that of classes has
-text, or integers, whose names the metadata may hold. The split is in the file's name, as in
-train-00000-of-00002.parquet; the files lie in the folder or in one below it.
+A column of bytes, or of structs with a field `bytes`, holds encoded pictures. The column of classes
+has text or integers, whose names may be in the metadata. The split is in the file's name, as in
+train-00000-of-00002.parquet; the files are in the folder or in one below it.
 """
 
 import json
@@ -12,14 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit.data.sources.source import Example, Source, column_of_labels, in_order, split_of
+from vit.data.sources.source import (
+    Example,
+    Source,
+    column_of_labels,
+    in_order,
+    reading,
+    split_of,
+)
 
 
 def read(source: Path, labels_column: str = "") -> Source | None:
-    """The pictures of all files.
+    """Read the pictures of all files.
 
     Raises:
-        ValueError: when one cannot be read, or has no pictures or classes.
+        ValueError: if one cannot be read, or has no pictures or classes.
     """
     paths = sorted(source.glob("*.parquet")) or sorted(source.glob("*/*.parquet"))
     if not paths:
@@ -47,7 +54,7 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     def examples(split: str) -> Iterator[Example]:
         for path in (path for path in paths if split_of(path.stem) == split):
             with _opened(path) as file:
-                # One by one: one entry of a file's dictionary may stand in every row.
+                # One by one: every row may have the same large entry of the file's dictionary.
                 for number, row in enumerate(file.iter_batches(1, columns=[image, label])):
                     content, x = (row.column(name)[0].as_py() for name in (image, label))
                     encoded = content["bytes"] if isinstance(content, dict) else content
@@ -58,7 +65,7 @@ def read(source: Path, labels_column: str = "") -> Source | None:
 
 
 def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
-    """The columns of pictures and of classes; and the names of these, if they are known integers.
+    """Return the columns of pictures and classes; and the names of the classes if there are any.
 
     The metadata "huggingface" has them: {"info": {"features": {"label": {"names": [...]}}}}.
     """
@@ -91,12 +98,9 @@ def _is_bytes(kind: Any) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file; what pyarrow says of a damaged one, or of a missing column, names it."""
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow.parquet import ParquetFile
 
-    try:
-        with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-            yield file
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as a parquet file: {error}") from error
+    errors = (KeyError, pyarrow.ArrowException)
+    with reading(path, " as a parquet file", *errors), ParquetFile(path) as file:
+        yield file

@@ -1,11 +1,14 @@
 """A source of raw pictures with a class each, and how a part of it is held out."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+Part = TypeVar("Part")
 
 SPLITS = {
     "train": "train",
@@ -20,18 +23,18 @@ SPLITS = {
 
 READ = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
-"""Suffixes of pictures; those that cannot be read are named and counted, not passed over."""
+"""Suffixes of pictures; those that cannot be read are named and counted, not ignored."""
 
 LABELS = ("label", "labels", "class_name", "class", "category", "target", "species", "class_label")
 """Usual names of the column of classes in a table."""
 
 
 class Example(NamedTuple):
-    """A raw example: a name that says where it came from, its bytes, its class."""
+    """A raw example: a name that shows its origin, its bytes, its class."""
 
     name: str
     read: Callable[[], bytes]
-    """Function of no argument, which raises any exception where the bytes cannot be read."""
+    """Function without arguments, which raises any exception if the bytes cannot be read."""
     label: str
 
 
@@ -40,9 +43,9 @@ class Source(NamedTuple):
 
     class_names: Sequence[str]
     channels: int
-    """1 or 3; 0 where the pictures must say."""
+    """1 or 3; 0 if the pictures must show it."""
     splits: dict[str, Callable[[], Iterator[Example]]]
-    """Each gives the same examples in the same order again, and opens them only when read."""
+    """Functions that give the same examples in the same order, opened only when read."""
 
 
 def is_picture(path: Path) -> bool:
@@ -50,17 +53,43 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+@contextlib.contextmanager
+def reading(path: Path | str, form: str, *errors: type[Exception]) -> Iterator[None]:
+    """Make errors of the block, OSError among them, a ValueError that names the file."""
+    try:
+        yield
+    except (OSError, *errors) as error:
+        raise ValueError(f"{path} cannot be read{form}: {error}") from error
+
+
 def split_of(name: str, otherwise: str = "train") -> str:
-    """The split that a word of a file's or array's name says."""
+    """Return the split that a word of a file's or array's name stands for."""
     words = name.lower().replace("-", "_").replace(".", "_").split("_")
     return next((SPLITS[word] for word in words if word in SPLITS), otherwise)
 
 
-def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
-    """The column of the classes: the named one, else the only one of a usual name, else of any.
+def by_split(folder: Path, parts: Iterable[tuple[str, str, Part]]) -> dict[str, Part]:
+    """Return the parts (split, name, part) of a folder by their splits.
 
     Raises:
-        ValueError: when the column is not there or ambiguous; the message lists the columns.
+        ValueError: if two parts are of the same split.
+    """
+    found: dict[str, tuple[str, Part]] = {}
+    for split, name, part in parts:
+        if split in found:
+            raise ValueError(
+                f"{folder} holds both {found[split][0]} and {name} for the split {split!r}: rename"
+                " or remove one"
+            )
+        found[split] = name, part
+    return {split: part for split, (_, part) in found.items()}
+
+
+def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
+    """Return the column of the classes: the named one, else the only usual name or column.
+
+    Raises:
+        ValueError: if the column does not exist or is ambiguous; the message lists the columns.
     """
     there = ", ".join(columns)
     if named and named not in columns:
@@ -69,21 +98,21 @@ def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
     likely = [named] if named else usual or columns
     if len(likely) != 1:
         raise ValueError(
-            f"{path}: which column holds the classes? Say --labels_column=NAME; there are {there}"
+            f"{path}: which column holds the classes? Give --labels_column=NAME; there are {there}"
         )
     return likely[0]
 
 
 def in_order(labels: Iterable[str]) -> list[str]:
-    """Each once: numbers by their size, then words."""
+    """Return each label once: numbers by their size, then words."""
     return sorted(set(labels), key=lambda x: (not x.isdecimal(), len(x) * x.isdecimal(), x))
 
 
 def with_validation(source: Source, share: float, seed: int) -> Source:
-    """The source with a part of its split "train" as split "validation".
+    """Return the source with a part of its split "train" as split "validation".
 
     Raises:
-        ValueError: when it has such a split already, or nothing can be spared.
+        ValueError: if it has such a split already, or nothing can be held out.
     """
     if "validation" in source.splits:
         raise ValueError(f"--validation={share}: there is a validation split already; leave it out")
@@ -99,14 +128,14 @@ def with_validation(source: Source, share: float, seed: int) -> Source:
 def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
     """Mark the examples that are held out: a share of all, spread evenly over the classes.
 
-    The examples are ordered by class, in each class by chance, the first of each put aside, since
-    it stays; from the rest examples at equal distances are taken.
+    The examples are ordered by class and randomly within a class. The first of each class stays;
+    from the rest examples at equal distances are held out.
 
     Returns:
-        n bools, max(1, round(share n)) of them true if there are as many to spare.
+        n bools, max(1, round(share n)) of them true if the rest is as large.
 
     Raises:
-        ValueError: when the share is not between 0 and 1, or no class has a second example.
+        ValueError: if the share is not between 0 and 1, or no class has a second example.
     """
     if not 0 < share < 1:
         raise ValueError(f"--validation={share} must be a share between 0 and 1")

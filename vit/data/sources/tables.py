@@ -1,14 +1,13 @@
 """A folder of pictures with a csv file that has a row for each: its file and its class.
 
-The column of files is the one whose words are names of pictures: in the folder or a folder in it,
-with their suffix or without. That of classes has a usual name, or is the only other one, or is
+The column of files is the one whose words are names of pictures, with or without suffix, in the
+folder or a folder in it. The column of classes has a usual name, is the only other one, or is
 named. A file without a header has the columns "1", "2", ...
 """
 
 import csv
 import io
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,12 @@ from vit.data.sources.source import (
     column_of_labels,
     in_order,
     is_picture,
+    reading,
 )
 from vit.run import bounded
 
-LOOKED_AT = 10
-"""Rows by which columns are told apart, and folders in which their files are looked for."""
+INSPECTED = 10
+"""Rows by which columns are told apart, and folders in which their files are searched."""
 
 
 class Naming(NamedTuple):
@@ -36,39 +36,28 @@ class Naming(NamedTuple):
     suffix: str
 
     def path(self, row: Sequence[str]) -> Path:
-        """The picture of a row."""
+        """Return the picture of a row."""
         return self.folder / f"{row[self.column]}{self.suffix}"
 
 
-class Table(NamedTuple):
-    """A csv file that names pictures, all its rows as long as the header."""
-
-    path: Path
-    columns: list[str]
-    rows: list[list[str]]
-    naming: Naming
-
-
 def read(source: Path, labels_column: str = "") -> Source | None:
-    """The pictures that the csv file names.
+    """Read the pictures that the csv file names.
 
     Raises:
-        ValueError: when a csv file cannot be read, several name pictures, one names a picture
-            elsewhere, or the column of classes is ambiguous.
+        ValueError: if a csv file cannot be read, several name pictures, or the column of classes is
+            ambiguous.
     """
     paths = sorted(path for path in source.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
-    found = [table for table in map(_load, paths) if table]
+    tables = {path: _load(path) for path in paths}
+    found = {path: table for path, table in tables.items() if table}
     if not found:
         return None
     if len(found) > 1:
-        names = ", ".join(table.path.name for table in found)
+        names = ", ".join(path.name for path in found)
         raise ValueError(f"{source} holds {len(found)} tables of pictures ({names}): leave one")
-    ((path, columns, rows, naming),) = found
+    ((path, (columns, rows, naming)),) = found.items()
     others = [name for number, name in enumerate(columns) if number != naming.column]
     label = columns.index(column_of_labels(path, others, labels_column))
-    for row in rows:
-        if not Path(os.path.abspath(naming.path(row))).is_relative_to(os.path.abspath(source)):
-            raise ValueError(f"{path} names {row[naming.column]!r}, outside {source}")
 
     def examples() -> Iterator[Example]:
         for row in rows:
@@ -78,18 +67,16 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     return Source(in_order(row[label] for row in rows), 0, {"train": examples})
 
 
-def _load(path: Path) -> Table | None:
-    """The table of a file; None where it names no pictures.
+def _load(path: Path) -> tuple[list[str], list[list[str]], Naming] | None:
+    """Return columns, rows and naming rule of a table; None if it names no pictures.
 
-    Its delimiter is a comma, semicolon or tabulator.
+    The delimiter is a comma, semicolon or tabulator.
     """
-    try:
-        text = bounded.content(path).decode("utf-8-sig")
+    with reading(path, " as a csv file", UnicodeDecodeError, csv.Error):
+        text = path.read_text("utf-8-sig")
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
         lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
         rows = [[word.strip() for word in row] for row in lines if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read as a csv file: {error}") from error
     for number, row in enumerate(rows, 1):
         if len(row) != len(rows[0]):
             raise ValueError(
@@ -97,13 +84,13 @@ def _load(path: Path) -> Table | None:
             )
     if _naming(path.parent, rows[:1]):  # the first row names a picture: there is no header
         rows.insert(0, [str(number) for number in range(1, len(rows[0]) + 1)])
-    naming = _naming(path.parent, rows[1 : LOOKED_AT + 1])
-    return Table(path, rows[0], rows[1:], naming) if naming else None
+    naming = _naming(path.parent, rows[1 : INSPECTED + 1])
+    return (rows[0], rows[1:], naming) if naming else None
 
 
 def _naming(folder: Path, rows: Sequence[Sequence[str]]) -> Naming | None:
-    """The rule by which most of the rows name a picture."""
-    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())[:LOOKED_AT]]
+    """Return the rule by which most of the rows name a picture."""
+    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())[:INSPECTED]]
     suffixes = ["", *SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)]
 
     def hits(naming: Naming) -> int:
