@@ -173,8 +173,8 @@ def config() -> str:
         text += f"\n## {type(section).__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
         text += "| field | default | meaning |\n|---|---|---|\n"
         for name, default in vars(section).items():
-            if (path := prefix + name) in configs.MEANINGS:
-                shown = f"{configs.MEANINGS[path]} It {configs.allowed(path)}."
+            if field := configs.FIELDS.get(path := prefix + name):
+                shown = f"{field.metadata['help']} It {field.metadata['allowed']}."
                 shown = shown.replace("|", "&#124;")
                 text += f"| `config.{path}` | `{default!r}` | {shown} |\n"
     return text
@@ -191,6 +191,6 @@ def commands() -> str:
             capture_output=True,
             text=True,
         )
-        shown = done.stdout.split(arguments.FIELDS)[0].strip()
+        shown = done.stdout.split(arguments.HEADING)[0].strip()
         text += f"\n## vit.{name}\n\n```text\n{shown}\n```\n"
     return text

@@ -28,7 +28,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments.training import comparison
-from vit.config.arguments import from_flag, launch
+from vit.config.arguments import chosen_config, launch
 from vit.run import devices, machine
 
 
@@ -42,7 +42,7 @@ def main(_: list[str]) -> None:
         text = comparison.of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
     elif flags.FLAGS["config"].present:
         text = comparison.compare(
-            from_flag(_CONFIG),
+            chosen_config(),
             out,
             couplings=_COUPLINGS.value,
             num_seeds=_SEEDS.value,
@@ -57,7 +57,7 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _CONFIG = config_flags.DEFINE_config_file("config", help_string="file with get_config()")
+    config_flags.DEFINE_config_file("config", help_string="file with get_config()")
     _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
     _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
     _SEEDS = flags.DEFINE_integer("seeds", 5, "number of seeds of each setting")

@@ -21,7 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer.choices import positive_values, unknown
-from performer.typing import expression, float32_or_wider
+from performer.typing import Value, float32_or_wider
+
+__all__ = [
+    "MAPS", "FeatureMap", "arc_cosine", "elu", "get", "hyperbolic", "positive", "relu",
+    "trigonometric",
+]  # fmt: skip
 
 __all__ = [
     "MAPS",
@@ -40,7 +45,7 @@ Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class FeatureMap:
+class FeatureMap(Value):
     """A feature map phi(x)_i = sqrt(a_i) factor_i exp(exponent_i), a function of x and W.
 
     Maps of this module, and what phi(x).phi(y) estimates:
@@ -148,14 +153,9 @@ class FeatureMap:
         return values * jnp.broadcast_to(roots, values.shape) * scale
 
     def __repr__(self) -> str:
-        """Return the name of the map, or else an expression that evaluates to it."""
-        if self in NAMES:
-            return f"features.{NAMES[self]}"
-        shown = [f"split={expression(self.split)}"]
-        for field in dataclasses.fields(self)[1:]:
-            if getattr(self, field.name) != field.default:
-                shown.append(f"{field.name}={getattr(self, field.name)!r}")
-        return f"features.FeatureMap({', '.join(shown)})"
+        if self in _ARC_COSINES:
+            return f"features.arc_cosine({_ARC_COSINES.index(self)})"
+        return super().__repr__()
 
 
 def _positive(projections: Array, half: Array) -> Split:
@@ -237,9 +237,10 @@ def arc_cosine(order: int) -> FeatureMap:
     """
     if order not in (0, 1):
         raise ValueError(f"the order of an arc-cosine kernel must be 0 or 1, got {order}")
-    return FeatureMap(_relu if order else _step, weight=2.0)
+    return _ARC_COSINES[order]
 
 
+_ARC_COSINES = (FeatureMap(_step, weight=2.0), FeatureMap(_relu, weight=2.0))
 MAPS = {
     "positive": positive,
     "hyperbolic": hyperbolic,
@@ -248,8 +249,6 @@ MAPS = {
     "elu+1": elu,
 }
 """Maps by the names that attention accepts."""
-NAMES = {value: name for name, value in globals().items() if isinstance(value, FeatureMap)}
-NAMES |= {arc_cosine(order): f"arc_cosine({order})" for order in (0, 1)}
 
 
 def get(feature_map: str | FeatureMap) -> FeatureMap:

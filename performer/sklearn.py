@@ -130,7 +130,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         if not np.isfinite(phi).all():
             raise ValueError(
                 f"X, up to {abs(X).max():.3g} with gamma = {self.gamma_:.3g}, is too large for"
-                f" {X.dtype}: scale it (StandardScaler), or take a smaller gamma"
+                f" {X.dtype}: scale it (StandardScaler), or use a smaller gamma"
             )
         return phi
 
@@ -151,7 +151,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Return the number of frequencies, and True if the last has one column, not two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
-            raise ValueError(f"n_components must be a positive integer, got {n!r}; use 100, say")
+            raise ValueError(f"n_components must be a positive integer, got {n!r}, such as 100")
         one = jax.ShapeDtypeStruct((1, d), np.float32)
         width = jax.eval_shape(kernel.feature_map, one, one).shape[1]  # columns of a frequency
         if n % width and kernel.feature_map != features.trigonometric:

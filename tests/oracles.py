@@ -70,6 +70,12 @@ def calibration(moments, parts, ridge=0.05):
     return c, m, mu, s
 
 
+def leaves(fitted, h):
+    """c, M, M^-1, mu, L of a `Calibration` in float64, identities for None."""
+    pairs = zip(fitted, (np.zeros(h), np.eye(h), np.eye(h), np.zeros(h), np.eye(h)), strict=True)
+    return [default if x is None else np.asarray(x, np.float64) for x, default in pairs]
+
+
 def _head(x, ndim, head, heads):
     """The entry of a head in an array that has one for each head, for groups of them, or one."""
     x = np.asarray(x, np.float64)

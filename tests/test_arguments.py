@@ -19,14 +19,14 @@ def program(*given):
     """The flags of a program that takes a config, as its command line sets them."""
     sys.modules.pop("config_config", None)
     argv, values = ["program", *given], flags.FlagValues()
-    flag = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("steps_shown", 3, "of them", flag_values=values)
-    return argv, values, flag
+    return argv, values
 
 
 def message(*given):
-    argv, values, _ = program(*given)
+    argv, values = program(*given)
     with pytest.raises(SystemExit) as error:
         arguments.parse_flags(argv, values)
     assert "\n" not in str(error.value)
@@ -59,12 +59,12 @@ def test_the_flag_that_is_meant(given, meant):
 
 
 def test_what_is_missing_or_out_of_place_is_told():
-    argv, values, _ = program("--config=digits")
+    argv, values = program("--config=digits")
     flags.mark_flag_as_required("workdir", values)
     with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
         arguments.parse_flags(argv, values)
     assert message("--config.seed=3") == (
-        "--config.seed is a field of a config: say of which by --config=NAME"
+        "--config.seed is a field of a config: give --config=NAME, too"
     )
     assert message("--config.seed=3", "--config=digits").startswith(
         "Found --config.seed=3 in argv before a value for --config"
@@ -73,13 +73,13 @@ def test_what_is_missing_or_out_of_place_is_told():
 
 
 def test_words_are_taken_where_they_are_files():
-    argv, values, _ = program("--workdir=x", "a.jpg", "b.jpg")
+    argv, values = program("--workdir=x", "a.jpg", "b.jpg")
     assert arguments.parse_flags(argv, values, words=True) == ["program", "a.jpg", "b.jpg"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_field(flag, capsys):
-    argv, values, _ = program(flag)
+    argv, values = program(flag)
     with pytest.raises(SystemExit) as end:
         arguments.parse_flags(argv, values)
     assert end.value.code == 0
@@ -87,10 +87,10 @@ def test_help_lists_every_field(flag, capsys):
     shown = dict(re.findall(r"^  --config\.([\w.]+)=(\S*)", text, flags=re.MULTILINE))
     assert shown == {field: str(value) for field, value in FIELDS.items()}
     words = " ".join(text.split())
-    assert "performer | softmax" in words
-    assert "[an integer]" in words
-    assert "--steps_shown of them; 3 if not given" in words
-    assert text.index("--workdir") < text.index(arguments.FIELDS)
+    assert "It must be one of performer, softmax." in words
+    assert "It must be 0 (the variant's), or an integer from 1 to 1024." in words
+    assert "--steps_shown of them; default 3" in words
+    assert text.index("--workdir") < text.index(arguments.HEADING)
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -100,9 +100,9 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "experiments" / "configs").mkdir(parents=True)
     (tmp_path / "experiments" / "configs" / "digits.py").write_text("def get_config(): return 3")
     for given in (["--config=digits"], ["--config", "digits"], ["-config=digits"]):
-        argv, values, flag = program(*given, "--config.seed=5")
+        argv, values = program(*given, "--config.seed=5")
         arguments.parse_flags(argv, values)
-        assert arguments.from_flag(flag) == config.with_values(expected, {"seed": 5})
+        assert arguments.chosen_config(values) == config.with_values(expected, {"seed": 5})
     assert bundled.config("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
@@ -112,7 +112,7 @@ def test_a_config_that_there_is_not_lists_those_that_there_are():
     told = message("--config=digit")
     assert told.startswith("--config: unknown config 'digit'; did you mean 'digits'? Choices: ")
     assert "imagenet_simrf, inaturalist2021, my_images" in told
-    assert "say where the data set lies, as in --config=my_images:data" in message(
+    assert "give the folder of the data set, as in --config=my_images:data" in message(
         "--config=my_images"
     )
     assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
@@ -135,11 +135,11 @@ def test_a_failure_is_one_line(tmp_path):
     lines = [["failing", error] for error in failures]
     places = "--config=places365 --dry_run --config.data.dir"
     trained = {
-        "--config=digits": "--workdir is missing: folder of the run; made if it does not exist\n",
+        "--config=digits": "--workdir is missing: folder of the run; created if missing\n",
         f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
         "--workdir=nowhere": "ValueError: nowhere holds no run",
         "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
-        "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology is for --dry_",
+        "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology requires",
     }
     lines += [["vit.train", *words.split()] for words in trained]
     outcomes = commands.start_all(lines, ("vit.train",), tmp_path)

@@ -16,7 +16,7 @@ from performer import performer_attention
 from performer.attention import attention_weights
 from performer.attention.calibration import Calibration
 from tests import oracles
-from tests.attention_inputs import SLOPES, H, M, V, close, inputs
+from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 
 # Limits
 
@@ -54,6 +54,20 @@ def test_fixed_lengths_have_a_floor():
     coupling = performer.couplings.get("fixed-antithetic")
     few, many = (softmax_error(coupling(jax.random.key(1), m, H)) for m in (256, 16384))
     assert many > few / 2
+
+
+@pytest.mark.parametrize(("scale", "away"), [(1 / 8, 0.045), (1 / 4, 0.78)])
+def test_google_is_biased_and_looks_into_the_future(scale, away):
+    """Distance to the estimate it claims to compute; early outputs move with the last key alone."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (1, 64, 1, 64)) for k in keys[:3])
+    attend = partial(performer_attention, frequencies=orthogonal(keys[3], 128, 64), scale=scale)
+    exact, google = (attend(query, key, value, stabilizer=s) for s in ("exact", "google"))
+    assert jnp.linalg.norm(google - exact) / jnp.linalg.norm(exact) == pytest.approx(away, 0.02)
+    attend = partial(attend, is_causal=True, stabilizer="google")
+    early = attend(query, key, value)[:, :32]
+    moved = attend(query, key.at[:, -1].multiply(3.0), value)[:, :32]
+    assert jnp.linalg.norm(moved - early) > away / 2 * jnp.linalg.norm(early)
 
 
 # States

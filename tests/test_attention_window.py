@@ -63,7 +63,7 @@ def test_streaming(pieces, window):
         *tokens,
         is_causal=True,
         mask=mask,
-        calibration=oracle_leaves(fitted),
+        calibration=oracles.leaves(fitted, 8),
         bias=oracles.decay(ids, log_decay, 4),
         exact=oracles.exact_pairs(ids, window, first) if window else None,
     )
@@ -83,14 +83,6 @@ def test_streaming(pieces, window):
         shapes.add(tuple(x.shape for x in jax.tree.leaves(state)))
     close(jnp.concatenate(outputs, axis=1), want, 2e-5)
     assert len(shapes) == 1
-
-
-def oracle_leaves(fitted):
-    """The leaves of a calibration in float64, identities where there is none."""
-    h = 8
-    defaults = (np.zeros(h), np.eye(h), np.eye(h), np.zeros(h), np.eye(h))
-    pairs = zip(fitted, defaults, strict=True)
-    return [default if x is None else np.asarray(x, np.float64) for x, default in pairs]
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.5])

@@ -1,4 +1,4 @@
-"""What users' files may ask for, read before it is given."""
+"""Files of users: regular files, and images of 16 bits."""
 
 import io
 import os
@@ -38,11 +38,3 @@ def test_grey_values_of_16_bits_keep_their_shades(channels):
     with Image.open(io.BytesIO(written)) as opened:
         assert opened.mode == "L"
         np.testing.assert_array_equal(np.asarray(opened), grey)
-
-
-def test_a_reader_gives_no_more_than_its_bound_at_once():
-    reader = bounded.Reader(io.BytesIO(b"abc"))
-    assert (reader.read(2), reader.tell(), reader.read(9)) == (b"ab", 2, b"c")
-    for size in (-1, 2**28 + 1):
-        with pytest.raises(OSError, match="bytes at once are more than 268,435,456"):
-            reader.read(size)

@@ -50,12 +50,8 @@ def frequencies_of(*heads):
 
 def parts_of(fitted, head):
     """c, M, M^-1, mu, S of one head in float64, identities for None."""
-    eye, zero = np.eye(H), np.zeros(H)
-    leaves = [
-        default if leaf is None else np.asarray(leaf[head], np.float64)
-        for leaf, default in zip(fitted, (zero, eye, eye, zero, eye), strict=True)
-    ]
-    return *leaves[:4], leaves[4] @ leaves[4].T
+    *leaves, root = oracles.leaves(jax.tree.map(lambda x: x[head], fitted), H)
+    return *leaves, root @ root.T
 
 
 @pytest.mark.parametrize("method", METHODS)

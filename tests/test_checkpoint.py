@@ -91,7 +91,7 @@ def test_the_best_and_milestones_are_kept_beside_the_newest_two(tmp_path):
     metrics.append(log, {"step": 7, "eval_loss": 0.5})
     assert checkpoint.restore(tmp_path, state(), "best")[0] == 7
     log.unlink()
-    with pytest.raises(ValueError, match="holds no checkpoint of a step that was evaluated"):
+    with pytest.raises(ValueError, match="has no checkpoint of an evaluated step"):
         checkpoint.restore(tmp_path, state(), "best")
 
 
@@ -131,7 +131,7 @@ def test_damage_of_an_earlier_checkpoint_does_not_stand_in_the_way(saved, tmp_pa
 
 
 def test_nothing_that_can_be_read(saved, tmp_path):
-    with pytest.raises(ValueError, match="holds no checkpoint yet"):
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
         checkpoint.restore(tmp_path, state())
     workdir = damaged(saved, tmp_path / "run", flip_one_bit)
     shutil.rmtree(workdir / "checkpoints" / "1")
@@ -201,9 +201,9 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
 
 def test_a_path_that_could_not_be_read_again_is_refused(tmp_path):
     """Orbax takes it for a pattern, and finds nothing to put together."""
-    for name in ("train[:50%]", "a*b", "what?", "back\\slash", "\udce9"):
+    for name in ("train[:50%]", "a*b", "what?", "back\\slash"):
         for use in (lambda path: checkpoint.open_checkpoints(path, write=True), train_small):
-            with pytest.raises(ValueError, match="cannot hold checkpoints, for its path contains"):
+            with pytest.raises(ValueError, match="cannot hold checkpoints: its path contains"):
                 use(tmp_path / name)
         assert not (tmp_path / name).exists()
 

@@ -24,7 +24,7 @@ def test_the_scripts_list_their_programs(monkeypatch, capsys):
         cli.vit()
         text = capsys.readouterr().out
         assert "\nperformer-vit train " in text
-        assert "Trains a Vision Transformer" in text
+        assert "Train a Vision Transformer" in text
         assert "\nperformer-vit compare " in text
         assert "arguments" not in text
     monkeypatch.setattr(sys, "argv", ["performer-experiments"])

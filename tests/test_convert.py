@@ -36,25 +36,6 @@ def converted(softmax_run):
     return out, convert.convert(softmax_run, out, **OPTIONS | more)
 
 
-def test_killed_before_the_end_there_is_no_run(softmax_run, monkeypatch):
-    """At the first line of the report, when the checkpoint is whole; nothing cleans up.
-
-    By `test_safety.py` the same call begins anew.
-    """
-    out = softmax_run.with_name("killed")
-
-    def killed(*_, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert, "compare", killed)
-    with pytest.raises(KeyboardInterrupt):
-        convert.convert(
-            softmax_run, out, coupling=["orf"], calibration="none", num_features=[8], draws=1
-        )
-    assert not out.exists()
-    assert out.with_name("killed.unfinished").exists()
-
-
 def test_report(converted, softmax_run):
     out, table = converted
     rows = read_csv(out / "conversion.csv")
@@ -160,7 +141,7 @@ def test_refusals(converted, softmax_run, tmp_path):
 
     refused(tmp_path / "nowhere", "holds no run")
     refused(out, "was trained with config.attention.kind='performer'")
-    refused(softmax_run, "holds a run already; take another --out", out)
+    refused(softmax_run, "holds a run already; choose another --out", out)
     refused(softmax_run, "unknown coupling 'orff'", coupling=["orff"])
     refused(softmax_run, "unknown calibration 'fulll'", calibration="fulll")
     refused(softmax_run, "even number of features", coupling=["pm-antithetic"], num_features=[7])

@@ -119,11 +119,6 @@ def test_matern_kernel_from_another_radial_law():
         assert abs(estimates.mean() - want) < 5 * estimates.std() / np.sqrt(draws)
 
 
-def test_pairs_by_name():
-    assert couplings.get("orthogonal*pairwise") == couplings.get("pnc")
-    assert couplings.get("simplex*independent-antithetic") == couplings.get("simrf-antithetic")
-
-
 def test_equal_couplings_are_one_program(caplog):
     """A name looked up again, and its parts put together again, have what the first compiled."""
     size = 12, 7
@@ -154,7 +149,12 @@ def test_couplings_are_values():
         again = eval(repr(value), modules)
         assert again == value
         assert hash(again) == hash(value)
+        assert couplings.get(value) is value
     assert len(set(VALUES.values())) == len(VALUES)
+    assert couplings.get("orthogonal*pairwise") == couplings.get("pnc")
+    assert couplings.get("simplex*independent-antithetic") == couplings.get("simrf-antithetic")
+    for name in ("halton", "pm"):
+        assert couplings.with_quantile(name, norms.chi) == couplings.get(name)
 
 
 def test_properties():
@@ -170,16 +170,6 @@ def test_properties():
         (lambda key, m, d: jnp.ones((m, d)), (None, None)),
     ]:
         assert couplings.properties(coupling) == expected
-
-
-def test_couplings_are_taken_as_they_are():
-    for coupling in (VALUES["learned"], lambda key, m, d: jnp.ones((m, d))):
-        assert couplings.get(coupling) is coupling
-
-
-def test_the_usual_law_of_the_lengths_changes_nothing():
-    assert couplings.with_quantile("halton", norms.chi) == couplings.get("halton")
-    assert couplings.with_quantile("pm", norms.chi) == couplings.get("pm")
 
 
 BLOCKS = slice(0, 5), slice(5, 10), slice(10, 12)

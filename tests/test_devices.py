@@ -115,7 +115,7 @@ def test_processes_are_all_described_or_not_at_all():
         with pytest.raises(ValueError, match="give all three, or none"):
             devices.initialize(*given)
     for given in (("localhost", 2, 0), ("", 2, 0), ("a:1", 2, 2), ("a:1", 2, -1), ("a:1", 0, 0)):
-        with pytest.raises(ValueError, match="--process_id=.*; the coordinator is HOST:PORT, the"):
+        with pytest.raises(ValueError, match="--process_id=.*; the coordinator is HOST:PORT, pr"):
             devices.initialize(*given)
 
 

@@ -1,7 +1,6 @@
 """What a run would cost, counted in compiled programs, for devices that are there or not."""
 
 import importlib.util
-import json
 import re
 
 import jax
@@ -32,7 +31,7 @@ def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch
     count = sum(x.size for x in steps.parameters(program.abstract).values())
     assert re.search(rf"total +{count:,}", text)
     flops = runs.subject(SETTINGS)[1].operations(SETTINGS)
-    assert f"{flops / 1e9:.3f} GFLOP an image forward" in text
+    assert f"{flops / 1e9:.3f} GFLOP per image forward" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
     assert "batch: mask" not in text
     assert text.count("memory: arguments") == 2
@@ -52,13 +51,10 @@ def test_what_a_device_has_decides(plan):
     assert dry_run.limits(larger, peak)["fits"] is False
     short = plan | dry_run.limits(plan, devices.Peak(1e9, 1e6, (need - 1) / 2**30))
     assert short["fits"] is False
-    assert "does not fit: take a smaller config.data.batch_size" in dry_run.text(short)
+    assert "does not fit: use a smaller config.data.batch_size" in dry_run.text(short)
     bound = plan["train"]["bytes"] / 1e6
     assert exact["roof"]["memory traffic"] == pytest.approx(bound)
-    assert f"{32 / bound:,.0f} images a second, bounded by memory traffic" in dry_run.text(exact)
-    found = json.loads(json.dumps(exact))
-    assert found["fits"] is True
-    assert found["train"]["memory"]["in all"] == plan["train"]["memory"]["in all"]
+    assert f"{32 / bound:,.0f} images per second, bounded by memory traffic" in dry_run.text(exact)
 
 
 def test_a_compiler_that_finds_no_room_says_what_to_change():
@@ -78,7 +74,7 @@ def test_a_compiler_that_finds_no_room_says_what_to_change():
                 "RESOURCE_EXHAUSTED: E1000: Ran out of memory (19.29G of 15.75G). HLO module: x."
             )
 
-    message = r"train_step does not fit: take .*accumulate.* The compiler: .*19.29G of 15.75G\)$"
+    message = r"train_step does not fit: use .*accumulate.* The compiler: .*19.29G of 15.75G\)$"
     for gpu in (False, True):
         with pytest.raises(ValueError, match=message):
             dry_run.compiled(Step(), gpu=gpu)
@@ -115,7 +111,7 @@ def test_another_word_is_no_topology():
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="the compiler is here")
 def test_a_compiler_that_is_missing_is_named():
-    with pytest.raises(ValueError, match="v5e:2x2 needs its compiler, pip install libtpu"):
+    with pytest.raises(ValueError, match="v5e:2x2 requires its compiler, pip install libtpu"):
         topologies.devices("v5e:2x2")
 
 
@@ -129,24 +125,19 @@ def test_sizes_of_data_that_are_not_read():
         with pytest.raises(ValueError, match="four numbers above 0"):
             dry_run.dataset(SETTINGS, size=size)
     other = small_config(data=config.Data(name="mine"))
-    with pytest.raises(ValueError, match="how large is config.data.name='mine'.*--data_size="):
+    with pytest.raises(
+        ValueError, match="the size of config.data.name='mine' is not known.*--data_size="
+    ):
         dry_run.dataset(other, "v5e:4x4")
-
-
-def test_a_batch_that_the_devices_cannot_share_is_refused(eight_devices):
-    settings = small_config(data=config.Data(batch_size=12))
-    with pytest.raises(ValueError, match="12 is not divisible by the 8 devices"):
-        dry_run.plan(settings)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.parametrize(("topology", "kind"), [("v5e:2x2", "TPU v5 lite"), ("v6e:2x2", "TPU v6")])
 def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path):
-    words = ["--config=digits", "--dry_run", f"--topology={topology}", "--json"]
+    words = ["--config=digits", "--dry_run", f"--topology={topology}"]
     ((code, out, err),) = commands.start_all([["vit.train", f"--workdir={tmp_path}", *words]])
     assert code == 0, err
-    found = json.loads(out)
-    assert found["device"].startswith(kind)
-    assert found["fits"]
-    assert found["train"]["collectives"]["all-reduce"][1] > 4 * 200_000
+    assert f"devices: 4 x {kind}" in out
+    assert out.rstrip().endswith("fits")
+    assert float(re.search(r"all-reduce: \d+, ([0-9.]+) MiB", out)[1]) > 4 * 200_000 / 2**20

@@ -64,19 +64,13 @@ def test_relu_and_elu_match_the_equation():
 
 
 def test_weights_replace_one_over_m():
-    uniform = jnp.full(7, 1 / 7)
-    np.testing.assert_allclose(
-        features.positive(X, W, weights=uniform), features.positive(X, W), rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        features.trigonometric(X, W, weights=uniform), features.trigonometric(X, W), rtol=1e-5
-    )
     weights = jnp.arange(7.0)
-    np.testing.assert_allclose(
-        features.positive(X, W, weights=weights) ** 2,
-        7 * weights * features.positive(X, W) ** 2,
-        rtol=1e-5,
-    )
+    for feature_map, both in (
+        (features.positive, weights),
+        (features.trigonometric, jnp.tile(weights, 2)),
+    ):
+        want = 7 * both * feature_map(X, W) ** 2
+        np.testing.assert_allclose(feature_map(X, W, weights=weights) ** 2, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])

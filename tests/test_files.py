@@ -109,4 +109,4 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     monkeypatch.setattr(files.fcntl, "flock", flock)
     with files.alone(tmp_path / "lock") as held:
         assert not held
-        assert "is not held against other processes: no locks here" in capsys.readouterr().out
+        assert "is not locked: the file system has no locks" in capsys.readouterr().out

@@ -156,8 +156,5 @@ def test_nodes_are_independent_and_keep_their_draws():
 def test_bad_input(arguments, words):
     with pytest.raises(ValueError, match=words):
         couplings.lengths(jax.random.key(0), *arguments)
-
-
-def test_sigma_refuses_what_is_no_permutation():
     with pytest.raises(ValueError, match=r"not a permutation of 0..2: \[0 0 2\]"):
         couplings.sigma(np.array([0, 0, 2]))

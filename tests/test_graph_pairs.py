@@ -8,7 +8,6 @@ means of Phi v and of K v, for three vectors v, with what eigenvalues of a matri
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from scipy import stats
 
 from performer.graphs import Graph, couplings, graph_random_features, kernels
@@ -42,7 +41,6 @@ FACTORS = {
     "steps": ["uniform", "weighted"],
     "adjacency": ["normalised", "weights"],
     "unbiased_diagonal": [False, True],
-    "mesh": [False, True],
     "parallel": [False, True],  # each edge as two halves
 }
 OPTIONS = ("num_walks", "steps", "adjacency", "unbiased_diagonal")
@@ -87,7 +85,6 @@ def draw(row, count, seed):
         KERNELS[row["kernel"]][0],
         p_halt=0.4,
         coupling=couplings.sigma(np.array([3, 2, 0, 1])) if coupling == "sigma" else coupling,
-        mesh=jax.make_mesh((1,), ("nodes",), (AxisType.Auto,)) if row["mesh"] else None,
         **{name: row[name] for name in OPTIONS},
     )
     parts = (found.left, found.right)

@@ -181,7 +181,7 @@ def test_walks_go_along_edges_and_make_their_steps():
 
 
 def rounds(lengths, p_halt):
-    return walks._lanes(lengths, p_halt, 1)[2]
+    return walks._lanes(lengths, p_halt)[2]
 
 
 def test_a_draw_depends_on_walker_and_step_alone():

@@ -69,7 +69,7 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path, package):
 def test_a_logger_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
     for name, package in loggers.PACKAGES.items():
         monkeypatch.setitem(sys.modules, package, None)
-        message = f"--log={name} needs {package}: pip install 'performer-jax\\[{name}\\]'"
+        message = f"--log={name} requires {package}: pip install 'performer-jax\\[{name}\\]'"
         with pytest.raises(ValueError, match=message):
             loggers.check([name])
     with pytest.raises(ValueError, match="unknown --log 'tensorbord'; did you mean 'tensorboard'"):

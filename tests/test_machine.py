@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,7 @@ def test_as_many_files_as_the_data_set_has(monkeypatch, soft, hard, set_to):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
     if set_to is None:
-        with pytest.raises(ValueError, match="takes 1,280 descriptors, and this machine allows"):
+        with pytest.raises(ValueError, match="requires 1,280 descriptors, and this machine allows"):
             machine.allow_open_files(1024)
     else:
         machine.allow_open_files(1024)
@@ -66,7 +64,7 @@ def test_workers_by_the_machine(tmp_path, monkeypatch):
 def test_a_bucket_is_no_folder(address, tmp_path, monkeypatch):
     """`Path` would make of it a folder `gs:` beside the user's own."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"bucket/run is an address: .* Mount the bucket"):
+    with pytest.raises(ValueError, match=r"bucket/run is an address, .* Mount the bucket"):
         loop.train(small_config(), Path(address))
     assert not list(tmp_path.iterdir())
 
@@ -96,17 +94,3 @@ def test_programs_are_kept_but_those_of_cpus(tmp_path, monkeypatch, backend, giv
             jax.config.update(name, value)
     assert folder == (expected[0] and expected[0].format(home=tmp_path))
     assert size == expected[1]
-
-
-@pytest.mark.thorough
-def test_a_bounded_cache_of_programs_works(tmp_path):
-    """JAX needs filelock for it, and else goes on without a cache and a warning."""
-    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
-    environment = {
-        "JAX_COMPILATION_CACHE_MAX_SIZE": "99999999",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
-    assert any(path.name.endswith("-cache") for path in tmp_path.iterdir())

@@ -117,7 +117,7 @@ def test_a_log_that_ends_before_the_checkpoint_is_told(tmp_path, capsys):
 
 def test_a_pipe_in_the_place_of_a_log_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="metrics.jsonl is no file; move it away"):
+    with pytest.raises(ValueError, match="metrics.jsonl is no file: move it away"):
         metrics.read(tmp_path / "metrics.jsonl")
 
 

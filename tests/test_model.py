@@ -232,18 +232,6 @@ def test_a_block_without_its_summands_is_the_identity():
     assert not np.allclose(passed["block00/output"], passed["embedded"])
 
 
-def test_without_stochastic_depth_there_is_no_stream_for_it():
-    """The state is that of a model of before: old checkpoints are read."""
-    paths = []
-    for probability in (0.0, 0.1):
-        model = shapes(small_config(model=config.Model("XS/4", drop_path=probability)), 5, 1)
-        paths.append({path for path, _ in nnx.to_flat_state(nnx.state(model))})
-    assert {p for p in paths[1] - paths[0]} == {
-        ("blocks", 1, "drop_path", "rngs", name) for name in ("count", "key")
-    }
-    assert paths[0] < paths[1]
-
-
 def test_sincos_positions_are_distinct_and_of_unit_amplitude():
     table = np.asarray(sincos_positions(4, 16))
     assert table.shape == (16, 16)

@@ -49,7 +49,7 @@ def test_heads_and_layers_draw_their_own():
 
 
 def test_one_default_coupling():
-    of = (PerformerAttention, performer.linearize, performer.nnx.linearize)
+    of = (PerformerAttention.__init__, performer.linearize, performer.nnx.linearize)
     of += (performer.analysis.attention_error, performer.analysis.recommend)
     defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
     assert defaults == {performer.couplings.DEFAULT, Attention().coupling}

@@ -27,26 +27,6 @@ def test_schedule():
     assert [float(default(step)) for step in (0, 10)] == pytest.approx([1e-3, 1e-5])
 
 
-def test_restarts_are_cycles():
-    """Against each cycle written out: the warm-up of a later one starts from the final rate."""
-    section = config.Optim(
-        learning_rate=1.0, final_learning_rate=0.1, warmup_steps=4, constant_steps=2
-    )
-
-    def cycle(start, end, low):
-        steps = np.arange(end - start)
-        falling = 0.1 + 0.9 * (1 + np.cos(np.pi * (steps - 6) / (end - start - 6))) / 2
-        return np.where(steps < 4, low + (1 - low) * steps / 4, np.where(steps < 6, 1, falling))
-
-    rate = optim.schedule(section, 42, restarts=(10, 30))
-    want = [*cycle(0, 10, 0.0), *cycle(10, 30, 0.1), *cycle(30, 42, 0.1), 0.1]
-    np.testing.assert_allclose([rate(step) for step in range(43)], want, rtol=1e-6)
-    plain = optim.schedule(section, 10)
-    assert [float(plain(step)) for step in range(10)] == [float(rate(step)) for step in range(10)]
-    with pytest.raises(ValueError, match="are 6 steps, but the cycle from step 10 on has 6"):
-        optim.schedule(section, 42, restarts=(10, 16))
-
-
 def ones(settings):
     """Parameters of a ViT, all of them 1."""
     params = nnx.state(shapes(settings, 5, 1), nnx.Param)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import performer
+from vit.config import cli
 
 PACKAGES = ("experiments", "performer", "vit")
 
@@ -32,13 +33,31 @@ def archives(tmp_path_factory):
     return source, wheel
 
 
+def imported(programs):
+    """Files of `experiments` that these programs of it import, and their folders' own."""
+    found, waiting = {"experiments/__init__.py"}, [f"experiments/{name}.py" for name in programs]
+    while waiting:
+        path = waiting.pop()
+        found |= {path, f"{Path(path).parent}/__init__.py"}
+        for module, names in re.findall(
+            r"^from (experiments[\w.]*) import (.*)$", Path(path).read_text(), re.M
+        ):
+            for name in (module, *(f"{module}.{each}" for each in re.findall(r"\w+", names))):
+                file = name.replace(".", "/") + ".py"
+                if Path(file).exists() and file not in found:
+                    waiting.append(file)
+    return found
+
+
 @pytest.mark.thorough
 def test_the_wheel_holds_the_packages_and_nothing_else(archives):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = set(wheel.namelist())
     tops = {name.split("/")[0] for name in names}
     assert tops == {*PACKAGES, f"performer_jax-{performer.__version__}.dist-info"}
-    wanted = {str(p) for top in PACKAGES for p in Path(top).rglob("*.py")}
+    wanted = {str(p) for top in ("performer", "vit") for p in Path(top).rglob("*.py")}
+    wanted |= imported(["compare", "attention_mse", "benchmark"])
+    wanted |= {str(p) for p in Path("experiments/configs").glob("*.py")}
     assert {name for name in names if name.endswith(".py")} == wanted
     assert not [name for name in names if name.endswith(".png")]
     assert {"performer/py.typed", "vit/py.typed"} <= names
@@ -72,8 +91,13 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     _, environment = installed
-    for script, name in ("performer-vit", "train"), ("performer-experiments", "graphs.gp"):
+    for script, name in ("performer-vit", "train"), ("performer-experiments", "compare"):
         assert f"{script} {name} " in run(script, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        ["performer-experiments", "graphs.gp"], env=environment, capture_output=True, text=True
+    )
+    assert "'graphs.gp'" in done.stderr
+    assert done.stderr.endswith(f"{cli.REST}\n")
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
     for name, message in {

@@ -167,6 +167,7 @@ def test_the_command(command, workdir, folder):
     """Writes the table, names and counts what cannot be read, and says what can be done next."""
     table = folder / "table.csv"
     said, told = command(folder, csv=str(table), top=2)
+    assert told.startswith(f"loading {workdir} and compiling the model\n")
     assert "broken.png cannot be read as an image: it is none of" in told
     assert f"3 pictures -> {table}; 1 could not be read" in told
     assert f"export --workdir={workdir}" in said

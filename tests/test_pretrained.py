@@ -3,8 +3,6 @@
 The reference is the original network written from its definition in float64 NumPy.
 """
 
-import contextlib
-import errno
 import zipfile
 
 import jax
@@ -20,7 +18,7 @@ from vit import config, data, evaluate, pretrained, train, use
 from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.reports import metrics
-from vit.run import checkpoint, files, runs
+from vit.run import runs
 from vit.weights.files import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
@@ -240,37 +238,9 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
     record = evaluate.evaluate_run(folders["softmax"])
     assert (record["step"], record["eval_examples"]) == (0, 360)
 
-    assert train.train(settings("performer"), folders["performer"])["step"] == 3
+    assert train.train(config.of_run(folders["performer"]), folders["performer"])["step"] == 3
     losses = [r["train_loss"] for r in metrics.read(folders["performer"] / "metrics.jsonl")]
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
-
-
-def test_no_room_on_the_disk_names_the_folder(file, tmp_path, monkeypatch):
-    """For a checkpoint, or for the first bytes of the lock; then the same call goes on."""
-    path, workdir = file(weights()), tmp_path / "run"
-
-    def unsaved(*_):
-        raise checkpoint.SaveError("a checkpoint could not be written")
-
-    @contextlib.contextmanager
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-        yield
-
-    for module, name, replaced, message in [
-        (checkpoint, "save", unsaved, "could not be written"),
-        (files, "alone", full, r"No space left on device: '.*run.unfinished'"),
-    ]:
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, replaced)
-            with pytest.raises(OSError, match=message):
-                pretrained.pretrained(path, settings(), workdir)
-        assert not workdir.exists()
-    assert [p.name for p in tmp_path.glob("run*/*")] == []
-    killed = tmp_path / "run.unfinished" / "checkpoints" / "0"
-    killed.mkdir(parents=True)
-    assert pretrained.pretrained(path, settings(), workdir)
-    assert checkpoint.found(workdir)
 
 
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):

@@ -232,5 +232,5 @@ def test_bad_input():
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
         quadrature.gram(x, x, rule, "gauss")
     for kernel in (kernels.matern(1.5), kernels.softmax):
-        with pytest.raises(ValueError, match=r"frequencies N\(0, I\), not kernels.*take"):
+        with pytest.raises(ValueError, match=r"frequencies N\(0, I\), not kernels.*use"):
             quadrature.feature_maps(x, rule, kernel)

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
 from tests.test_sources import write_idx
 from vit import config, data
 from vit.config import bundled, recipe
+from vit.data import arrays
 from vit.prepare import prepare
 from vit.run import optim, runs
 
@@ -41,7 +43,7 @@ def test_a_million_photos_look_like_imagenet_and_eighty_do_not():
 
 
 def test_what_cannot_be_learned_from_is_refused():
-    for wrong, message in [((0, 2, 8, 1), "num_examples=0"), ((9, 1, 8, 1), "nothing to tell")]:
+    for wrong, message in [((0, 2, 8, 1), "num_examples=0"), ((9, 1, 8, 1), "at least 2 classes")]:
         with pytest.raises(ValueError, match=message):
             recipe.for_images(*wrong)
 
@@ -64,11 +66,54 @@ def photos(tmp_path_factory):
 def test_my_images_reads_the_data_set(photos):
     derived = bundled.config(f"my_images:{photos}/data/photos")
     config.validate(derived)
-    assert derived == config.with_values(
+    assert derived.overridden({}) == config.with_values(
         recipe.for_images(11, 2, 96, 3),
         {"data.name": "photos", "data.dir": f"{photos}/data", "data.eval_split": "validation"},
     )
     assert (len(data.load(derived.data).train), derived.model.variant) == (11, "XS/8")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_epochs": 10.0}, {"optim.warmup_steps": 2}),
+        ({"num_epochs": 600.0}, {"optim.warmup_steps": 120}),
+        ({"data.image_size": 32, "model.variant": "Ti/4"}, {"attention.num_features": 128}),
+        ({"data.batch_size": 2, "log_every": 7}, {"data.batch_size": 2}),
+        ({"eval_every": 10, "checkpoint_every": 15}, {"optim.warmup_steps": 60}),
+    ],
+)
+def test_given_values_enter_before_the_others_are_derived(photos, values, expected):
+    """By a flag of my_images and as an argument of `vit.fit`; both refused two epochs before."""
+    derived = bundled.config(f"my_images:{photos}/data/photos").overridden(values)
+    config.validate(derived)
+    assert type(derived) is config.Config
+    flat = config.flatten(derived)
+    assert {name: flat[name] for name in values | expected} == values | expected
+    dataset = data.load(derived.data)
+    optim.schedule(derived.optim, runs.length(derived, dataset)[1])
+    given = values | {"data.name": "photos", "data.dir": f"{photos}/data"}
+    given |= {"data.eval_split": "validation"}
+    assert recipe.for_images(11, 2, 96, 3, given) == derived
+    with pytest.raises(ValueError, match="config.num_epochs=-1.0: must be a number above 0"):
+        recipe.for_images(11, 2, 96, 3, {"num_epochs": -1.0})
+
+
+def test_fit_derives_its_config_after_the_given_values(monkeypatch, tmp_path):
+    """Two epochs were refused, for the warm-up was that of 90."""
+
+    def train(*arguments):
+        raise InterruptedError(arguments)
+
+    monkeypatch.setattr(arrays.loop, "train", train)
+    images = np.zeros((60, 8, 8), np.uint8)
+    with pytest.raises(InterruptedError) as reached:
+        vit.fit(images, [0, 1] * 30, workdir=tmp_path, values={"num_epochs": 2})
+    ((settings, _, dataset),) = reached.value.args
+    config.validate(settings)
+    _, num_steps = runs.length(settings, dataset)
+    assert (settings.num_epochs, settings.optim.warmup_steps) == (2, num_steps // 10)
+    optim.schedule(settings.optim, num_steps)
 
 
 def test_my_images_takes_the_test_split_where_there_is_no_validation(tmp_path):
@@ -95,9 +140,15 @@ def test_a_wrong_folder_says_what_is_wrong_with_it(photos):
         )
     itself = f"is a data set itself: give --config.data.dir={photos}/data --config.data.name=photos"
     assert itself in told(photos / "data" / "photos", "other")
-    assert "holds no data set; one is made of pictures by" in told(photos / "raw" / "cat")
+    assert "holds no data set; make one of pictures by" in told(photos / "raw" / "cat")
     assert "unknown config.data.name 'photo'; did you mean 'photos'? Choices: digits, photos" in (
         told(photos / "data", "photo")
     )
-    with pytest.raises(ValueError, match=rf"vit.prepare --source={photos}/raw"):
+    with pytest.raises(
+        ValueError, match=rf"raw is no prepared .*vit.prepare --source={photos}/raw"
+    ):
         recipe.for_data_set(f"{photos}/raw")
+    with pytest.raises(
+        ValueError, match="^nosuch does not exist; make it from pictures by .*vit.prepare"
+    ):
+        recipe.for_data_set("nosuch")

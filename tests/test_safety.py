@@ -99,10 +99,7 @@ def test_until():
         next(items)
 
 
-def optim(allowed=0):
-    return Optim(learning_rate=0.5, skip_nonfinite=allowed)
-
-
+OPTIM = Optim(learning_rate=0.5)
 NAMES = ["embed.bias", "embed.kernel", "head.kernel"]
 
 
@@ -123,18 +120,9 @@ def step(loss=1.0, finite=(True, True, True)):
 )
 def test_the_first_step_that_diverged_is_named(bad, message):
     with pytest.raises(FloatingPointError, match=message) as error:
-        check_finite(optim(), [step(), bad, step(np.nan)], 13, NAMES)
+        check_finite(OPTIM, [step(), bad, step(np.nan)], 13, NAMES)
     assert "learning_rate=0.5" in str(error.value)
-    check_finite(optim(), [step(), step()], 13, NAMES)
-
-
-def test_so_many_steps_in_a_row_may_be_passed_over():
-    """In a row: a good one begins anew; those before the stretch count."""
-    bad = step(np.nan)
-    assert check_finite(optim(2), [bad, bad, step(), bad], 4, NAMES) == 1
-    assert check_finite(optim(2), [bad], 5, NAMES, skips=1) == 2
-    with pytest.raises(FloatingPointError, match="nan at step 6, after 2 such .*nonfinite=4$"):
-        check_finite(optim(2), [bad], 6, NAMES, skips=2)
+    check_finite(OPTIM, [step(), step()], 13, NAMES)
 
 
 def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):
@@ -158,7 +146,7 @@ with safety.appearing(Path({str(folder)!r}), "--out") as folder:
     assert (folder / "config.json").exists()
     assert not unfinished.exists()
     with (
-        pytest.raises(ValueError, match="run holds a run already; take another --out"),
+        pytest.raises(ValueError, match="run holds a run already; choose another --out"),
         safety.appearing(folder, "--out"),
     ):
         pass
@@ -171,7 +159,7 @@ def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     with (
-        pytest.raises(ValueError, match="run is not empty; take another --out"),
+        pytest.raises(ValueError, match="run is not empty; choose another --out"),
         safety.appearing(tmp_path / "run", "--out"),
     ):
         pass

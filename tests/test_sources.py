@@ -57,13 +57,17 @@ def write_folders(folder, modes=("RGB", "RGB"), **splits):
             path.write_bytes(picture(number, modes[number % 2]))
 
 
-def write_table(source, header, row, suffix=".png", delimiter=",", folder=""):
-    (source / folder).mkdir(parents=True, exist_ok=True)
-    lines = [header] if header else []
-    for number, name in ROWS:
-        (source / folder / f"p{number}{suffix}").write_bytes(picture(number))
-        lines.append(delimiter.join(row(number, name)))
-    (source / "index.csv").write_text("\n".join(lines))
+def table(header, row, suffix=".png", folder=""):
+    """Pictures p0, p1, ... and a csv file of their numbers {0} and classes {1}."""
+
+    def write(source):
+        (source / folder).mkdir(parents=True, exist_ok=True)
+        for number, _ in ROWS:
+            (source / folder / f"p{number}{suffix}").write_bytes(picture(number))
+        lines = [header] * bool(header) + [row.format(*each) for each in ROWS]
+        (source / "index.csv").write_text("\n".join(lines))
+
+    return write
 
 
 def write_npz(folder, **arrays):
@@ -152,6 +156,7 @@ def write_ilsvrc2012(source, names=("00000001", "00000002", "00000003", "0000000
 
 
 WHOLE = {"train": set(ROWS)}
+FOLDERS = WHOLE | {"validation": set(ROWS[:3])}
 HELD = {"train": set(ROWS[:14]), "test": set(ROWS[14:])}
 NUMBERED = {k: {(i, str(list(CLASSES).index(name))) for i, name in x} for k, x in HELD.items()}
 THREE = {"train": slice(9), "val": slice(9, 12), "test": slice(12, 17)}
@@ -167,37 +172,12 @@ ILSVRC = {
 }
 FORMS = {
     "classes": (write_folders, WHOLE),
-    "splits": (partial(write_folders, train=slice(17), val=slice(3)), None),
-    "table": (partial(write_table, header="file,label", row=lambda i, n: (f"p{i}.png", n)), WHOLE),
-    "no header": (partial(write_table, header="", row=lambda i, n: (n, f"p{i}.png")), WHOLE),
-    "semicolons": (
-        partial(
-            write_table,
-            header="id;other;class",
-            row=lambda i, n: (f"p{i}", str(i), n),
-            delimiter=";",
-        ),
-        WHOLE,
-    ),
-    "capitals": (
-        partial(
-            write_table,
-            header="id,Species",
-            row=lambda i, n: (f"p{i}", n),
-            suffix=".PNG",
-            folder="images",
-        ),
-        WHOLE,
-    ),
-    "folder in table": (
-        partial(
-            write_table,
-            header="number,group,class_name,file",
-            row=lambda i, n: (str(i), n[0], n, f"images/p{i}.png"),
-            folder="images",
-        ),
-        WHOLE,
-    ),
+    "splits": (partial(write_folders, train=slice(17), val=slice(3)), FOLDERS),
+    "table": (table("file,label", "p{0}.png,{1}"), WHOLE),
+    "no header": (table("", "{1},p{0}.png"), WHOLE),
+    "semicolons": (table("id;other;class", "p{0};{0};{1}"), WHOLE),
+    "capitals": (table("id,Species", "p{0},{1}", ".PNG", "images"), WHOLE),
+    "folders": (table("id,group,class,file", "{0},x,{1},images/p{0}.png", folder="images"), WHOLE),
     "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE),
     "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE),
     "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED),
@@ -215,11 +195,7 @@ def test_pictures_and_classes_of_each_form(tmp_path, write, want):
     source = forms.read(tmp_path)
     for _ in range(2):  # the same again
         found = {k: [(shade(x.read()), x.label) for x in f()] for k, f in source.splits.items()}
-        want = want or {"train": set(ROWS), "validation": set(ROWS[:3])}
-        assert {split: set(rows) for split, rows in found.items()} == want
-        assert {split: len(rows) for split, rows in found.items()} == {
-            split: len(rows) for split, rows in want.items()
-        }
+        assert {k: sorted(rows) for k, rows in found.items()} == {k: sorted(want[k]) for k in want}
     names = {name for rows in want.values() for _, name in rows}
     assert list(source.class_names) == sorted(names)
 
@@ -340,7 +316,7 @@ def flipped(folder):
     (folder / VAL).write_bytes(content)
 
 
-def table(*lines):
+def lines(*lines):
     """Two pictures beside a csv file of these lines."""
 
     def write(folder):
@@ -355,8 +331,8 @@ def npz(**arrays):
     return partial(write_npz, **arrays)
 
 
-def parquet(name="x", **options):
-    return lambda folder: write_parquet(folder / f"{name}.parquet", **options)
+def parquet(**options):
+    return lambda folder: write_parquet(folder / "x.parquet", **options)
 
 
 def labels(*values, column="label", name="x"):
@@ -367,10 +343,6 @@ def labels(*values, column="label", name="x"):
         pyarrow.parquet.write_table(columns, folder / f"{name}.parquet")
 
     return write
-
-
-def both(*changes):
-    return lambda folder: [change(folder) for change in changes]
 
 
 FEW = idx(np.zeros(4, np.uint8))
@@ -409,10 +381,10 @@ DAMAGED = [
             (b"1\n", {"meta.mat": None}, "KeyError: .*nowhere"),
         ]
     ),
-    (table(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
-    (table(b"file,label", b"p0.png,a", b"p1.png,b,x"), None, "row 3 has 3 fields, the first 2"),
-    (table(b"file,label", b"p0.png,\xff"), None, "cannot be read as a csv file"),
-    (table(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
+    (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
+    (lines(b"file,label", b"p0.png,a", b"p1.png,b,x"), None, "row 3 has 3 fields, the first 2"),
+    (lines(b"file,label", b"p0.png,\xff"), None, "cannot be read as a csv file"),
+    (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
     (npz(images=images() / 255, labels=NUMBERS), None, "images are uint8, 0 to 255"),
     (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
@@ -451,8 +423,8 @@ def test_damaged_sources_are_named(tmp_path, write, spoil, message, capsys):
 
 
 def test_the_column_of_classes_is_named(tmp_path):
-    write_table(tmp_path, "file,label,class", lambda i, name: (f"p{i}.png", name, str(i % 2)))
-    assert forms.read(tmp_path, "class").class_names == ["0", "1"]
+    table("file,label,class", "p{0}.png,{1},x")(tmp_path)
+    assert forms.read(tmp_path, "class").class_names == ["x"]
     for column, message in [
         ("", "which column .*--labels_column=NAME; .* label, class"),
         ("nam", "--labels_column=nam: that of .* is one of label, class"),

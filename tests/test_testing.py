@@ -200,7 +200,7 @@ def taller(key, m, d):
     [
         (one_in_a_hundred(jnp.nan), "values of the coupling are not finite"),
         (one_in_a_hundred(-jnp.inf), "values of the coupling are not finite"),
-        (taller, r"gives \(3, 3\), expected \(2, 3\)"),
+        (taller, r"returns \(3, 3\), expected \(2, 3\)"),
     ],
     ids=["NaN", "infinite", "of another shape"],
 )

@@ -101,7 +101,7 @@ def test_metrics_are_read_while_the_next_steps_compute():
         log = Progress(settings, task, rate, 44, ["kernel"], written.append, shown, 0.0)
         for number in range(1, 10):
             values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": [-1]}
-            log.add(number, values, asked=time.perf_counter(), waited=0.5)
+            log.add(number, values, requested=time.perf_counter(), waited=0.5)
             assert done[0] == max(0, number - 2)
             assert len(written) == max(0, number - 2) // 4
         log.read()
@@ -130,18 +130,25 @@ def test_five_steps_are_traced(tmp_path, monkeypatch):
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
-    One run is stopped twice: before the frequencies are drawn anew and after it.
+    With gradients in parts and a running mean. One run is stopped by a signal before the
+    frequencies are drawn anew, and dies after it, between two checkpoints.
     """
-    settings = small_config(attention=dataclasses.replace(CALIBRATED, redraw_every=2))
+    settings = small_config(
+        attention=dataclasses.replace(CALIBRATED, redraw_every=2),
+        optim=config.Optim(learning_rate=1e-2, warmup_steps=1, accumulate=2, ema=0.9),
+    )
     train.train(settings, tmp_path / "whole")
 
-    for stop in (1, 2):
-        stop_at(monkeypatch, stop)
-        with pytest.raises(SystemExit) as exit:
-            train.train(settings, tmp_path / "parts")
-        assert exit.value.code == safety.STOPPED == 75
-        assert f"stopped at step {stop} of 3; the same command resumes" in capsys.readouterr().out
+    for stop, end in ((1, SystemExit), (2, KeyboardInterrupt)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop, end)
+            with pytest.raises(end) as ended:
+                train.train(settings, tmp_path / "parts")
+        if end is SystemExit:
+            assert ended.value.code == safety.STOPPED == 75
+            assert "stopped at step 1 of 3; the same command resumes" in capsys.readouterr().out
         assert metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1]["step"] == stop
+    assert checkpoint.found(tmp_path / "parts") == [1]
     train.train(settings, tmp_path / "parts")
 
     run, _ = program(settings)
@@ -159,7 +166,7 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints")
     log = (workdir / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="ends at step 3.* is missing; bring it back"):
+    with pytest.raises(ValueError, match="trained to step 3 .* is missing: restore it"):
         train.train(small_config(), workdir)
     assert (workdir / "metrics.jsonl").read_text() == log
     assert not (workdir / "checkpoints").exists()
@@ -200,86 +207,6 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     with pytest.raises(FloatingPointError, match=message):
         train.train(settings, tmp_path / "run")
     assert checkpoint.found(tmp_path / "run") == [1, 2]
-
-
-def fragile():
-    """The task of a run: of black images loss and gradients are not finite."""
-    _, task = runs.subject(small_config())
-
-    def loss(model, examples):
-        value, sums = task.loss(model, examples)
-        return value / jax.numpy.any(examples[0] != 0), sums
-
-    return task._replace(loss=loss)
-
-
-def floats(state):
-    arrays = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(state)}
-    return {
-        p: np.array(x)
-        for p, x in arrays.items()
-        if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-    }
-
-
-SKIPPING = small_config(
-    attention=CALIBRATED,
-    optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.9, skip_nonfinite=1),
-)
-
-
-def test_steps_that_are_not_finite_are_passed_over():
-    """Parameters, moments, running mean and statistics stay; the step counts."""
-    run, batches = program(SKIPPING, fragile())
-    batch = next(batches)
-    state, values = run.train(run.initial(), batch)
-    before = floats(state)
-    assert not values["skipped"]
-    state, values = run.train(state, batch | {"image": jax.numpy.zeros_like(batch["image"])})
-    assert values["skipped"]
-    assert len(before) > 30
-    jax.tree.map(np.testing.assert_array_equal, floats(state), before)
-    _, optimizer = nnx.merge(run.graph, state)
-    assert int(optimizer.step[...]) == 2
-
-
-@pytest.mark.thorough
-@pytest.mark.optimised("asserts bits")
-def test_a_run_that_passes_over_a_step_resumes_bitwise(tmp_path, monkeypatch, capsys):
-    """Two in a row are too many for one that may pass over one; the same command, allowed more,
-    ends."""
-    run_batches, black = data.run_batches, {2}
-
-    def batches(dataset, section, seed, schedule, first, *share):
-        stream = run_batches(dataset, section, seed, schedule, first, *share)
-        for place, batch in enumerate(stream, first):
-            training, step = schedule.at(place)
-            bad = training and step + 1 in black
-            yield batch | ({"image": np.zeros_like(batch["image"])} if bad else {})
-
-    monkeypatch.setattr(data, "run_batches", batches)
-    subject = runs.subject(SKIPPING)[0], fragile()
-    train.train(SKIPPING, tmp_path / "whole", *subject)
-    assert "not finite: passed over steps [2]" in capsys.readouterr().out
-    log = metrics.read(tmp_path / "whole" / "metrics.jsonl")
-    assert [r["skipped_steps"] for r in log] == [0, 1, 0]
-    assert "train_loss" not in log[1]
-    assert np.isfinite(log[2]["train_loss"])
-    with monkeypatch.context() as patch:
-        stop_at(patch, 2)
-        with pytest.raises(SystemExit):
-            train.train(SKIPPING, tmp_path / "parts", *subject)
-    train.train(SKIPPING, tmp_path / "parts", *subject)
-    run = runs.restore(tmp_path / "whole", *subject).program
-    states = [final_state(run, tmp_path / name) for name in ("whole", "parts")]
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-    black.add(3)
-    with pytest.raises(FloatingPointError, match=r"inf at step 3, after 1 such .*nonfinite=3$"):
-        train.train(SKIPPING, tmp_path / "ends", *subject)
-    allowed = dataclasses.replace(SKIPPING.optim, skip_nonfinite=2)
-    allowed = dataclasses.replace(SKIPPING, optim=allowed)
-    assert train.train(allowed, tmp_path / "ends", *subject)["skipped_steps"] == 1
 
 
 def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):

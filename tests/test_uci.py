@@ -12,6 +12,7 @@ from experiments.kernels import matern
 from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
 from performer import gp, kernels
+from performer.couplings import directions
 from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
@@ -60,10 +61,10 @@ def test_ratio():
     assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
 
 
-def test_halton_points_are_plain_and_shifted():
-    plain = qmc.Halton(5, scramble=False)
-    halton = FOURIER.couplings["halton"](jax.random.key(0), 7, 5)
-    shift = (stats.norm.cdf(halton) - plain.random(7)) % 1
+def test_halton_points_are_plain_shifted_and_rotated():
+    _, rotation_key = jax.random.split(jax.random.key(0))
+    halton = uci.halton(jax.random.key(0), 7, 5) @ directions.haar(rotation_key, 5, 5).T
+    shift = (stats.norm.cdf(halton) - qmc.Halton(5, scramble=False).random(7)) % 1
     np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
 
 

@@ -1,14 +1,14 @@
-"""A Vision Transformer with exact or random-feature attention, and what one does with it.
+"""Vision Transformer with exact or random-feature attention: training, prediction, conversion.
 
     import vit
 
     model = vit.load("runs/photos")             # a trained run; its data set is not needed
     model.predict(["cat.jpg"]).top(3)           # class names and probabilities
-    model.features(images)                      # what the head reads
+    model.features(images)                      # input of the head
 
     model = vit.fit(images, labels, config="digits", workdir="runs/mine")     # trains on arrays
 
-The commands: `performer-vit` lists them; python -m vit.train is performer-vit train.
+`performer-vit` lists the commands; `performer-vit train` is `python -m vit.train`.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vit.use import load as load
 
 PLACES = {"fit": "vit.data.arrays", "load": "vit.use"}
-"""Where the functions for users are; a module is imported when its function is first named."""
+"""Modules of the functions, imported at the first use."""
 
 __all__ = list(PLACES)
 

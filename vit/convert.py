@@ -29,6 +29,7 @@ accuracy.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from flax import nnx
 from performer import couplings
 from vit import config as configs
 from vit.config.arguments import launch
+from vit.config.cli import command
 from vit.config.signature import define, given
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
@@ -166,8 +168,10 @@ def convert(
     Args:
         workdir: folder of a run with softmax attention.
         out: folder of the report and the converted run; WORKDIR-performer if none.
-        coupling: couplings to compare; the first is that of the converted run.
-        calibration: calibration of the frequencies, as full; "none" is always compared, too.
+        coupling: couplings to compare (`performer.couplings.names()`); the first is that of the
+            converted run.
+        calibration: shift, shift+scale or full (`performer.calibration`); "none" is always
+            compared, too.
         num_features: numbers of features m; the largest is that of the converted run.
         refine_steps: steps of refinement after the calibration; if not 0, refined frequencies are a
             further row, and the converted run has them.
@@ -270,8 +274,10 @@ def main(_: list[str]) -> None:
     values = given(convert)
     values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
     devices.check_alone()
-    table = convert(**values)
-    print(f"{table}\nThe report and the converted run are in {values['out']}.")
+    images, out = values["images"], values["out"]
+    print(f"loading {values['workdir']}, calibrating on {images} examples", file=sys.stderr)
+    print(f"{convert(**values)}\nThe report and the converted run are in {out}.")
+    print(f"next: {command('train', workdir=out)}")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,29 @@
-"""Restores a run and reports its accuracy on the evaluation split, and its attention errors.
+"""Evaluate a run: accuracy on the evaluation split, errors of its attention and of its classes.
 
     python -m vit.evaluate --workdir=runs/pm
     python -m vit.evaluate --workdir=runs/pm --report=attention
     python -m vit.evaluate --workdir=runs/pm --report=classes
     python -m vit.evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
-
-The second one writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run: for
-every layer and head, how far its random-feature attention is from softmax attention on evaluation
-images, and whether uniform attention would be nearer. The frequencies are new draws by the run's
-coupling: refined ones of `vit.convert` are not measured here.
-
-The third one goes through the evaluation split once more, writes `classes.csv`, `classes.md` and
-`confusion.csv` into the folder of the run (see `vit.reports.class_report`) and prints the worst
-classes.
-
-With --split, --name, --data_dir or --batch_size the evaluation is on other data than the run's own:
-another part of its data set, or another data set of the same classes or some of them, told by their
-names. Nothing is written then.
-
     python -m vit.evaluate --workdir=runs/pm --real=real.json
 
-gives the accuracy by the reassessed labels of ImageNet's validation pictures besides (Beyer et al.
-2020, `vit.data.real_labels`), over those that have any.
+--report=attention writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run:
+the error of the random-feature attention of each layer and head on evaluation images, beside that
+of uniform attention. The frequencies are new draws by the run's coupling; the refined frequencies
+of `vit.convert` are not measured.
 
-The first one runs on several hosts, too: on each the same command with --distributed.
+--report=classes writes `classes.csv`, `classes.md` and `confusion.csv` into the folder of the run
+(`vit.reports.class_report`) and prints the worst classes.
+
+--split, --name, --data_dir and --batch_size evaluate on other data: another split, or another data
+set with the same classes or some of them, matched by name. Nothing is written.
+
+--real adds the accuracy by the reassessed labels of ImageNet's validation pictures (Beyer et al.
+2020, `vit.data.real_labels`).
+
+Without --report the command also runs on several hosts: on each with --distributed.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,7 +51,7 @@ FLAGS = {
     "data.dir": "data_dir",
     "data.batch_size": "batch_size",
 }
-"""Fields of the config that a flag replaces for one evaluation."""
+"""Fields of the config with a flag that replaces them for one evaluation."""
 
 
 def evaluate_run(
@@ -62,17 +60,17 @@ def evaluate_run(
     task: Task | None = None,
     step: int | str | None = None,
 ) -> metrics.Record:
-    """A checkpoint of a run on its evaluation split.
+    """Evaluate a checkpoint of a run on its evaluation split.
 
     Args:
-        workdir: of the run.
-        dataset: as `runs.restore`.
-        task: likewise.
-        step: likewise.
+        workdir: folder of the run.
+        dataset: as in `runs.restore`.
+        task: as in `runs.restore`.
+        step: as in `runs.restore`.
 
     Returns:
-        step, eval_loss, eval_accuracy, eval_top5 or what else the task measures, eval_examples,
-        eval_bad_records.
+        step, eval_loss, eval_accuracy, eval_top5 or the other measures of the task,
+        eval_examples and eval_bad_records.
 
     Raises:
         ValueError: as `runs.restore`.
@@ -88,31 +86,32 @@ def evaluate_on(
     real: Path | None = None,
     step: int | str | None = None,
 ) -> metrics.Record:
-    """The evaluated model of a run on other data than its own evaluation split.
+    """Evaluate a run on other data than its evaluation split.
+
+    A predicted class that does not occur in the data is an error.
 
     Args:
-        workdir: of the run.
-        fields: of its config that are others, of those in `FLAGS`.
-        real: file of the reassessed labels of ImageNet's validation pictures; then the accuracy is
-            that by these, over the pictures that have any.
-        step: as `vit.load`.
+        workdir: folder of the run.
+        fields: fields of the config to replace, among those of `FLAGS`.
+        real: file of the reassessed labels of ImageNet's validation pictures; pictures without
+            such a label are left out.
+        step: as in `vit.load`.
 
     Returns:
-        As `evaluate_run`, or eval_real_accuracy. Classes that the data have not count as wrong
-        answers where they are given.
+        As `evaluate_run`; with `real` eval_real_accuracy instead of loss and accuracies.
 
     Raises:
         ValueError: as `vit.use.load`, `vit.data.load` and `vit.data.real_labels.read`; or when the
-            data have a class that the run has not.
+            data have a class that the run does not have.
     """
     trained = use.load(workdir, step)
     config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
-    opened: dict[str, Any] = {"data.batch_size": 1}  # however few are there to train on
+    opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
     try:
         dataset = data.load(configs.with_values(config, opened).data)
-    except ValueError as error:  # in the words of the flags that are given
+    except ValueError as error:  # name the flags that were given
         message = str(error).replace("config.data.train_split", "config.data.eval_split")
         for field in fields:
             message = message.replace(f"config.{field}", f"--{FLAGS[field]}")
@@ -140,10 +139,10 @@ def evaluate_on(
 
 
 def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
-    """The run's number of each class of the data, by name; in order where names are numbers.
+    """Return the run's label of each class of the data, by name; in order if names are numbers.
 
     Raises:
-        ValueError: when the run has not all of them.
+        ValueError: when a class of the data is none of the run.
     """
     plain = [str(i) for i in range(len(of_data))]
     if len(of_run) == len(of_data) and plain in (list(of_run), list(of_data)):
@@ -160,13 +159,13 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
 
 
 def report_classes(workdir: Path, step: int | str | None = None) -> str:
-    """Writes the accuracy of each class and the confusion matrix into the folder of the run.
+    """Write the accuracy of each class and the confusion matrix into the folder of the run.
 
     Returns:
-        Overall top-1 and top-5 accuracy and the worst classes, as text.
+        Text with the top-1 and top-5 accuracy and the worst classes.
 
     Raises:
-        ValueError: as `runs.restore`, or for a run that does not classify images.
+        ValueError: as `runs.restore`, or for a run of another task.
     """
     of_folder(workdir, classification.NAME)
     run = runs.restore(workdir, step=step)
@@ -176,19 +175,21 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
 
 
 def main(_: list[str]) -> None:
-    """The command line."""
+    """Run the command."""
     workdir, wanted, step = Path(str(_WORKDIR.value)), _REPORT.value, _STEP.value
     given = {field: flags.FLAGS[flag].value for field, flag in FLAGS.items()}
     fields = {name: value for name, value in given.items() if value is not None}
     if (fields or _REAL.value) and wanted:
         raise ValueError(
-            f"--report={wanted} is of the run's own evaluation split: give it without"
-            " --split, --name, --data_dir, --batch_size and --real"
+            f"--report={wanted} uses the run's own evaluation split: remove --split, --name,"
+            " --data_dir, --batch_size and --real"
         )
     _JOIN()
     machine.keep_programs()
     if wanted and jax.process_count() > 1:
-        raise ValueError(f"--report={wanted} is written by one process: start but one")
+        raise ValueError(f"--report={wanted} requires a single process")
+    if jax.process_index() == 0:
+        print(f"loading {workdir} and compiling its evaluation", file=sys.stderr)
     record = evaluate_on(workdir, fields, step=step) if fields else evaluate_run(workdir, step=step)
     if _REAL.value:
         found = evaluate_on(workdir, fields, Path(_REAL.value), step)
@@ -205,11 +206,11 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
     _JOIN = devices.define_flags()
-    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
-    _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "what to write besides")
-    flags.DEFINE_string("split", None, "evaluate this, as test or train[99%:]")
-    flags.DEFINE_string("name", None, "of a data set of the same classes, or some of them")
-    flags.DEFINE_string("data_dir", None, "where it lies")
-    flags.DEFINE_integer("batch_size", None, "images at once; the run's if not given", 1)
-    _REAL = flags.DEFINE_string("real", None, "ImageNet's reassessed labels, a real.json")
+    _STEP = flags.DEFINE_string("step", None, "step of the checkpoint, or best; the newest if none")
+    _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "report to write")
+    flags.DEFINE_string("split", None, "split to evaluate, as test or train[99%:]")
+    flags.DEFINE_string("name", None, "data set with the same classes, or some of them")
+    flags.DEFINE_string("data_dir", None, "folder of that data set")
+    flags.DEFINE_integer("batch_size", None, "images per batch; that of the run if none", 1)
+    _REAL = flags.DEFINE_string("real", None, "file of ImageNet's reassessed labels, real.json")
     launch(main)

@@ -13,6 +13,7 @@ reads such a file for six months of its releases: keep the run, from which it ca
 """
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -173,6 +174,7 @@ def main(_: list[str]) -> None:
     """The command line."""
     devices.check_alone()
     written = named(Path(str(_OUT.value)), beside=_PARAMETERS.value == "beside")
+    print(f"loading {_WORKDIR.value} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
     export(use.load(str(_WORKDIR.value), _STEP.value), written)
     for path in filter(None, written):
         print(f"{path}  {path.stat().st_size:,} bytes")

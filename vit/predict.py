@@ -1,14 +1,13 @@
-"""Predicts the classes of pictures by a trained run; the data set of the run is not needed.
+"""Predict the classes of pictures by a trained run; the data set of the run is not needed.
 
     python -m vit.predict --workdir=runs/photos cat.jpg folder_of_pictures
     python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
     python -m vit.predict --workdir=runs/photos --attention=maps cat.jpg
 
-Of a folder all files that look like pictures are taken, those in folders within it, too. A file
-that cannot be read is named and counted. With --csv the likeliest classes of every picture go into
-that file, batch by batch: a stopped run leaves what is done. Without, they are printed. With
---attention the folder receives a picture for each: where the model looks, by its estimated
-attention and by exact attention (`vit.reports.rollout`).
+Folders are searched recursively for pictures. Unreadable files are reported and skipped. The most
+likely classes are printed; with --csv they are written to that file, batch by batch. With
+--attention that folder receives a figure for each picture: the attention to each patch, estimated
+and exact (`vit.reports.rollout`).
 """
 
 import contextlib
@@ -34,24 +33,24 @@ from vit.reports import rollout
 from vit.run import devices, files, safety
 
 READERS = 8
-"""Threads that decode."""
+"""Threads that decode pictures."""
 
 
 class Seen(NamedTuple):
-    """A picture and its likeliest classes."""
+    """A picture and its most likely classes."""
 
     path: Path
     pixels: Any
     """Input of the model, an array (size, size, c) of uint8."""
     top: list[tuple[str, float]]
-    """The likeliest classes with their probabilities."""
+    """Most likely classes with their probabilities."""
 
 
 def pictures(paths: Iterable[Path]) -> list[Path]:
-    """The files, and those in the folders that look like pictures, in order.
+    """Return the files, and the pictures in the folders, in order.
 
     Raises:
-        ValueError: for a path that there is not, or when nothing is left.
+        ValueError: for a path that does not exist, or without any picture.
     """
     found = []
     for path in paths:
@@ -70,13 +69,13 @@ def predict(
     top: int = 5,
     unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
 ) -> Iterator[list[Seen]]:
-    """Return an iterator over batches of pictures with their likeliest classes.
+    """Yield batches of pictures with their most likely classes.
 
     Args:
-        model: of `vit.load`.
-        paths: of files.
-        top: how many classes of each.
-        unreadable: called for a file that cannot be read, which is left out.
+        model: as returned by `vit.load`.
+        paths: files.
+        top: number of classes per picture.
+        unreadable: called with the path and the error of a file that cannot be read.
     """
 
     def read(path: Path) -> tuple[Path, np.ndarray] | None:
@@ -88,15 +87,15 @@ def predict(
     with ThreadPoolExecutor(READERS) as pool:
         for start in range(0, len(paths), use.LARGEST):
             readable = list(filter(None, pool.map(read, paths[start : start + use.LARGEST])))
-            said = []
+            tops = []
             if readable:
                 logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
-                said = model.prediction(logits).top(top)
-            yield [Seen(*each, names) for each, names in zip(readable, said, strict=True)]
+                tops = model.prediction(logits).top(top)
+            yield [Seen(*each, names) for each, names in zip(readable, tops, strict=True)]
 
 
 def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start: int) -> None:
-    """Writes a picture for each, numbered from `start`: where the model looks."""
+    """Write a figure of the attention to each picture, numbered from `start`."""
     same = model.config.attention.kind == "softmax"
     for number, (path, pixels, top) in enumerate(seen, start):
         maps = jax.tree.map(lambda x: x[0], rollout.maps(model.model, pixels[None]))
@@ -105,16 +104,15 @@ def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start
 
 
 def line(seen: Seen) -> str:
-    """The line that is printed of a picture."""
+    """Return the printed line of a picture."""
     return f"{seen.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in seen.top)
 
 
 @contextlib.contextmanager
 def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
-    """Make a csv file, and give a function that adds the rows of a batch to it.
+    """Create a csv file and yield a function that appends the rows of a batch.
 
-    A row is the file, then class and probability in turn, the likeliest first. Rows are on disk
-    when the function returns.
+    A row is the file, then classes and probabilities in turn, the most likely class first.
 
     Raises:
         OSError: when the file exists or cannot be written; the message names it.
@@ -133,12 +131,13 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
 
 
 def main(words: list[str]) -> None:
-    """The command line."""
+    """Run the command."""
     path, number, bad = _CSV.value and Path(_CSV.value), 0, []
     devices.check_alone()
     if path and path.exists():
-        raise ValueError(f"--csv={path} exists already: remove it or take another name")
+        raise ValueError(f"--csv={path} exists already: remove it or choose another name")
     paths = pictures(map(Path, words[1:]))
+    print(f"loading {_WORKDIR.value} and compiling the model", file=sys.stderr)
     model = use.load(str(_WORKDIR.value), _STEP.value)
     top = min(_TOP.value, len(model.class_names))
 
@@ -168,13 +167,13 @@ def main(words: list[str]) -> None:
     if not number:
         sys.exit(1)
     name = f"{Path(_WORKDIR.value).name}.stablehlo"
-    print(f"a file for other programs: {cli.command('export', workdir=_WORKDIR.value, out=name)}")
+    print(f"to serve it elsewhere: {cli.command('export', workdir=_WORKDIR.value, out=name)}")
 
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _STEP = flags.DEFINE_string("step", None, "of the checkpoint, or best; else the newest")
-    _TOP = flags.DEFINE_integer("top", 5, "how many classes of each picture", 1)
-    _CSV = flags.DEFINE_string("csv", None, "file of the predictions, instead of printing them")
-    _ATTENTION = flags.DEFINE_string("attention", None, "folder of pictures of the attention")
+    _STEP = flags.DEFINE_string("step", None, "step of the checkpoint, or best; the newest if none")
+    _TOP = flags.DEFINE_integer("top", 5, "number of classes per picture", 1)
+    _CSV = flags.DEFINE_string("csv", None, "file for the predictions, which are then not printed")
+    _ATTENTION = flags.DEFINE_string("attention", None, "folder for figures of the attention")
     launch(main, words=True)

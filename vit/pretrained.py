@@ -36,7 +36,7 @@ from vit import config as configs
 from vit import data
 from vit import weights as published
 from vit.config import cli
-from vit.config.arguments import from_flag, launch
+from vit.config.arguments import chosen_config, launch
 from vit.model import ViT
 from vit.run import devices
 from vit.task import Task
@@ -152,7 +152,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     devices.check_alone()
-    config = from_flag(_CONFIG) if _CONFIG.value else None
+    config = chosen_config() if _CONFIG.value else None
     report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
     following = cli.command("evaluate" if config else "predict", workdir=workdir)

@@ -1,11 +1,12 @@
-"""A trained run as a thing to use: no data set is needed.
+"""Trained models: predictions and features from a run; its data set is not needed.
 
     import vit
 
     model = vit.load("runs/photos")
     model.predict(["cat.jpg", "dog.jpg"]).top(3)
 
-Pictures are read as in the evaluation of the run: the shorter side is resized, the centre cut out.
+Images are read as in the evaluation of the run: resized by the shorter side, then cropped to the
+centre.
 """
 
 import dataclasses
@@ -27,26 +28,26 @@ from vit.run import bounded, checkpoint, steps
 from vit.task import of_folder
 
 LARGEST = 64
-"""Images that go through the model at once, at most."""
+"""Maximum number of images per batch."""
 
 ORIENTATION = 0x0112
-"""The EXIF tag."""
+"""EXIF tag."""
 
 
 class Prediction(NamedTuple):
-    """Probabilities of the classes of n images."""
+    """Class probabilities of n images."""
 
     probabilities: Float[np.ndarray, "n classes"]
-    """With a sigmoid loss each class is on its own, and they need not sum to one."""
+    """With a sigmoid loss they need not sum to one."""
     class_names: tuple[str, ...]
 
     @property
     def labels(self) -> list[str]:
-        """The likeliest class of each image."""
+        """Most likely class of each image."""
         return [self.class_names[i] for i in np.argmax(self.probabilities, axis=-1)]
 
     def top(self, number: int = 5) -> list[list[tuple[str, float]]]:
-        """Likeliest classes of each image, by name, with their probabilities."""
+        """Return the most likely classes of each image with their probabilities."""
         order = np.argsort(-self.probabilities, axis=-1, kind="stable")[:, :number]
         return [
             [(self.class_names[i], float(row[i])) for i in indices]
@@ -54,48 +55,61 @@ class Prediction(NamedTuple):
         ]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Trained:
-    """A trained model, and what its run says of it; made by `load`."""
+    """Trained model of a run, as returned by `load`."""
 
-    config: configs.Config = dataclasses.field(repr=False)
+    workdir: Path
+    config: configs.Config
     step: int
     class_names: tuple[str, ...]
     channels: int
-    model: ViT = dataclasses.field(repr=False)
-    """In evaluation mode, with the running mean of its parameters if the run kept one."""
+    model: ViT
+    """Model in evaluation mode, with the running mean of the parameters if the run keeps one."""
+
+    def __repr__(self) -> str:
+        """Run, step, architecture, input and output in one line."""
+        model, own, side = self.config.model, self.config.attention, self.config.data.image_size
+        size = ", ".join(f"{name} {n}" for name, n in model.size._asdict().items())
+        features = f", {own.coupling}, m = {own.num_features}" * (own.kind == "performer")
+        return (
+            f"Trained({str(self.workdir)!r} at step {self.step}: ViT {model.variant} ({size}),"
+            f" {own.kind} attention{features},"
+            f" {side} x {side} x {self.channels} -> {len(self.class_names)} classes)"
+        )
 
     def predict(self, images: Any) -> Prediction:
-        """Probabilities of the classes.
+        """Return the class probabilities of images.
 
         Args:
-            images: a sequence of images, each the name of a file or an array of uint8,
-                (height, width) or (height, width, 1 or 3), of any size; as one array
-                (n, height, width, c), too. One name of a file is one image.
+            images: sequence of images, each a file name or an array of uint8 of any size,
+                (height, width) or (height, width, 1 or 3); or one array (n, height, width, c), or
+                one file name.
 
         Raises:
-            ValueError: for what is no image, naming it.
+            ValueError: for an input that is no image; the message names it.
         """
         return self.prediction(self.outputs(images)[0])
 
     def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
-        """Probabilities and names of logits."""
+        """Return the probabilities of logits, with the class names."""
         of_classes = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
         return Prediction(np.asarray(of_classes(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
-        """Input of the head (`config.model.pooling`): the class token, or the mean over the
-        patches, after the last norm, and after the tanh layer of a model with `pre_logits`.
+        """Return the input of the head, pooled by `config.model.pooling`.
+
+        It is taken after the last norm, and after the tanh layer of a model with `pre_logits`.
 
         Args:
-            images: as `predict`.
+            images: as in `predict`.
         """
         return self.outputs(images)[1]
 
     def outputs(
         self, images: Any
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, "n width"]]:
-        """Logits and features, in batches of at most `LARGEST`; arguments as `predict`."""
+        """Return logits and features, in batches of at most `LARGEST`; images as in `predict`."""
         images = listed(images)
         batches = (images[i : i + LARGEST] for i in range(0, len(images), LARGEST))
         results = [self.forward(np.stack(list(map(self.pixels, batch)))) for batch in batches]
@@ -105,17 +119,17 @@ class Trained:
     def forward(
         self, pixels: UInt8[np.ndarray, "n size size c"]
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, "n width"]]:
-        """Logits and features of one batch, as `pixels` gives its images."""
-        size = 1 << (len(pixels) - 1).bit_length()  # 1, 2, 4, ...: few shapes are few programs
+        """Return logits and features of one batch of images from `pixels`."""
+        size = 1 << (len(pixels) - 1).bit_length()  # powers of two: few shapes to compile
         padding = [(0, size - len(pixels)), *[(0, 0)] * 3]
         logits, features = _outputs(self.model, np.pad(pixels, padding))
         return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
     def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
-        """Input of the model for an image, as `predict` takes it.
+        """Return the input of the model for one image, given as in `predict`.
 
         Raises:
-            ValueError: for what is no image, naming it.
+            ValueError: for an input that is no image; the message names it.
         """
         is_file = isinstance(image, str | os.PathLike)
         try:
@@ -127,16 +141,16 @@ class Trained:
 
 
 def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
-    """The model of a run, as its evaluation has it.
+    """Load the model of a run, as it is evaluated.
 
     Args:
         workdir: folder of the run.
-        step: of the checkpoint, or "best", that of the best evaluation; the newest that can be read
-            if None.
+        step: step of the checkpoint, or "best" for the best evaluation; None for the newest
+            readable checkpoint.
 
     Raises:
-        ValueError: when the folder holds no run, one that has learned something else than to
-            classify images, no checkpoint of that step, or none that can be read.
+        ValueError: when the folder holds no run, a run of another task than image classification,
+            no checkpoint of that step, or no readable checkpoint.
     """
     workdir = Path(workdir)
     config = configs.of_run(workdir)
@@ -150,14 +164,15 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     here = SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
     number, state = checkpoint.restore(workdir, abstract, step)
-    return Trained(config, number, class_names, channels, steps.evaluated_model(graph, state))
+    model = steps.evaluated_model(graph, state)
+    return Trained(workdir, config, number, class_names, channels, model)
 
 
 def listed(images: Any) -> list[Any]:
-    """The images one by one.
+    """Return the images as a list.
 
     Raises:
-        ValueError: for a single array of an image, or none.
+        ValueError: for an array of a single image, or for no images.
     """
     if isinstance(images, str | os.PathLike):
         return [images]
@@ -170,11 +185,7 @@ def listed(images: Any) -> list[Any]:
 
 
 def checked(image: Any) -> np.ndarray:
-    """An array (height, width, 1 or 3) of uint8.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return an image as an array (height, width, 1 or 3) of uint8; ValueError if it is none."""
     image = np.asarray(image)
     if image.dtype != np.uint8:
         raise ValueError(f"it is an array of {image.dtype}: give uint8, 0 to 255")
@@ -186,7 +197,7 @@ def checked(image: Any) -> np.ndarray:
 
 
 def upright(content: bytes) -> Any:
-    """An encoded image, or where EXIF says that it is turned its pixels the right way up."""
+    """Return an encoded image, or its upright pixels if an EXIF tag rotates it."""
     with bounded.image(content) as opened:
         if opened.getexif().get(ORIENTATION) in range(2, 9):
             return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))

@@ -121,10 +121,16 @@ def measured(
     scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
 ) -> np.ndarray:
     """Scores by split and draw, (s, draws, scores), in the units of the targets."""
-    d, kernel = stacked.x.shape[-1], scheme.kernel
-    m, chosen = multiple * scheme.per_dimension * d, scheme.couplings[coupling]
-    draw = jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))
-    frequencies = jax.jit(partial(jax.lax.map, draw))(uci.split_keys(len(scale), draws))
+    d, kernel, chosen = stacked.x.shape[-1], scheme.kernel, scheme.couplings[coupling]
+
+    def draw(key):
+        """So many independent ensembles of k d frequencies, k = 1 or 2."""
+        keys = jax.random.split(key, multiple)
+        m = scheme.per_dimension * d
+        return jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))(keys)
+
+    keys = uci.split_keys(len(scale), draws)
+    frequencies = jax.jit(partial(jax.lax.map, jax.vmap(draw)))(keys).reshape(*keys.shape, -1, d)
     return in_units(scored(stacked, frequencies, kernel), scale)
 
 

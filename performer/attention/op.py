@@ -62,11 +62,12 @@ def performer_attention(
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
     """Estimate softmax(scale q k^T) v by m random features, in O((t + s) m) time and memory.
 
-    Shapes are those of `jax.nn.dot_product_attention`, to which the output converges as m grows.
-    With non-negative features the rows of the estimated attention matrix are non-negative and sum
-    to 1 for any m. The backward pass computes features again, so its memory is linear, too.
-    Gradients of any order, forward mode, `vmap`, `jax.checkpoint` and `scan` work. Batch, lengths
-    and heads may be symbols of `jax.export`; the program then suits the platform that runs it.
+    Shapes are those of `jax.nn.dot_product_attention`. With a feature map that estimates softmax
+    the output converges to it as m grows. With non-negative features the rows of the estimated
+    attention matrix are non-negative and sum to 1 for any m. The backward pass computes features
+    again, so its memory is linear, too. Gradients of any order, forward mode, `vmap`,
+    `jax.checkpoint` and `scan` work. Batch, lengths and heads may be symbols of `jax.export`; the
+    program then suits the platform that runs it.
 
     The implementations are
 
@@ -77,8 +78,8 @@ def performer_attention(
 
     Causal and packed rows of `direct` and `blocked` are wrong, without a warning, for long queries
     and keys: from norms of about 10, after the factor sqrt(scale), if all keys that a query sees
-    are opposite to it, from 35 if they are orthogonal. `robust` detects this: elsewhere the results
-    agree up to rounding.
+    are opposite to it, from 35 if they are orthogonal. To detect this, compare with `robust`: only
+    there the results differ by more than rounding.
 
     `pallas` runs forward and backward, compiled but not yet run on a TPU. It supports positive
     features with the exact stabilizer, masks, lengths, log-weights, calibration and grouped heads,
@@ -110,7 +111,7 @@ def performer_attention(
             a <= 0 of the decay, as of RetNet or gated linear attention. Key j has the weight
             e^{a_(j+1) + ... + a_i} for query i >= j, e^{a_(i+1) + ... + a_j} for i < j; -inf
             forgets all, and a_1 fades the state before the call. Requires t = s.
-        segment_ids: numbers (b, t) of packed sequences, in any order: a query attends to the keys
+        segment_ids: integers (b, t) of packed sequences, in any order: a query attends to the keys
             of its own number. A pair (b, t), (b, s) serves cross attention, at the cost of t + s
             tokens; causal queries then see the keys j <= i.
         bias: must be None: linear attention cannot add a matrix to q.k.
@@ -134,7 +135,7 @@ def performer_attention(
         stabilizer: "exact", or "google" to replicate the public code of Choromanski et al. 2021:
             one maximum over keys and features, and 1e-6 added to every positive feature. That is
             biased, and causal attention depends on future keys through the maximum.
-        implementation: one of the table above; None chooses direct or blocked by size.
+        implementation: a name of the table above; None is "blocked".
         initial_state: state of earlier keys, from `return_state`.
         return_state: also return the state after all keys.
         axis_name: mesh axis of `jax.shard_map` that shards the sequence, in order. Devices exchange

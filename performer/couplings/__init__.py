@@ -272,7 +272,7 @@ def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Couplin
             return replace(coupling, coupling=with_quantile(inner, quantile))
         case Blocks(_, norms.FromScores()):
             if coupling.norms == norms.fixed:
-                raise ValueError("norms.fixed are lengths sqrt(d) without a law: take 'monotone'")
+                raise ValueError("norms.fixed are lengths sqrt(d) without a law: use 'monotone'")
             return replace(coupling, norms=replace(coupling.norms, quantile=quantile))
     if quantile != norms.chi:
         raise ValueError(

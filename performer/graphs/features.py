@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -26,6 +25,8 @@ from performer.graphs import couplings, kernels, walks
 from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
+
+__all__ = ["Estimate", "Features", "graph_random_features", "modulate", "sample"]
 
 FOREVER = -1
 """Step of the visit to a node without edges: it stands for all steps, with the factor sum_t f_t."""
@@ -110,7 +111,6 @@ def graph_random_features(
     steps: walks.Steps = "uniform",
     adjacency: Literal["normalised", "weights"] = "normalised",
     unbiased_diagonal: bool = False,
-    mesh: Mesh | None = None,
 ) -> Estimate:
     """Estimate a kernel between all nodes by random walks.
 
@@ -118,7 +118,7 @@ def graph_random_features(
     its products compile.
 
     Args:
-        key: random key; it decides the walks, whatever the kernel and the devices are.
+        key: random key; it decides the walks, whatever the kernel is.
         graph: the graph.
         kernel: of `kernels`, as `kernels.Diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
         num_walks: m, from each node.
@@ -127,7 +127,6 @@ def graph_random_features(
         steps: "uniform" or "weighted".
         adjacency: "normalised" for the normalised adjacency matrix as A, "weights" for the weights.
         unbiased_diagonal: draw two ensembles.
-        mesh: devices to split the nodes over.
 
     Raises:
         ValueError: as `sample`, or for a series that diverges on A (`kernels.require_convergence`).
@@ -138,7 +137,7 @@ def graph_random_features(
     """
     sampled = partial(
         sample, graph=graph, num_walks=num_walks, p_halt=p_halt, coupling=coupling,
-        steps=steps, adjacency=adjacency, mesh=mesh,
+        steps=steps, adjacency=adjacency,
     )  # fmt: skip
     if isinstance(kernel, type) or not callable(kernel):
         raise ValueError(f"kernel must be a value, as kernels.Diffusion(sigma=1.0), got {kernel!r}")
@@ -161,7 +160,6 @@ def sample(
     coupling: str | Coupling = "antithetic",
     steps: walks.Steps = "uniform",
     adjacency: Literal["normalised", "weights"] = "normalised",
-    mesh: Mesh | None = None,
 ) -> walks.Walks:
     """Draw the walks of `graph_random_features`, to be modulated by any kernel.
 
@@ -176,7 +174,7 @@ def sample(
     lengths_key, walks_key = jax.random.split(key)
     chosen = graph.normalised() if adjacency == "normalised" else graph
     lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
-    sampled = walks.sample(walks_key, chosen, lengths, p_halt=p_halt, steps=steps, mesh=mesh)
+    sampled = walks.sample(walks_key, chosen, lengths, p_halt=p_halt, steps=steps)
     alone = np.diff(np.asarray(graph.indptr)) == 0
     if adjacency == "weights" or not alone.any():
         return sampled

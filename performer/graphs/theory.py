@@ -32,6 +32,10 @@ from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
 from performer.graphs.walks import Steps
 
+__all__ = [
+    "Group", "Recommendation", "expected_error", "pagerank_variance", "recommend", "survival",
+]  # fmt: skip
+
 SMALL = 1e-12
 """Relative size of the terms at which a series is truncated."""
 TERMS = 512
@@ -231,7 +235,7 @@ class _Spectrum(NamedTuple):
     vectors: Matrix
     f: Float[np.ndarray, " t"]
     exact: float
-    """|K|^2, with the nodes alone, where nothing is drawn."""
+    """|K|^2, including nodes without edges."""
 
     def of(self, c: float) -> Float[np.ndarray, " n"]:
         """Return the eigenvalues of X: sum_{s,t} f_s f_t c^{min(s,t)} A^{s+t}."""

@@ -9,7 +9,7 @@ a walk leaves a *load*, the factor beside f in VRC Eq. 50,
 one for each prefix. A prefix of t steps has the probability (1 - p_halt)^t times that of its
 directions. The walks are distributed over *lanes* of about equal total length; a lane makes its
 walks in turn, and all lanes step at once, so that none waits for the longest walk. A draw is a
-function of key, walker and step alone, not of lanes or devices.
+function of key, walker and step alone, not of the lanes.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from jax.extend.random import threefry_2x32
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from performer import choices
 from performer.graphs import couplings
 from performer.graphs.graph import Graph, require_nonnegative
 from performer.typing import Key
+
+__all__ = ["Steps", "Walks", "sample", "transition"]
 
 Steps = Literal["uniform", "weighted"]
 STRETCH = 4
@@ -63,7 +64,6 @@ def sample(
     *,
     p_halt: float,
     steps: Steps = "uniform",
-    mesh: Mesh | None = None,
 ) -> Walks:
     """Draw walks of given lengths from every node, and their loads.
 
@@ -75,7 +75,6 @@ def sample(
         lengths: (num_nodes, num_walks), drawn by `couplings.lengths`; not traced.
         p_halt: parameter of the geometric law of each length.
         steps: "uniform" over the neighbours, or "weighted", in proportion to the weights.
-        mesh: devices to split the nodes over, along all axes; each holds the whole graph.
 
     Raises:
         ValueError: for p_halt outside (0, 1), lengths of another shape, more walks than int32 can
@@ -84,14 +83,13 @@ def sample(
     couplings.require_probability(p_halt)
     require_lengths(lengths, graph)
     require_steps(steps, graph)
-    devices, num_walks = mesh.size if mesh else 1, lengths.shape[1]
-    choices.require_numbered("walks", (graph.num_nodes + devices - 1) * num_walks)
-    walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt, devices)
+    num_walks = lengths.shape[1]
+    choices.require_numbered("walks", graph.num_nodes * num_walks)
+    walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt)
     seed = jax.random.bits(key, (2,), jnp.uint32)
     thresholds = _thresholds(graph) if steps == "weighted" else None
-    start, node, step, load, last = _walk_all(
-        seed, graph, thresholds, walkers, dealt, num_walks, rounds, float(p_halt), mesh
-    )
+    options = dict(num_walks=num_walks, rounds=rounds, p_halt=float(p_halt))
+    start, node, step, load, last = _walk(seed, graph, thresholds, walkers, dealt, **options)
     longest = -(-int(dealt.max()) // 64) * 64
     return Walks(start, node, step, load, last, graph.num_nodes, num_walks, longest)
 
@@ -133,42 +131,26 @@ def _strengths(matrix: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
     return row, np.bincount(row, matrix.data, len(degrees))
 
 
-def _lanes(lengths: np.ndarray, p_halt: float, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _lanes(lengths: np.ndarray, p_halt: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Return walkers and their lengths, both (walks of a lane, lanes), and the steps of a lane.
 
-    Walker k of node i is i * num_walks + k; a length of -1 means no walk. Lanes are sorted by
-    device; each device has an equal part of the nodes.
+    Walker k of node i is i * num_walks + k; a length of -1 means no walk.
     """
-    missing = -len(lengths) % devices
-    rows = np.pad(lengths, ((0, missing), (0, 0)), constant_values=-1).reshape(devices, -1)
-    count = rows.shape[1]
-    longest = np.log(count + 1) / -np.log1p(-p_halt) + 1
-    lanes = max(round(count / p_halt / (STRETCH * longest)), 1)
-    depth = -(-count // lanes)
-    padded = np.pad(rows, ((0, 0), (0, depth * lanes - count)), constant_values=-1)
+    longest = np.log(lengths.size + 1) / -np.log1p(-p_halt) + 1
+    lanes = max(round(lengths.size / p_halt / (STRETCH * longest)), 1)
+    depth = -(-lengths.size // lanes)
+    padding = (0, depth * lanes - lengths.size)
+    padded = np.pad(lengths.reshape(-1), padding, constant_values=-1)
     narrow = np.min_scalar_type(-1 - int(padded.max(initial=0)))  # 16 bits: a radix sort
-    order = np.argsort(-padded.astype(narrow), axis=1, kind="stable")
-    order = order.reshape(devices, depth, lanes)
-    order[:, 1::2] = order[:, 1::2, ::-1]  # to and fro, for lanes of equal length
-    dealt = np.take_along_axis(padded, order.reshape(devices, -1), axis=1).reshape(order.shape)
-    walkers = order + count * np.arange(devices)[:, None, None]
+    walkers = np.argsort(-padded.astype(narrow), kind="stable").reshape(depth, lanes)
+    walkers[1::2] = walkers[1::2, ::-1]  # to and fro, for lanes of equal length
+    dealt = padded[walkers]
     grain = -(-int(longest) // 16) * 16  # draws rarely need another program
-    rounds = -(-int((dealt + 1).sum(axis=1).max(initial=1)) // grain) * grain
-    walkers, dealt = (np.moveaxis(x, 0, 1).reshape(depth, -1) for x in (walkers, dealt))
+    rounds = -(-int((dealt + 1).sum(axis=0).max(initial=1)) // grain) * grain
     return walkers.astype(np.int32), dealt.astype(np.int32), rounds
 
 
-@partial(jax.jit, static_argnums=(5, 6, 7, 8))
-def _walk_all(seed, graph, thresholds, walkers, lengths, num_walks, rounds, p_halt, mesh):
-    """Run `_walk` on each device, for its lanes."""
-    walk = partial(_walk, num_walks=num_walks, rounds=rounds, p_halt=p_halt)
-    if mesh is not None:
-        whole, lanes = PartitionSpec(), PartitionSpec(None, mesh.axis_names)
-        specs, visits = (whole, whole, whole, lanes, lanes), PartitionSpec(mesh.axis_names)
-        walk = jax.shard_map(walk, mesh=mesh, in_specs=specs, out_specs=visits)
-    return walk(seed, graph, thresholds, walkers, lengths)
-
-
+@partial(jax.jit, static_argnames=("num_walks", "rounds", "p_halt"))
 def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_halt):
     """Walk all lanes step by step; return flat lists of start, node, step, load and last."""
     depth, lanes = walkers.shape

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import _descent, attention, couplings, features, kernels
 from performer.couplings import directions
@@ -131,10 +131,10 @@ def orthogonal(theta: Theta) -> couplings.Blocks:
 
 
 def kernel_rmse(
-    x: Float[Array, "n d"],
+    x: Num[ArrayLike, "n d"],
     feature_map: Callable[..., Array] = features.trigonometric,
     *,
-    lengthscale: float = 1.0,
+    lengthscale: ArrayLike = 1.0,
 ) -> Loss:
     """Return the loss "root mean square error of the Gaussian kernel over all pairs" (VRC Eq. 35).
 

@@ -45,6 +45,12 @@ from performer.choices import checked_arrays, finite_arrays, positive_number, po
 from performer.kernels import Kernel
 from performer.typing import Key
 
+__all__ = [
+    "Gaussian", "GaussianProcess", "Scales", "condition", "condition_features", "kl",
+    "log_marginal_likelihood", "log_marginal_likelihood_features", "negative_log_density",
+    "observed",
+]  # fmt: skip
+
 _dot = partial(jnp.matmul, precision="highest")
 _whiten = partial(solve_triangular, lower=True)
 
@@ -397,19 +403,10 @@ def _least_squares(phi: Array, y: Array) -> tuple[Array, Array]:
     return factor, weights
 
 
-@jax.custom_jvp
-@jax.jit
 def _triangle(A: Array) -> Array:
     """Return a lower triangular L with L L^T = A^T A + I; its diagonal may be negative."""
     stacked = jnp.concatenate([A, jnp.eye(A.shape[1], dtype=A.dtype)])
     return jnp.linalg.qr(stacked, mode="r").T
-
-
-@_triangle.defjvp
-def _triangle_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (A,), (change,) = primals, tangents
-    factor, half = _triangle(A), _dot(change.T, A)
-    return factor, _factor_derivative(factor, half + half.T)
 
 
 def _noisy_factor(gram: Array, noise_scale: ArrayLike) -> Array:
@@ -450,15 +447,10 @@ def _factor(matrix: Array) -> Array:
 
 @_factor.defjvp
 def _cholesky_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    factor, change = _factor(*primals), tangents[0]
-    return factor, _factor_derivative(factor, (change + change.T) / 2)
-
-
-def _factor_derivative(factor: Array, change: Array) -> Array:
     """dL for L L^T = M: L times the lower half of L^{-1} dM L^{-T}, its diagonal halved."""
-    whitened = solve_triangular(factor, change, lower=True)
-    whitened = solve_triangular(factor, whitened.T, lower=True)
-    return _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)
+    factor, change = _factor(*primals), tangents[0]
+    whitened = _whiten(factor, _whiten(factor, (change + change.T) / 2).T)
+    return factor, _dot(factor, jnp.tril(whitened) - jnp.diag(jnp.diagonal(whitened)) / 2)
 
 
 def _log_det(factor: Array) -> Array:

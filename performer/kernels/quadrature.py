@@ -48,7 +48,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 from scipy.special import roots_hermitenorm
 
 from performer import couplings, kernels
@@ -56,6 +56,11 @@ from performer.choices import positive_integer, unknown
 from performer.couplings import butterfly, directions, norms
 from performer.kernels import Kernel
 from performer.typing import Key
+
+__all__ = [
+    "METHODS", "Rule", "StructuredRule", "feature_maps", "gram", "spherical_radial",
+    "structured",
+]  # fmt: skip
 
 Matrices = Literal["haar", "butterfly"]
 _GRID = 8  # nodes in each dimension of the Gauss-Hermite grid: exact to degree 15
@@ -221,7 +226,7 @@ independent, "Gort" orthogonal, "ROM" S-Rademacher with three blocks (of length 
 
 
 def feature_maps(
-    x: Float[Array, "*b d"],
+    x: Num[ArrayLike, "*b d"],
     rule: Rule,
     kernel: str | Kernel = "gaussian",
     *,
@@ -259,8 +264,8 @@ def feature_maps(
 
 
 def gram(
-    x: Float[Array, "n d"],
-    y: Float[Array, "k d"],
+    x: Num[ArrayLike, "n d"],
+    y: Num[ArrayLike, "k d"],
     rule: Rule,
     kernel: str | Kernel = "gaussian",
     *,

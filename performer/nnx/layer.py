@@ -58,8 +58,8 @@ class PerformerAttention(nnx.Module):
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         axis_name: axis of `jax.shard_map` or `jax.pmap` for means over devices. `jax.jit` with
             sharded batches needs none.
-        transferred: features learned by attention transfer, with frequencies of queries and weights
-            of their own in `learned`, as `performer.nnx.linearize` sets them beside a window.
+        transferred: reserve `learned` for features of attention transfer, whose query frequencies
+            and weights `performer.nnx.linearize` sets beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
         options: constant keywords of `performer.performer_attention`, as `feature_map` and
             `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self

@@ -1,7 +1,7 @@
-"""The command line of a program: its flags, the fields of its config, and how it fails.
+"""Command line of a program: its flags, the fields of its config, and one-line errors.
 
-A program defines absl's flags and, if it takes a config, ml_collections' flag `config`;
-`launch(main)` starts it. An unknown flag or value is an error, never ignored.
+A program defines absl flags and, if it has a config, the flag `config` of ml_collections;
+`launch(main)` starts it. An unknown flag or value is an error.
 """
 
 import difflib
@@ -16,26 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
-from vit.config import CHOICES, MEANINGS, TYPES, WORDS, Config, allowed, bundled, flatten
+from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
-"""Packages that define flags of their own, which are accepted but not listed."""
-FIELDS = "Fields of the config, each set by a flag:"
+"""Packages whose own flags are accepted but not listed."""
+HEADING = "Fields of the config, each set by a flag:"
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell's (128 + SIGINT)."""
+"""Exit code after Ctrl-C, as of a shell (128 + SIGINT)."""
 
 
 def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
-    ValueError (bad input), FloatingPointError (a run diverged) and OSError end the program with
-    exit code 1, Ctrl-C with 130. Output outlives its reader (`vit.run.safety.lasting`).
+    ValueError (bad input), FloatingPointError (divergence) and OSError end the program with exit
+    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.run.safety.lasting`).
 
     Args:
-        main: function of the program's name and its words.
-        words: as `parse_flags`.
+        main: function of the program's name and its positional words.
+        words: as in `parse_flags`.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
 
@@ -58,17 +59,17 @@ def parse_flags(
     *,
     words: bool = False,
 ) -> list[str]:
-    """Parse as absl does; what it refuses ends the program with one line.
+    """Parse flags as absl does; an error ends the program with one line.
 
     `--help` prints all flags and the fields of the config. `--config=NAME` finds a bundled config.
 
     Args:
         argv: name of the program and its arguments.
-        values: the flags.
-        words: accept words that belong to no flag, as names of files.
+        values: flags to set.
+        words: accept positional words, as names of files.
 
     Returns:
-        The name of the program, and these words.
+        The name of the program and its positional words.
     """
     argv = list(argv)
     if {"-h", "--help"} & set(argv[1:]):
@@ -82,7 +83,7 @@ def parse_flags(
         sys.exit(_unknown(error.flagname, values))
     except flags.Error as error:
         sys.exit(_flag_error(str(error), values))
-    except Exception as error:  # a config file is a program: it may raise anything
+    except Exception as error:  # a config file may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
@@ -95,20 +96,27 @@ def parse_flags(
     return [program, *rest]
 
 
-def from_flag(flag: Any) -> Config:
-    """Return the value of a `config_flags.DEFINE_config_file` flag; exit if it is no `Config`."""
+def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config:
+    """Return the config of the flag `--config`, overridden by the flags of its fields.
+
+    The program ends without a valid config file.
+
+    Raises:
+        ValueError: as `Config.overridden`.
+    """
+    flag: Any = values["config"]
     try:
-        getattr(flag.value, "seed", None)  # a file that could not be read raises only now
+        getattr(flag.value, "seed", None)  # an unreadable file raises only here
     except OSError as error:
         sys.exit(f"--config: {_one_line(str(error))}")
     if not isinstance(flag.value, Config):
         kind = type(flag.value).__name__
         sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
-    return flag.value
+    return flag.value.overridden(config_flags.get_override_values(flag))
 
 
 def nearest(argument: str, values: flags.FlagValues) -> str:
-    """Return the flag whose name, or whose field's name, is nearest, with the argument's value."""
+    """Return the flag or field of the config with the nearest name, with the argument's value."""
     name, equals, value = argument.partition("=")
     known = {flag: f"--{flag}" for flag in own_flags(values)}
     if "config" in values:
@@ -121,7 +129,7 @@ def nearest(argument: str, values: flags.FlagValues) -> str:
 
 
 def own_flags(values: flags.FlagValues) -> dict[str, flags.Flag]:
-    """Return the flags that no library has defined, except the fields of a config."""
+    """Return the flags that are neither a library's nor fields of a config."""
     return {
         flag.name: flag
         for module, defined in sorted(values.flags_by_module_dict().items())
@@ -132,37 +140,38 @@ def own_flags(values: flags.FlagValues) -> dict[str, flags.Flag]:
 
 
 def help_text(values: flags.FlagValues, program: str = "") -> str:
-    """Return the program's docstring, its flags, and the fields of its config."""
+    """Return the docstring of the program, its flags and the fields of its config."""
     lines = [(sys.modules["__main__"].__doc__ or Path(program).stem).strip(), "", "Flags:", ""]
     for name, flag in own_flags(values).items():
         default = "" if flag.boolean else (flag.default_as_str or "").strip("'")
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        given = "" if default in ("", "None") else f"; {default} if not given"
+        given = "" if default in ("", "None") else f"; default {default}"
         lines += _row(shown, f"{flag.help}{given}")
     if "config" in values:
-        lines += ["", FIELDS]
+        lines += ["", HEADING]
         section = None
         for field, value in flatten(Config()).items():
             if field.rpartition(".")[0] != section:
                 section = field.rpartition(".")[0]
                 lines.append("")
-            kind = " | ".join(CHOICES.get(field, [WORDS[TYPES[field]]]))
-            lines += _row(f"--config.{field}={value}", f"{MEANINGS[field]} [{kind}]")
+            text = f"{FIELDS[field].metadata['help']} It {allowed(field)}."
+            lines += _row(f"--config.{field}={value}", text)
     return "\n".join(lines)
 
 
 def _row(flag: str, text: str) -> list[str]:
-    """Return a flag, and its meaning below it."""
+    """Return a flag, and its help text below it."""
+    indent = " " * 8
     return [
         f"  {flag}",
-        *textwrap.wrap(text, 96, initial_indent=" " * 8, subsequent_indent=" " * 8),
+        *textwrap.wrap(text, 96, initial_indent=indent, subsequent_indent=indent),
     ]
 
 
 def _with_path(arguments: list[str], values: flags.FlagValues) -> list[str]:
-    """Return the arguments with the path of a bundled config for its name.
+    """Return the arguments with the name of a bundled config replaced by its path.
 
-    A field that does not exist ends the program, before the file of the config is run.
+    An unknown field ends the program before the config file is run.
     """
     found = []
     for before, argument in itertools.pairwise(["", *arguments]):
@@ -180,18 +189,20 @@ def _with_path(arguments: list[str], values: flags.FlagValues) -> list[str]:
 
 def _unknown(name: str, values: flags.FlagValues) -> str:
     if name.startswith("config.") and name.removeprefix("config.") in TYPES:
-        return f"--{name} is a field of a config: say of which by --config=NAME"
-    return f"unknown flag '--{name}'; did you mean {nearest(name, values)!r}? --help lists them all"
+        return f"--{name} is a field of a config: give --config=NAME, too"
+    return (
+        f"unknown flag '--{name}'; did you mean {nearest(name, values)!r}? --help lists all flags"
+    )
 
 
 def _flag_error(message: str, values: flags.FlagValues) -> str:
-    """Return absl's message as one line, with what the flag or the field of a config may be."""
+    """Return absl's message as one line, with the allowed values of the flag or field."""
     given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
     if given and given[2] in TYPES:
         return f"{_one_line(given[1])}: {allowed(given[2])}"
     if missing := re.match(r"flag --(\w+)=None: ", message):
         return f"--{missing[1]} is missing: {values[missing[1]].help}"
-    first, *between = message.strip().splitlines()  # of a config file the whole traceback
+    first, *between = message.strip().splitlines()  # a whole traceback for a config file
     if "Error whilst parsing config file" in first:
         first = "--config:"
     return _one_line(" ".join([first, *between[-1:]]))

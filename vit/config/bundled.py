@@ -1,7 +1,6 @@
-"""The configs that come with the packages, by name: "digits" is `experiments/configs/digits.py`.
+"""Bundled configs by name: "digits" is `experiments/configs/digits.py`.
 
-They are found beside this package, wherever the process runs: a folder `experiments` of the user's
-own does not hide them.
+They are found beside this package from any working directory, even one with its own `experiments`.
 """
 
 import runpy
@@ -14,28 +13,28 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
 
 
 def names() -> list[str]:
-    """Names of all configs."""
+    """Return the names of all bundled configs."""
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
 def path(name: str) -> Path:
-    """The file of a name; a file that there is stands for itself.
+    """Return the file of a bundled config, or the path of an existing file as it is.
 
     Raises:
-        ValueError: when there is neither; the message lists the names.
+        ValueError: for neither; the message lists the names.
     """
     if Path(name).is_file():
         return Path(name)
     if name not in names():
-        raise ValueError(f"{unknown('config', name, names())}; and there is no such file")
+        raise ValueError(f"{unknown('config', name, names())}; and no such file exists")
     return FOLDER / f"{name}.py"
 
 
 def config(name: str) -> Config:
-    """The config that the file makes; "my_images:data/photos" hands it the part after the colon.
+    """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
 
     Raises:
-        ValueError: as `path`.
+        ValueError: as `path`, or as the file.
     """
     stem, *argument = name.split(":", 1)
     return runpy.run_path(str(path(stem)))["get_config"](*argument)

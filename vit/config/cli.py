@@ -1,6 +1,6 @@
-"""Console scripts, which run the programs by their names; and how one program names the next.
+"""Console scripts, and the commands that programs print.
 
-`performer-vit` alone lists them; `performer-vit train ...` is `python -m vit.train ...`.
+`performer-vit` lists its programs; `performer-vit train ...` is `python -m vit.train ...`.
 """
 
 import ast
@@ -14,20 +14,23 @@ from pathlib import Path
 from performer.choices import unknown
 
 _typed: list[str] = []
-"""Name of the console script as it was typed; empty where there was none."""
+"""Name of the console script as typed; empty without one."""
+
+REST = """\
+The scripts of the papers' figures and tables are not installed: unpack the source distribution
+of performer-jax and run them there by python -m experiments.NAME."""
 
 
-def command(name: str, *words: str, **flags: object) -> str:
-    """Return a command that runs as printed: by the script or interpreter that runs this one.
+def command(name: str, /, *words: str, **flags: object) -> str:
+    """Return a command line for the script or interpreter of this process, quoted for a shell.
 
     Args:
-        name: of the command, as "train".
-        words: that follow it.
-        flags: that follow these, by name; True stands for the flag alone.
+        name: name of the command, as "train".
+        words: positional words.
+        flags: values of flags by name; True for a flag without a value.
 
     Returns:
-        "performer-vit train --workdir=runs/photos", or "python -m vit.train --workdir=runs/photos";
-        quoted as a shell needs it.
+        "performer-vit train --workdir=runs/photos" or "python -m vit.train --workdir=runs/photos".
     """
     program = [*_typed, name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
     given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
@@ -37,7 +40,7 @@ def command(name: str, *words: str, **flags: object) -> str:
 def programs(*packages: str) -> dict[str, tuple[str, str]]:
     """Return the programs of packages: name -> module and first line of its docstring.
 
-    One in a folder has the name "folder.program"; that of a folder itself is its `__main__`.
+    A program in a folder is named "folder.program"; `__main__` has the name of its folder.
     """
     found = {}
     for package in packages:
@@ -45,7 +48,7 @@ def programs(*packages: str) -> dict[str, tuple[str, str]]:
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(Path(folder).rglob("*.py")):
                 text = path.read_text()
-                if "\nif __name__ ==" in text:  # it can be run
+                if "\nif __name__ ==" in text:  # a program
                     line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
                     parts = path.relative_to(folder).with_suffix("").parts
                     name = ".".join(parts).removesuffix(".__main__")
@@ -53,22 +56,23 @@ def programs(*packages: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def run(script: str, found: dict[str, tuple[str, str]]) -> None:
-    """Run the program that the first argument names, as `python -m` would; else list them.
+def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
+    """Run the program named by the first argument, as `python -m` would; without one list them.
 
     Args:
-        script: the name of the console script.
-        found: what there is.
+        script: name of the console script.
+        found: its programs, as returned by `programs`.
+        note: text printed below the list and below the error of an unknown program.
     """
     typed, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
-        print(f"\n{script} NAME --help lists its flags.")
+        print(f"\n{script} NAME --help lists the flags of a program.\n{note}".rstrip())
         return
     name = words.pop(0)
     if name not in found:
-        sys.exit(unknown(f"command of {script}:", name, found))
+        sys.exit(f"{unknown(f'command of {script}:', name, found)}\n{note}".rstrip())
     _typed[:] = [script if shutil.which(script) == typed else typed]
     sys.argv = [typed, *words]
     runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
@@ -81,4 +85,5 @@ def vit() -> None:
 
 def experiments() -> None:
     """Run the console script `performer-experiments`."""
-    run("performer-experiments", programs("experiments"))
+    rest = "" if find_spec("experiments.graphs") else REST
+    run("performer-experiments", programs("experiments"), rest)

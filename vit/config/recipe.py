@@ -1,4 +1,4 @@
-"""A config derived from the number of pictures, their classes, sides and colours.
+"""Config for a data set, derived from the number, size and colour of its pictures.
 
 | training pictures | size, pixels at most | patches seen | augmentation | arithmetic |
 |---|---|---|---|---|
@@ -9,25 +9,26 @@
 
 The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
 of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
-tenth of them warm-up. It is evaluated 20 times. Each number is a field, which a flag overrides.
+tenth of them warm-up. It is evaluated 20 times. A flag overrides any field; the others are then
+derived from it: with fewer epochs the warm-up is shorter, too.
 """
 
 import contextlib
-import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit import data
-from vit.config import SIZES, Attention, Config, Data, Model, Optim
+from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
+from vit.config.cli import command
 from vit.run import bounded
 
 EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
 EVALUATIONS = 20
-LOOKED_AT = 200
+SAMPLED = 200
 """Pictures of a data set whose sides are read."""
 
 
@@ -54,39 +55,50 @@ ROWS = (
 """Rows from few pictures to many."""
 
 
-def for_images(num_examples: int, num_classes: int, side: int, channels: int) -> Config:
-    """Return a config by the rules above; its data set is yet to be named.
+def for_images(
+    num_examples: int,
+    num_classes: int,
+    side: int,
+    channels: int,
+    values: Mapping[str, Any] | None = None,
+) -> Config:
+    """Return a config by the rules above, without the name of its data set.
 
     Args:
         num_examples: number of training pictures.
         num_classes: number of classes.
-        side: the shorter one of a typical picture, in pixels.
+        side: shorter side of a typical picture, in pixels.
         channels: 1 or 3.
+        values: given fields, as {"num_epochs": 5}; the other fields are derived from these too.
 
     Raises:
-        ValueError: when there is less than a picture, a class or a pixel.
+        ValueError: for less than one picture, one pixel or two classes, or a value out of range.
     """
     for name, value in [("num_examples", num_examples), ("side", side), ("channels", channels)]:
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if num_classes < 2:
-        raise ValueError(f"num_classes={num_classes}: there is nothing to tell apart")
+        raise ValueError(f"num_classes={num_classes}: a classifier needs at least 2 classes")
+    values = values or {}
+    check_fields(with_values(Config(), values))
     row = next(row for row in ROWS if num_examples < row.below)
-    image_size, patch_size = _pixels(min(side, row.pixels))
-    batch_size = _batch_size(num_examples)
-    steps_per_epoch = num_examples // batch_size
+    image_size, patch_size = _pixels(values.get("data.image_size", min(side, row.pixels)))
+    variant = values.get("model.variant", f"{row.size}/{patch_size}")
+    batch_size = values.get("data.batch_size", _batch_size(num_examples))
+    steps_per_epoch = max(1, num_examples // batch_size)
     num_epochs = max(EPOCHS, math.ceil(FEWEST_STEPS / steps_per_epoch))
-    num_steps = num_epochs * steps_per_epoch
-    log_every = min(50, num_steps // 200)
-    eval_every = log_every * (num_steps // (EVALUATIONS * log_every))
+    num_steps = max(1, int(values.get("num_epochs", num_epochs) * steps_per_epoch))
+    intervals = (values.get(name, 0) for name in ("eval_every", "checkpoint_every"))
+    log_every = values.get("log_every", math.gcd(max(1, min(50, num_steps // 200)), *intervals))
+    eval_every = log_every * max(1, num_steps // (EVALUATIONS * log_every))
     few = row is ROWS[0]
     cropped = not few and image_size >= 64
-    return Config(
-        model=Model(variant=f"{row.size}/{patch_size}", pooling="mean", dtype=row.dtype),
-        attention=Attention(num_features=2 * SIZES[row.size].head_dim),
+    derived = Config(
+        model=Model(variant=variant, pooling="mean", dtype=row.dtype),
+        attention=Attention(num_features=2 * Model(variant).size.head_dim),
         data=Data(
             image_size=image_size,
-            eval_resize=min(side, image_size * 8 // 7) if cropped else 0,
+            eval_resize=max(image_size, min(side, image_size * 8 // 7)) if cropped else 0,
             crop="inception" if cropped else "center",
             max_shift=0 if cropped else image_size // 8,
             flip=channels == 3,
@@ -104,35 +116,58 @@ def for_images(num_examples: int, num_classes: int, side: int, channels: int) ->
         eval_every=eval_every,
         checkpoint_every=min(eval_every, 10 * log_every),
     )
+    return with_values(derived, values)
 
 
-def for_data_set(where: str) -> Config:
-    """Return a config for a prepared data set, by what it holds.
+class Derived(Config):
+    """Config from `for_data_set`; `overridden` derives it again, around the given fields."""
+
+    again: Callable[[dict[str, Any]], Config]
+
+    def overridden(self, values: dict[str, Any]) -> Config:
+        """Return the config with these values and everything else derived from them."""
+        return self.again(values)
+
+
+def for_data_set(where: str) -> Derived:
+    """Return a config for a prepared data set, derived from its pictures.
 
     Args:
-        where: its folder, "data/photos".
+        where: folder of the data set, as "data/photos".
 
     Raises:
-        ValueError: as `data.load`; or without a folder, or without a split to evaluate on.
+        ValueError: when the folder is missing, is no prepared data set or has no split for
+            evaluation; or as `data.load`.
     """
     if not where:
-        raise ValueError("say where the data set lies, as in --config=my_images:data/photos")
+        raise ValueError("give the folder of the data set, as in --config=my_images:data/photos")
     folder = Path(where)
+    if not folder.exists():
+        prepare = command("prepare", source="PICTURES", out=folder.parent, name=folder.name)
+        raise ValueError(f"{where} does not exist; make it from pictures by {prepare}")
     section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
-    splits = data.splits(section)
+    try:
+        splits = data.splits(section)
+    except ValueError as error:
+        raise ValueError(f"{where} is no prepared data set: {error}") from error
     evaluated = next((name for name in ("validation", "test") if name in splits), None)
     if evaluated is None or "train" not in splits:
         raise ValueError(
-            f"{where} has the splits {', '.join(splits)}: train, and validation or test are needed"
+            f"{where} has the splits {', '.join(splits)}; required are train, and validation or"
+            " test"
         )
     dataset = data.load(section)
     number = len(dataset.train)
-    records = (dataset.train[i] for i in range(0, number, max(1, number // LOOKED_AT)))
-    config = for_images(number, dataset.num_classes, _typical_side(records), dataset.channels)
-    named = dataclasses.replace(
-        config.data, name=section.name, dir=section.dir, eval_split=evaluated
-    )
-    return dataclasses.replace(config, data=named)
+    records = (dataset.train[i] for i in range(0, number, max(1, number // SAMPLED)))
+    facts = number, dataset.num_classes, _typical_side(records), dataset.channels
+    own = {"data.name": section.name, "data.dir": section.dir, "data.eval_split": evaluated}
+
+    def again(values: dict[str, Any]) -> Config:
+        return for_images(*facts, own | values)
+
+    config = Derived(**vars(again({})))
+    config.again = again
+    return config
 
 
 def _typical_side(records: Iterable[dict[str, Any]]) -> int:
@@ -142,7 +177,7 @@ def _typical_side(records: Iterable[dict[str, Any]]) -> int:
         with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
             sides.append(min(bounded.image(record["image"]).size))
     if not sides:
-        raise ValueError("none of the pictures that were looked at can be read")
+        raise ValueError("none of the sampled pictures can be read")
     return int(statistics.median(sides))
 
 

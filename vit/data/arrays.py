@@ -43,9 +43,9 @@ def fit(
         labels: n names or numbers of classes; their sorted values are the classes 0, 1, ...
         workdir: folder of the run; made if it does not exist.
         config: a `vit.config.Config`, the name of a bundled one, or None for one that is derived
-            from the images by `vit.config.recipe.for_images`. Its data set is not read, and
-            `data.num_workers` is 0: the arrays are in memory.
-        values: fields that have other values, as {"num_epochs": 3, "attention.coupling": "pm"}.
+            from the images and `values` by `vit.config.recipe.for_images`. Its data set is not
+            read, and `data.num_workers` is 0: the arrays are in memory.
+        values: fields with other values, as {"num_epochs": 3, "attention.coupling": "pm"}.
         evaluation: (images, labels) to evaluate on; or the share of the images that is held out,
             evenly over the classes, by the seed of the config.
 
@@ -59,14 +59,15 @@ def fit(
     records, class_names = examples(images, labels)
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
-    if isinstance(config, str):
-        config = bundled.config(config)
-    config = config or recipe.for_images(len(records), len(class_names), side, channels)
-    own = {"data.name": NAME, "data.dir": "", "data.num_workers": 0}
-    for name in values or {}:
+    given = {**(values or {}), "data.name": NAME, "data.dir": "", "data.num_workers": 0}
+    for name in given:
         if name not in configs.TYPES:
             raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
-    config = configs.with_values(config, {**(values or {}), **own})
+    if config is None:
+        config = recipe.for_images(len(records), len(class_names), side, channels, given)
+    else:
+        config = bundled.config(config) if isinstance(config, str) else config
+        config = config.overridden(given)
     if isinstance(evaluation, tuple):
         held_out, _ = examples(*evaluation, class_names)
     else:

@@ -1,8 +1,7 @@
-"""The Vision Transformer, with exact or random-feature attention.
+"""Vision Transformer with exact or random-feature attention (Dosovitskiy et al. 2021, pre-norm).
 
-Dosovitskiy et al. 2021, pre-norm. Its parameters do not depend on the kind of attention or on the
-coupling: with the same seed two models differ only in their frequencies, and a model trained with
-one kind can be run with the other.
+Its parameters do not depend on the kind of attention or on the coupling: with the same seed two
+models differ only in their frequencies, and a model trained with one kind runs with the other.
 """
 
 from collections.abc import Callable
@@ -23,11 +22,11 @@ INITS = {
     "lecun_normal": (nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()),
     "xavier_uniform": (nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)),
 }
-"""`config.model.mlp_init`: of kernels and of biases."""
+"""Initialisers of kernels and biases, by `config.model.mlp_init`."""
 
 
 def swiglu(x: Float[Array, "*b twice"]) -> Float[Array, "*b half"]:
-    """SiLU of the first half of the channels times the second (Shazeer 2020)."""
+    """Return SiLU of the first half of the channels times the second half (Shazeer 2020)."""
     gate, value = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * value
 
@@ -38,23 +37,23 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "swiglu": swiglu,
 }
-"""`config.model.activation`."""
+"""Activations of the MLP, by `config.model.activation`."""
 
 
 class ViT(nnx.Module):
-    """images (b, size, size, channels), 0 to 255 -> (logits (b, num_classes), intermediates).
+    """Map images (b, size, size, channels), 0 to 255, to (logits (b, num_classes), intermediates).
 
-    Images are bytes or floats. With dtype "bfloat16" so are the activations; parameters, the sums
-    of normalisation and attention, and the logits stay float32.
+    Images are uint8 or float. Activations have `config.model.dtype`; parameters, logits and the
+    sums of normalisation and attention are float32.
 
     A new model is in evaluation mode; `model.train()` and `model.eval()` switch dropout, stochastic
     depth and the running statistics of calibrated attention.
 
     Args:
-        config: the sections `model` and `attention` are read, and `data.image_size`.
-        num_classes: width of the logits.
-        channels: of the images.
-        rngs: streams `params`, `dropout`, `frequencies`; see `random_streams`.
+        config: config with the sections `model` and `attention`, and `data.image_size`.
+        num_classes: number of logits.
+        channels: channels of the images.
+        rngs: streams `params`, `dropout` and `frequencies`, as from `random_streams`.
     """
 
     def __init__(self, config: Config, *, num_classes: int, channels: int, rngs: nnx.Rngs):
@@ -101,11 +100,11 @@ class ViT(nnx.Module):
     def __call__(
         self, images: Real[Array, "b height width c"]
     ) -> tuple[Float[Array, "b classes"], dict[str, Array]]:
-        """Logits, and by name what passed on the way.
+        """Return logits, and the intermediates by name.
 
-        The intermediates are "embedded", "block00/attention_input" (which the query, key and value
-        projections of that block read), "block00/output", ..., "pooled". Tokens are class token,
-        registers, and the patches in their `order`.
+        The intermediates are "embedded", "block00/attention_input" (input of the query, key and
+        value projections of that block), "block00/output", ..., "pooled". The tokens are class
+        token, registers, and the patches in their `order`.
         """
         x = self.embed(images.astype(jnp.float32) / 127.5 - 1)
         x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
@@ -130,11 +129,11 @@ class ViT(nnx.Module):
 
     @property
     def order(self) -> Int[np.ndarray, " patches"]:
-        """Number of each patch, counted row by row, in the order of the tokens."""
+        """Row-major index of each patch, in the order of the tokens."""
         return z_order(self.grid, self.grid) if self.has_window else np.arange(self.grid**2)
 
     def with_prefix(self, patches: Float[Array, "b n width"]) -> Float[Array, "b s width"]:
-        """Class token and registers, then the patches."""
+        """Return class token and registers, then the patches."""
         rows = [self.token[...][None]] if self.has_token else []
         rows += [self.registers[...]] if self.num_prefix > self.has_token else []
         b, dtype = patches.shape[0], patches.dtype
@@ -142,7 +141,7 @@ class ViT(nnx.Module):
         return jnp.concatenate([*prefix, patches], axis=1) if prefix else patches
 
     def pooled(self, x: Float[Array, "b s width"]) -> Float[Array, "b pooled"]:
-        """Input of the head, by `config.model.pooling`."""
+        """Return the input of the head, by `config.model.pooling`."""
         patches = x[:, self.num_prefix :] if self.num_prefix else x
         if self.pool is not None:
             return self.pool(patches)
@@ -178,7 +177,7 @@ def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
 
 
 def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
-    """Random-feature attention of a block."""
+    """Return the random-feature attention of a block."""
     own, size = config.attention, config.model.size
     return PerformerAttention(
         own.num_features,
@@ -198,8 +197,8 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    In training either summand is left out of an example with probability `drop_path`, and divided
-    by 1 - drop_path where it stays.
+    In training either summand of an example is dropped with probability `drop_path`, and otherwise
+    divided by 1 - drop_path.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0, exact: bool = False):
@@ -218,14 +217,14 @@ class Block(nnx.Module):
             self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
         self.has_scale = model.layer_scale > 0
         self.dropout = Dropout(model.dropout, rngs=rngs)
-        # Without it there is no stream of keys either: the state is that of models of before.
+        # Without a rate no stream of keys: it would change the state of saved models.
         stream = rngs if drop_path else None
         self.drop_path = Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
 
     def __call__(
         self, x: Float[Array, "b s width"]
     ) -> tuple[Float[Array, "b s width"], Float[Array, "b s width"]]:
-        """The output of the block, and the input of its attention."""
+        """Return the output of the block and the input of its attention."""
         attention_input = self.attention_norm(x)
         added = self.dropout(self.attention(attention_input))
         if self.has_scale:
@@ -241,7 +240,7 @@ class Block(nnx.Module):
 class AttentionPooling(nnx.Module):
     """y + mlp(norm(y)), y the attention of one learned query over the patches (Zhai et al. 2022).
 
-    It is linear in the number of patches, and exact whatever the attention of the blocks.
+    This attention is always exact; its cost is linear in the number of patches.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -254,17 +253,17 @@ class AttentionPooling(nnx.Module):
         self.mlp_in, self.mlp_out = mlp(config, rngs)
 
     def __call__(self, x: Float[Array, "b s width"]) -> Float[Array, "b width"]:
-        """One vector for each image."""
+        """Return one vector per image."""
         query = jnp.broadcast_to(self.query[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
         y = self.attention(query, x, x)
         return (y + self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(self.norm(y)))))[:, 0]
 
 
 def z_order(rows: int, columns: int) -> Int[np.ndarray, " places"]:
-    """Places of a grid, counted row by row, in the order of a Z-order curve (Morton 1966).
+    """Return the row-major indices of a grid in the order of a Z-order curve (Morton 1966).
 
-    That of the numbers whose bits are those of row and column in turn: if 4^k divides i, the 4^k
-    places from the ith on are a square of side 2^k, where the grid has all of it.
+    The key of a position interleaves the bits of its row and column. If 4^k divides i, the 4^k
+    positions from the i-th on form a square of side 2^k (if it lies within the grid).
 
     >>> z_order(4, 4).reshape(4, 4)
     array([[ 0,  1,  4,  5],
@@ -278,7 +277,7 @@ def z_order(rows: int, columns: int) -> Int[np.ndarray, " places"]:
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "positions width"]:
-    """Fixed two-dimensional position embedding (Chen et al. 2021), (grid * grid, width).
+    """Return the fixed two-dimensional position embedding of Chen et al. 2021.
 
     Raises:
         ValueError: when the width is not divisible by 4 (sine and cosine of two coordinates).

@@ -1,4 +1,4 @@
-"""The task of classifying images: what of a run knows pictures, labels and the `ViT`."""
+"""Image classification: the task of runs on images with labels, with the model `ViT`."""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -20,17 +20,17 @@ from vit.task import SUBJECTS, Sums, Task, Triple
 NAME = "classification"
 
 Examples = tuple[Array, Array]
-"""Images, probabilities of the classes."""
+"""Images and class probabilities."""
 
 
 @cache
 def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
-    """Cross entropy with smoothed labels, mixup and CutMix; top-1 and top-5 accuracy.
+    """Return the task: cross entropy with smoothing, mixup and CutMix; top-1 and top-5 accuracy.
 
     Args:
-        num_classes: of the labels.
-        channels: of the images.
-        kind: of the loss, `config.optim.loss`.
+        num_classes: number of classes.
+        channels: channels of the images.
+        kind: kind of loss, `config.optim.loss`.
     """
     return Task(
         create=partial(ViT, num_classes=num_classes, channels=channels),
@@ -50,7 +50,7 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
 
 
 def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
-    """The data set that the config names, and the task of classifying its images.
+    """Return the data set of the config, and the task of classifying its images.
 
     Raises:
         ValueError: as `data.load`.
@@ -64,7 +64,7 @@ SUBJECTS[NAME] = of_run
 
 
 def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:
-    """A batch of training, its labels smoothed, and blended with itself where the config says."""
+    """Return a training batch with smoothed labels, after mixup or CutMix if configured."""
     images, labels = batch["image"], batch["label"]
     targets = jax.nn.one_hot(labels, num_classes)
     targets = optax.losses.smooth_labels(targets, config.optim.label_smoothing)
@@ -77,12 +77,15 @@ def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Exam
 def sigmoid_cross_entropy(
     logits: Float[Array, "b classes"], targets: Float[Array, "b classes"]
 ) -> Float[Array, " b"]:
-    """Sum over the classes of the cross entropy of a sigmoid each."""
+    """Return the sum over the classes of their binary cross entropies."""
     return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)
 
 
 def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
-    """Mean cross entropy, and right answers ("accuracy"): of two blended images the larger's."""
+    """Return the mean cross entropy, and the number of correct answers ("accuracy").
+
+    The correct class of a blend of two images is that of the larger share.
+    """
     images, targets = examples
     logits, _ = model(images)
     entropy = {"softmax": optax.losses.softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}
@@ -92,7 +95,7 @@ def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, 
 
 
 def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
-    """Sums over the unmasked examples of a batch: loss, top1, top5."""
+    """Return sums over the unmasked examples of a batch: loss, top1, top5."""
     logits, _ = model(batch["image"])
     labels = batch["label"]
     if kind == "softmax":
@@ -106,10 +109,9 @@ def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
 def counts(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"], mask: Float[Array, " b"]
 ) -> dict[str, Array]:
-    """Number of examples, and of those whose label is among the 1 or 5 likeliest classes.
+    """Return the number of examples, and of those with the label among the top 1 and 5 classes.
 
-    Examples with mask 0 count nowhere. Ties go against the label: a class counts as likelier
-    than the label when its logit is at least as large.
+    Examples with mask 0 are not counted. A tie counts against the label.
     """
     rank = label_rank(logits, labels)
     top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
@@ -119,34 +121,34 @@ def counts(
 def label_rank(
     logits: Float[Array, "b classes"], labels: Integer[Array, " b"]
 ) -> Integer[Array, " b"]:
-    """Number of other classes at least as likely as the label; all of them where it is NaN."""
+    """Return the number of other classes at least as likely as the label; all of them for NaN."""
     label_logit = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     return jnp.sum(~(logits < label_logit), axis=-1) - 1
 
 
 def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """loss, accuracy, top5."""
+    """Return loss, accuracy and top5."""
     names = {"loss": "loss", "accuracy": "top1", "top5": "top5"}
     return {name: totals[key] / totals["examples"] for name, key in names.items()}
 
 
 def layers(model: ViT) -> list[nnx.MultiHeadAttention]:
-    """The layers of attention, in order."""
+    """Return the attention layers in order."""
     return [block.attention for block in model.blocks]
 
 
 def projections(model: ViT, batch: Batch) -> list[Triple]:
-    """Queries, keys and values (b, tokens, heads, head_dim) of each layer on images."""
+    """Return queries, keys and values (b, tokens, heads, head_dim) of each layer on images."""
     _, intermediates = model(batch["image"])
     inputs = [intermediates[f"block{i:02d}/attention_input"] for i in range(len(model.blocks))]
     return [(a.query(x), a.key(x), a.value(x)) for a, x in zip(layers(model), inputs, strict=True)]
 
 
 def distances(params: Any) -> Any:
-    """Number of layers between each parameter and the head (Bao et al. 2022).
+    """Return the number of layers between each parameter and the head (Bao et al. 2022).
 
-    0 of the head, the layer before it and the last norm, 1 of the last of L blocks, ..., L of the
-    first, and L + 1 of the embedding: patches, class token and positions.
+    It is 0 for the head, the layer before it and the last norm, 1 for the last of L blocks, ..., L
+    for the first block, and L + 1 for the embedding: patches, class token and positions.
     """
 
     def name(path: tuple) -> tuple:
@@ -165,13 +167,13 @@ def distances(params: Any) -> Any:
 
 
 def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
-    """Operations of the forward pass for one image: two for each multiplication in a product.
+    """Return the operations of the forward pass for one image, two per multiply-add.
 
-    n tokens of width w, L layers, m features: embedding 2 n p^2 c w, and in each layer 8 n w^2 for
-    the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or 8 n m w for random
-    features (`exact_layers` are softmax), with 4 n w for each exact key of a query if there is a
-    window; pooling by attention is a layer with one query; 2 w^2 for `pre_logits`. A training step
-    takes three times as many; what `remat` computes again is not counted.
+    With n tokens of width w, L layers and m features: 2 n p^2 c w for the embedding, and in each
+    layer 8 n w^2 for the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or
+    8 n m w for random features (`exact_layers` are softmax), plus 4 n w for each exact key of a
+    query in a window. Pooling by attention is a layer with one query; `pre_logits` adds 2 w^2. A
+    training step has three times as many; recomputation by `remat` is not counted.
     """
     size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2

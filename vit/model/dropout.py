@@ -1,4 +1,4 @@
-"""Dropout whose masks do not depend on how many devices share a batch."""
+"""Dropout with masks that do not depend on the number of devices."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,17 +10,17 @@ from jaxtyping import Array, Float
 
 
 class Dropout(nnx.Dropout):
-    """`nnx.Dropout`; inside `jax.shard_map` its mask is the rows of that of the whole batch.
+    """`nnx.Dropout`; inside `jax.shard_map` it uses its rows of the mask of the whole batch.
 
     Attributes:
-        axis_name: the axes of the mesh among which the first axis of the inputs is split, in order;
+        axis_name: axes of the mesh over which the first axis of the inputs is split, in order;
             None outside `jax.shard_map`.
     """
 
     axis_name: tuple[str, ...] | None = None
 
     def __call__(self, inputs: Float[Array, "*b n"], **options: Any) -> Float[Array, "*b n"]:
-        """A share `rate` of the inputs becomes 0, the others are divided by 1 - rate."""
+        """Return the inputs, each 0 with probability `rate` and otherwise divided by 1 - rate."""
         if self.axis_name is None or self.rate == 0.0 or self.deterministic:
             return super().__call__(inputs, **options)
         rows, rngs = len(inputs), cast(Callable[[], Array], self.rngs)

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-
 from vit.run import files
 
 
@@ -54,6 +51,8 @@ def figure(
     path: Path, columns: int = 1, rows: int = 1, *, size: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """Return figure and axes, as pyplot without its global state; `save` writes it."""
+    from matplotlib.figure import Figure  # 0.7 s, which commands without a figure save
+
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = Figure(figsize=size or (1 + 4.5 * columns, 4), layout="constrained")
     return drawn, drawn.subplots(rows, columns, **options)
@@ -68,6 +67,8 @@ def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
 
 def log_log(axis: Any, sizes: Sequence[float]) -> None:
     """Make both axes logarithmic, with a tick at each size and at plain decimals."""
+    from matplotlib.ticker import LogLocator
+
     axis.set(yscale="log")
     log_sizes(axis, sizes)
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))

@@ -1,23 +1,20 @@
-"""Files of users: regular files of known formats, and limits on what they unpack to."""
+"""Files of users: regular files of known formats."""
 
 import io
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
-"""Formats that are read: some of Pillow's others start programs (PostScript)."""
-
-LARGEST = 2**28
-"""Bytes of an encoded image, or of a member of an archive."""
+"""Image formats; some other formats of Pillow start programs (PostScript)."""
 
 
 def regular(path: Path) -> BinaryIO:
-    """Open a regular file; OSError for others: a FIFO waits, a device never ends."""
+    """Open a regular file; raise OSError for others: a FIFO waits, a device never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -26,38 +23,19 @@ def regular(path: Path) -> BinaryIO:
 
 
 def content(path: Path) -> bytes:
-    """Return the bytes of a file; OSError as `regular`, or when they are more than `LARGEST`."""
+    """Return the bytes of a regular file; raise OSError for others."""
     with regular(path) as file:
-        return Reader(file).read(size(file))
-
-
-def size(file: BinaryIO) -> int:
-    """Return the number of bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
-
-
-class Reader:
-    """File of which at most `LARGEST` bytes are read at once, whatever a header announces."""
-
-    def __init__(self, file: Any):
-        self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        """Return so many bytes; OSError for more than `LARGEST`."""
-        if not 0 <= size <= LARGEST:
-            raise OSError(f"{size:,} bytes at once are more than {LARGEST:,}")
-        return self._file.read(size)
+        return file.read()
 
 
 def image(encoded: bytes) -> Image.Image:
-    """Return an image of one of the `FORMATS`; its pixels are not decoded yet.
+    """Open an image of one of the `FORMATS`; its pixels are not decoded yet.
 
-    Those of 16 bits are: grey values become their higher 8 bits, which Pillow's conversion clips.
+    Grey values of 16 bits become their higher 8 bits; Pillow's own conversion clips them.
 
     Raises:
-        OSError, SyntaxError, ...: what PIL raises when the bytes are none, or announce more than
-            178,956,970 pixels (DecompressionBombError).
+        OSError, SyntaxError, ...: errors of Pillow for broken files, or for more than 178,956,970
+            pixels (DecompressionBombError).
     """
     try:
         opened = Image.open(io.BytesIO(encoded), formats=FORMATS)

@@ -1,7 +1,7 @@
 """Checkpoints: parameters, optimiser, random streams, frequencies and the step.
 
-The position in the data needs no room of its own: the stream of batches is a function of the step.
-Each array is saved with a checksum, for Orbax does not notice when its bytes have changed on disk.
+The position in the data is not saved: the stream of batches is a function of the step. Each array
+has a checksum, because Orbax does not detect bytes that changed on disk.
 """
 
 import contextlib
@@ -24,12 +24,11 @@ from vit.reports import metrics
 from vit.run import hosts
 
 KEEP = 2
-"""Newest checkpoints that are kept."""
+"""Number of newest checkpoints that are kept."""
 
 PATTERN = "*?[\\"
-"""Signs that a path must not contain: Orbax takes the first three for a pattern when it puts a
-checkpoint together, and TensorStore the last for a slash. Nor may it contain bytes that are no
-UTF-8."""
+"""Characters that a path must not contain: Orbax reads the first three as a pattern, TensorStore
+the last as a slash."""
 
 
 class SaveError(OSError):
@@ -38,12 +37,12 @@ class SaveError(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class BestEvaluated:
-    """Preservation policy of Orbax: the checkpoint that `metrics.best` names."""
+    """Preservation policy of Orbax: keep the checkpoint of the best evaluation."""
 
     log: Path
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint whether it stays."""
+        """Return for each checkpoint whether to keep it."""
         del context
         numbers = [each.step for each in checkpoints]
         best = metrics.best(self.log, numbers)
@@ -57,8 +56,7 @@ class Checkpoints:
     workdir: Path
     orbax: ocp.training.Checkpointer
     saving: Any = None
-    """Response of the save that goes on in the background, or None. Its thread and descriptors end
-    when its result is read."""
+    """Response of the save in the background, or None; reading its result ends its thread."""
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -68,37 +66,32 @@ class Checkpoints:
 
 
 def found(workdir: Path) -> list[int]:
-    """Return the steps of the checkpoints that are there, readable or not."""
+    """Return the steps of all checkpoints, readable or not."""
     names = (path.name for path in (workdir / "checkpoints").glob("*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def check_path(workdir: Path) -> None:
-    """Raise ValueError for a folder whose checkpoints could not be read again.
-
-    Its path contains what Orbax or TensorStore misread (`PATTERN`), or is the address of a bucket.
-    """
+    """Raise ValueError for the address of a bucket, or a path that Orbax misreads (`PATTERN`)."""
     if ":/" in str(workdir):
         raise ValueError(
-            f"{workdir} is an address: runs are written to a file system. Mount the bucket (gcsfuse"
-            " for gs://) and give its folder; data may be read from an address (config.data.dir)"
+            f"{workdir} is an address, and runs are written to a file system. Mount the bucket"
+            " (gcsfuse for gs://) and give its folder; config.data.dir may be an address"
         )
     path = str(workdir.resolve())
-    signs = [repr(c) for c in path if c in PATTERN or "\ud800" <= c <= "\udfff"]
-    if signs:
+    if signs := [repr(c) for c in path if c in PATTERN]:
         raise ValueError(
-            f"{path} cannot hold checkpoints, for its path contains {' and '.join(signs)}; take or"
-            " rename the folder to one without"
+            f"{path} cannot hold checkpoints: its path contains {' and '.join(signs)}; choose"
+            " another folder"
         )
 
 
 def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0) -> Checkpoints:
-    """Open the checkpoints of a run. Close it with `finish`, or use it in a `with`.
+    """Open the checkpoints of a run; close them with `finish`, or use them in a `with`.
 
-    A checkpoint appears under its final name only when it is whole. With `write` the last `KEEP`
-    of them are kept, that of the best evaluation and those at multiples of `keep_every` steps, and
-    what an interrupted process left half-written is removed; without it nothing is changed, so that
-    a run that is still going on can be read.
+    A checkpoint appears under its final name when it is complete. With `write` unfinished ones are
+    removed, and old ones except the last `KEEP`, that of the best evaluation and those at
+    multiples of `keep_every` steps. Without `write` nothing on disk changes.
 
     Raises:
         ValueError: as `check_path`.
@@ -113,16 +106,16 @@ def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0)
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
         cleanup_tmp_directories=write,
-        lightweight_initialize=True,  # damage of one does not concern the others
+        lightweight_initialize=True,  # a damaged one does not affect the others
     )
     return Checkpoints(workdir, orbax)
 
 
 def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
-    """Save `state`, a pytree of arrays, in the background, after what is still being saved.
+    """Save `state`, a pytree of arrays, in the background, after the previous save.
 
     Raises:
-        SaveError: when this or the one before cannot be written; earlier checkpoints are intact.
+        SaveError: when this or the previous one cannot be written; earlier checkpoints are intact.
     """
     content = {"state": state, "checksums": checksums(state)}
     with _failing_as_save_error(checkpoints):
@@ -133,7 +126,7 @@ def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
 
 
 def finish(checkpoints: Checkpoints) -> None:
-    """Wait until everything is on disk, and close.
+    """Wait until all checkpoints are on disk, and close.
 
     Raises:
         SaveError: as `save`.
@@ -146,7 +139,7 @@ def finish(checkpoints: Checkpoints) -> None:
 
 
 def _settle(checkpoints: Checkpoints) -> None:
-    """Wait for the save that goes on."""
+    """Wait for the save in the background."""
     saving, checkpoints.saving = checkpoints.saving, None
     if saving is not None:
         saving.result()
@@ -160,52 +153,52 @@ def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
         raise SaveError(
             f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
             f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. Complete are those of"
-            f" steps {found(checkpoints.workdir)}; mend that (is there room on the disk?), and the"
-            " same command resumes from the last of them"
+            f" steps {found(checkpoints.workdir)}. Fix the cause (is the disk full?); the same"
+            " command resumes from the last of them"
         ) from error
 
 
 def chosen_steps(workdir: Path, step: int | str | None) -> list[int]:
-    """Return the steps of the checkpoints that are meant: all of them for None.
+    """Return the steps of the chosen checkpoints: all of them for None.
 
     Args:
-        workdir: of the run.
-        step: number, as 100 or "100", or "best" for that of the best evaluation.
+        workdir: folder of the run.
+        step: number, as 100 or "100", or "best" for the best evaluation.
 
     Raises:
-        ValueError: when there is no such checkpoint.
+        ValueError: when no such checkpoint exists.
     """
     there = found(workdir)
     if not there:
-        raise ValueError(f"{workdir} holds no checkpoint yet")
+        raise ValueError(f"{workdir} has no checkpoint yet")
     if step is None:
         return there
     if step == "best":
         best = metrics.best(workdir / "metrics.jsonl", there)
         if best is None:
-            raise ValueError(f"{workdir} holds no checkpoint of a step that was evaluated")
+            raise ValueError(f"{workdir} has no checkpoint of an evaluated step")
         return [best]
     if not str(step).isdecimal():
         raise ValueError(f"step={step}: give the number of a checkpoint, or best")
     if int(step) not in there:
         steps = ", ".join(map(str, there))
-        raise ValueError(f"{workdir} holds no checkpoint of step {step}, but of {steps}")
+        raise ValueError(f"{workdir} has no checkpoint of step {step}, but of {steps}")
     return [int(step)]
 
 
 def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[int, Any]:
-    """Return step and state of the newest checkpoint that can be read; change nothing on disk.
+    """Return step and state of the newest readable checkpoint; change nothing on disk.
 
-    A damaged one is named and passed over. Several processes, all of which must call this, take the
-    newest that every one of them can read.
+    A damaged checkpoint is reported and skipped. With several processes all must call this; they
+    restore the newest checkpoint that each of them can read.
 
     Args:
-        workdir: of the run.
-        state: arrays, or `jax.ShapeDtypeStruct`s with shardings, like those that were saved.
-        step: of the one checkpoint to read, as `chosen_steps`.
+        workdir: folder of the run.
+        state: arrays, or `jax.ShapeDtypeStruct`s with shardings, like the saved ones.
+        step: step of the checkpoint, as in `chosen_steps`.
 
     Raises:
-        ValueError: as `chosen_steps`, or when none can be read.
+        ValueError: as `chosen_steps`, or when no checkpoint can be read.
     """
     failures: list[str] = []
     leaves = jax.tree.leaves(state)
@@ -221,10 +214,9 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
         loaded, reason = _loaded(folder, content)
         reasons = hosts.failures(reason)
         _count_alike()
-        if not reasons:  # a checksum is computed by all together
+        if not reasons:  # all processes compute a checksum together
             same = jnp.array_equal(checksums(loaded["state"]), loaded["checksums"])
-            wrong = "ValueError: its checksums are wrong: the files were changed"
-            reasons = hosts.failures("" if same else wrong)
+            reasons = hosts.failures("" if same else "its checksums are wrong: files were changed")
         if not reasons:
             for failure in failures:
                 print(f"{failure}; going back to step {number}")
@@ -234,14 +226,14 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
 
 
 def _count_alike() -> None:
-    """Orbax's barriers have the number of its operation in their name, which all must have made."""
+    """Advance Orbax's operation number, part of its barriers' names, to that of all processes."""
     number = int(OperationIdGenerator.get_current_operation_id())
     for _ in range(max(map(int, hosts.gathered(str(number)))) - number):
         OperationIdGenerator.next_operation_id()
 
 
 def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
-    """Return what this process reads of a checkpoint, waiting for no other; or why it cannot."""
+    """Return a checkpoint as read by this process alone; or None, and the reason."""
     alone: Any = contextlib.nullcontext()
     if jax.process_count() > 1:
         options = ocp.options.MultiprocessingOptions(
@@ -253,25 +245,25 @@ def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
     try:
         with alone:
             return ocp.load_checkpointables(str(folder.resolve()), content), ""
-    except Exception as error:  # Orbax, TensorStore, JSON: each has its own for damage
+    except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def shapes(workdir: Path) -> Any:
-    """Return the tree of the newest checkpoint, in dicts whose leaves have a shape and a dtype.
+    """Return the tree of the newest checkpoint: dicts with leaves that have shape and dtype.
 
     Raises:
-        ValueError: when there is no checkpoint, or none whose description can be read.
+        ValueError: when no checkpoint has a readable description.
     """
     for step in reversed(found(workdir)):
         with contextlib.suppress(Exception):  # as in `_loaded`
             folder = str((workdir / "checkpoints" / str(step)).resolve())
             return ocp.checkpointables_metadata(folder).metadata["state"]
-    raise ValueError(f"{workdir} holds no checkpoint whose description can be read")
+    raise ValueError(f"{workdir} has no checkpoint with a readable description")
 
 
 def set_aside(workdir: Path, step: int) -> None:
-    """Move the checkpoints after `step`, which could not be read, to `workdir`/unreadable."""
+    """Move the unreadable checkpoints after `step` to `workdir`/unreadable."""
     if jax.process_index() == 0:
         for number in found(workdir):
             if number > step:
@@ -283,16 +275,17 @@ def set_aside(workdir: Path, step: int) -> None:
         multihost_utils.sync_global_devices("checkpoints set aside")
 
 
-@jax.jit
 def checksums(state: Any) -> Integer[Array, " arrays"]:
-    """Return the sum of (2 i + 1) word_i mod 2^32 of each array: any changed word changes it."""
+    """Return the checksum of each array."""
+    return jnp.stack([_checksum(x) for x in jax.tree.leaves(state)])
 
-    def checksum(x: Array) -> Integer[Array, ""]:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-        factors = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) * 2 + 1
-        return jnp.sum(words * factors, dtype=jnp.uint32)
 
-    return jnp.stack([checksum(x) for x in jax.tree.leaves(state)])
+@jax.jit  # of each shape: one program of all arrays would take seconds to compile
+def _checksum(x: Array) -> Integer[Array, ""]:
+    """Return the sum of (2 i + 1) word_i mod 2^32: any changed word changes it."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    factors = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) * 2 + 1
+    return jnp.sum(words * factors, dtype=jnp.uint32)

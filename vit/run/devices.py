@@ -1,9 +1,8 @@
-"""Devices: one mesh (data, fsdp), the sharding of state and batches, and several processes.
+"""Devices: the mesh (data, fsdp), sharding of state and batches, and several processes.
 
-A batch is split over all devices. The parameters, the optimiser's moments and the running mean are
-split over the axis "fsdp" and repeated over "data"; `jit` gathers what a layer needs when it needs
-it (fully sharded data parallelism, Rajbhandari et al. 2020). One process drives the devices of one
-host; every process runs the same program.
+A batch is split over all devices. Parameters, moments and running mean are split over the axis
+"fsdp" and repeated over "data"; `jit` gathers the parameters of each layer when needed (fully
+sharded data parallelism, Rajbhandari et al. 2020). Each host runs one process of the same program.
 """
 
 import os
@@ -21,16 +20,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from vit.config import Config
 
 SMALLEST = 4096
-"""Arrays of fewer elements are not split: gathering them costs more than keeping them."""
+"""Arrays with fewer elements are not split: gathering them costs more than keeping them."""
 
 
 class Peak(NamedTuple):
-    """Peak performance of a device, from the maker's data sheet."""
+    """Peak performance of a device, by its data sheet."""
 
     flops: float
-    """Operations a second, of dense bfloat16 products."""
+    """Operations per second of dense bfloat16 products."""
     bandwidth: float
-    """Bytes a second to and from its memory."""
+    """Bytes per second of memory traffic."""
     gib: float
     """Memory in GiB."""
 
@@ -52,36 +51,31 @@ PEAK = {
     "NVIDIA B200": Peak(2250e12, 8000e9, 180),
     "NVIDIA GB200": Peak(2500e12, 8000e9, 185),
 }
-"""Peaks by how the name of the device begins."""
+"""Peaks by prefix of `device_kind`."""
 
 
 def initialize(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Join the processes of a run; before anything else touches a device.
+    """Join the processes of a run, before anything else uses a device.
 
-    On a TPU pod, under Slurm and under Open MPI nothing need be given.
+    TPU pods, Slurm and Open MPI need no arguments.
 
     Args:
         coordinator: "host:port" of process 0.
         num_processes: number of processes.
-        process_id: number of this one.
+        process_id: number of this process, from 0.
 
     Raises:
-        ValueError: when only some of the three are given, or they cannot be.
+        ValueError: when only some of the three are given, or they are invalid.
     """
     given = (coordinator, num_processes, process_id)
-    if given != (None, None, None) and not (
-        coordinator is not None
-        and re.fullmatch(r".+:[0-9]{1,5}", coordinator)
-        and num_processes is not None
-        and process_id in range(num_processes)
-    ):
+    is_whole = re.fullmatch(r".+:[0-9]{1,5}", coordinator or "")
+    if given != (None, None, None) and not (is_whole and process_id in range(num_processes or 0)):
         raise ValueError(
             f"--coordinator={coordinator} --num_processes={num_processes}"
-            f" --process_id={process_id}: give all three, or none where the cluster tells them (TPU"
-            " pods, Slurm, Open MPI); the coordinator is HOST:PORT, the processes are numbered from"
-            " 0 to below their number"
+            f" --process_id={process_id}: give all three, or none on a cluster (TPU pods, Slurm,"
+            " Open MPI); the coordinator is HOST:PORT, processes are numbered from 0"
         )
     try:
         jax.distributed.initialize(*given)
@@ -93,14 +87,14 @@ def initialize(
 
 
 def define_flags() -> Callable[[], None]:
-    """Define flags by which a process joins others; return the function that joins, if they say so.
+    """Define the flags of runs with several processes; return the function that joins them.
 
-    That raises a ValueError as `initialize`, and as `check_alone` without these flags.
+    It raises ValueError as `initialize`, or without these flags as `check_alone`.
     """
-    distributed = flags.DEFINE_bool("distributed", False, "one of several processes")
+    distributed = flags.DEFINE_bool("distributed", False, "run as one of several processes")
     coordinator = flags.DEFINE_string("coordinator", None, "host:port of process 0")
-    num_processes = flags.DEFINE_integer("num_processes", None, "how many there are")
-    process_id = flags.DEFINE_integer("process_id", None, "the number of this one, from 0")
+    num_processes = flags.DEFINE_integer("num_processes", None, "number of processes")
+    process_id = flags.DEFINE_integer("process_id", None, "number of this process, from 0")
 
     def join() -> None:
         processes = coordinator.value, num_processes.value, process_id.value
@@ -113,20 +107,24 @@ def define_flags() -> Callable[[], None]:
 
 
 def check_alone(otherwise: str = "") -> None:
-    """Raise ValueError on one of several workers of a TPU slice: JAX would wait for the others.
+    """Raise ValueError on one of several workers of a TPU slice, where JAX waits for all of them.
 
-    The workers are those of TPU_WORKER_HOSTNAMES; the message ends with `otherwise`.
+    TPU_WORKER_HOSTNAMES lists the workers; the message ends with `otherwise`.
     """
     number = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(","))
     if number > 1 and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ValueError(
-            f"this host is one of {number} of a TPU slice, whose devices start only together. Give"
-            f" JAX_PLATFORMS=cpu to compute on its processor{otherwise}"
+            f"this host is one of {number} of a TPU slice, whose devices start only together. Set"
+            f" JAX_PLATFORMS=cpu to compute on the CPU{otherwise}"
         )
 
 
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return all devices, or those given, as (data, fsdp); ValueError when they cannot be so."""
+    """Return the mesh (data, fsdp) of all devices, or of those given.
+
+    Raises:
+        ValueError: when the number of devices does not fit `fsdp` or the batch size.
+    """
     devices = jax.devices() if devices is None else devices
     count, parts = len(devices), config.optim.accumulate
     if count % config.fsdp:
@@ -143,7 +141,7 @@ def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:
-    """Return the sharding of each array: its longest axis that "fsdp" divides; else whole."""
+    """Return the sharding of each array: the longest axis that "fsdp" divides, or none."""
 
     def sharding(x: Any) -> NamedSharding:
         fsdp = mesh.shape["fsdp"]
@@ -157,23 +155,23 @@ def of_state(mesh: Mesh, state: Any) -> Any:
 
 
 def of_batch(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a batch: the first axis over all devices."""
+    """Return the sharding of a batch: its first axis over all devices."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of what every device holds whole."""
+    """Return the sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put(mesh: Mesh, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Return a batch on the devices, of which each process gives its own rows."""
+    """Return a batch on the devices; each process passes its own rows."""
     sharding = of_batch(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
 
 
 def memory() -> dict[str, float]:
-    """Return the peak of memory in GiB: of this process, and of a device if its backend counts."""
+    """Return the peak memory in GiB of this process, and of a device if its backend counts it."""
     gib = 2.0**30
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
@@ -183,12 +181,12 @@ def memory() -> dict[str, float]:
 
 
 def peak_of(kind: str) -> Peak | None:
-    """Return the peak of a device by its `device_kind`; None for one that is not in `PEAK`."""
+    """Return the peak of a device by its `device_kind`; None if it is not in `PEAK`."""
     known = [name for name in PEAK if kind.startswith(name)]
     return PEAK[max(known, key=len)] if known else None
 
 
 def peak_flops() -> float | None:
-    """Return the FLOP/s of all devices together, if known."""
+    """Return the peak FLOP/s of all devices together, if known."""
     peak = peak_of(jax.devices()[0].device_kind)
     return peak and peak.flops * jax.device_count()

@@ -1,7 +1,6 @@
-"""Cost of a run: its steps compiled, not run, for these devices or for others.
+"""Cost of a run: its steps compiled, not run, for present or absent devices.
 
-Of other devices (`vit.run.topologies`) no data set is read: how many examples and classes it has is
-known of some, and given for the rest.
+For absent devices (`vit.run.topologies`) no data set is read: its size is in `KNOWN`, or given.
 """
 
 import collections
@@ -27,44 +26,44 @@ KNOWN = {
     "places365": (1_803_460, 36_500, 365, 3),
     "inaturalist2021": (2_686_843, 100_000, 10_000, 3),
 }
-"""Public data sets: examples of training and of evaluation, classes, channels."""
+"""Public data sets: training and evaluation examples, classes, channels."""
 
 Plan = dict[str, Any]
-"""Cost of a run, from `plan`, as --json prints it."""
+"""Cost of a run as returned by `plan`."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 ADVICE = (
-    "take a smaller config.data.batch_size, more devices, a larger config.fsdp (parameters and"
-    " moments are parted), config.optim.accumulate (a batch in parts), or config.model.remat=true"
+    "use a smaller config.data.batch_size, more devices, a larger config.fsdp (sharded parameters),"
+    " config.optim.accumulate (a batch in parts) or config.model.remat=true"
 )
 
 
 def dataset(
     config: configs.Config, topology: str = "", size: Sequence[str] = ()
 ) -> data.Dataset | None:
-    """Return the data set of a dry run, of which only the size is known; None to read the config's.
+    """Return a data set of known size without data; None to read that of the config.
 
     Args:
-        config: names it.
-        topology: as `topologies.devices`: nothing is read; or "" for the devices that are there.
-        size: numbers of examples of training and of evaluation, of classes and of channels.
+        config: config of the run.
+        topology: as in `topologies.devices`; "" for the present devices.
+        size: numbers of training examples, evaluation examples, classes and channels.
 
     Raises:
-        ValueError: when the size must be given, or is none.
+        ValueError: when the size is missing or invalid.
     """
     if not topology and not size:
         return None
     if size and not (len(size) == 4 and all(n.isdecimal() and int(n) for n in size)):
         raise ValueError(
-            f"--data_size={','.join(size)}: four numbers above 0, examples of training and of"
-            " evaluation, classes, channels"
+            f"--data_size={','.join(size)}: must be four numbers above 0: training examples,"
+            " evaluation examples, classes, channels"
         )
     if not size and config.data.name not in KNOWN:
         raise ValueError(
-            f"how large is config.data.name={config.data.name!r}? Say --data_size=TRAIN,EVALUATION,"
-            f"CLASSES,CHANNELS; known are {', '.join(KNOWN)}"
+            f"the size of config.data.name={config.data.name!r} is not known (known are"
+            f" {', '.join(KNOWN)}): give --data_size=TRAIN,EVALUATION,CLASSES,CHANNELS"
         )
     train, evaluation, classes, channels = map(int, size) if size else KNOWN[config.data.name]
     names = tuple(map(str, range(classes)))
@@ -77,17 +76,16 @@ def plan(
     dataset: data.Dataset | None = None,
     task: Task | None = None,
 ) -> Plan:
-    """Compile the training and the evaluation step of a run.
+    """Compile the training and the evaluation step of a run and return their cost.
 
     Args:
-        config: of the run.
-        topology: as `topologies.devices`; "" for the devices that are there.
-        dataset: only its sizes and a blank example are read; that of the config if None.
-        task: to classify images if None.
+        config: config of the run.
+        topology: as in `topologies.devices`; "" for the present devices.
+        dataset: data set; only its sizes and a blank example are read. None for the config's.
+        task: task; None for image classification.
 
     Raises:
-        ValueError: as `vit.run.loop.train`, or for a topology that cannot take the config, before
-            anything is compiled.
+        ValueError: as `vit.run.loop.train`, or for a config that does not fit the topology.
     """
     there = topologies.devices(topology) if topology else jax.devices()
     configs.validate(config)
@@ -98,7 +96,7 @@ def plan(
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
     gpu = there[0].platform in ("cuda", "gpu")
     train = compiled(program.train, program.abstract, batch, gpu=gpu)
-    for counted in ("operations", "bytes"):  # of a loop, whose inside the compiler counts once
+    for counted in ("operations", "bytes"):  # the compiler counts the body of a loop once
         train[counted] *= config.optim.accumulate
     found = {
         "device": there[0].device_kind,
@@ -118,20 +116,20 @@ def plan(
 
 
 def parameter_table(state: nnx.State) -> str:
-    """Return a table of name, shape, elements and elements on a device of each parameter."""
+    """Return a table of the parameters: name, shape, elements, elements per device."""
     rows = [
         (name, x.shape, x.size, math.prod(x.sharding.shard_shape(x.shape)))
         for name, x in parameters(state).items()
     ]
     rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
     width = max(len(row[0]) for row in rows)
-    lines = [f"{'parameter':{width}}  {'shape':18} {'elements':>12} {'on a device':>12}"]
+    lines = [f"{'parameter':{width}}  {'shape':18} {'elements':>12} {'per device':>12}"]
     lines += [f"{a:{width}}  {b!s:18} {c:12,} {d:12,}" for a, b, c, d in rows]
     return "\n".join(lines)
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Return the bytes on each device of a compiled program: arguments, temporary, in all."""
+    """Return the bytes per device of a compiled program: arguments, temporary, in all."""
     analysis = compiled.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -139,9 +137,9 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 
 def limits(plan: Plan, has: devices.Peak | None) -> Plan:
-    """Return the peak of a device, whether the steps fit into it, and the roof of training.
+    """Return the peak of a device, whether the steps fit into its memory, and the roof of training.
 
-    The roof is the least seconds of a training step, by operations and by memory traffic.
+    The roof is the minimum time of a training step, by operations and by memory traffic.
     """
     if has is None:
         return {"has": None, "fits": None, "roof": {}}
@@ -155,17 +153,17 @@ def limits(plan: Plan, has: devices.Peak | None) -> Plan:
 
 
 def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
-    """Compile a program and return its cost on each device.
+    """Compile a program and return its cost per device.
 
     Returns:
-        seconds of the compilation, `memory_of`, operations and bytes of memory traffic as the
-        compiler counts them (0 for GPUs, whose compiler does not), and `collectives`.
+        Seconds of compilation, `memory_of`, operations and bytes of memory traffic as counted by
+        the compiler (0 on GPUs, whose compiler does not count), and `collectives`.
 
     Raises:
-        ValueError: when the compiler finds no room for it.
+        ValueError: when the program does not fit into the memory.
     """
     start = time.perf_counter()
-    # A described GPU tunes nothing, and Triton's products then find no tiles for some widths.
+    # Without autotuning on an absent GPU, Triton's products have no tiles for some widths.
     described = gpu and jax.default_backend() == "cpu"
     options = {"xla_gpu_enable_triton_gemm": False} if described else None
     try:
@@ -173,12 +171,12 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = " ".join(str(error).split(". HLO module")[0].split())
+        message = " ".join(str(error).split(". HLO module")[0].split())
         raise ValueError(
-            f"{function.__name__} does not fit: {ADVICE}. The compiler: {said}"
+            f"{function.__name__} does not fit: {ADVICE}. The compiler: {message}"
         ) from error
     seconds = time.perf_counter() - start
-    counted = {} if gpu else program.cost_analysis() or {}  # GPUs' libraries are not counted
+    counted = {} if gpu else program.cost_analysis() or {}  # libraries of GPUs are not counted
     return {
         "seconds": seconds,
         "memory": memory_of(program),
@@ -189,7 +187,7 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Return the number of each kind in a compiled program, and the bytes of their results."""
+    """Return the number of collectives by kind in a compiled program, and their bytes."""
     found: dict[str, list[int]] = collections.defaultdict(list)
     for kind in COLLECTIVES:
         for shapes in re.findall(rf"= (\(.*?\)|\S+) {kind}(?:-start)?\(", text):
@@ -202,16 +200,16 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 
 
 def text(plan: Plan) -> str:
-    """Return the plan in lines."""
+    """Return the plan as text."""
     batch_size, noun, flops = (plan[x] for x in ("batch_size", "noun", "model_operations"))
     gib = 2.0**30
     lines = [
         plan["parameters"],
         f"devices: {plan['num_devices']} x {plan['device']}, mesh {plan['mesh']}; compiled, not"
         " run",
-        f"steps: {plan['num_steps']:,} ({plan['steps_per_epoch']:,} an epoch)",
-        f"operations: {flops / 1e9:.3f} GFLOP an {noun} forward,"
-        f" {3 * flops * batch_size / 1e12:.4g} TFLOP a training step"
+        f"steps: {plan['num_steps']:,} ({plan['steps_per_epoch']:,} per epoch)",
+        f"operations: {flops / 1e9:.3f} GFLOP per {noun} forward,"
+        f" {3 * flops * batch_size / 1e12:.4g} TFLOP per training step"
         if flops
         else "operations: not counted",
         *(f"batch: {name} {shape}" for name, shape in plan["batch"].items()),
@@ -221,7 +219,7 @@ def text(plan: Plan) -> str:
         parts = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost["memory"].items())
         operations, traffic = cost["operations"] / 1e12, cost["bytes"] / gib
         lines += [
-            f"{name}, on each device:",
+            f"{name}, per device:",
             f"  memory: {parts}{has}",
             f"  operations {operations:,.4f} TFLOP, traffic {traffic:,.3f} GiB"
             if operations
@@ -233,7 +231,7 @@ def text(plan: Plan) -> str:
     if plan["roof"]:
         bound, seconds = max(plan["roof"].items(), key=lambda item: item[1])
         times = ", ".join(f"{k} {1e3 * v:,.2f} ms" for k, v in plan["roof"].items())
-        rate = f"{batch_size / seconds:,.0f} {noun}s a second"
+        rate = f"{batch_size / seconds:,.0f} {noun}s per second"
         lines += [f"roof: {rate}, bounded by {bound} ({times})"]
         lines += ["fits" if plan["fits"] else f"does not fit: {ADVICE}"]
     return "\n".join(lines)

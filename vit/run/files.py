@@ -1,4 +1,4 @@
-"""Files of a run: written in one piece, never through a link; and locks."""
+"""Files of a run: atomic writes that follow no links, and locks."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write the file in one piece; a link in its place is replaced, not followed."""
+    """Write the file atomically; a link in its place is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with naming(path), temporary.open("xb") as file:
@@ -25,28 +25,28 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Make an OSError in the block name the file: that of a full disk names none."""
+    """Add the name of the file to an OSError in the block: that of a full disk has none."""
     try:
         yield
     except OSError as error:
-        if error.errno and not error.filename:  # without a number its text would be lost
+        if error.errno and not error.filename:  # without a number the text would be lost
             error.filename = str(path)
         raise
 
 
 @contextlib.contextmanager
 def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a folder, or a file, which is made, against other processes; it ends with the process.
+    """Lock a folder, or a file that is created, until the block or the process ends.
 
-    Locks of files work over NFS, those of folders do not. A link is not followed. Gives whether it
-    is held: where the file system has no locks a line is printed instead.
+    Yields False, and prints a line, on a file system without locks. Locks of files work over NFS,
+    those of folders do not.
 
     Args:
-        path: of the folder or file.
-        wait: for another process to end, instead of raising.
+        path: folder or file; a link is not followed.
+        wait: wait for another process instead of raising.
 
     Raises:
-        ValueError: when another process holds it.
+        ValueError: when another process holds the lock.
     """
     is_folder = path.is_dir()
     flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -57,12 +57,12 @@ def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
         except BlockingIOError:
             holder = "" if is_folder else os.read(descriptor, 200).decode(errors="replace").strip()
             raise ValueError(
-                f"{path} is in use by {holder or 'another process'}; wait for it, stop it, or take"
-                " another folder"
+                f"{path} is in use by {holder or 'another process'}; wait for it, stop it, or"
+                " choose another folder"
             ) from None
         except OSError as error:
             held = False
-            print(f"{path} is not held against other processes: no locks here ({error.strerror})")
+            print(f"{path} is not locked: the file system has no locks ({error.strerror})")
         if not is_folder:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -72,9 +72,9 @@ def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def read(path: Path) -> str:
-    """Return the text of a file, U+FFFD for bytes that are not UTF-8; ValueError for a pipe."""
+    """Return the text of a file, with U+FFFD for invalid UTF-8; ValueError for a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is no file; move it away")
+        raise ValueError(f"{path} is no file: move it away")
     return path.read_text("utf-8", errors="replace")
 
 
@@ -84,7 +84,7 @@ def note(path: Path, record: dict[str, Any]) -> None:
 
 
 def noted(path: Path) -> dict[str, Any] | None:
-    """Return the record of such a file, or None where it is missing or none."""
+    """Return the record that `note` wrote, or None for a missing or damaged file."""
     try:
         record = json.loads(read(path))
     except (OSError, ValueError):

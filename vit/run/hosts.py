@@ -1,4 +1,4 @@
-"""Several processes of one run: what each of them says, and what they must agree on to begin."""
+"""Several processes of a run: exchange of texts, and checks that they were started alike."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from vit.run import files
 
 PATIENCE = 60.0
-"""Seconds after which what another host wrote must be seen: NFS looks again after 30 to 60."""
+"""Seconds to wait for a file of another host: NFS refreshes after 30 to 60."""
 
 
 def agree(value: bool) -> bool:
@@ -24,7 +24,7 @@ def agree(value: bool) -> bool:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the text of each process; all must call this."""
+    """Return the text of every process; all of them must call this."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(errors="replace"), np.uint8)
@@ -35,14 +35,14 @@ def gathered(text: str) -> list[str]:
 
 
 def failures(reason: str) -> list[str]:
-    """Return what went wrong in each process; "" is nothing."""
+    """Return the reasons of all processes that failed; "" stands for success."""
     one = jax.process_count() == 1
-    said = enumerate(gathered(reason))
-    return [text if one else f"process {number}: {text}" for number, text in said if text]
+    reasons = enumerate(gathered(reason))
+    return [text if one else f"process {number}: {text}" for number, text in reasons if text]
 
 
 def check_same(values: dict[str, Any]) -> None:
-    """Raise ValueError in all processes unless they have the same values, which JSON can hold."""
+    """Raise ValueError in all processes unless they have the same values (of JSON types)."""
     first, *others = map(json.loads, gathered(json.dumps(values)))
     different = [
         f"process {number}, with {name}: {other.get(name)!r:.200}, and process 0 with {name}:"
@@ -59,10 +59,7 @@ def check_same(values: dict[str, Any]) -> None:
 
 
 def check_same_folder(workdir: Path) -> None:
-    """Raise ValueError in all processes unless they see the folder of process 0.
-
-    That leaves a word there.
-    """
+    """Raise ValueError in all processes unless all see a file that process 0 writes there."""
     if jax.process_count() == 1:
         return
     path, lead = workdir / "hosts", jax.process_index() == 0
@@ -77,7 +74,6 @@ def check_same_folder(workdir: Path) -> None:
         path.unlink(missing_ok=True)
     if blind:
         raise ValueError(
-            f"not all processes see the folder of the run that process 0 has, {workdir}: give all"
-            " of them one on a file system that they share. Another one have\n  "
-            + "\n  ".join(blind)
+            f"not all processes see the folder of the run of process 0, {workdir}: choose one on a"
+            " shared file system. Other folders:\n  " + "\n  ".join(blind)
         )

@@ -1,11 +1,10 @@
-"""Other loggers beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+"""Loggers beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
 
-    python -m vit.train --config=experiments/configs/digits.py --workdir=runs/pm --log=wandb,mlflow
+    python -m vit.train --config=digits --workdir=runs/pm --log=wandb,mlflow
 
-Each is a function of the run's folder and config: a context manager that gives a function of a
-record. Packages are imported when a logger is asked for; where they send, and as whom, their own
-environment variables and files say (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...). A resumed
-run goes on in the same run of W&B and MLflow, whose name is noted in the folder.
+A logger is a context manager (folder of the run, config) -> function of a record. It is configured
+by its own environment variables and files (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
+resumed run continues the same run of W&B and MLflow, whose id is noted in the folder.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ Write = Callable[[metrics.Record], object]
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """Log to the folder `workdir`/tensorboard; what a killed process wrote ahead is not shown."""
+    """Log to the folder `workdir`/tensorboard; records after the last checkpoint are hidden."""
     del config
     records = metrics.read(workdir / "metrics.jsonl")
     ahead = records[-1]["step"] + 1 if records else 0
@@ -42,7 +41,7 @@ def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """Log to a run of W&B by the folder's name, which ignores steps that it has already."""
+    """Log to a W&B run with the name of the folder; steps that it already has are ignored."""
     path = workdir / "wandb.json"
     noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
     files.note(path, noted)
@@ -52,7 +51,7 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
         dir=str(workdir),
         config=configs.flatten(config),
         resume="allow",
-        allow_val_change=True,  # of an extended run num_epochs and restarts
+        allow_val_change=True,  # of the fields that a resumed run may change
     )
     with run:
         yield lambda record: run.log(record, step=record["step"])
@@ -60,11 +59,11 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
-    """Log to a run of MLflow by the folder's name."""
+    """Log to an MLflow run with the name of the folder."""
     package, path = _module("mlflow"), workdir / "mlflow.json"
     noted = files.noted(path) or {"id": None}
     with package.start_run(run_id=noted["id"], run_name=workdir.resolve().name) as run:
-        if noted["id"] is None:  # later a parameter cannot be changed
+        if noted["id"] is None:  # parameters cannot be changed later
             package.log_params(configs.flatten(config))
             files.note(path, {"id": run.info.run_id})
         yield lambda record: package.log_metrics(record, step=record["step"])
@@ -79,7 +78,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no logger, or not installed."""
+    """Raise ValueError for an unknown logger, or one that is not installed."""
     for name in names:
         if name not in LOGGERS:
             raise ValueError(unknown("--log", name, LOGGERS))
@@ -90,9 +89,9 @@ def check(names: Sequence[str]) -> None:
 def writer(
     names: Sequence[str], workdir: Path, config: configs.Config, lead: bool = True
 ) -> Iterator[Write]:
-    """Give a function that adds a record to the log of the run and sends it to these loggers.
+    """Yield a function that adds a record to the log of the run and to the loggers.
 
-    With several processes only one of them, the `lead`, does anything.
+    With several processes only the `lead` writes.
     """
     if not lead:
         yield lambda record: None
@@ -113,5 +112,5 @@ def _module(name: str) -> Any:
         return importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ValueError(
-            f"--log={name} needs {PACKAGES[name]}: pip install 'performer-jax[{name}]'"
+            f"--log={name} requires {PACKAGES[name]}: pip install 'performer-jax[{name}]'"
         ) from error

@@ -1,7 +1,4 @@
-"""The training loop: one step after another; evaluations and checkpoints when they are due.
-
-What is learned is described by a `Task`.
-"""
+"""Training loop of any `Task`: steps, evaluations and checkpoints."""
 
 import contextlib
 import itertools
@@ -22,11 +19,11 @@ from vit.run.progress import Display, Progress, display
 from vit.task import Task
 
 PROFILED = 5
-"""Traced steps: no viewer opens the file of many more."""
+"""Number of traced steps; viewers fail on files of many more."""
 
 
 def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
-    """Compile the function of state and batch, of which shapes suffice; show how long it took."""
+    """Compile a function of state and batch, arrays or shapes; show how long it takes."""
     shown.status(f"compiling {function.__name__}")
     start = time.perf_counter()
     function.lower(state, batch).compile()
@@ -34,7 +31,7 @@ def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
 
 
 def due(step: int, every: int, num_steps: int) -> bool:
-    """Return true at the end, and after each so many steps."""
+    """Return True at the last step and at multiples of `every`."""
     return step == num_steps or (step > 0 and step % every == 0)
 
 
@@ -47,40 +44,37 @@ def train(
     profile: bool = False,
     log: Sequence[str] = (),
 ) -> metrics.Record:
-    """Train to the end, from the newest readable checkpoint in `workdir` if there is one.
+    """Train to the end, from the newest readable checkpoint in `workdir` if any.
 
     Ctrl-C and SIGTERM finish the step, save and exit with code `safety.STOPPED`; the same call
-    resumes. A resumed run ends with the same parameters as an uninterrupted one (on CPU bit for
-    bit), wherever it was stopped or killed.
+    resumes. A run that was stopped or killed and resumed ends with the parameters of an
+    uninterrupted run (on CPU bit for bit).
 
     Args:
-        config: of the run.
-        workdir: its folder; on several hosts one that all of them see.
-        dataset: as `runs.subject`.
-        task: likewise. Fields of the config that mean nothing to it must be valid
-            all the same.
+        config: config of the run, valid also in the fields that the task does not use.
+        workdir: folder of the run; with several hosts on a shared file system.
+        dataset: as in `runs.subject`.
+        task: as in `runs.subject`.
         profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
-        log: other loggers for the metrics, of `loggers.LOGGERS`: "tensorboard", "wandb", "mlflow".
+        log: further loggers: "tensorboard", "wandb", "mlflow".
 
     Returns:
-        The last record of the log: step, epoch, seconds, train_loss, eval_loss and what else
-        the task measures.
+        The last record of the log: step, epoch, seconds, train_loss, eval_loss and other measures
+        of the task.
 
     Raises:
-        ValueError: for a config that cannot work, a workdir that holds another run, is in use or
-            has lost its checkpoints, more unreadable records than `config.data.max_bad_records`,
-            or hosts that were not started alike or do not see one folder.
-        FloatingPointError: when loss, gradients or parameters are not finite, in more steps in a
-            row than `config.optim.skip_nonfinite` passes over; nothing is saved.
+        ValueError: for an invalid config; a workdir with another run, in use or without its
+            checkpoints; more unreadable records than `config.data.max_bad_records`; or hosts
+            with different settings or folders.
+        FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # Check everything before anything is written.
-    config = runs.as_extended(config, workdir)
     configs.validate(config)
     checkpoint.check_path(workdir)
     loggers.check(log)
     dataset, task = runs.subject(config, dataset, task, workdir)
-    hosts.check_same(runs.said_by_all(config, dataset, task))
+    hosts.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)
     batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
     machine.check_shared_memory(batch_bytes, machine.workers(config.data.num_workers, batch_bytes))
@@ -99,7 +93,7 @@ def train(
         stopping = stack.enter_context(safety.interruption())
 
         # Resume from the newest readable checkpoint.
-        hosts.check_same_folder(workdir)  # so that all know that process 0 holds it
+        hosts.check_same_folder(workdir)  # after process 0 has locked it
         first, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
             print(f"{workdir}: at step {first} of {num_steps}")
@@ -145,12 +139,12 @@ def train(
                 if step == traced:
                     progress.read()
                     tracing.enter_context(jax.profiler.trace(str(workdir / "profile")))
-                asked = time.perf_counter()
+                requested = time.perf_counter()
                 batch = next(batches)
-                waited = time.perf_counter() - asked
+                waited = time.perf_counter() - requested
                 state, values = program.train(state, batch)
                 step += 1
-                progress.add(step, values, asked, waited)
+                progress.add(step, values, requested, waited)
                 shown.advance()
                 if step == traced + PROFILED:
                     progress.read()

@@ -1,4 +1,4 @@
-"""Needs of a run that its machine must meet, checked before the work starts."""
+"""Limits of the machine, checked before the work starts."""
 
 import os
 import resource
@@ -7,22 +7,22 @@ from pathlib import Path
 import jax
 
 SPARE = 256
-"""Descriptors for all else than data files: logs, sockets, libraries, the terminal."""
+"""Descriptors for everything but data files: logs, sockets, libraries, the terminal."""
 
 HELD = 2
-"""Batches of each worker in shared memory: one that waits to be taken, one that is being made."""
+"""Batches of each worker in shared memory: a finished one and the one in progress."""
 
 GIB = 2.0**30
 
 PROGRAMS = 4 * 2**30
-"""Bytes of compiled programs that are kept; those not used for longest go."""
+"""Bytes of compiled programs in the cache; the least recently used are deleted."""
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache folder; to be called before any is compiled.
+    """Cache compiled programs in the user's cache folder; call it before compiling.
 
-    JAX_COMPILATION_CACHE_DIR goes before. Those of CPUs are not kept: they are of one kind of
-    processor, which JAX's name of a program lacks, and several may share a home directory.
+    JAX_COMPILATION_CACHE_DIR takes precedence. Programs of CPUs are not cached: they depend on the
+    processor, which is not part of JAX's key, and several machines may share a home directory.
     """
     if jax.default_backend() == "cpu" or jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -33,10 +33,10 @@ def keep_programs() -> None:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise the soft limit of descriptors, which workers inherit, for so many data files.
+    """Raise the soft limit of open files for that many data files; workers inherit it.
 
     Raises:
-        ValueError: when the hard limit is lower.
+        ValueError: when the hard limit is too low.
     """
     need = number + SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -45,7 +45,7 @@ def allow_open_files(number: int) -> None:
         return
     if hard != unlimited and hard < need:
         raise ValueError(
-            f"the data set lies in {number:,} files, which every worker holds open: that takes"
+            f"the data set has {number:,} files, which every worker opens: that requires"
             f" {need:,} descriptors, and this machine allows {hard:,}. Raise the hard limit"
             f" (`ulimit -Hn`; docker run --ulimit nofile={2 * need}; LimitNOFILE= of a service)"
         )
@@ -53,19 +53,19 @@ def allow_open_files(number: int) -> None:
 
 
 SHARED = Path("/dev/shm")
-"""Where processes share memory, on Linux."""
+"""Folder of shared memory on Linux."""
 
 
-def workers(asked: int, batch_bytes: int, folder: Path = SHARED) -> int:
-    """Return the number of processes that read on this host, for `config.data.num_workers`.
+def workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
+    """Return the number of workers of this host for `config.data.num_workers`.
 
     Args:
-        asked: that number; or -1, one for each core but one, as far as their batches have room.
-        batch_bytes: of one batch of this host.
-        folder: of the shared memory.
+        requested: number of workers; -1 for one per core but one, limited by the shared memory.
+        batch_bytes: size of a batch of this host.
+        folder: folder of the shared memory.
     """
-    if asked >= 0:
-        return asked
+    if requested >= 0:
+        return requested
     room = _room(folder) // (HELD * batch_bytes) if folder.is_dir() else cores()
     return max(0, min(cores() - 1, room))
 
@@ -83,18 +83,18 @@ def _room(folder: Path) -> int:
 
 
 def check_shared_memory(batch_bytes: int, workers: int, folder: Path = SHARED) -> None:
-    """Raise ValueError unless the workers' batches, of so many bytes, fit into the shared memory.
+    """Raise ValueError unless the batches of the workers fit into the shared memory.
 
-    Else the kernel would end a worker that writes (SIGBUS), in the middle of a run.
+    Otherwise the kernel kills a worker (SIGBUS) in the middle of a run.
     """
     if not workers or not folder.is_dir():
         return
     room, need = _room(folder), HELD * workers * batch_bytes
     if need > room:
         raise ValueError(
-            f"config.data.num_workers={workers} processes hand over batches of"
+            f"config.data.num_workers={workers} processes pass batches of"
             f" {batch_bytes / 2**20:,.0f} MiB through {folder}: up to {need / GIB:,.1f} GiB at a"
-            f" time, and {room / GIB:,.2f} GiB are free. Make it larger (docker run"
-            f" --shm-size={need // 2**30 + 2}g, or --ipc=host; mount -o remount,size=...), or take"
+            f" time, and {room / GIB:,.2f} GiB are free. Enlarge it (docker run"
+            f" --shm-size={need // 2**30 + 2}g, or --ipc=host; mount -o remount,size=...), or set"
             f" --config.data.num_workers={int(room // (HELD * batch_bytes))}"
         )

@@ -1,4 +1,4 @@
-"""A run: its data and task, length, batches, folder and state."""
+"""Runs: data and task, length, batches, folder and state."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from vit.task import SUBJECTS, Task, of_folder
 
 
 class Restored(NamedTuple):
-    """A run at one of its checkpoints."""
+    """Run restored at one of its checkpoints."""
 
     config: configs.Config
     dataset: data.Dataset
@@ -39,15 +39,15 @@ class Restored(NamedTuple):
     state: nnx.State
 
     def batches(self) -> Iterator[data.Batch]:
-        """Return its evaluation batches, on the devices."""
+        """Return the evaluation batches, on the devices."""
         return eval_batches(self.dataset, self.config, self.mesh)
 
     def model(self) -> Any:
-        """Return its model in evaluation mode."""
+        """Return the model in evaluation mode."""
         return evaluated_model(self.program.graph, self.state)
 
     def with_window(self, exact_window: int) -> "Restored":
-        """Return the same state in a run with that `config.attention.exact_window`."""
+        """Return the run with another `config.attention.exact_window`."""
         fields = {"attention.exact_window": exact_window}
         config = configs.with_values(self.config, fields)
         configs.validate(config)
@@ -61,16 +61,16 @@ def subject(
     task: Task | None = None,
     workdir: Path | None = None,
 ) -> tuple[data.Dataset, Task]:
-    """Return data set and task of a run.
+    """Return the data set and the task of a run.
 
     Args:
-        config: of the run.
-        dataset: returned as it is; the one that the run was trained on if None.
-        task: likewise; with a dataset alone it is to classify its images.
-        workdir: folder of the run; without one, the run classifies the images of its config.
+        config: config of the run.
+        dataset: data set to return; None for that of the run.
+        task: task to return; None for that of the run, or with a `dataset` image classification.
+        workdir: folder of the run; None for image classification.
 
     Raises:
-        ValueError: as `data.load`, or for a folder with a run of another task, or of one whose
+        ValueError: as `data.load`; or for a folder with a run of another task, or of a task whose
             module is not imported (`vit.task.SUBJECTS`).
     """
     if dataset is None and task is None:
@@ -88,42 +88,35 @@ def subject(
 
 
 def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
-    """Return the number of steps of an epoch, and of the run.
+    """Return the numbers of steps of an epoch and of the run.
 
     Raises:
-        ValueError: when the run has none, or more than an int32 counts.
+        ValueError: when the run has no steps, or more than an int32 can count.
     """
     steps_per_epoch = len(dataset.train) // config.data.batch_size
     num_steps = config.num_epochs * steps_per_epoch
     if not 0.5 < num_steps <= configs.LARGEST:
         raise ValueError(
-            f"config.num_epochs={config.num_epochs} are {num_steps:.3g} steps, of which an epoch"
-            f" has {steps_per_epoch}: a run has 1 to {configs.LARGEST}"
+            f"config.num_epochs={config.num_epochs} are {num_steps:.3g} steps"
+            f" ({steps_per_epoch} per epoch): a run has 1 to {configs.LARGEST}"
         )
     return steps_per_epoch, round(num_steps)
 
 
-def restarts(config: configs.Config, steps_per_epoch: int) -> tuple[int, ...]:
-    """Return the steps at which the rate of the run starts anew."""
-    return tuple(round(epoch * steps_per_epoch) for epoch in configs.restarts(config.restarts))
-
-
 def program(config: configs.Config, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
-    """Return the functions of the run; ValueError as `length` and `steps.build`."""
-    steps_per_epoch, num_steps = length(config, dataset)
-    return build(config, task, num_steps, mesh, restarts(config, steps_per_epoch))
+    """Return the programs of the run; ValueError as `length` and `steps.build`."""
+    return build(config, task, length(config, dataset)[1], mesh)
 
 
 def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
-    """Return the learning rate of the run, by step; 0 where the config names no data.
+    """Return the learning rate of the run by step; 0 for a config without data.
 
     Raises:
         ValueError: as `length` and `optim.schedule`.
     """
     if not config.data.name:
         return optax.constant_schedule(0.0)
-    steps_per_epoch, num_steps = length(config, dataset)
-    return optim.schedule(config.optim, num_steps, restarts(config, steps_per_epoch))
+    return optim.schedule(config.optim, length(config, dataset)[1])
 
 
 @contextlib.contextmanager
@@ -136,9 +129,9 @@ def batches(
     *,
     evaluate_first: bool = False,
 ) -> Iterator[Iterator[data.Batch]]:
-    """Give the batches of a run from a step on, as `data.run_batches`, on the devices.
+    """Yield the batches of a run from a step on, as `data.run_batches`, on the devices.
 
-    This process reads its rows. Reading begins at once, in a thread; workers end with the block.
+    Each process reads its own rows. Reading begins at once in a thread and ends with the block.
     """
     index, count = jax.process_index(), jax.process_count()
     schedule = data.Schedule(
@@ -161,7 +154,7 @@ def batches(
 def abstract_batch(
     dataset: data.Dataset, config: configs.Config, mesh: Mesh, *, mask: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch of training, or of one of evaluation, which has a mask."""
+    """Return the shapes of a training batch, or with `mask` of an evaluation batch."""
     extra = {"bad": np.int32(0)} | ({"mask": np.float32(0)} if mask else {})
     sharding = devices.of_batch(mesh)
 
@@ -179,7 +172,7 @@ def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> I
 
 
 def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
-    """Return the first examples of the evaluation split that can be decoded, as one batch."""
+    """Return the first readable examples of the evaluation split as one batch."""
     rows = (
         {name: x[i] for name, x in batch.items()}
         for batch in data.eval_batches(dataset, config.data)
@@ -189,7 +182,7 @@ def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: i
 
 
 def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
-    """Give that many training examples, spread over the split, as evaluation sees them."""
+    """Yield training examples, spread over the split, as preprocessed for evaluation."""
     train = run.dataset.train
     number = min(number, len(train))
     size = min(number, run.config.data.batch_size)
@@ -201,7 +194,7 @@ def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
 
 
 def evaluated_on(run: Restored, number: int) -> Restored:
-    """Return the run with so many examples in its evaluation split; all for 0."""
+    """Return the run with the first examples of its evaluation split; all of them for 0."""
     split = run.dataset.evaluation
     if not number:
         return run
@@ -210,20 +203,23 @@ def evaluated_on(run: Restored, number: int) -> Restored:
 
 
 def check_same(workdir: Path, config: configs.Config) -> None:
-    """Raise ValueError when the folder holds a run of another config."""
+    """Raise ValueError when the folder contains a run of another config."""
     path = workdir / "config.json"
     different = configs.differences(configs.load(path), config) if path.exists() else []
     if different:
         raise ValueError(
-            f"{workdir} holds a run with another config; take another --workdir, or the run's"
+            f"{workdir} holds a run with another config; choose another --workdir, or the run's"
             " own config:\n  " + "\n  ".join(different)
         )
 
 
 def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
-    """Make the folder of the run; refuse one that holds a run of another config or other data.
+    """Create the folder of the run, with `config.json` and `task.json`.
 
-    Its `task.json` is what a model can be used with when its data set is gone.
+    `task.json` describes the task, so that the model can be used without its data set.
+
+    Raises:
+        ValueError: when the folder contains a run with another config or other data.
     """
     check_same(workdir, config)
     old, new = of_folder(workdir, task.name), description(dataset, task)
@@ -232,7 +228,7 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
         if name not in ("command", "versions") and before != now:
             raise ValueError(
                 f"{workdir} holds another run: {name} was {str(before)[:200]}, and is"
-                f" {str(now)[:200]}; take another --workdir, or the run's own data"
+                f" {str(now)[:200]}; choose another --workdir, or the run's own data"
             )
     workdir.mkdir(parents=True, exist_ok=True)
     files.note(workdir / "task.json", new)
@@ -257,9 +253,9 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     }
 
 
-def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
-    """Return what must be the same on all hosts, each of which computes its part of a step."""
-    own = ("data.dir", "data.num_workers")  # of each host
+def shared_settings(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
+    """Return the settings that must be equal on all hosts."""
+    own = ("data.dir", "data.num_workers")  # may differ between hosts
     fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in own}
     evaluation = {"evaluation examples": len(dataset.evaluation)}
     return fields | description(dataset, task) | evaluation
@@ -268,7 +264,7 @@ def said_by_all(config: configs.Config, dataset: data.Dataset, task: Task) -> di
 def begin(
     workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
 ) -> None:
-    """Write a run at step 0 with that model, its optimiser fresh; the config last.
+    """Write a new run at step 0 with the given model and a new optimiser.
 
     Raises:
         vit.run.checkpoint.SaveError: when it cannot be written.
@@ -282,18 +278,18 @@ def begin(
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     """Return step and state of the newest readable checkpoint; 0 and None for a new run.
 
-    Checkpoints that cannot be read are set aside.
+    Unreadable checkpoints are moved to the folder `unreadable`.
 
     Raises:
-        ValueError: when none can be read, or the run has a log and its folder of them is missing.
+        ValueError: when no checkpoint can be read, or their folder is missing beside a log.
     """
     if not hosts.agree(bool(checkpoint.found(workdir))):
         step, folder = last_step(workdir / "metrics.jsonl"), workdir / "checkpoints"
         if step and not folder.exists():
             raise ValueError(
-                f"{workdir} has been trained (its log ends at step {step}), but {folder} is"
-                " missing; bring it back (is its disk mounted?), or remove the folder of the run,"
-                " log and all, to train from the start"
+                f"{workdir} was trained to step {step} (by its log), but {folder} is missing:"
+                " restore it (is its disk mounted?), or delete the folder of the run to train from"
+                " the start"
             )
         return 0, None
     step, state = checkpoint.restore(workdir, abstract)
@@ -302,7 +298,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
 
 
 def last_step(log: Path) -> int:
-    """Return the last step of a log; 0 where there is none."""
+    """Return the last step of a log; 0 for none."""
     return max((record["step"] for record in metrics.read(log)), default=0)
 
 
@@ -312,17 +308,16 @@ def restore(
     task: Task | None = None,
     step: int | str | None = None,
 ) -> Restored:
-    """Read a run, on any number of devices; nothing in its folder changes.
+    """Restore a run on any number of devices; nothing in its folder changes.
 
     Args:
-        workdir: of the run.
-        dataset: as `subject`.
-        task: likewise.
-        step: of the checkpoint, or "best"; the newest if None.
+        workdir: folder of the run.
+        dataset: as in `subject`.
+        task: as in `subject`.
+        step: step of the checkpoint, or "best"; None for the newest.
 
     Raises:
-        ValueError: as `subject`, or when the folder holds no run, or no such checkpoint that can be
-            read.
+        ValueError: as `subject`, or when the folder has no run, or no such readable checkpoint.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
@@ -333,73 +328,3 @@ def restore(
     functions = program(config, dataset, task, mesh)
     number, state = checkpoint.restore(workdir, functions.abstract, step)
     return Restored(config, dataset, task, mesh, functions, number, state)
-
-
-def extend(workdir: Path, epochs: float, config: configs.Config | None = None) -> configs.Config:
-    """Write into the folder of a finished run that it has so many epochs more; train nothing.
-
-    The rate rises again by a warm-up of its own, stays, and falls to the new end. The extended run
-    has the parameters, bit for bit on a CPU, of one with these `config.restarts` from the start.
-
-    Args:
-        workdir: of the run.
-        epochs: more than 0.
-        config: must be that of the run, before an earlier extension or after it; None: not checked.
-
-    Returns:
-        The config of the extended run, with `num_epochs` and `restarts` changed.
-
-    Raises:
-        ValueError: when the folder holds no run, another one or one that has not ended; or when the
-            extension is no longer than warm-up and constant rate. Nothing has changed then.
-    """
-    if not epochs > 0:
-        raise ValueError(f"--extend={epochs:g}: must be a number of epochs above 0")
-    configs.of_run(workdir)
-    with files.alone(workdir / "lock"):
-        run = configs.of_run(workdir)
-        configs.validate(run)
-        if config is not None:
-            check_same(workdir, as_extended(config, workdir))
-        dataset, _ = subject(run, workdir=workdir)
-        _, num_steps = length(run, dataset)
-        step = max(checkpoint.found(workdir), default=0)
-        if step < num_steps:
-            raise ValueError(
-                f"{workdir} is at step {step} of {num_steps}: the same command without --extend"
-                " trains it to its end; only a run that has ended is extended"
-            )
-        fields = {
-            "num_epochs": run.num_epochs + epochs,
-            "restarts": ",".join(
-                f"{x:g}" if float(f"{x:g}") == x else repr(x) for x in cycles(run)
-            ),
-        }
-        longer = configs.with_values(run, fields)
-        configs.validate(longer)
-        rate(longer, dataset)
-        configs.save(longer, workdir / "config.json")
-        noted = {"step": num_steps, "num_epochs": longer.num_epochs}
-        metrics.append(workdir / "metrics.jsonl", noted)
-    return longer
-
-
-def cycles(config: configs.Config) -> tuple[float, ...]:
-    """Return the epochs at which the rate has fallen: those of `restarts`, and the end."""
-    return (*configs.restarts(config.restarts), config.num_epochs)
-
-
-def as_extended(config: configs.Config, workdir: Path) -> configs.Config:
-    """Return the config with the length of the run in the folder, if that extends this one.
-
-    Raises:
-        ValueError: when the folder's config cannot be read.
-    """
-    path = workdir / "config.json"
-    if not path.exists():
-        return config
-    run = configs.load(path)
-    before, now = cycles(config), cycles(run)
-    if now[: len(before)] != before:
-        return config
-    return configs.with_values(config, {"num_epochs": run.num_epochs, "restarts": run.restarts})

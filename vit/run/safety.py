@@ -1,7 +1,7 @@
-"""Runs that nobody watches: stopping on a signal, output that outlives its reader, new folders.
+"""Unattended runs: stop on a signal, output to a closed pipe, atomic creation of folders.
 
-Ctrl-C ends `tee` in `vit.train ... | tee log` before the run has saved its last checkpoint, and a
-closed terminal ends its output: `lasting` discards what cannot be written any more.
+In `vit.train ... | tee log`, Ctrl-C ends `tee` before the run has saved its last checkpoint;
+`lasting` discards output that cannot be written any more.
 """
 
 import contextlib
@@ -23,27 +23,26 @@ from jax.experimental import multihost_utils
 from vit.run import files
 
 STOPPED = 75
-"""Exit code of a run that a signal stopped and the same command resumes (EX_TEMPFAIL)."""
+"""Exit code of a run stopped by a signal; the same command resumes it (EX_TEMPFAIL)."""
 
 _CALLS = itertools.count()  # over all runs of a process: the numbers must never fall
 
 
 def check_vacant(folder: Path, flag: str) -> None:
-    """Raise ValueError, which names the flag, unless the folder is empty or does not exist."""
+    """Raise ValueError, which names the flag, unless the folder is empty or missing."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names:
         reason = "holds a run already" if names & {"config.json", "checkpoints"} else "is not empty"
-        raise ValueError(f"{folder} {reason}; take another {flag}")
+        raise ValueError(f"{folder} {reason}; choose another {flag}")
     if os.path.ismount(folder):
-        raise ValueError(f"{folder} is where a disk is mounted; take a folder inside as {flag}")
+        raise ValueError(f"{folder} is a mount point; choose a folder inside as {flag}")
 
 
 @contextlib.contextmanager
 def appearing(folder: Path, flag: str) -> Iterator[Path]:
-    """Give a folder to fill, which takes its final name in one piece at the end of the block.
+    """Yield a folder to fill, `folder`.unfinished, which is renamed at the end of the block.
 
-    Until then it is `folder`.unfinished. It is removed when the block raises; what a killed process
-    left there, by the next one.
+    It is removed when the block raises; remains of a killed process are removed by the next one.
 
     Raises:
         ValueError: as `check_vacant` and `files.alone`.
@@ -68,12 +67,12 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
 
 
 class LastingFile(io.FileIO):
-    """File whose reader may go away, a pipe or a terminal: later output is discarded."""
+    """Pipe or terminal that discards output after its reader has gone."""
 
     unread = False
 
     def write(self, content: Any) -> int:
-        """Write, or discard."""
+        """Write the content, or discard it without a reader."""
         try:
             return super().write(content)
         except OSError as error:
@@ -84,10 +83,9 @@ class LastingFile(io.FileIO):
 
 
 def lasting(stream: Any) -> Any:
-    """Return standard output or error as a stream that outlives its reader.
+    """Return standard output or error as a stream that does not fail without its reader.
 
-    Streams of other kinds (a notebook's, a captured one) are returned as they are. File names that
-    are not UTF-8 are written escaped.
+    Other streams (of a notebook, captured ones) are returned as they are. Invalid UTF-8 is escaped.
     """
     if type(stream) is not io.TextIOWrapper:
         return stream
@@ -98,18 +96,18 @@ def lasting(stream: Any) -> Any:
 
 
 def unread() -> bool:
-    """Return true once the reader of standard output has gone away."""
+    """Return True if the reader of standard output has gone."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return isinstance(raw, LastingFile) and raw.unread
 
 
 @contextlib.contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """Give a function that is true once Ctrl-C or a signal asked to stop.
+    """Yield a function that returns True after Ctrl-C or a signal to stop.
 
-    SIGTERM, SIGUSR1 and SIGHUP (unless nohup ignores it) ask; a second Ctrl-C or SIGTERM ends the
-    process at once. With several processes a signal to any of them, except Ctrl-C, stops all after
-    the same step: every process must call the function equally often.
+    The signals are SIGTERM, SIGUSR1 and SIGHUP (unless ignored by nohup); a second Ctrl-C or
+    SIGTERM ends the process at once. With several processes a signal to any of them, except
+    Ctrl-C, stops all after the same step: all must call the function equally often.
     """
     event, several = threading.Event(), jax.process_count() > 1
 
@@ -120,7 +118,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
     def asked(number: int, _: Any) -> object:
         if several:
-            return signal.raise_signal(signal.SIGTERM)  # JAX listens to that one, for `agreed`
+            return signal.raise_signal(signal.SIGTERM)  # JAX handles it, for `agreed`
         event.set()
         if number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the process
             signal.signal(number, previous[number])
@@ -143,7 +141,7 @@ class Stopped(Exception):
 
 
 def until(stopping: Callable[[], bool], items: Iterable[Any]) -> Iterator[Any]:
-    """Give the items; raise Stopped when asked to stop."""
+    """Yield the items; raise Stopped when `stopping()` is True."""
     for item in items:
         if stopping():
             raise Stopped

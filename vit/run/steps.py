@@ -1,4 +1,4 @@
-"""The programs of a run: training step and evaluation, compiled for a mesh of devices."""
+"""Programs of a run: training and evaluation step, compiled for a mesh of devices."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
@@ -25,58 +25,54 @@ Seed = int | Integer[Array, ""]
 
 
 class Program(NamedTuple):
-    """Programs of a run, compiled at the first call, and how its arrays lie on the devices."""
+    """Programs of a run, compiled at the first call, and the sharding of its arrays."""
 
     graph: nnx.GraphDef
     """Structure of (model, optimizer)."""
     abstract: nnx.State
-    """Their state: shapes, dtypes and shardings."""
+    """Shapes, dtypes and shardings of their state."""
     initial: Callable[[], nnx.State]
     train: Any
-    """(state, batch) -> (state, values of the step); the state that goes in is given up."""
+    """(state, batch) -> (state, values of the step); the first state is donated."""
     evaluate: Any
-    """(state, batch) -> `eval_step`."""
+    """(state, batch) -> the sums of `eval_step`."""
 
 
 LOOP_ONLY = {
-    *("seed", "num_epochs", "restarts"),
-    *("log_every", "eval_every", "checkpoint_every", "keep_every"),
+    *("seed", "num_epochs", "log_every", "eval_every", "checkpoint_every", "keep_every"),
 }
-"""Fields that the programs do not read: they are given the seed and numbers of steps."""
+"""Fields that the programs do not read; seed and numbers of steps are arguments."""
 
 AHEAD = 3
-"""Steps that may wait for the devices: their batches lie in the devices' memory."""
+"""Maximum number of dispatched steps; their batches are in device memory."""
 
 OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)
-"""Modules that draw for the rows of a batch, or average over them, along their `axis_name`."""
+"""Modules that draw for the rows of a batch, or average over them, along `axis_name`."""
 
 
-def build(
-    config: Config, task: Task, num_steps: int, mesh: Mesh, restarts: tuple[int, ...] = ()
-) -> Program:
-    """Return the programs of a run of that many steps on those devices.
+def build(config: Config, task: Task, num_steps: int, mesh: Mesh) -> Program:
+    """Return the programs of a run.
 
-    They are made once in a process, for all seeds, training, evaluation and resumption.
+    They are compiled once in a process: for all seeds, training, evaluation and resumption.
 
     Args:
-        config: of the run.
-        task: what it learns.
-        num_steps: of the run.
-        mesh: of devices.
-        restarts: steps at which the rate starts anew, as `runs.restarts`.
+        config: config of the run.
+        task: task of the run.
+        num_steps: number of steps of the run.
+        mesh: mesh of devices.
 
     Raises:
-        ValueError: when warm-up and constant rate are longer than the run, or than a cycle.
+        ValueError: when warm-up and constant rate are longer than the run.
     """
     fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
-    program = _build(tuple(fields.items()), config.model.size, task, (num_steps, restarts), mesh)
+    program = _build(tuple(fields.items()), config.model.size, task, num_steps, mesh)
     bound = {name: _bound(getattr(program, name), config.seed) for name in ("initial", "train")}
     return program._replace(**bound)
 
 
 def _bound(function: Any, seed: int) -> Any:
-    """Return a compiled function of a seed and more, at that seed; it can still be lowered."""
-    on_device = jnp.int32(seed)  # a number of Python would be sent there at each step
+    """Return a jitted function with its first argument, the seed, bound; it keeps `lower`."""
+    on_device = jnp.int32(seed)  # a Python number would be transferred at each step
     bound = partial(function, on_device)
     bound.lower = partial(function.lower, on_device)  # pyright: ignore[reportAttributeAccessIssue]
     bound.__name__ = function.__name__  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,9 +88,9 @@ def shapes(
 
 
 def parameters(state: nnx.State) -> dict[str, Any]:
-    """Return name -> array (or shape) of each parameter in the state of (model, optimizer).
+    """Return the parameters in the state of (model, optimizer) by name.
 
-    The order is that of `jax.tree.leaves`; a name is a path, "blocks.0.attention.key.bias".
+    The order is that of `jax.tree.leaves`; a name is a path, as "blocks.0.attention.key.bias".
     """
     model = nnx.filter_state(state, nnx.Param)
     return {
@@ -104,10 +100,10 @@ def parameters(state: nnx.State) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh) -> Program:
-    """Return the programs of all seeds: the seed is the first argument of `initial` and `train`."""
-    config = configs.with_values(Config(), dict(fields))  # a copy that nobody changes
-    rate = optim.schedule(config.optim, *length)
+def _build(fields: tuple, _: configs.Size, task: Task, num_steps: int, mesh: Mesh) -> Program:
+    """Return the programs; `initial` and `train` have the seed as first argument."""
+    config = configs.with_values(Config(), dict(fields))  # a copy that stays unchanged
+    rate = optim.schedule(config.optim, num_steps)
     graph, arrays = shapes(config, task, rate)
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, arrays)
 
@@ -130,7 +126,7 @@ def _build(fields: tuple, _: configs.Size, task: Task, length: tuple, mesh: Mesh
 
 
 def _on(mesh: Mesh, function: partial) -> Callable:
-    """Set the mesh in context, where attention reads number and kind of the devices."""
+    """Set the context mesh, from which attention reads number and kind of the devices."""
 
     def call(*arguments):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -143,13 +139,13 @@ def _on(mesh: Mesh, function: partial) -> Callable:
 def create(
     config: Config, task: Task, rate: optax.Schedule, seed: Seed
 ) -> tuple[Model, nnx.Optimizer]:
-    """Return a new model, and its optimiser at that rate."""
+    """Return a new model and its optimiser."""
     model = task.create(config, rngs=random_streams(seed))
     return model, optimizer(config, task, rate, model)
 
 
 def optimizer(config: Config, task: Task, rate: optax.Schedule, model: Model) -> nnx.Optimizer:
-    """Return a new optimiser for the parameters of the model."""
+    """Return a new optimiser of the model's parameters."""
     transform = optim.optimizer(config.optim, rate, task.distances)
     return nnx.Optimizer(model, transform, wrt=nnx.Param)
 
@@ -163,12 +159,14 @@ def train_step(
     batch: data.Batch,
     mesh: Mesh | None = None,
 ) -> tuple[nnx.State, Sums]:
-    """One step of the optimiser on the mean loss of a batch; frequencies as due.
+    """Return the state after one optimiser step on the mean loss of a batch, and its values.
 
-    Besides the state: train_loss, train_NAME for each sum of `task.loss` over the number of
-    examples, gradient_norm, `finite` (for each parameter, whether its gradient and its new value
-    are) and `bad` (of the batch, as `data.train_batches`). With `optim.skip_nonfinite` a step whose
-    loss or any of these is not finite leaves the state as it was, and `skipped` says so.
+    Frequencies are redrawn if due.
+
+    Returns:
+        The new state, and a dict of values: train_loss; train_NAME, the mean of each sum of
+        `task.loss`; gradient_norm; `finite`, True for each parameter whose gradient and new value
+        are finite; and `bad`, as in `data.train_batches`.
     """
     model, optimizer = nnx.merge(graph, state)
     model.train()
@@ -176,11 +174,9 @@ def train_step(
     redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
-    before = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
     parts = config.optim.accumulate
     loss, sums, gradients = loss_and_gradients(task, model, examples, parts, mesh)
     optimizer.update(model, gradients)
-    after = nnx.state((model, optimizer))
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
         gradients,
@@ -193,36 +189,18 @@ def train_step(
         "finite": jnp.stack(jax.tree.leaves(finite)),
         "bad": batch["bad"],
     }
-    if not config.optim.skip_nonfinite:
-        return after, values
-    good = jnp.isfinite(loss) & values["finite"].all()
-    return unless_skipped(good, before, after), values | {"skipped": ~good}
-
-
-def unless_skipped(good: jax.Array, before: nnx.State, after: nnx.State) -> nnx.State:
-    """Return the state after a good step; else that before, with the optimiser's counts going on.
-
-    So the rate stays a function of the step. Adam's correction of its first moments, which reads
-    such a count, too, is then too small by what a step without a gradient would make it.
-    """
-
-    def chosen(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-        is_count = path[0].key == 1 and jnp.issubdtype(new.dtype, jnp.integer)
-        return new if is_count else jnp.where(good, new, old)
-
-    return jax.tree.map_with_path(chosen, before, after)
+    return nnx.state((model, optimizer)), values
 
 
 def loss_and_gradients(
     task: Task, model: Model, examples: Any, parts: int, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Sums, nnx.State]:
-    """Return mean loss over the examples, the sums of `task.loss`, and gradients.
+    """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
-    The batch goes through the model in `parts` parts, one after another, whose gradients are added
-    up: only one part's activations are kept; the result is that of the whole batch. With a mesh
-    whose devices all hold whole parameters (`fsdp` 1) each device adds up the gradients of its own
-    rows, and those of all devices are added up once, after the last part (where `task.by_device`).
-    With `fsdp` a device has no room for whole gradients: each part reduces them to its share.
+    Gradients are accumulated over `parts` parts of the batch, so that only the activations of one
+    part are in memory; the result is that of the whole batch. With whole parameters on each device
+    (`fsdp` 1) and `task.by_device`, each device accumulates the gradients of its own rows, and
+    they are reduced once, after the last part. With `fsdp` each part reduces them to shards.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     summed = partial(_summed, task, graph, parts)
@@ -249,7 +227,7 @@ def _summed(
     examples: Any,
     axis_name: tuple[str, ...] | None = None,
 ) -> tuple[nnx.State, jax.Array, Sums, nnx.State]:
-    """Return other state, loss, sums and gradients; over the devices along the axes, if any."""
+    """Return other state, loss, sums and gradients, reduced over the axes if any."""
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)
@@ -265,7 +243,7 @@ def _summed(
         rest = nnx.state(model, nnx.Not(nnx.Param))
         return (rest, jax.tree.map(jnp.add, total, (loss, gradients))), sums
 
-    def split(x: jax.Array) -> jax.Array:  # each device's rows stay on it
+    def split(x: jax.Array) -> jax.Array:  # rows stay on their device
         return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
@@ -277,12 +255,12 @@ def _summed(
 
 
 def eval_step(task: Task, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Sums:
-    """Return `count` of the model that `evaluated_model` gives."""
+    """Return the sums of `count` for the evaluated model."""
     return count(task, evaluated_model(graph, state), batch)
 
 
 def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> Model:
-    """Return the model in evaluation mode, with the running mean of its parameters if any."""
+    """Return the model in evaluation mode, with the running mean of the parameters if any."""
     model, optimizer = nnx.merge(graph, state)
     mean = optim.averaged(optimizer)
     if mean is not None:
@@ -292,7 +270,7 @@ def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> Model:
 
 
 def count(task: Task, model: Model, batch: data.Batch) -> Sums:
-    """Return the sums of `task.count`, the number of unmasked examples, and of bad records."""
+    """Return the sums of `task.count` and the numbers of unmasked examples and bad records."""
     numbers = {"examples": jnp.sum(batch["mask"]), "bad": jnp.sum(batch["bad"] >= 0)}
     return task.count(model, batch) | numbers
 
@@ -300,12 +278,12 @@ def count(task: Task, model: Model, batch: data.Batch) -> Sums:
 def evaluate(
     task: Task, count: Callable[[Any], Sums], batches: Iterable[data.Batch]
 ) -> metrics.Record:
-    """Return eval_NAME for the results of the task, the number of examples, and bad records.
+    """Return eval_NAME for each result of the task, and the numbers of examples and bad records.
 
-    Sums over the batches are in float64.
+    Sums over batches are in float64.
 
     Raises:
-        ValueError: when none of the records can be decoded.
+        ValueError: when no record can be decoded.
     """
     counts = []
     for batch in batches:

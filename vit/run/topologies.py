@@ -1,9 +1,9 @@
-"""Devices that are not there, to compile for: TPU slices by name and shape, and GPUs of one host.
+"""Absent devices to compile for: TPU slices by name and shape, and GPUs of one host.
 
     v5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
 
-Their compilers run on any machine: `libtpu` for TPUs, the CUDA plugin of JAX for GPUs, which are
-described by the small files in `vit/targets`. What they give is compiled and counted, not run.
+Their compilers run on any machine: `libtpu` for TPUs, JAX's CUDA plugin for GPUs, which the files
+in `targets` describe. Programs are compiled and counted, not run.
 """
 
 import os
@@ -25,14 +25,14 @@ LIBTPU = {
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-"""Variables that libtpu reads where there is no TPU, instead of the machine's metadata server."""
+"""Variables that libtpu reads without a TPU, instead of asking a metadata server."""
 
 
 def devices(topology: str) -> Sequence[Any]:
     """Return the devices of a topology, as above.
 
     Raises:
-        ValueError: for another word, or when the compiler is not installed, with the command that
+        ValueError: for another word, or without the compiler; the message has the command that
             installs it.
     """
     tpu = re.fullmatch(r"v(4|5e|5p|6e):(\d+(?:x\d+)+)", topology)
@@ -57,6 +57,6 @@ def devices(topology: str) -> Sequence[Any]:
     except (RuntimeError, ValueError) as error:
         extra = "libtpu" if tpu else "'jax[cuda13]'"
         raise ValueError(
-            f"--topology={topology} needs its compiler, pip install {extra}, and a shape that there"
-            f" is: {' '.join(str(error).split())[:300]}"
+            f"--topology={topology} requires its compiler, pip install {extra}, and an existing"
+            f" shape: {' '.join(str(error).split())[:300]}"
         ) from error

@@ -1,6 +1,7 @@
 """A source of raw pictures with a class each, and how a part of it is held out."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
@@ -54,7 +55,7 @@ def is_picture(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def reading(path: Path | str, form: str, *errors: type[Exception]) -> Iterator[None]:
+def reading(path: os.PathLike | str, form: str, *errors: type[Exception]) -> Iterator[None]:
     """Make errors of the block, OSError among them, a ValueError that names the file."""
     try:
         yield
