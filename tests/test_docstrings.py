@@ -195,11 +195,9 @@ def test_attributes_have_no_stray_types_in_the_reference(monkeypatch):
         assert not any(line.startswith(":type") for line in lines)
 
 
-def test_public_names_exist_and_have_docstrings():
+def test_public_names_exist():
     for module in (*modules(), performer):
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name)
-            assert value.__doc__, f"{module.__name__}.{name}"
+        assert not [x for x in getattr(module, "__all__", ()) if not hasattr(module, x)]
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():

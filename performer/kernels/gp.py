@@ -89,7 +89,7 @@ class GaussianProcess:
     """
 
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
-    """Of `performer.kernels`, by its word or as a value."""
+    """Kernel, a value or name of `performer.kernels`."""
     scales: Scales = Scales()  # noqa: RUF009 (immutable)
     """Hyperparameters; `fit` starts from them."""
     frequencies: Float[Array, "m d"] | None = None
