@@ -131,7 +131,7 @@ SKLEARN = {
 }
 
 
-PROMOTE = ("learn", "transfer", "refine_far")
+PROMOTE = ("learn", "transfer", "refine_far", "GaussianProcess")
 """Functions whose optimisers, of optax, promote dtypes."""
 
 

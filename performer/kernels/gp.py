@@ -89,7 +89,7 @@ class GaussianProcess:
     """
 
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
-    """Kernel, a value or name of `performer.kernels`."""
+    """Kernel of `performer.kernels`, by name or as a value."""
     scales: Scales = Scales()  # noqa: RUF009 (immutable)
     """Hyperparameters; `fit` starts from them."""
     frequencies: Float[Array, "m d"] | None = None
@@ -156,9 +156,10 @@ class GaussianProcess:
         """Draw f at k points jointly, `num_samples` times; as `predict` otherwise."""
         f = self.predict(x)
         # By singular values: the covariance may be singular but for rounding.
-        return jax.random.multivariate_normal(
-            key, f.mean, f.covariance, (num_samples,), f.mean.dtype, method="svd"
-        )
+        vectors, values, _ = jnp.linalg.svd(f.covariance)
+        noise = jax.random.normal(key, (num_samples, len(f.mean)), f.mean.dtype)
+        noise = noise * jnp.sqrt(values)
+        return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 
 
 def log_marginal_likelihood(
