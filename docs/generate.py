@@ -131,7 +131,7 @@ def notebooks(docs: Path) -> None:
 
 
 SEARCH = {
-    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, inference, dropout",
+    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, attention matrix",
     "howto/convert": "convert a ViT, refinement",
     "howto/export": "ONNX, StableHLO, serve",
     "howto/fine-tune": "fine-tune, train longer, transfer learning",
