@@ -125,7 +125,7 @@ def measured(
     d, kernel, chosen = stacked.x.shape[-1], scheme.kernel, scheme.couplings[coupling]
 
     def draw(key):
-        """So many independent ensembles of k d frequencies, k = 1 or 2."""
+        """Independent ensembles of k d frequencies, k = 1 or 2: `multiple` of them."""
         keys = jax.random.split(key, multiple)
         m = scheme.per_dimension * d
         return jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))(keys)
