@@ -1,20 +1,19 @@
 """Attention error: what couplings and calibrations buy, on synthetic data and in a trained model.
 
-    python -m experiments.attention_mse                     # all of the following but the last
+    python -m experiments.attention_mse                     # the three parts
     python -m experiments.attention_mse --parts=figure7     # VRC Fig. 7
     python -m experiments.attention_mse --parts=features    # the error against m
     python -m experiments.attention_mse --parts=vit --couplings=orf,pm,pm-antithetic
     python -m experiments.attention_mse --workdir=runs/pm --couplings=pm --num_features=32
 
-figure7: kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions that
-are N(0, I / sqrt(d)) as printed, or N(0, I / d). vit: relative error |A^ - A|^2 / |A|^2 with 197
-tokens, head_dim 64 and m = 128 on three kinds of data at several lengths of queries and keys,
-couplings as they are and calibrated on as many other tokens, beside uniform attention; with an
-exact window, too, though tokens that are drawn have no places, so that near keys are just some keys
-that are exact. features: the same error on anisotropic data of squared norm 2, against the number
-of features. With --workdir: the queries and keys of a trained model on its evaluation images, layer
-by layer and head by head, each coupling in turn, with each window of near keys that are exact.
-
+    figure7    kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions,
+               N(0, I / sqrt(d)) as printed, or N(0, I / d)
+    vit        relative error |A^ - A|^2 / |A|^2 with 197 tokens, head_dim 64 and m = 128 on three
+               kinds of data at several norms; couplings as drawn, calibrated on other tokens, and
+               with an exact window. Drawn tokens have no places: near keys are a share of all keys
+    features   the same error on anisotropic data of squared norm 2, against m
+    --workdir  the queries and keys of a trained model on its evaluation images, for each layer and
+               head, each coupling and each window
 Tables (csv, md) and figures (png) go to --out.
 """
 
@@ -29,6 +28,7 @@ from performer import couplings as known
 from performer.attention.calibration import parts as parts_of
 from vit.reports.attention_report import report_attention
 
+FIGURES = errors.FIGURES
 Part = Literal["figure7", "vit", "features"]
 
 
@@ -43,22 +43,22 @@ def main(
     draws: int = 50,
     out: Path = Path("results/attention_mse"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
         workdir: a trained run, instead of the parts.
-        couplings: names, or copula and copula-antithetic, which are learned (not of figure7 or a
-            run); a selection if none is given.
-        calibrations: of the part vit.
-        num_features: each m; 128 for vit, and what the run has.
+        couplings: names; a selection by default. The parts vit and features also accept copula and
+            copula-antithetic, which are learned.
+        calibrations: calibrations of the part vit.
+        num_features: each m; by default 128 for vit, and that of the run.
         squared_norms: |q|^2 = |k|^2 of the part vit.
-        exact_window: near keys that are exact; if none is given, a run's own, or 16 for one
-            coupling of the part vit.
+        exact_window: near keys that are exact; by default that of the run, or 16 for one coupling
+            of the part vit.
     """
     launch.at_least(3, draws=draws)
     launch.at_least(1, num_features=min(num_features, default=1))
     launch.at_least(0, exact_window=min(exact_window, default=0))
-    for name in couplings:  # all is right before any work starts
+    for name in couplings:  # refuse before any work
         if workdir or "figure7" in parts or name not in errors.LEARNED:
             known.get(name)
     for method in calibrations:

@@ -5,20 +5,18 @@
     python -m experiments.benchmark vit --quick
     taskset -c 0 python -m experiments.benchmark data --images=DIR
 
-`couplings`: warm and jitted, keys as arguments. Prints milliseconds of one draw (m = 128, d = 64)
-and of 144 at once (12 layers x 12 heads), the best of 7; how often the sampler was traced over all
-keys; and the ratio of dense to structured products of 1,024 vectors with d frequencies,
-implementations in turn.
+`couplings`: milliseconds of one draw (m = 128, d = 64) and of 144 at once (12 layers x 12 heads),
+jitted, warm, the best of 7; and the ratio of dense to structured products of 1,024 vectors with d
+frequencies.
 
-`attention`: `experiments.speed.attention` describes what is measured. On a GPU and on a TPU there
-is a second table. With --quick everything runs at a 16th of the length, to see that it runs: the
-numbers mean nothing.
+`attention`: see `experiments.speed.attention`. A GPU or TPU adds a second table. With --quick all
+lengths are a 16th, a trial run whose numbers mean nothing.
 
 `vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
 
-`data`: images per second of one core, of the JPEG files in a folder (those that come with
-scikit-learn if none is given). Then the same from storage that answers late.
+`data`: images per second of one core, from the JPEG files of a folder (by default those of
+scikit-learn), and from storage that answers late.
 
 Tables and figures go to --out.
 """
@@ -28,20 +26,21 @@ from typing import Literal
 
 import jax
 
-from experiments.common import launch, timing
+from experiments.common import harness, launch, timing
 from experiments.speed import attention, data, samplers, vit
 from vit.reports import report
 
 
 def of_attention(quick: bool, out: Path) -> None:
-    """Prints and writes the tables of `performer_attention`."""
+    """Print and write the tables of `performer_attention`."""
     scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
     rows, times = attention.rounds("", scale)
     print(report.table(times, out / "times"), flush=True)
-    rows += [attention.decoding(scale), *attention.exactness()]
+    rows.append(attention.decoding(scale))
     print(report.table(rows, out / "summary"), flush=True)
     print("Nanoseconds per token and head, forward + backward\n")
-    print(report.table(attention.crossover(scale, out / "crossover"), out / "crossover"))
+    times = attention.crossover(scale)
+    print(harness.write(times, out / "crossover", attention.FIGURES["crossover"]))
     if (platform := jax.default_backend()) in attention.ROUNDS:
         rows, times = attention.rounds(platform, scale)
         print(report.table(times, out / f"times_{platform}"))
@@ -49,7 +48,7 @@ def of_attention(quick: bool, out: Path) -> None:
 
 
 def of_data(images: Path, out: Path) -> None:
-    """Prints and writes the table of the input pipeline."""
+    """Print and write the table of the input pipeline."""
     files = data.read(images)
     print(report.table(data.rates(files), out / f"data_{images.name}"))
     print("Records that come 30 ms late\n")
@@ -63,12 +62,12 @@ def main(
     images: Path | None = None,
     out: Path = Path("results/benchmark"),
 ) -> None:
-    """Prints the tables.
+    """Print the tables.
 
     Args:
-        what: is measured.
-        quick: attention and vit at a part of the length, to see that they run.
-        images: folder of JPEG files for data; those of scikit-learn.
+        what: part to measure.
+        quick: attention and vit at a part of the length, as a trial run.
+        images: folder of JPEG files for data; by default those of scikit-learn.
     """
     print(timing.hardware() + "\n")
     if quick and what in ("attention", "vit"):
@@ -81,8 +80,7 @@ def main(
         of_attention(quick, out)
     elif what == "vit":
         rows = vit.measured(64, 2) if quick else vit.measured()
-        vit.draw(rows, out / "vit")
-        print(report.table(rows, out / "vit"))
+        print(harness.write(rows, out / "vit", vit.FIGURES["vit"]))
     else:
         of_data(images or data.sample_images(), out)
 

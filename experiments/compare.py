@@ -1,5 +1,4 @@
-"""Trains couplings, or values of any flag, with several seeds; reports which differences are
-significant.
+"""Train couplings, or values of any flag, with several seeds, and test the differences.
 
     python -m experiments.compare --config=digits \\
         --couplings=softmax,orf,simrf,pnc,pm,pm-antithetic --seeds=8 --out=results/digits
@@ -7,18 +6,17 @@ significant.
         --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
 
 "softmax" stands for exact attention. All settings have the same seeds: seed s means the same
-initial parameters, order of the data and dropout in each of them, and only what is compared
-differs. The runs are trained one after another, each as `vit.train` does on all devices; programs
-are compiled once for all seeds of a setting. The folder receives `report.md`, `comparison.png`,
-`results.csv`, `seeds.csv` and the runs; the same command resumes a stopped comparison, and more
-seeds, couplings or values are added to it.
+initial parameters, order of the data and dropout in each of them. The runs are trained one after
+another, each as `vit.train` does on all devices; programs are compiled once for all seeds of a
+setting. The folder receives `report.md`, `results` and `curves` (csv, png), `seeds.csv` and the
+runs. The same command resumes a stopped comparison; more seeds, couplings or values can be added.
 
-On several hosts each runs the same command with --distributed; when all is trained, the same
+On several hosts each runs the same command with --distributed. When all runs are trained, the same
 command on one host, without --distributed, writes the report.
 
     python -m experiments.compare --runs=runs/orf0,runs/orf1,runs/pm0,runs/pm1 --out=results/mine
 
-reports on finished runs of vit.train. It compares the fields in which their configs differ, beside
+reports on finished runs of vit.train. It compares the fields in which their configs differ, except
 the seed.
 """
 
@@ -33,7 +31,7 @@ from vit.run import devices, machine
 
 
 def main(_: list[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     logging.set_verbosity(logging.FATAL)
     out = Path(str(_OUT.value))
     _JOIN()
@@ -50,7 +48,7 @@ def main(_: list[str]) -> None:
             baseline=_BASELINE.value,
         )
     else:
-        raise ValueError("give the --config of what is to be trained, or --runs")
+        raise ValueError("--config or --runs is required")
     print(text)
     if (out / "report.md").exists():
         print(f"The report is {out / 'report.md'}.")

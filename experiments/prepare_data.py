@@ -108,7 +108,7 @@ def roads(folder: Path) -> Arrays:
 
 
 def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray]:
-    """The columns of these names: all but the last as text, the last as numbers."""
+    """Return the columns of these names: all but the last as text, the last as numbers."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -119,7 +119,7 @@ def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray
 
 
 def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
-    """The csv file, the target last."""
+    """Return the content of the csv file, the target last."""
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
     if not lines:
@@ -138,8 +138,8 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     for number, row in enumerate([header, *rows]):
         if len(row) != len(header):
             raise ValueError(
-                f"row {number} of {source} has {len(row)} cells, but there are {len(header)}"
-                " columns: see --columns"
+                f"row {number} of {source} has {len(row)} cells, but the table has"
+                f" {len(header)} columns: see --columns"
             )
         writer.writerow([row[i] for i in order])
     return content.getvalue()
@@ -158,14 +158,14 @@ def main(
     """Write the files and print their paths.
 
     Args:
-        source: a file, or a folder of them.
-        out: folder of the data, to be named by --data_dir.
-        name: of the result; that of the source.
-        largest_component: of a graph, and nothing of the others.
-        kind: of a table, by its target.
-        columns: names, for a table without a header.
-        target: the column that goes last; the last one.
-        drop: columns that are left out.
+        source: file, or folder of files.
+        out: folder of the data, the later --data_dir.
+        name: name of the result; by default that of the source.
+        largest_component: keep only the largest component of a graph.
+        kind: kind of target of a table.
+        columns: names of the columns of a table without a header.
+        target: target column, written last; the last one by default.
+        drop: columns to leave out.
     """
     if source.suffix.lower() in KINDS or (source / "roads.csv").is_file():
         found = [source]
@@ -173,17 +173,17 @@ def main(
         found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
     if not found or not source.exists():
         raise ValueError(
-            f"--source={source} is no file that ends in {', '.join(KINDS)}, and no folder with such"
-            " graphs or meshes, or with roads.csv"
+            f"--source={source} must be a file that ends in {', '.join(KINDS)}, or a folder with"
+            " graphs, meshes or roads.csv"
         )
     if name and len(found) > 1:
-        raise ValueError(f"--name={name} is one name, but {source} has {len(found)} files")
+        raise ValueError(f"--name={name}: {source} has {len(found)} files, which need a name each")
     for path in found:
         suffix, stem = path.suffix.lower(), name or path.stem
         folder = "traffic_san_jose" if path.is_dir() else FOLDERS.get(suffix, f"uci_{kind}")
         result = out / folder / f"{stem}.{'csv' if suffix in TABLES else 'npz'}"
         if result.exists():
-            raise ValueError(f"{result} is there already: remove it, or give another --name")
+            raise ValueError(f"{result} already exists: remove it, or use another --name")
         if suffix in TABLES:
             content: Any = table(path, columns, target, drop)
             read = partial(tabular.load, stem, kind, out)

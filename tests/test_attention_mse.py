@@ -30,7 +30,7 @@ def test_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_data, "DATA", kinds)
     table = errors.figure7(["pm"], [16], 30, tmp_path / "figure7")
     assert len(table.splitlines()) == 2 + 2
-    assert (tmp_path / "figure7_I___d.png").exists()
+    assert (tmp_path / "figure7.png").exists()
     table = errors.vit(["orf"], ["none", "full"], [1.0], [0, 64], 32, 4, tmp_path / "vit")
     rows = read_csv(tmp_path / "vit.csv")
     schemes = [(r["coupling"], r["calibration"], r["exact window"]) for r in rows]
@@ -43,10 +43,12 @@ def test_tables(tmp_path, monkeypatch):
     assert max(ratios[2] / ratios[0], ratios[3] / ratios[1]) < 0.5  # 4 of 5 pairs are exact
     assert (tmp_path / "vit.png").exists()
     table = errors.against_features(["iid", "orf"], [16, 64], 3, tmp_path / "features")
-    assert len(table.splitlines()) == 2 + 2
-    for line in read_csv(tmp_path / "features.csv"):
+    assert len(table.splitlines()) == 2 + 3
+    *lines, uniform = read_csv(tmp_path / "features.csv")
+    for line in lines:
         few, many = (float(line[f"m = {m}"].split()[0]) for m in (16, 64))
         assert many < few
+    assert uniform["m = 16"] == uniform["m = 64"]
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):
@@ -100,11 +102,16 @@ def test_each_number_of_features_has_its_table(tmp_path, monkeypatch):
     attention_mse.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
     attention_mse.main(parts=["vit"], exact_window=(0,), out=tmp_path)
     assert asked == [((16,), 16, "vit_16"), ((16,), 32, "vit_32"), ((0,), 128, "vit")]
-    with pytest.raises(ValueError, match="--draws=2 must be at least 3"):
-        attention_mse.main(draws=2)
 
 
-@pytest.mark.parametrize("given", [{}, {"workdir": Path("run")}])
-def test_a_window_is_checked_before_any_work(given):
-    with pytest.raises(ValueError, match="--exact_window=-1 must be at least 0"):
-        attention_mse.main(exact_window=(16, -1), **given)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draws": 2}, "--draws=2 must be at least 3"),
+        ({"exact_window": (16, -1)}, "--exact_window=-1 must be at least 0"),
+        ({"exact_window": (-1,), "workdir": Path("run")}, "--exact_window=-1 must be"),
+    ],
+)
+def test_flags_are_checked_before_any_work(given, message):
+    with pytest.raises(ValueError, match=message):
+        attention_mse.main(**given)

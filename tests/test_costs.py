@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from experiments.common import harness
 from experiments.speed import vit as vit_speed
 from tests.small import SHALLOW, shapes, small_config
 from vit import config
@@ -60,5 +61,5 @@ def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
     ]
     assert all(row["step, ms"] > 0 and row["memory, MiB"] > 0 for row in rows)
     assert rows[2]["softmax / it"] == 1
-    vit_speed.draw(rows, tmp_path / "vit")
+    harness.write(rows, tmp_path / "vit", vit_speed.FIGURES["vit"])
     assert (tmp_path / "vit.png").exists()

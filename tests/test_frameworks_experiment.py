@@ -16,13 +16,13 @@ SMALL = frameworks.Cost(layers=2, width=8, heads=2, tokens=4, examples=2)
 
 
 def test_patches_are_squares_of_the_image():
-    train, test = frameworks.digits()
-    assert (len(train.labels), len(test.labels)) == (1437, 360)
+    train, test, *labels = frameworks.digits()
+    assert [*map(len, (train, test, *labels))] == [1437, 360, 1437, 360]
     from sklearn.datasets import load_digits
 
     images = load_digits().images / 16
     pictures = {image.astype(np.float32).tobytes() for image in images}
-    rows = train.patches[0].reshape(4, 4, 2, 2).swapaxes(1, 2).reshape(8, 8)
+    rows = train[0].reshape(4, 4, 2, 2).swapaxes(1, 2).reshape(8, 8)
     assert np.ascontiguousarray(rows).tobytes() in pictures
 
 

@@ -117,8 +117,8 @@ def test_figures_of_couplings(tmp_path):
     np.testing.assert_allclose(means, [[0.5, 0.75], [1, 1.5]] * 2)
     assert rows[0]["independent"] == "1.100 ± 0.058"
     assert out.with_suffix(".md").read_text() == said
-    graph_sigma.figure_3(chosen, tmp_path / "three")
-    assert (tmp_path / "three.png").exists()
+    graph_sigma.figure_3(chosen, tmp_path / "figure_3")
+    assert (tmp_path / "figure_3.png").exists()
     assert out.with_suffix(".png").exists()
 
 

@@ -1,10 +1,12 @@
-"""Sweeps: rows hold what was measured, and their tables, tests and figures show the rows."""
+"""Sweeps: rows hold what was measured; tables and tests show the rows, figures the csv."""
 
 import jax
 import numpy as np
 import pytest
 
+from experiments import figures
 from experiments.common import harness, statistics
+from vit.reports import report
 
 NOISE = np.random.default_rng(0).normal(size=(3, 20))
 MEANS = {"a": (9, 6, 3), "b": (9, 6, 12)}
@@ -51,14 +53,60 @@ def test_ratios_are_those_to_the_first_of_a_case():
 
 
 def test_show_writes_figure_table_and_tests(tmp_path):
-    options = dict(case="{graph}", x="{graph}", text="Errors.")
-    text = harness.show(swept(), tmp_path / "errors", "{coupling}", **options)
+    drawn = dict(columns=COUPLINGS, x="{graph}", line="{line}")
+    out, options = tmp_path / "errors", dict(case="{graph}", text="Errors.")
+    text = harness.show(swept(), out, "{coupling}", drawn, **options)
     assert (tmp_path / "errors.md").read_text() == text
     head, *lines = (tmp_path / "errors.csv").read_text().splitlines()
     assert head == "graph,independent,antithetic,sigma"
     assert [line[0] for line in lines] == ["a", "b"]
     assert "Errors.\n\n- sigma below antithetic in 1 and above in 1 of 2 cases" in text
     assert (tmp_path / "errors.png").stat().st_size > 5_000
+
+
+def test_a_csv_is_read_as_the_rows_that_made_it(tmp_path):
+    """Estimates to the digits that are printed; numbers, text and empty cells as they are."""
+    values = np.array([[0.5, 0.25], [0.7, 0.35]])
+    rows = harness.sweep(harness.cases(**{"data set": ["a", "b"]}), lambda _: values, m=(8, 16))
+    report.table(harness.wide(rows, "m = {m}"), tmp_path / "t")
+    found = harness.tall(harness.read(tmp_path / "t.csv"), "m = {m}")
+    assert [(r["data set"], r["m"]) for r in found] == [(r["data set"], r["m"]) for r in rows]
+    np.testing.assert_allclose([r["mean"] for r in found], [0.6, 0.3] * 2)
+    np.testing.assert_allclose([r["mean ±"] for r in found], [0.1, 0.05] * 2)
+    (tmp_path / "t.csv").write_text("x,y,± (y),z\n1,2.5,nan,\n")
+    (read,) = harness.read(tmp_path / "t.csv")
+    assert read["x"] == 1
+    assert read["z"] == ""
+    (row,) = harness.tall([read], ("y", "z"))
+    assert (row["line"], row["mean"]) == ("y", 2.5)
+    assert np.isnan(row["mean ±"])
+
+
+def test_a_coupling_has_one_colour_and_a_row_without_x_is_a_baseline(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(harness, "save", lambda figure, path: drawn.append(figure))
+    lines = 'pm,1,0.5\npm,2,0.2\n"pm, full",1,0.4\nnew,1,0.3\nuniform,,0.1\n'
+    (tmp_path / "t.csv").write_text("coupling,m,error\n" + lines)
+    harness.figure(tmp_path / "t", x="m", y="error", log="y")
+    (axis,) = drawn[0].axes
+    style = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axis.lines}
+    assert style["pm"] == (harness.COLORS["pm"], "-")
+    assert style["pm, full"] == (harness.COLORS["pm"], "--")
+    assert style["new"][0] not in harness.COLORS["pm"]
+    assert style["uniform"] == (harness.INK, ":")
+    assert axis.get_xlabel() == "m (features)"
+    assert axis.get_legend() is None  # it is below the axes
+    assert len(drawn[0].legends) == 1
+
+
+@pytest.mark.parametrize(
+    "png", sorted(figures.RESULTS.rglob("*.png")), ids=lambda png: png.parent.name
+)
+def test_committed_figures_have_their_csv_and_options(png):
+    options = figures.options(png)
+    tables = options.get("tables") or [png.stem]
+    assert all(png.with_name(f"{table}.csv").exists() for table in tables)
+    assert png.stat().st_size < 150_000
 
 
 def test_draws_have_a_key_each():

@@ -80,7 +80,7 @@ REFUSED = [  # (read as, text, message)
     ("regression", "a,b,y\nu,2,3\nu,3,4\n", "column 'a' of data set 't' is constant: drop it"),
     # The standard deviation of eleven times 0.3 is not 0.
     ("regression", "a,b,y\n" + rows([0.3] * 11, range(11), range(11)), "'a' .* is constant: drop"),
-    ("regression", "a,y\nu,3\nv,4\n", "data set 't' has no column but identifiers"),
+    ("regression", "a,y\nu,3\nv,4\n", "data set 't' has identifiers only"),
     ("regression", "a,y\n1,u\n2,v\n", "target 'y' of data set 't' is text: regression needs"),
     ("regression", "a,y\n1,3\n2,3\n", "target 'y' of data set 't' is constant"),
     ("classification", "a,y\n1,u\n2,u\n", "target 'y' .* is constant: .* another target"),

@@ -136,11 +136,11 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci, "SCHEMES", (FOURIER._replace(couplings={"iid": "iid"}),))
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
     sizes = [(row["coupling"], row["m"]) for row in read_csv(tmp_path / "figure_1.csv")]
-    assert sizes == [("iid", "4")]
+    assert sizes == [("iid", "4"), ("exact", ""), ("linear", "")]
 
 
 @pytest.mark.thorough
-def test_copulas(splits, tmp_path):
+def test_copulas(splits):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
     rows, losses, correlation = copula.of_scheme(
         "toy", scheme, splits, num_steps=100, train_draws=8, draws=400
@@ -149,18 +149,19 @@ def test_copulas(splits, tmp_path):
     assert learned < 0.95 * start
     assert learned < 1.15 * pnc
     np.testing.assert_allclose(np.diag(correlation), 1, rtol=1e-5)
-    copula.plot({"a": (rows, losses), "b": (rows, losses)}, tmp_path / "toy")
-    assert (tmp_path / "toy.png").exists()
+    points = copula.curve(rows, losses)
+    assert [row["step"] for row in points] == [*range(0, 100, copula.EVERY), ""]
+    assert points[0]["training RMSE"] == pytest.approx(losses[0])
+    assert points[-1]["training RMSE"] == pnc
 
 
-def test_matern(tmp_path, monkeypatch):
+def test_matern(monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))
     monkeypatch.setattr(matern, "COUPLINGS", ("iid", "pnc"))
     x = jax.random.normal(jax.random.key(0), (16, 4)) / 2
-    rows = matern.errors("toy", x, (0.5, 1.5), 300, tmp_path / "toy")
-    few, many = ([float(row[f"m = {m}d"].split()[0]) for row in rows] for m in (1, 16))
+    rows = matern.errors("toy", x, (0.5, 1.5), 300)
+    few, many = ([row["mean"] for row in rows if row["m / d"] == size] for size in (1, 16))
     assert few[0] > 1.1 * few[1]
     assert few[2] > 1.1 * few[3]
     np.testing.assert_allclose(np.array(few) / many, 4, rtol=0.12)
-    assert (tmp_path / "toy.png").exists()

@@ -1,7 +1,7 @@
 """Random queries and keys of one head, on which the attention error is measured.
 
-A squared norm is that of a query or key on the average. An entry of `DATA` is (squared_norm, seed)
--> queries and keys (197, 1, 64); with `tokens` so many of them, of the same law.
+The squared norm is the mean over queries and keys. An entry of `DATA` is (squared_norm, seed,
+tokens=197) -> queries and keys (tokens, 1, 64).
 """
 
 import jax
@@ -13,14 +13,14 @@ DATA_SETS = 4
 
 
 def isotropic(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Rows independent N(0, squared_norm / d I)."""
+    """Return independent rows N(0, squared_norm / d I)."""
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(2, tokens or TOKENS, HEAD_DIM))
     return _pair(np.sqrt(squared_norm / HEAD_DIM) * rows)
 
 
 def anisotropic(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Half of the squared norm a mean, half a spectrum 1 / l in turned, similar bases."""
+    """Return rows with half of the squared norm in a mean, half in a spectrum 1 / l."""
     rng = np.random.default_rng(seed)
     spectrum = 1 / np.arange(1, HEAD_DIM + 1)
     spectrum /= spectrum.sum()
@@ -34,7 +34,7 @@ def anisotropic(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Ar
 
 
 def clustered(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Ten clusters that queries and keys share, and a mean of the keys."""
+    """Return rows in ten clusters that queries and keys share; the keys have a mean besides."""
     rng = np.random.default_rng(seed)
     centres, common = rng.normal(size=(10, HEAD_DIM)), rng.normal(size=HEAD_DIM)
     labels = rng.integers(10, size=(2, tokens or TOKENS))

@@ -1,7 +1,6 @@
 """The parts of `experiments.attention_mse`: VRC Fig. 7, kinds of data, numbers of features."""
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from performer.typing import Coupling
 from vit.reports import report
 
 SIZES = (16, 32, 48, 64)
+COLUMNS = ("variance", "covariance", "attention error")
 FEATURES = (16, 32, 64, 128, 256, 512)
 CURVES = (("iid", "none"), ("orf", "none"), ("pm-antithetic", "none"), ("pm-antithetic", "full"))
 """Couplings and calibrations against m."""
@@ -42,34 +42,67 @@ LEARNED: dict[str, Callable[[Any], Coupling]] = {
 """theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
 ORF = ("orf", "none", 0)
 """Baseline of the comparison."""
-NORM = "mean |q|^2 = |k|^2"
+NORM, ERROR = "mean |q|^2 = |k|^2", "relative attention error"
 SCHEME = "{coupling}, {calibration}, window {exact window}"
 STEPS = 300
 """Steps of Adam, from independent lengths."""
+DRAWN = {
+    *(("orf", "none"), ("pm-antithetic", "none"), ("fixed-antithetic", "shift")),
+    *(("orf-antithetic", "full"), ("pm-antithetic", "full"), ("uniform", "")),
+}
+"""Couplings and calibrations in the figure of `vit`; its table has all."""
+
+
+def drawn(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows without a window; of more than eight schemes those of `DRAWN`."""
+    rows = [row for row in rows if row["kind"] in data.DATA and not row.get("exact window")]
+    schemes = [(row["coupling"], row["calibration"]) for row in rows]
+    names = [f"{name}, {how}" if how not in ("", "none") else name for name, how in schemes]
+    several = zip(rows, schemes, names, strict=True)
+    few = len(set(schemes)) < 9
+    return [row | {"scheme": name} for row, scheme, name in several if few or scheme in DRAWN]
+
+
+FIGURES: harness.Figures = {
+    "figure7": dict(
+        change=lambda rows: [row for row in rows if row["x ~ N(0, .)"] == "I / d"],
+        x="m",
+        y={name: f"{name}, relative" for name in COLUMNS},
+        across=3,
+        log="xy",
+    ),
+    "vit": dict(
+        columns="{kind} {norm}",
+        change=drawn,
+        x="norm",
+        xlabel="mean |q|² = |k|²",
+        line="{scheme}",
+        panel="{kind}",
+        across=3,
+        log="xy",
+        ylabel=ERROR,
+    ),
+    "features": dict(columns="m = {m}", x="m", log="xy", ylabel=ERROR),
+}
 
 
 def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
-    """VRC Fig. 7 in both readings: variance, covariance, attention error against m."""
-    rows, columns = [], ("variance", "covariance", "attention error")
+    """Measure VRC Fig. 7 in both readings: variance, covariance and attention error against m."""
+    rows = []
     for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
         tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
         x = jnp.asarray(tokens, jnp.float32)
-        lines = []
         for name, m in itertools.product(names, sizes):
             options: Any = dict(num_features=m, draws=draws, scale=1.0, seed=1)
             found = attention_error(x, x, coupling=name, **options)
             estimates = found.variance, found.covariance, found.attention, found.predicted
-            line: harness.Row = {"coupling": name, "m": m}
+            line: harness.Row = {"x ~ N(0, .)": reading, "coupling": name, "m": m}
             # The data sets share the draws, so that their standard errors do not average out.
-            for column, estimate in zip((*columns, "predicted"), estimates, strict=True):
+            for column, estimate in zip((*COLUMNS, "predicted"), estimates, strict=True):
                 line[column] = float(estimate.value.mean())
                 line[f"{column} ±"] = float(estimate.standard_error.mean())
-            lines.append(line | {"uniform": float(found.uniform_attention.mean())})
-        title = f"VRC Fig. 7, x ~ N(0, {reading}), relative"
-        path = out.with_name(f"{out.name}_{re.sub('[^A-Za-z]', '_', reading).strip('_')}")
-        harness.figure(lines, path, x="m", y=columns, log=True, suptitle=title)
-        rows += [{"x ~ N(0, .)": reading} | line for line in lines]
-    return report.table(rows, out)
+            rows.append(line | {"uniform": float(found.uniform_attention.mean())})
+    return harness.write(rows, out, FIGURES["figure7"])
 
 
 def vit(
@@ -81,7 +114,7 @@ def vit(
     draws: int,
     out: Path,
 ) -> str:
-    """Errors, absolute and relative to ORF's, for three kinds of data and several norms.
+    """Measure the errors, absolute and relative to ORF's, on three kinds of data at several norms.
 
     Means and standard errors over the data sets. The tokens have no places: with a window the keys
     that are exact are any, a share of all.
@@ -99,21 +132,19 @@ def vit(
             ratio = float(np.exp(np.mean(np.log(values / reference))))
             rows.append(case | harness.estimated(values) | {"ratio": ratio})
         print(kind, f"{norm:g}", flush=True)
-    label = "relative attention error"
-    harness.figure(rows, out, x=NORM, line=SCHEME, panel="{kind}", log=True, ylabel=label)
     ratios = [
         {key: group[0][key] for key in keys}
         | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
         for group in harness.grouped(rows, SCHEME).values()
     ]
     report.table(ratios, out.with_name(f"{out.name}_ratios"))
-    return report.table(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out)
+    return harness.write(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out, FIGURES["vit"])
 
 
 def errors(
     kind: str, squared_norm: float, scheme: tuple[str, str, int], m: int, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on each data set of (coupling, calibration, window), and of uniform attention.
+    """Return errors on each data set of (coupling, calibration, window), and of uniform attention.
 
     What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
     of their own, which all couplings share.
@@ -132,7 +163,7 @@ def errors(
 
 
 def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
-    """The copula of `LEARNED` with a low attention error on these tokens, (t, 1, h) each."""
+    """Learn the copula of `LEARNED` on these tokens, (t, 1, h) each."""
 
     @jax.jit
     def thetas(query: Any, key: Any) -> Any:
@@ -145,7 +176,7 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
-    """The error against m on anisotropic data of squared norm 2, beside uniform attention."""
+    """Measure the error against m on anisotropic data of squared norm 2."""
     rows, uniform = [], np.zeros(0)
     for name, method in [(name, "none") for name in names] or CURVES:
         label = name if method == "none" else f"{name}, calibrated"
@@ -153,10 +184,5 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
             values, uniform = errors("anisotropic", 2.0, (name, method, 0), m, draws)
             rows.append({"coupling": label, "m": m} | harness.estimated(values))
         print(label, flush=True)
-
-    def finish(axis: Any, _: Any) -> None:
-        axis.axhline(uniform.mean(), color="black", linestyle=":", label="uniform attention")
-
-    labels: Any = dict(xlabel="features m", ylabel="relative attention error")
-    harness.figure(rows, out, x="m", log=True, finish=finish, **labels)
-    return report.table(harness.wide(rows, "m = {m}"), out)
+    rows += [{"coupling": "uniform", "m": m} | harness.estimated(uniform) for m in sizes]
+    return harness.write(harness.wide(rows, "m = {m}"), out, FIGURES["features"])

@@ -1,7 +1,7 @@
 """Feature maps of linear attention, as they are and trained by attention transfer.
 
-In all of them A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys
-after the factor h^(-1/4) each, and with maps of its own for each head and for queries and keys:
+A^ = phi(q) phi(k)^T, rows divided by their sums, with m features of queries and keys that are
+multiplied by h^(-1/4). Each head has maps of its own, for queries and for keys:
 
     T2R            phi(x) = relu(W x + b)                          Kasai et al. 2021
     Hedgehog       phi(x) = [softmax(W x + b), softmax(-W x - b)]  Zhang et al. 2024; W = I at first
@@ -9,9 +9,9 @@ after the factor h^(-1/4) each, and with maps of its own for each head and for q
     positive       calibrated frequencies: one W for queries and keys, exp(W k - |k|^2 / 2 + weight)
     free           that, then W for queries, W for keys and weights apart
 
-All are trained at one rate, 0.1: of 0.005, 0.02, 0.05 and 0.1 the best for each of them by the
-divergence that it ends with, on digits with m = 32. Where m is not 2 h, Hedgehog's first rows are
-those of I and of random rotations.
+All are trained at the rate 0.1: of 0.005, 0.02, 0.05 and 0.1 it ends with the lowest divergence
+for each, on digits with m = 32. If m is not 2 h, Hedgehog starts from rows of I and of random
+rotations.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
 
 def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_causal: bool = False):
-    """phi(q) phi(k)^T, rows divided by their sums."""
+    """Return phi(q) phi(k)^T, rows divided by their sums."""
     factor = sample.query.shape[-1] ** -0.25
     of_query, of_key = features(maps, fixed, factor * sample.query, factor * sample.key)
     scores = jnp.einsum("btnm,bsnm->bnts", of_query, of_key)
@@ -53,14 +53,14 @@ def _estimate(features: Callable, maps: Any, fixed: Any, sample: Sample, is_caus
 
 
 def _linear(maps: dict, query: Array, key: Array) -> tuple[Array, Array]:
-    """W x + b of queries and keys, (b, t, n, m) each."""
+    """Return W x + b of queries and keys, (b, t, n, m) each."""
     pairs = (query, *maps["query"]), (key, *maps["key"])
     of_query, of_key = (jnp.einsum("btnh,nmh->btnm", x, W) + b for x, W, b in pairs)
     return of_query, of_key
 
 
 def _exponentials(of_query: Array, of_key: Array) -> tuple[Array, Array]:
-    """With the largest of each feature over the keys, and of each query, taken out."""
+    """Return the exponentials over the largest of each feature over the keys, and of each query."""
     largest = jax.lax.stop_gradient(jnp.max(of_key, axis=1, keepdims=True))
     exponent = of_query + largest
     exponent = exponent - jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
@@ -128,7 +128,7 @@ def _start_free(key: Key, moments: Array, m: int) -> tuple[Any, Any]:
 
 
 def _sizes(moments: Array) -> tuple[int, int]:
-    """Heads, and the width of one."""
+    """Return heads, and the width of one."""
     return len(moments), (moments.shape[-1] - 1) // 2
 
 

@@ -9,20 +9,22 @@ trained once in each. The table has test accuracy and loss with exact attention,
 conversion without further training: frequencies as drawn, calibrated, and calibrated and refined.
 The draws are those of `seed=0, 1, ...`; the standard errors are over them.
 
-Part "cost": time and peak memory of `performer.linearize` for 24 layers of width 256 (8 heads, 64
-tokens, random parameters), and of compiling the new function and the old one. The layers are a list
-that Python loops over, or are stacked for `jax.lax.scan`. Each case is a fresh process.
+Part "cost": time and peak memory of `performer.linearize`, and of compiling the new function and
+the old one, for 24 layers of width 256 (8 heads, 64 tokens, random parameters). The layers are a
+list that Python loops over, or are stacked for `jax.lax.scan`. Each case is a fresh process.
 
 Equinox and Haiku are no dependencies of this package: `pip install equinox dm-haiku`.
 """
 
 import functools
 import importlib
+import itertools
 import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,12 +41,12 @@ PATCHES, PIXELS, CLASSES = 16, 4, 10
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 WIDTH = HEADS * HEAD_DIM
 BATCH_SIZE, RATE = 32, 2e-3
-METHODS: dict[str, dict[str, Any]] = {
-    "as drawn": {"calibration": "none"},
-    "calibrated": {"calibration": "full"},
-    "calibrated and refined": {"calibration": "full"},
+METHODS = {
+    "as drawn": ("none", False),
+    "calibrated": ("full", False),
+    "calibrated and refined": ("full", True),
 }
-REFINED = "calibrated and refined"
+"""Calibration, and whether frequencies are refined."""
 
 Parameters = Any
 Apply = Callable[[Parameters, jax.Array], jax.Array]
@@ -74,16 +76,12 @@ def main(
     """Write and print the tables, `digits` and `cost` in `out`.
 
     Args:
-        frameworks: in which the model is written.
+        frameworks: frameworks of the model.
         num_features: each m; even numbers.
-        epochs: of training.
-        steps: of Adam, at most, where frequencies are refined.
-        images: of the training split, for calibration and refinement.
-        layers: of the model of part "cost".
-
-    Raises:
-        ImportError: if Equinox or Haiku is not installed.
-        ValueError: for numbers below 1.
+        epochs: training epochs.
+        steps: most steps of Adam to refine frequencies.
+        images: training images for calibration and refinement.
+        layers: layers of the model of part "cost".
     """
     numbers: dict[str, Any] = dict(epochs=epochs, steps=steps, draws=draws, images=images)
     launch.at_least(1, **numbers, layers=layers, num_features=min(num_features))
@@ -100,22 +98,16 @@ def main(
 
 
 def optional(name: str) -> Any:
-    """Import a framework that is no dependency.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Import a framework that is no dependency; the ImportError says how to install it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{name} is not installed, and this experiment compares frameworks:"
-            " pip install equinox dm-haiku"
-        ) from error
+        message = f"{name} is not installed: pip install equinox dm-haiku"
+        raise ImportError(message) from error
 
 
 def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model with `linen.MultiHeadDotProductAttention`."""
+    """Return a model with `linen.MultiHeadDotProductAttention`."""
     linen = optional("flax.linen")
 
     class Classifier(linen.Module):
@@ -134,57 +126,44 @@ def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
 
 
 def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
+    """Return a model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
     eqx = optional("equinox")
     nn = eqx.nn
+    biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 
-    class Block(eqx.Module):
-        attention: Any
-        norms: Any
-        layers: Any
+    def block(key):
+        first, *others = jax.random.split(key, 3)
+        sizes = (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)
+        return {
+            "attention": nn.MultiheadAttention(HEADS, WIDTH, **biases, key=first),
+            "norms": [nn.LayerNorm(WIDTH) for _ in range(2)],
+            "layers": [nn.Linear(*x, key=k) for x, k in zip(sizes, others, strict=True)],
+        }
 
-        def __init__(self, key):
-            first, *others = jax.random.split(key, 3)
-            options = dict(use_query_bias=True, use_key_bias=True, use_value_bias=True)
-            self.attention = nn.MultiheadAttention(
-                HEADS, WIDTH, use_output_bias=True, **options, key=first
-            )
-            self.norms = [nn.LayerNorm(WIDTH) for _ in range(2)]
-            sizes = (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)
-            self.layers = [nn.Linear(*x, key=k) for x, k in zip(sizes, others, strict=True)]
+    def classify(model, x):
+        x = jax.vmap(model["first"])(x) + model["places"]
+        for each in model["blocks"]:
+            norm, second_norm = map(jax.vmap, each["norms"])
+            up, down = map(jax.vmap, each["layers"])
+            y = norm(x)
+            x = x + each["attention"](y, y, y)
+            x = x + down(jax.nn.gelu(up(second_norm(x))))
+        return model["last"](jnp.mean(jax.vmap(model["norm"])(x), axis=0))
 
-        def __call__(self, x):
-            normed = jax.vmap(self.norms[0])(x)
-            x = x + self.attention(normed, normed, normed)
-            hidden = jax.nn.gelu(jax.vmap(self.layers[0])(jax.vmap(self.norms[1])(x)))
-            return x + jax.vmap(self.layers[1])(hidden)
-
-    class Classifier(eqx.Module):
-        ends: Any
-        places: Any
-        blocks: Any
-        norm: Any
-
-        def __init__(self, key):
-            keys = jax.random.split(key, LAYERS + 3)
-            self.ends = [nn.Linear(PIXELS, WIDTH, key=keys[0])]
-            self.ends += [nn.Linear(WIDTH, CLASSES, key=keys[1])]
-            self.places = 0.02 * jax.random.normal(keys[2], (PATCHES, WIDTH))
-            self.blocks = [Block(k) for k in keys[3:]]
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def __call__(self, x):
-            x = jax.vmap(self.ends[0])(x) + self.places
-            for block in self.blocks:
-                x = block(x)
-            return self.ends[1](jnp.mean(jax.vmap(self.norm)(x), axis=0))
-
-    arrays, static = eqx.partition(Classifier(key), eqx.is_array)
-    return arrays, lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x)
+    keys = jax.random.split(key, LAYERS + 3)
+    model = {
+        "first": nn.Linear(PIXELS, WIDTH, key=keys[0]),
+        "last": nn.Linear(WIDTH, CLASSES, key=keys[1]),
+        "places": 0.02 * jax.random.normal(keys[2], (PATCHES, WIDTH)),
+        "blocks": [block(k) for k in keys[3:]],
+        "norm": nn.LayerNorm(WIDTH),
+    }
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return arrays, lambda arrays, x: jax.vmap(partial(classify, eqx.combine(arrays, static)))(x)
 
 
 def in_haiku(key: jax.Array) -> tuple[Parameters, Apply]:
-    """A model with `hk.MultiHeadAttention`."""
+    """Return a model with `hk.MultiHeadAttention`."""
     hk = optional("haiku")
 
     def classifier(x):
@@ -216,48 +195,39 @@ MODELS: dict[str, Callable[[jax.Array], tuple[Parameters, Apply]]] = {
 # --- Part "digits"
 
 
-class Digits(NamedTuple):
-    """Patches (b, 16, 4) in [0, 1] and labels."""
-
-    patches: np.ndarray
-    labels: np.ndarray
-
-
 @functools.cache
-def digits() -> tuple[Digits, Digits]:
-    """Training and test images: the split of `vit.train`."""
+def digits() -> list[np.ndarray]:
+    """Return training and test patches (b, 16, 4), training and test labels, as `vit.train`."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)
     # (b, 4, 2, 4, 2) -> (b, 4, 4, 2, 2)
     patches = np.moveaxis(pixels.reshape(-1, 4, 2, 4, 2), 2, 3).reshape(-1, PATCHES, PIXELS)
-    parts: Any = train_test_split(
-        patches.astype(np.float32) / 16, labels, test_size=0.2, random_state=0, stratify=labels
-    )
-    return Digits(parts[0], parts[2]), Digits(parts[1], parts[3])
+    patches = patches.astype(np.float32) / 16
+    return train_test_split(patches, labels, test_size=0.2, random_state=0, stratify=labels)
 
 
 def trained(name: str, epochs: int, seed: int = 0) -> tuple[Parameters, Apply]:
-    """A model after Adam with a cosine schedule."""
-    train, _ = digits()
+    """Train a model by Adam with a cosine schedule."""
+    patches, _, labels, _ = digits()
     key, order = jax.random.split(jax.random.key(seed))
     parameters, apply = MODELS[name](key)
-    batches = len(train.labels) // BATCH_SIZE
+    batches = len(labels) // BATCH_SIZE
     optimiser = optax.adam(optax.cosine_decay_schedule(RATE, epochs * batches))
 
-    def loss(parameters, patches, labels):
-        logits = apply(parameters, patches)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+    def loss(parameters, rows):
+        logits = apply(parameters, jnp.asarray(patches)[rows])
+        wanted = jnp.asarray(labels)[rows]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, wanted))
 
     def step(state, rows):
         parameters, moments = state
-        patches, labels = (jnp.asarray(x)[rows] for x in train)
-        updates, moments = optimiser.update(jax.grad(loss)(parameters, patches, labels), moments)
+        updates, moments = optimiser.update(jax.grad(loss)(parameters, rows), moments)
         return (optax.apply_updates(parameters, updates), moments), None
 
     def epoch(state, key):
-        rows = jax.random.permutation(key, len(train.labels))[: batches * BATCH_SIZE]
+        rows = jax.random.permutation(key, len(labels))[: batches * BATCH_SIZE]
         return jax.lax.scan(step, state, rows.reshape(batches, BATCH_SIZE))
 
     state = parameters, optimiser.init(parameters)
@@ -268,17 +238,17 @@ def trained(name: str, epochs: int, seed: int = 0) -> tuple[Parameters, Apply]:
 
 @jax.jit
 def tested(apply: jax.tree_util.Partial, parameters: Parameters) -> tuple[jax.Array, jax.Array]:
-    """Accuracy and mean loss on the test images."""
-    _, test = digits()
-    logits = apply(parameters, test.patches)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels)
-    return jnp.mean(jnp.argmax(logits, axis=-1) == test.labels), jnp.mean(losses)
+    """Return accuracy and mean loss on the test images."""
+    _, patches, _, labels = digits()
+    logits = apply(parameters, patches)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.mean(jnp.argmax(logits, axis=-1) == labels), jnp.mean(losses)
 
 
 def converted(
     name: str, *, num_features: Sequence[int], epochs: int, steps: int, draws: int, images: int
 ) -> list[dict[str, Any]]:
-    """Rows of one framework: exact attention, then each method with each m."""
+    """Return the rows of one framework: exact attention, then each method with each m."""
     start = time.monotonic()
     parameters, apply = trained(name, epochs)
     seconds = time.monotonic() - start
@@ -287,30 +257,23 @@ def converted(
     exact = {"accuracy": accuracy, "accuracy ±": 0.0, "loss": loss, "loss ±": 0.0}
     errors = {"attention error": 0.0, "uniform attention": ""}
     rows = [{"framework": name, "attention": "exact", "m": 0} | exact | errors]
-    patches = digits()[0].patches[:images]
+    patches = digits()[0][:images]
     batches = [(parameters, x) for x in np.array_split(patches, -(-len(patches) // 128))]
-    for method, options in METHODS.items():
-        for m in num_features:
-            found, heads = [], []
-            for seed in range(draws):
-                new, result = performer.linearize(
-                    apply,
-                    batches,
-                    coupling="orf-antithetic",
-                    num_features=m,
-                    refine_steps=steps if method == REFINED else 0,
-                    seed=seed,
-                    **options,
-                )
-                if result.left or len(result.layer_errors()) != LAYERS:
-                    raise ValueError(f"not all attention of {name} was replaced:\n{result}")
-                found.append([float(x) for x in tested(new, parameters)])
-                heads += result.rows
-            row: dict[str, Any] = {"framework": name, "attention": method, "m": m}
-            for column, values in zip(("accuracy", "loss"), np.transpose(found), strict=True):
-                row[column], row[f"{column} ±"] = statistics.mean_and_error(values)
-            rows.append(row | {x: float(np.mean([head[x] for head in heads])) for x in errors})
-            print(name, method, m, *found, flush=True)
+    for (method, (calibration, refined)), m in itertools.product(METHODS.items(), num_features):
+        options: Any = dict(calibration=calibration, refine_steps=steps * refined)
+        options |= dict(coupling="orf-antithetic", num_features=m)
+        found, heads = [], []
+        for seed in range(draws):
+            new, result = performer.linearize(apply, batches, seed=seed, **options)
+            if result.left or len(result.layer_errors()) != LAYERS:
+                raise ValueError(f"not all attention of {name} was replaced:\n{result}")
+            found.append([float(x) for x in tested(new, parameters)])
+            heads += result.rows
+        row: dict[str, Any] = {"framework": name, "attention": method, "m": m}
+        for column, values in zip(("accuracy", "loss"), np.transpose(found), strict=True):
+            row[column], row[f"{column} ±"] = statistics.mean_and_error(values)
+        rows.append(row | {x: float(np.mean([head[x] for head in heads])) for x in errors})
+        print(name, method, m, *found, flush=True)
     return rows
 
 
@@ -318,65 +281,51 @@ def converted(
 
 
 def costs(size: Cost) -> list[dict[str, Any]]:
-    """A row for a list of layers, and one for layers in a scan."""
+    """Return a row for a list of layers, and one for layers in a scan."""
     # Processes of a server that has computed nothing: peak memory is that of their own work.
     context = multiprocessing.get_context("forkserver")
     rows = []
     for form in FORMS:
         row: dict[str, Any] = {"layers": form}
-        for measure in (cost_of_exact, cost_of_linearize):
+        for converted in (False, True):
             with context.Pool(1) as pool:
-                row |= pool.apply(measure, (form, size))
+                row |= pool.apply(cost, (form, size, converted))
         rows.append(row)
         print(*row.values(), flush=True)
     return rows
 
 
-def cost_of_exact(form: str, size: Cost) -> dict[str, float]:
-    """Seconds to trace and compile the function with exact attention; peak memory of one call."""
+def cost(form: str, size: Cost, converted: bool) -> dict[str, float]:
+    """Measure tracing, compiling and peak memory with exact attention, or of `linearize`."""
     function, stack, x = deep(form, size)
-    lower, compile_, call = compiled(jax.jit(function), stack, x)
-    jax.block_until_ready(call(stack, x))
-    return {
-        "exact: trace, s": lower,
-        "exact: compile, s": compile_,
-        "exact: peak memory, MiB": peak_memory(),
-    }
-
-
-def cost_of_linearize(form: str, size: Cost) -> dict[str, float]:
-    """Seconds of `linearize`, and to trace and compile the new function; peak memory."""
-    function, stack, x = deep(form, size)
+    row, name = {}, "new" if converted else "exact"
     start = time.perf_counter()
-    new, _ = performer.linearize(function, [(stack, x)], calibration="full")
-    jax.block_until_ready(new)
-    seconds, memory = time.perf_counter() - start, peak_memory()
-    lower, compile_, _ = compiled(jax.jit(lambda new, *x: new(*x)), new, stack, x)
-    return {
-        "linearize, s": seconds,
-        "linearize: peak memory, MiB": memory,
-        "new: trace, s": lower,
-        "new: compile, s": compile_,
-    }
-
-
-def compiled(function: Any, *arguments: Any) -> tuple[float, float, Any]:
-    """Seconds to trace and lower, seconds to compile, and the program."""
-    start = time.perf_counter()
-    lowered = function.lower(*arguments)
+    if converted:
+        function, _ = performer.linearize(function, [(stack, x)], calibration="full")
+        jax.block_until_ready(function)
+        row["linearize, s"] = time.perf_counter() - start
+        row["linearize: peak memory, MiB"] = peak_memory()
+        start = time.perf_counter()
+    arguments = ((function,) if converted else ()) + (stack, x)
+    lowered = jax.jit((lambda f, *x: f(*x)) if converted else function).lower(*arguments)
     middle = time.perf_counter()
     program = lowered.compile()
-    return middle - start, time.perf_counter() - middle, program
+    row |= {f"{name}: trace, s": middle - start}
+    row |= {f"{name}: compile, s": time.perf_counter() - middle}
+    if not converted:
+        jax.block_until_ready(program(stack, x))
+        row["exact: peak memory, MiB"] = peak_memory()
+    return row
 
 
 def peak_memory() -> float:
-    """Largest resident memory of this process so far, in MiB."""
+    """Return the largest resident memory of this process so far, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def deep(form: str, size: Cost) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
-    """A transformer of many layers, its random parameters and tokens."""
+    """Return a transformer of many layers, its random parameters and tokens."""
     keys = jax.random.split(jax.random.key(0), 5)
     wide = {"qkv": (size.width, 3 * size.width), "out": (size.width, size.width)}
     wide |= {"first": (size.width, 4 * size.width), "second": (4 * size.width, size.width)}
@@ -385,14 +334,14 @@ def deep(form: str, size: Cost) -> tuple[Callable[..., jax.Array], Any, jax.Arra
         for key, (name, shape) in zip(keys, wide.items(), strict=False)
     }
     x = jax.random.normal(keys[-1], (size.examples, size.tokens, size.width))
-    layer = functools.partial(block, heads=size.heads)
+    layer = partial(block, heads=size.heads)
     if form == "list":
         stack = [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(size.layers)]
-    return functools.partial(FORMS[form], layer), stack, x
+    return partial(FORMS[form], layer), stack, x
 
 
 def block(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:
-    """Attention and a multilayer perceptron, each behind a normalisation."""
+    """Apply attention and a multilayer perceptron, each after a normalisation."""
     query, key, value = (
         y.reshape(*y.shape[:2], heads, -1)
         for y in jnp.split(jax.nn.standardize(x) @ layer["qkv"], 3, axis=-1)
@@ -404,14 +353,12 @@ def block(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:
 
 
 def in_a_list(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """One layer after another, in Python."""
-    for each in stack:
-        x = layer(x, each)
-    return x
+    """Apply one layer after another, in Python."""
+    return functools.reduce(layer, stack, x)
 
 
 def in_a_scan(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """The body of `jax.lax.scan`, traced once."""
+    """Apply all layers by `jax.lax.scan`, whose body is traced once."""
     return jax.lax.scan(lambda x, each: (layer(x, each), None), x, stack)[0]
 
 

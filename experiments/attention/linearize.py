@@ -1,11 +1,11 @@
-"""Feature maps in the place of a trained model's softmax attention: ours, T2R's, Hedgehog's.
+"""Replace a trained model's softmax attention by feature maps: ours, T2R's, Hedgehog's.
 
     python -m experiments.attention.linearize --workdir=runs/softmax --num_features=16,32,64 \\
         --steps=300 --out=results/attention/linearize
 
-All have the same queries and keys, those of the softmax model on training images, the same steps of
-Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own parameters stay:
-accuracy is that without any further training. Errors are those on images of the evaluation split.
+All maps are trained on the queries and keys of the softmax model on training images, with the same
+steps of Adam, rate and loss (see `experiments.attention.feature_maps`). The model's own parameters
+are not trained. Errors are measured on images of the evaluation split.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from vit.weights import conversion
 
 
 def samples(run: runs.Restored, model: nnx.Module, batches: Sequence[Any], layer: int) -> Sample:
-    """Queries and keys of one layer on all examples."""
+    """Return queries and keys of one layer on all examples."""
     graph, state = nnx.split(model)
     seen = [_projected(run.task, graph, layer, state, batch) for batch in batches]
     return Sample.of(*(jnp.concatenate(x) for x in zip(*seen, strict=True)))
@@ -41,14 +41,14 @@ def _projected(task, graph, layer, state, batch):
 
 @partial(jax.jit, static_argnums=0)
 def errors(estimate, trained, fixed, sample: Sample) -> tuple[jax.Array, jax.Array]:
-    """Relative squared error and divergence, means over heads."""
+    """Return relative squared error and divergence, means over heads."""
     parts = estimate(trained, fixed, sample), softmax_attention(sample), sample.pairs(False)
     return jnp.mean(squared(*parts)), jnp.mean(divergence(*parts))
 
 
 @cache
 def attention(estimate: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """(query, key, value, parameters, what stays) -> output, in quadratic time."""
+    """Return (query, key, value, parameters, fixed) -> output, in quadratic time."""
 
     def of(query, key, value, trained, fixed):
         weights = estimate(trained, fixed, Sample.of(query, key))
@@ -66,17 +66,17 @@ def main(
     eval_images: int = 0,
     out: Path = Path("results/attention/linearize"),
 ) -> None:
-    """Writes and prints the table, `linearize` in `out`.
+    """Write and print the table `linearize` in `out`.
 
     Args:
         num_features: each m; even numbers.
-        steps: of Adam, at most, for each layer.
-        draws: of the first parameters.
-        images: of the training split.
-        eval_images: to measure accuracy on; 0 for all.
+        steps: most steps of Adam for each layer.
+        draws: draws of the initial parameters.
+        images: training images.
+        eval_images: images to measure accuracy on; 0 for all.
 
     Raises:
-        ValueError: when there is no such run, or it has no softmax attention.
+        ValueError: for a folder without a run, or a run without softmax attention.
     """
     launch.at_least(1, steps=steps, draws=draws, images=images)
     launch.at_least(0, eval_images=eval_images)

@@ -1,39 +1,81 @@
-"""One sweep, one figure: an experiment measures cases, and shows the rows as table, figure, tests.
+"""One sweep, one figure: an experiment measures cases; its csv is the source of its figure.
 
     rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
-    print(show(rows, out, "m = {m}", x="m", panel="{data set}", case="{data set}, m = {m}"))
+    print(show(rows, out / "errors", "m = {m}", FIGURES["errors"], case="{data set}, m = {m}"))
 
-writes a figure (a panel for each data set, a line for each coupling), a table (a line for each
-case, a column for each m) and below it paired tests between the couplings. The parts can be called
-alone: `figure`, `wide`, `verdict`.
+`show` writes the table errors.csv: a line for each case, a column for each m. Paired tests between
+the couplings stand below its markdown. `figure` draws errors.png from errors.csv, and
+`python -m experiments.figures` draws all committed figures again.
 
-A row is a dict: the names of its case, then "values" (draws,), their "mean" and "±", its standard
-error. Any other rows of numbers can be drawn, too. A template such as "{data set}, m = {m}" is
-filled in from a row; rows with the same text belong together.
+A row is a dict: the names of its case, then "values" (draws,), their "mean" and standard error "±".
+A template such as "{data set}, m = {m}" is filled in from a row; rows with equal texts form a
+group.
 """
 
 import csv
+import io
 import itertools
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from PIL import Image
 
 from experiments.common import statistics
 from vit.reports import report
+from vit.run import files
 
 Row = dict[str, Any]
+Figures = Mapping[str, Row]
+"""Options of `figure` by the stem of the csv."""
 RATIO = ("ratio", "ratio ±")
 ESTIMATE = ("values", "mean", "±", *RATIO)
-ERRORS = {"mean": "±", "ratio": "ratio ±"}
-"""Keys of standard errors; of any other number the key is its own with "±" behind."""
+
+INK = "#767676"
+"""Text, axes and baselines: contrast 4.5 on white and 4.1 on the dark pages of the site."""
+STYLE = {
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+    **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.grid": True, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3},
+    **{"grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.3, "lines.markersize": 3.5},
+    **{"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 9},
+    **{"figure.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False},
+    **{"savefig.dpi": 160, "savefig.transparent": True, "text.parse_math": False},
+}
+"""The style of all figures. The background is transparent: pages are light or dark."""
+BLUE, ORANGE, GREEN, PURPLE, PINK, RED, BROWN, OLIVE, TEAL = PALETTE = (
+    *("#3d85c6", "#e07b12", "#2f9e5b", "#9a6fd0", "#d95fa8", "#dc4a3d", "#a0673a", "#98971a"),
+    "#18a0a8",
+)
+LOWER = ("uniform", "linear", "window alone")
+"""Baselines to be better than, dotted."""
+COLORS = {
+    **dict.fromkeys(("iid", "independent", "G", "performer", "ours"), BLUE),
+    **dict.fromkeys(("orf", "orthogonal", "Gort", "close pairs"), ORANGE),
+    **dict.fromkeys(("simrf", "sigma", "B"), GREEN),
+    **dict.fromkeys(("pnc", "+ pnc", "circles", "H"), PURPLE),
+    **dict.fromkeys(("pm", "ensembles", "B rejected"), PINK),
+    **dict.fromkeys(("pm-antithetic", "antithetic", "pairs"), RED),
+    **dict.fromkeys(
+        ("orf-antithetic", "reinforced", "ROM", "two orthogonal blocks", "public"), BROWN
+    ),
+    **dict.fromkeys(("simrf+", "halton", "QMC"), OLIVE),
+    **dict.fromkeys(("fast-simrf", "simrf-antithetic", "GQ", "fixed-antithetic"), TEAL),
+    **dict.fromkeys(("exact", "softmax", *LOWER), INK),
+}
+"""The colour of each coupling, the same in all figures; of other words by their order."""
+DASHES = ("-", "--", ":", "-.")
 
 
 def cases(**names: Iterable) -> list[Row]:
-    """All combinations of the values of these names, the last name fastest."""
+    """Return all combinations of the values of these names, the last name fastest."""
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
 
 
@@ -53,14 +95,14 @@ def sweep(cases: Iterable[Row], measure: Callable[..., Any], **sizes: Sequence) 
 
 
 def draws(one: Callable[[Any], Any], count: int, seed: int = 0, batch_size: int = 10) -> np.ndarray:
-    """one(key) of each of so many keys, compiled, in float64: (count, ...)."""
+    """Return one(key) for `count` keys, compiled, in float64: (count, ...)."""
     keys = jax.random.split(jax.random.key(seed), count)
     found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=batch_size))(keys)
     return np.asarray(found, np.float64)
 
 
 def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
-    """The rows of one case, of which the values are known already."""
+    """Return the rows of one case whose values are known."""
     if not sizes:
         return [case | estimated(values)]
     ((name, steps),) = sizes.items()
@@ -69,12 +111,12 @@ def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
 
 
 def estimated(values: Any) -> Row:
-    """The values with their mean and its standard error."""
+    """Return the values with their mean and its standard error."""
     return dict(zip(ESTIMATE, (values, *statistics.mean_and_error(values)), strict=False))
 
 
 def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
-    """The rows by the text that they make of a template, in order."""
+    """Return the rows by their text of a template, in order."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(template.format_map(row), []).append(row)
@@ -82,16 +124,16 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
 
 
 def regrouped(rows: Iterable[Row], template: str) -> list[Row]:
-    """The rows, those of one text side by side."""
+    """Return the rows, those of one text side by side."""
     return list(itertools.chain.from_iterable(grouped(rows, template).values()))
 
 
 def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -> list[Row]:
-    """One line for all rows of a case; their estimates are its columns.
+    """Return one line for all rows of a case; their estimates are its columns.
 
     Args:
         rows: those of `sweep`.
-        column: template of a column's name; what it names is no part of the case.
+        column: template of a column's name; its fields are no part of the case.
         y: "mean", or "ratio" of `relative`.
         text: estimate and error as text, "0.98 ± 0.01"; two columns of numbers otherwise.
     """
@@ -100,15 +142,16 @@ def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -
     for row in rows:
         names = {k: v for k, v in row.items() if k not in told}
         line, name = lines.setdefault(tuple(names.values()), names), column.format_map(row)
+        error = row["±" if y == "mean" else f"{y} ±"]
         if text:
-            line[name] = statistics.plus_minus(row[y], row[ERRORS[y]])
+            line[name] = statistics.plus_minus(row[y], error)
         else:
-            line |= {name: row[y], f"± ({name})": row[ERRORS[y]]}
+            line |= {name: row[y], f"± ({name})": error}
     return list(lines.values())
 
 
 def relative(rows: Iterable[Row], case: str) -> list[Row]:
-    """The rows with the "ratio" of their mean to that of the first of the same case."""
+    """Return the rows with the "ratio" of their mean to that of the first of the same case."""
     return [
         row | dict(zip(RATIO, statistics.ratio(row["values"], group[0]["values"]), strict=True))
         for group in grouped(rows, case).values()
@@ -116,14 +159,8 @@ def relative(rows: Iterable[Row], case: str) -> list[Row]:
     ]
 
 
-def melted(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
-    """A row for each of these columns that has a number: its name as "line", its number "mean"."""
-    named = [(name, row) for name in names for row in rows if row[name] != ""]
-    return [row | {"line": name, "mean": row[name]} for name, row in named]
-
-
 def cases_of(rows: Iterable[Row], case: str, line: str = "coupling") -> dict[str, dict[str, Any]]:
-    """{case: {coupling: values}} of rows."""
+    """Return {case: {coupling: values}} of rows."""
     groups = grouped(rows, case).items()
     return {name: {row[line]: row["values"] for row in group} for name, group in groups}
 
@@ -135,7 +172,7 @@ def verdict(
     pairs: Iterable[tuple[str, str]] = (),
     bullet: str = "- {}.",
 ) -> str:
-    """Paired tests of each coupling against each of those before it, or of `pairs`, over cases."""
+    """Test each coupling against each of those before it, or only `pairs`, paired, over cases."""
     found = cases_of(rows, case, line)
     names = list(next(iter(found.values())))
     return "\n".join(
@@ -150,110 +187,234 @@ def show(
     rows: Sequence[Row],
     out: Path,
     column: str,
+    drawn: Row,
     *,
     case: str = "",
     tested: str = "coupling",
     text: str = "",
-    lines: Sequence[Row] = (),
-    **options: Any,
 ) -> str:
-    """Write `figure`, the table `lines` or `wide` and, for a `case`, `verdict`; the markdown."""
-    figure(rows, out, **options)
+    """Write the table `wide` and its figure; for a `case` the text ends with `verdict`."""
     said = "\n\n".join(filter(None, [text, case and verdict(rows, case, tested)]))
-    return report.table(lines or wide(rows, column), out, said)
+    return write(wide(rows, column), out, drawn, said)
+
+
+def write(lines: Sequence[Row], out: Path, drawn: Row, text: str = "") -> str:
+    """Write a table, and its figure with the options `drawn`; return the markdown."""
+    table = report.table(lines, out, text)
+    figure(out, **drawn)
+    return table
+
+
+def read(path: Path) -> list[Row]:
+    """Read a csv: numbers as numbers, "0.98 ± 0.01" as two columns, "x" and "x ±"."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            {k: v for name, cell in row.items() for k, v in parsed(name, cell).items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def parsed(name: str, cell: str) -> Row:
+    """Return the column or the two columns of a cell of `read`."""
+    try:
+        return {name: float(cell) if re.search("[.en]", cell) else int(cell)}
+    except ValueError:
+        value, mark, error = cell.partition(" ± ")
+        return {name: float(value), f"{name} ±": float(error)} if mark else {name: cell}
+
+
+def tall(rows: Sequence[Row], columns: str | Sequence[str]) -> list[Row]:
+    """Return a row for each of these columns: the inverse of `wide`.
+
+    Args:
+        rows: those of `read`.
+        columns: template, "m = {m}" (the rows get the fields as numbers or text); or the names
+            themselves, which the rows get as "line". Values become "mean", errors "mean ±".
+    """
+    if isinstance(columns, str):
+        parts = [(re.escape(text), field) for text, field, *_ in string.Formatter().parse(columns)]
+        pattern = re.compile("".join(text + "(.+?)" * bool(field) for text, field in parts))
+        found = {k: pattern.fullmatch(k) for k in rows[0] if "±" not in k}
+        fields = [field for _, field in parts if field]
+        names = {
+            k: dict(zip(fields, (parsed("", x)[""] for x in match.groups()), strict=True))
+            for k, match in found.items()
+            if match
+        }
+    else:
+        names = {name: {"line": name} for name in columns}
+    return [
+        row | keys | {"mean": row[k], "mean ±": row.get(f"{k} ±", row.get(f"± ({k})"))}
+        for row in rows
+        for k, keys in names.items()
+        if row.get(k, "") != ""
+    ]
 
 
 def figure(
-    rows: Sequence[Row],
-    out: Path,
+    path: Path,
     *,
     x: str,
-    y: str | Sequence[str] = "mean",
+    y: str | Mapping[str, str] = "mean",
+    columns: str | Sequence[str] = "",
+    change: Callable[[list[Row]], list[Row]] = lambda rows: rows,
     line: str = "{coupling}",
     panel: str = "",
     error: str = "",
-    columns: int = 4,
-    log: bool = False,
-    style: Callable[[str], Row] = lambda line: {},
+    across: int = 4,
+    high: float = 0.0,
+    log: str = "",
+    tables: Sequence[str] = (),
     finish: Callable[[Any, list[Row]], Any] | None = None,
-    suptitle: str = "",
-    **labels: Any,
+    xlabel: str = "",
+    ylabel: str = "",
+    **axis_options: Any,
 ) -> None:
-    """Write `out`.png: y against x, with the errors where rows have them.
+    """Draw `path`.csv as `path`.png: y against x, with bands or bars of the standard errors.
+
+    A line has the colour of its text up to the first comma (`COLORS`), and dashes for the rest.
 
     Args:
-        rows: those of `sweep`, or any with x and y; with "paper", the paper's number, as diamonds.
-        out: path without a suffix.
+        path: without a suffix.
         x: key of the abscissa, for lines with bands; a template, "{data set}", for points with
             error bars, side by side at the place of each text.
-        y: key of the ordinate; several make a panel each.
+        y: key of the ordinate; {key: label} makes a panel for each key.
+        columns: argument of `tall`, for a csv with several numbers of one quantity in a line.
+        change: called with all rows first.
         line: template; a colour for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
-        error: key of the error of the first y, if it is another than in `ERRORS`.
-        columns: panels side by side, at most.
-        log: logarithmic axes, a tick at each x.
-        style: text of a line -> options of matplotlib.
-        finish: called with each panel's axes and rows at the end.
-        suptitle: of the whole.
-        labels: of all panels, as `axis.set` takes them.
+        error: key of the errors; that of the numbers with " ±" behind if empty.
+        across: panels side by side, at most.
+        high: height of a panel in inches; by their number if 0.
+        log: "x", "y" or "xy", the logarithmic axes; x then has a tick at each size.
+        tables: stems of the csv files in the folder whose rows are drawn together.
+        finish: called with the axes and the rows of each panel at the end.
+        xlabel: one label for all panels; x, or "m (features)", if empty.
+        ylabel: likewise, for a single y.
+        axis_options: options of `axis.set` for all panels.
     """
-    ys = [y] if isinstance(y, str) else y
-    parts = list(itertools.product(grouped(rows, panel).items(), ys))
-    styles = {k: {"color": f"C{i % 10}"} | style(k) for i, k in enumerate(grouped(rows, line))}
-    high, across = -(-len(parts) // columns), min(len(parts), columns)
-    size = (1 + 4 * across, 3.6 * high)
-    drawn, axes = report.figure(out, across, high, size=size, squeeze=False)
-    for axis in axes.flat[len(parts) :]:
-        axis.set_axis_off()
-    for axis, ((title, here), key) in zip(axes.flat, parts, strict=False):
-        own = error if error and key == ys[0] else ERRORS.get(key, f"{key} ±")
-        lines_of(axis, here, x, key, own, line, styles)
-        if log:
-            report.log_log(axis, sorted({row[x] for row in here}))
-            axis.get_legend().remove()
-        axis.set(**{"title": title, "xlabel": "" if "{" in x else x, "ylabel": key} | labels)
-        if finish:
-            finish(axis, here)
+    rows = [
+        row | {"table": table}
+        for table in tables or [path.name]
+        for row in read(path.with_name(f"{table}.csv"))
+    ]
+    rows = change(tall(rows, columns) if columns else rows)
+    ys = dict(y) if isinstance(y, Mapping) else {y: ""}
+    panels = [(title, here, key) for title, here in grouped(rows, panel).items() for key in ys]
+    across = min(len(panels), across)
+    down = -(-len(panels) // across)
+    size = 5.5 if across == 1 else 7.4, down * (high or (3.2, 2.5, 2.1, 1.8)[min(across, 4) - 1])
+    with matplotlib.rc_context(STYLE):
+        drawn = Figure(figsize=(size[0], size[1] + 0.5), layout="constrained")
+        axes = drawn.subplots(down, across, squeeze=False)
+        styles = styles_of(grouped(rows, line))
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (title, here, key) in zip(axes.flat, panels, strict=False):
+            here = [row for row in here if row[key] != ""]
+            lines_of(axis, here, x, key, error or f"{key} ±", line, styles)
+            for side in log:
+                logarithmic(axis, side, [row[x] for row in here if side == "x" and row[x] != ""])
+            axis.set(**{"title": title, "ylabel": ys[key]} | axis_options)
+            if finish:
+                finish(axis, here)
+        xlabel = xlabel or ("m (features)" if x == "m" else "" if "{" in x else x)
+        for axis in axes.flat[max(len(panels) - across, 0) : len(panels)]:  # lowest of a column
+            axis.set_xlabel(xlabel)
+        drawn.supylabel(ylabel)
+        legend(drawn, axes)
+        save(drawn, path)
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write `path`.png with 256 colours, a third of the bytes."""
+    content, small = io.BytesIO(), io.BytesIO()
+    drawn.savefig(content, format="png")
+    image = Image.open(content).quantize(256, method=Image.Quantize.FASTOCTREE)
+    image.save(small, format="png", optimize=True)
+    files.write(path.with_suffix(".png"), small.getvalue())
+
+
+def styles_of(lines: Iterable[str]) -> dict[str, Row]:
+    """Return the colour and the dashes of each line."""
+    parts = {name: name.partition(", ") for name in lines}
+    known = {first: COLORS[first] for first, *_ in parts.values() if first in COLORS}
+    spare = (color for color in itertools.cycle(PALETTE) if color not in known.values())
+    rests = list(dict.fromkeys(rest for *_, rest in parts.values()))
+    for first, *_ in parts.values():
+        if first not in known:
+            known[first] = next(spare)
+    dashes = {first: DASHES[2] for first in LOWER}
+    return {
+        name: {
+            "color": known[first],
+            "linestyle": dashes.get(first, DASHES[rests.index(rest) % len(DASHES)]),
+        }
+        for name, (first, _, rest) in parts.items()
+    }
+
+
+def logarithmic(axis: Any, side: str, sizes: Sequence[float]) -> None:
+    """Make the axis x or y logarithmic, with ticks at the sizes or at plain decimals."""
+    axis.set(**{f"{side}scale": "log"})
+    of = getattr(axis, f"{side}axis")
+    if 0 < len(set(sizes)) < 9:
+        of.set_ticks(sorted(set(sizes)), [f"{size:,.10g}" for size in sorted(set(sizes))])
+    else:
+        low, high = of.get_view_interval()
+        subs = {5: (1, 1.5, 2, 3, 5, 7), 30: (1, 2, 5), 500: (1, 3)}
+        steps = next((steps for span, steps in subs.items() if high < span * low), (1,))
+        of.set_major_locator(LogLocator(subs=steps))
+        of.set_major_formatter("{x:,.6g}")
+    of.set_minor_formatter(NullFormatter())
+    of.set_tick_params(which="minor", length=0)
+
+
+def legend(drawn: Any, axes: Any) -> None:
+    """Put one legend of all panels below them, never on the data."""
     shown = {
         name: handle
         for axis in axes.flat
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    outside = dict(loc="center left", bbox_to_anchor=(1, 0.5)) if len(shown) > 8 else {}
-    place = axes.flat[len(parts) - 1 if outside else 0]
-    place.legend(shown.values(), shown.keys(), fontsize="small", **outside)
-    drawn.suptitle(suptitle)
-    report.save(drawn, out)
+    if len(shown) > 1:
+        letters = max(map(len, shown)) + 6
+        columns = max(1, min(len(shown), int(17 * drawn.get_figwidth() / letters)))
+        drawn.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns)
 
 
 def lines_of(
     axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
 ) -> None:
-    """Lines with bands of their errors; estimates side by side, with the paper's, at texts of x."""
+    """Draw lines with bands of their errors; at texts of x estimates, the paper's as diamonds.
+
+    A row without x is a baseline, a horizontal line.
+    """
     places, names = list(grouped(rows, x)) if "{" in x else [], list(styles)
     for name, own in grouped(rows, line).items():
         estimates = [(row[y], row.get(error) or 0.0) for row in own]
-        if not places:
-            band(axis, [row[x] for row in own], estimates, name, **styles[name])
+        if not places and own[0][x] == "":
+            axis.axhline(own[0][y], label=name, **styles[name])
             continue
-        shift = 0.8 * ((names.index(name) + 0.5) / len(names) - 0.5)
+        if not places:
+            at, (means, errors) = [row[x] for row in own], np.asarray(estimates, float).T
+            axis.plot(at, means, marker="o", label=name, **styles[name])
+            shade: Row = dict(color=styles[name]["color"], alpha=0.2, linewidth=0)
+            axis.fill_between(at, means - errors, means + errors, **shade)
+            continue
+        shift = 0.6 * ((names.index(name) + 0.5) / len(names) - 0.5) * (line != x)
         at = [places.index(x.format_map(row)) + shift for row in own]
-        style: Row = dict(markersize=4) | styles[name]
-        axis.errorbar(at, *zip(*estimates, strict=True), fmt="o", label=name, **style)
+        color = styles[name]["color"]
+        label = None if line == x else name
+        axis.errorbar(at, *zip(*estimates, strict=True), fmt="o", label=label, color=color)
         theirs = [row.get("paper") or np.nan for row in own]
-        axis.plot(at, theirs, "D", markerfacecolor="none", **style)
+        paper = f"{name}, paper" if np.isfinite(theirs).any() else None
+        axis.plot(at, theirs, "D", color=color, markerfacecolor="none", label=paper)
     if places:
-        axis.set_xticks(range(len(places)), places, rotation=25, ha="right")
-
-
-def band(axis: Any, x: Sequence[float], estimates: Any, label: str, **style: Any) -> None:
-    """A line of means with a band of their errors, as (mean, error) for each x."""
-    means, errors = np.asarray(estimates, float).T
-    style = dict(marker="o", markersize=3) | style
-    (line,) = axis.plot(x, means, label=label, **style)
-    axis.fill_between(
-        x, means - errors, means + errors, color=line.get_color(), alpha=0.2, linewidth=0
-    )
+        long = max(map(len, places)) > 4
+        axis.set_xticks(
+            range(len(places)), places, rotation=30 * long, ha="right" if long else "center"
+        )
 
 
 def printed(path: Path, *keys: str) -> dict[tuple[str, ...], Mapping[str, str]]:

@@ -4,14 +4,14 @@
         \"\"\"Print the table.
 
         Args:
-            draws: of each pair of ensembles.
+            draws: number of draws.
         \"\"\"
 
     if __name__ == "__main__":
         launch.run(main)
 
-takes `--data_sets=a,b --draws=10`, as `vit.config.signature` says. Tables in the folder --out get a
-run.json that says what made them.
+accepts `--data_sets=a,b --draws=10` (see `vit.config.signature`). The command is recorded in
+run.json of the folder --out.
 """
 
 import datetime
@@ -40,8 +40,8 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
 
     Args:
         main: its parameters are the flags.
-        quick: values that `--quick` gives to flags that are not set, to see that all runs. The
-            tables are then in a folder `quick` of --out.
+        quick: values of flags under `--quick`, a short trial run; its tables are written to the
+            folder `quick` of --out.
     """
     parameters = define(main, quick)
     words = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
@@ -73,7 +73,7 @@ def at_least(least: float, **values: float) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions, devices and host of this process."""
+    """Return versions, devices and host of this process."""
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -82,9 +82,9 @@ def versions() -> dict[str, str]:
 
 
 def record(out: Path, seconds: float) -> None:
-    """Note the command in out/run.json, with those that wrote to `out` before and were others.
+    """Add the command to out/run.json; other commands that wrote to `out` stay.
 
-    Tables grow, and parts of a program have the same folder. Nothing where there are no tables.
+    A folder without tables gets none.
     """
     if not any(out.glob("*.csv")):
         return

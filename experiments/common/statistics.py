@@ -1,8 +1,8 @@
 """Statistics of few seeds: means, paired differences, corrected p-values, power.
 
-Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; what the seeds share
-cancels. The d_s are taken to be normal and independent: t-tests with n - 1 degrees of freedom. So
-for draws and splits.
+Two settings trained with the same seeds differ by d_s = a_s - b_s for seed s; the effect of the
+seed cancels. The d_s are assumed normal and independent: t-tests with n - 1 degrees of freedom.
+Draws and splits are treated in the same way.
 """
 
 from bisect import bisect_left
@@ -35,14 +35,14 @@ class Difference(NamedTuple):
 
 
 def mean_and_error(values: Values) -> tuple[float, float]:
-    """Mean and standard error of the mean; NaN where the values are too few."""
+    """Return the mean and its standard error; NaN where the values are too few."""
     x = np.asarray(values, np.float64)
     mean = float(np.mean(x)) if len(x) else float("nan")
     return mean, float(np.std(x, ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
 def plus_minus(mean: float, error: float) -> str:
-    """Mean and error with as many decimals as the error needs: "0.988 ± 0.012"."""
+    """Format mean and error with as many decimals as the error needs: "0.988 ± 0.012"."""
     if np.isnan(error):
         return f"{mean:.4g}"
     digits = max(1 - int(np.floor(np.log10(error))), 0) if error > 0 else 4
@@ -50,30 +50,30 @@ def plus_minus(mean: float, error: float) -> str:
 
 
 def estimate(values: Values) -> str:
-    """Mean and standard error as text."""
+    """Format the mean and its standard error."""
     return plus_minus(*mean_and_error(values))
 
 
 def relative_error(estimate: Any, exact: Any) -> Any:
-    """|K^ - K|_F / |K|_F, the relative Frobenius error."""
+    """Return |K^ - K|_F / |K|_F, the relative Frobenius error."""
     return jnp.linalg.norm(estimate - exact) / jnp.linalg.norm(exact)
 
 
 def interval(values: Values) -> tuple[float, float]:
-    """The mean and half of its 95% confidence interval, Student's t over the values."""
+    """Return the mean and half of its 95% confidence interval, Student's t over the values."""
     mean, error = mean_and_error(values)
     return mean, float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
 
 
 def ratio(values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    """The ratio of two means, and its standard error (delta method, paired values)."""
+    """Return the ratio of two means, and its standard error (delta method, paired values)."""
     value = values.mean() / reference.mean()
     residuals = values - value * reference
     return float(value), float(residuals.std(ddof=1) / np.sqrt(len(values)) / reference.mean())
 
 
 def paired(a: Values, b: Values) -> Difference:
-    """a - b, seed by seed. With one seed, or no spread at all, nothing can be said: NaN."""
+    """Test a - b, seed by seed; NaN for a single seed or without spread."""
     d = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     mean, error = mean_and_error(d.tolist())
     if not error > 0:
@@ -86,7 +86,7 @@ def paired(a: Values, b: Values) -> Difference:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction (1979): with it the chance of any false alarm is at most the level.
+    """Apply Holm's correction (1979): the chance of any false alarm is at most the level.
 
     The i-th smallest of n is multiplied by n - i + 1; a corrected value is at least the one before.
     A NaN (nothing could be tested) stays one and is not counted.
@@ -104,8 +104,8 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
     """Report how often one differs from another, and by how much at most elsewhere.
 
     Args:
-        name: of the first of each pair.
-        other: of the second.
+        name: first of each pair.
+        other: second of each pair.
         cases: (values, values of the other) by the name of the case, paired.
     """
     tests = {case: paired(a, b) for case, (a, b) in cases.items()}
@@ -128,7 +128,7 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
-    """Chance that the two-sided paired t-test over `count` seeds finds a true difference."""
+    """Return the chance that a two-sided paired t-test over `count` seeds finds a difference."""
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
     limit = stats.t.ppf(1 - level / 2, freedom)
     missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)
@@ -136,7 +136,7 @@ def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> 
 
 
 def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: float = 0.8) -> int:
-    """The fewest seeds (at least 2) with which a difference is found with that chance.
+    """Return the fewest seeds (at least 2) that detect a difference with that chance.
 
     Raises:
         ValueError: when the effect or the deviation is not positive.

@@ -64,7 +64,7 @@ class Split(NamedTuple):
 
 
 def names(value: Sequence[str], kind: Kind, data_dir: Path | None = None) -> list[str]:
-    """Return the data sets that a flag names, checked; all there are if it names none.
+    """Return the data sets that a flag names, checked; all by default.
 
     Raises:
         ValueError: for an unknown name, with the choices; for a folder without csv files.
@@ -113,7 +113,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
         else:
             x[column] = values
     if not x:
-        raise ValueError(f"data set {name!r} has no column but identifiers: add one to learn from")
+        raise ValueError(f"data set {name!r} has identifiers only: add a column of features")
     where, cells = f"target {header[-1]!r} of data set {name!r}", columns[-1]
     classes = kind == "classification"
     y, is_text = _column(where, cells, classes)
@@ -175,7 +175,7 @@ def standardised(table: Table, train: np.ndarray, test: np.ndarray) -> Split:
 
 
 def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:
-    """The csv file of each data set, one beside the folder of its kind first; None if bundled."""
+    """Return the csv file of each data set; None for a bundled one."""
     if data_dir is None:
         return dict.fromkeys(BUNDLED[kind])
     folders = data_dir / f"uci_{kind}", data_dir
@@ -186,7 +186,7 @@ def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:
 
 
 def _read(source: str, path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The header and the columns."""
+    """Return the header and the columns of a csv file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
@@ -215,7 +215,7 @@ def _number(cell: str) -> float | None:
 
 
 def _column(where: str, cells: Sequence[str], classes: bool = False) -> tuple[np.ndarray, bool]:
-    """The column as float64, and whether it is text, or classes: ranks among the distinct cells."""
+    """Return the column as float64, text and classes as ranks, and whether it is nominal."""
     values = [_number(cell) for cell in cells]
     is_text = classes or values.count(None) > 0.1 * len(cells)  # car's doors: 2, 3, 4, 5more
     for number, (cell, value) in enumerate(zip(cells, values, strict=True), 1):

@@ -1,8 +1,8 @@
 """Timing of benchmarks: compiled ahead of time, in one process, implementations in turn.
 
-The best of several repeats is kept, of wall time and of the time that all threads of the process
-spent on the CPU. The second moves less when something else uses the machine; where an accelerator
-computes it says only what the host did. Compile time and temporary memory stand apart.
+The best of several repeats is kept, of wall time and of CPU time over all threads of the process.
+CPU time varies less when other programs use the machine; with an accelerator it is the host's.
+Compile time and temporary memory are reported apart.
 """
 
 import os
@@ -34,7 +34,7 @@ class Best(NamedTuple):
 
 
 def hardware() -> str:
-    """The hardware, its load and the version of JAX."""
+    """Describe the hardware, its load and the version of JAX."""
     device = jax.devices()[0]
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
@@ -44,7 +44,7 @@ def hardware() -> str:
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Program:
-    """`function` of `args`, traced and compiled but not run."""
+    """Trace and compile `function` of `args` without running it."""
     start = time.perf_counter()
     program = jax.jit(function).lower(*args).compile()
     seconds = time.perf_counter() - start
@@ -53,12 +53,11 @@ def compiled(function: Callable[..., Any], *args: Any) -> Program:
 
 
 def race(calls: dict[str, Callable[[], Any]], repeats: int, queued: int = 1) -> dict[str, Best]:
-    """The calls take turns, `repeats` times.
+    """Time the calls in turn, `repeats` times.
 
-    In its turn a call is made twice, and the second one counts: what came before leaves the caches
-    and the allocator in another state, which costs tens of percent after a program that needs much
-    memory. With `queued` a repeat is so many calls in a row before the last is waited for: an
-    accelerator finishes some programs faster than the host starts and awaits them.
+    In its turn a call is made twice, and the second one counts: the program before leaves caches
+    and allocator in another state, which can cost tens of percent. A repeat is `queued` calls in a
+    row and awaits the last: an accelerator can be faster than the host that starts the programs.
     """
     times: dict[str, list[Best]] = {name: [] for name in calls}
     for _ in range(repeats):

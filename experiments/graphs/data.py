@@ -34,12 +34,12 @@ BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
 
 
 def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
-    """A graph by its name.
+    """Read a graph by its name.
 
     Args:
         name: in `GENERATED`, or of a file `<name>.npz`; in `BUNDLED` without data_dir.
         data_dir: folder with a folder `graphs`.
-        weighted: with the weights of the file, where it has some; all are 1 otherwise.
+        weighted: whether to read the weights of the file; otherwise all are 1.
 
     Raises:
         ValueError: for a name that is not there, with the choices, and as `arrays`.
@@ -55,7 +55,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
 
 
 def chosen(names: Sequence[str], default: Sequence[str], data_dir: Path | None) -> dict[str, Graph]:
-    """The graphs of these names, else of `default`, or what there is of it without a folder."""
+    """Read the graphs of these names; of `default` those that are available if there are none."""
     there = [name for name in default if data_dir or name in BUNDLED]
     return {name: load(name, data_dir) for name in names or there}
 
@@ -66,12 +66,12 @@ def copies(graph: Graph, count: int) -> Graph:
 
 
 def side_by_side(graphs: Sequence[Graph]) -> Graph:
-    """One graph of all these, without edges between them."""
+    """Return one graph of all these, without edges between them."""
     return Graph.from_scipy(scipy.sparse.block_diag([graph.to_scipy() for graph in graphs]))
 
 
 def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarray:
-    """|K - Phi Phi^T|_F / |K|_F for each block of a block-diagonal Phi, (blocks,)."""
+    """Return |K - Phi Phi^T|_F / |K|_F for each block of a block-diagonal Phi, (blocks,)."""
     n, square, double = len(exact), np.sum(exact**2), scipy.sparse.csr_array(phi, dtype=np.float64)
     gram = scipy.sparse.coo_array(double @ double.T)
     row, column = gram.coords
@@ -81,14 +81,14 @@ def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarr
 
 
 def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
-    """The graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4)."""
+    """Read the graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4)."""
     parts = arrays(path, "edges", "vertex_normals")
     normals = _vectors(path, "vertex_normals", parts)
     return _graph(path, parts | {"n_nodes": np.asarray(len(normals))}), normals
 
 
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
-    """The graph of the faces of a mesh, adjacent if they share an edge, and their unit normals.
+    """Read the graph of the faces of a mesh, adjacent by an edge, and their unit normals.
 
     As in VRC Fig. 4. A face without area raises ValueError.
     """
@@ -112,7 +112,7 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
 def traffic(
     path: Path, *, weighted: bool = True
 ) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """The graph of roads, the nodes with a sensor, and the speeds there in mph.
+    """Read the graph of roads, the nodes with a sensor, and the speeds there in mph.
 
     Each road has its weight in the file, or 1 if not `weighted`.
     """
@@ -126,7 +126,7 @@ def traffic(
 
 
 def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """All arrays of an npz file, with these `names` among them.
+    """Read all arrays of an npz file, with these `names` among them.
 
     Raises:
         ValueError: for no such file, with those that are there; a damaged file; a missing array.
@@ -145,7 +145,7 @@ def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
 
 
 def _graph(path: Path, parts: dict[str, np.ndarray], weighted: bool = False) -> Graph:
-    """The graph of the arrays of a file; what is wrong with them names the file."""
+    """Return the graph of the arrays of a file; errors name the file."""
     try:
         count = choices.positive_integer("n_nodes", parts["n_nodes"].tolist())
         return Graph.from_edges(parts["edges"], count, parts["weights"] if weighted else None)
@@ -165,5 +165,5 @@ def _are_nodes(values: np.ndarray, count: int) -> bool:
 
 
 def erdos_renyi() -> Graph:
-    """The graph on which permutations are learned."""
+    """Return the graph on which permutations are learned."""
     return Graph.from_networkx(networkx.gnp_random_graph(100, 0.1, seed=0))

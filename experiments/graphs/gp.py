@@ -19,12 +19,11 @@ Means ± standard errors over repeats of the walks, four times as many in Fig. 1
 same for all repeats; of traffic each repeat is the mean over several splits. Posteriors are dense
 and in float64. Repeats of two couplings share their keys, so tests are paired.
 
-All roads weigh 1 in Fig. 11. With the weights of the file, the mean length over a road's own, and
-scales fitted as above the exact kernel hardly predicts better than the mean of all sensors does.
-The table "predictors" says why. It has, over the same splits, the errors of that mean, of the mean
-of the nearest 5 sensors, and of Gaussian processes with both kinds of weights: with scales fitted
-under the estimate, with those of the likelihood of the exact kernel, and of an estimate with the
-latter scales by 16 walks.
+All roads weigh 1 in Fig. 11. With the weights of the file (mean length over a road's own) the exact
+kernel with the fitted scales predicts hardly better than the mean of all sensors. The table
+"predictors" shows why. It has, over the same splits, the errors of that mean, of the mean of the
+nearest 5 sensors, and of Gaussian processes with both kinds of weights. Their scales are fitted
+under the estimate, or by the exact likelihood, the latter also with an estimate by 16 walks.
 
 Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """
@@ -51,13 +50,24 @@ from performer.graphs.couplings import Coupling
 from performer.kernels import gp
 from vit.reports import report
 
-MESHES = ("teapot", "unit_sphere", "idler_riser", "busted", "torus")
+MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
 START = gp.Scales(2.0, 1.0, 0.3)
 BOUNDS = [(-4.0, 4.0)] * 3
 """Bounds of the logarithms of scales."""
 ORDER, NEIGHBOURS, MOST_WALKS = 50, 5, 16
 QUANTITIES = ("error", "RMSE", "KL")
+FIGURES: harness.Figures = {
+    name: dict(
+        x="m",
+        y={"error": "relative kernel error", "RMSE": f"RMSE{unit}", "KL": "KL (nats)"},
+        panel="{graph}, N = {N}",
+        across=3,
+        log="x",
+        xlabel="m (walks)",
+    )
+    for name, unit in {"figure_4": "", "figure_11": " (mph)"}.items()
+}
 
 
 class Task(NamedTuple):
@@ -77,7 +87,7 @@ class Task(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A task with its scales, and what the exact kernel of these makes of it."""
+    """A task, its scales, the exact kernel and its law."""
 
     task: Task
     scales: gp.Scales
@@ -87,16 +97,16 @@ class Process(NamedTuple):
 
 
 def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = False) -> Task:
-    """The task of that name: "torus", "traffic", or that of a mesh.
+    """Read the task of a name: "torus", "traffic", or a mesh.
 
     Args:
-        name: of the task.
+        name: name of the task.
         data_dir: folder with meshes/ and traffic_san_jose/.
-        number: of the split.
+        number: number of the split.
         weighted: roads weigh the mean length over their own; all weigh 1 otherwise.
 
     Raises:
-        ValueError: when the file is not there, or none can be without data_dir.
+        ValueError: for a missing file, or a name that needs data_dir.
     """
     if name == "torus" and data_dir is None:  # of 20 by 30 faces
         faces = networkx.grid_2d_graph(20, 30, periodic=True)
@@ -122,7 +132,7 @@ def split(
     walks: tuple[int, ...] = (16, 32, 64),
     standardised: bool = False,
 ) -> Task:
-    """The task with `count` random test nodes, by the number of the split, and the rest known."""
+    """Return the task of a split: `count` random test nodes, and the rest known."""
     test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
     mean, unit = 0.0, 1.0
     if standardised:
@@ -132,7 +142,7 @@ def split(
 
 
 def fitted(task: Task) -> gp.Scales:
-    """The scales that maximise the marginal likelihood under an estimate of the kernel."""
+    """Fit the scales by the marginal likelihood under an estimate of the kernel."""
     options: Any = dict(num_walks=FIT_WALKS, p_halt=P_HALT, coupling="independent")
     walks = features.sample(jax.random.key(0), task.graph, **options)
     known = jnp.asarray(task.train), jnp.asarray(task.y, walks.load.dtype)
@@ -142,7 +152,7 @@ def fitted(task: Task) -> gp.Scales:
 
 
 def likeliest(task: Task) -> gp.Scales:
-    """The scales that maximise the marginal likelihood under the exact kernel, from several starts.
+    """Fit the scales by the marginal likelihood under the exact kernel, from several starts.
 
     The search is in the standard deviation of the mean node, not in the output scale.
     """
@@ -169,14 +179,14 @@ def likeliest(task: Task) -> gp.Scales:
 
 
 def process(task: Task, scales: gp.Scales) -> Process:
-    """The task under the exact kernel of these scales."""
+    """Condition the task under the exact kernel of these scales."""
     with jax.enable_x64(True):
         exact = np.asarray(kernels.Diffusion(scales.lengthscale).dense(task.graph))
     return Process(task, scales, exact, law(task, exact, scales))
 
 
 def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
-    """The law of the test values; `gram` (N, N), dense or of SciPy, has no output scale yet."""
+    """Return the law of the test values; `gram` (N, N) has no output scale yet."""
     rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
     train, test = rows[task.train], rows[task.test]
     blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
@@ -188,12 +198,12 @@ def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
 
 
 def rmse(task: Task, predicted: Any) -> float:
-    """RMSE of predictions (k,), or of one for all, in the units of the values."""
+    """Return the RMSE of predictions (k,), or of one for all, in the units of the values."""
     return task.unit * float(np.sqrt(np.mean((np.asarray(predicted) - task.test_y) ** 2)))
 
 
 def nearest(task: Task, count: int) -> np.ndarray:
-    """The mean value of the `count` known nodes that are nearest, for each test node.
+    """Return the mean value of the `count` nearest known nodes of each test node.
 
     An edge is as long as its weight is small.
     """
@@ -206,7 +216,7 @@ def nearest(task: Task, count: int) -> np.ndarray:
 def estimated(
     of: Process, repeat: int, num_walks: int, coupling: str | Coupling
 ) -> scipy.sparse.csr_array:
-    """The features of all nodes."""
+    """Draw the features of all nodes."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     walks = features.sample(jax.random.key(repeat), of.task.graph, **options)
     phi = features.modulate(walks, kernels.Diffusion(of.scales.lengthscale))
@@ -214,7 +224,7 @@ def estimated(
 
 
 def scores(of: Process, phi: Any) -> tuple[float, float, float]:
-    """Error, RMSE and KL of the features `phi`."""
+    """Return error, RMSE and KL of the features `phi`."""
     predicted = law(of.task, phi @ phi.T, of.scales)
     with jax.enable_x64(True):
         divergence = float(gp.kl(of.law, predicted))
@@ -223,13 +233,13 @@ def scores(of: Process, phi: Any) -> tuple[float, float, float]:
 
 
 def sigma(of: Process) -> Coupling:
-    """The coupling that is learned for the kernel, on an Erdos-Renyi graph."""
+    """Learn the coupling for the kernel, on an Erdos-Renyi graph."""
     kernel = kernels.Diffusion(of.scales.lengthscale)
     return couplings.sigma(matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER))
 
 
 def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harness.Row], str]:
-    """Rows of each m, coupling and quantity, means over splits; a line about the scales."""
+    """Return rows of each m, coupling and quantity, means over splits; a line about the scales."""
     processes = [process(task, fitted(task)) for task in splits]
     permuted = [sigma(of) for of in processes]
 
@@ -255,7 +265,7 @@ def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harn
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
-    """A line for each graph, m and coupling; a panel for each quantity and graph."""
+    """Write a line for each graph, m and coupling, and its figure; return the markdown."""
     rows, said = [], []
     for name, splits in tasks.items():
         found, line = measured(name, splits, repeats)
@@ -263,13 +273,12 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
         said.append(line)
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
-    options: Any = dict(panel="{graph}, N = {N}: {quantity}", columns=len(tasks), ylabel="")
-    harness.figure(harness.regrouped(rows, "{quantity}"), out, x="m", **options)
-    return report.table(harness.wide(rows, "{quantity}"), out, "\n".join(said))
+    lines = harness.wide(rows, "{quantity}")
+    return harness.write(lines, out, FIGURES[out.name], "\n".join(said))
 
 
 def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
-    """A row for each way to predict, means over splits; `roads` has the tasks of each weighting."""
+    """Write a row for each predictor, means over splits; `roads`: the tasks of each weighting."""
     weighted = next(iter(roads.values()))
     mean = np.array([rmse(task, 0.0) for task in weighted])
     rows = []
@@ -305,8 +314,8 @@ def main(
 
     Args:
         graphs: names of meshes, "traffic" or "torus"; those of the paper.
-        repeats: of the walks; four times as many of traffic.
-        splits: of the sensors of traffic into known ones and others.
+        repeats: repeats of the walks; traffic has four times as many.
+        splits: splits of the sensors of traffic into known and test nodes.
     """
     launch.at_least(2, repeats=repeats, splits=splits)
     names = graphs or ([*MESHES, "traffic"] if data_dir else ["torus"])

@@ -4,11 +4,11 @@
     python -m experiments.graphs.kernels --data_dir=DIR --graphs=karate,cora --repeats=100
 
 Fig. 2: |K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian (I + sigma^2 L)^{-2}, sigma = 0.1,
-p_halt = 0.5, with independent and antithetic walks and with the self-avoiding ones of Sec. 4.1
-(`reinforced`, of independent lengths). Fig. 4: |pi - pi_hat|_2^2 of PageRank, p_halt = 0.3, beside
+p_halt = 0.5. Walks are independent, antithetic, or the self-avoiding ones of Sec. 4.1
+(`reinforced`, of independent lengths). Fig. 4: |pi - pi_hat|_2^2 of PageRank, p_halt = 0.3, from
 power iteration. Both for 2, 4, 8 and 16 walks from each node and 100 repetitions; means and their
 standard errors. Repetitions of two kinds of walks share their keys, so tests are paired. At
-p_halt = 0.5 ensembles are antithetic pairs, and are left out.
+p_halt = 0.5 ensembles are antithetic pairs and are left out.
 
 Writes figure_2 and figure_4 (csv, md, png) to --out.
 """
@@ -29,7 +29,21 @@ from performer.typing import Key
 WALKS = (2, 4, 8, 16)
 P_KERNEL, P_PAGERANK = 0.5, 0.3
 KERNEL = kernels.RegularisedLaplacian(2, 0.1)
-QUANTITIES = {"figure_2": "relative squared error of K", "figure_4": "squared error of PageRank"}
+FIGURES: harness.Figures = {
+    name: dict(
+        columns="m = {m}",
+        x="m",
+        line="{walks}",
+        panel="{graph}, N = {N}",
+        log="xy",
+        xlabel="m (walks)",
+        ylabel=label,
+    )
+    for name, label in [
+        ("figure_2", "relative squared error of K"),
+        ("figure_4", "squared error of PageRank"),
+    ]
+}
 DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eurosis_lcc")
 
 Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
@@ -37,7 +51,7 @@ Errors = Callable[[Key, Sequence[Graph], str, int], np.ndarray]
 
 
 def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
-    """|K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
+    """Return |K - K_hat|_F^2 / |K|_F^2 of the 2-regularised Laplacian, (graphs, repeats, sizes)."""
     exact = [np.asarray(KERNEL.dense(graph), np.float64) for graph in graphs]
     once, ends = data.side_by_side(graphs), np.cumsum([len(k) for k in exact])
     blocks = [slice(end - len(k), end) for end, k in zip(ends, exact, strict=True)]
@@ -52,7 +66,7 @@ def kernel_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int
 def _phis(
     key: Key, graph: Graph, coupling: str, num_walks: int, repeats: int
 ) -> Iterator[scipy.sparse.csr_array]:
-    """Phi (N, N) of each repetition."""
+    """Yield Phi (N, N) of each repetition."""
     if coupling == "reinforced":  # one by one, for each takes memory in N times the edges
         normalised = graph.normalised()
         for pair in jax.random.split(key, (repeats, 2)):
@@ -69,7 +83,7 @@ def _phis(
 
 
 def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: int) -> np.ndarray:
-    """|pi - pi_hat|_2^2 of PageRank, (graphs, repeats, sizes)."""
+    """Return |pi - pi_hat|_2^2 of PageRank, (graphs, repeats, sizes)."""
 
     def errors(graph: Graph, m: int) -> np.ndarray:
         exact = np.asarray(pagerank.power_iteration(graph, p_halt=P_PAGERANK), np.float64)
@@ -84,7 +98,7 @@ def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: i
 def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
 ) -> str:
-    """Write the errors of all graphs and couplings, a panel for each graph; the table."""
+    """Write the errors of all graphs and couplings, and their figure; return the markdown."""
     rows = []
     for name in names:
         found = errors(jax.random.key(0), list(graphs.values()), name, repeats)
@@ -99,11 +113,8 @@ def figure(
         f" {means.shape[1]} cases)."
         for name, ratio in zip(names[1:], ratios[1:], strict=True)
     )
-    options: Any = dict(
-        case="{graph}, m = {m}", tested="walks", ylabel=QUANTITIES[out.name], log=True
-    )
-    options |= dict(x="m", line="{walks}", panel="{graph}, N = {N}")
-    return harness.show(rows, out, "m = {m}", text=said, **options)
+    options: Any = dict(case="{graph}, m = {m}", tested="walks", text=said)
+    return harness.show(rows, out, "m = {m}", FIGURES[out.name], **options)
 
 
 def main(

@@ -4,16 +4,16 @@
     python -m experiments.graphs.scale --data_dir=DIR        # cora
     python -m experiments.graphs.scale --largest=1000000     # 5 million edges
 
-Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 as it is written, with
-draws of numpy's generator into a dense array, and the same with Python's own lists, dictionary and
-`random`. Ours, whose draws are coupled, is timed with everything from the graph to the features,
-and once more with the adjacency matrix already normalised and the lengths drawn.
+Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 with draws of NumPy's
+generator into a dense array, and the same with Python's own lists, dictionary and `random`. Our
+coupled walks are timed from the graph to the features, and alone, with the adjacency matrix
+normalised and the lengths drawn before.
 
 Time and memory for random graphs of N nodes and 5 N edges, at 4 walks from each node: features of
 the 2-regularised Laplacian, the product K v, and PageRank. Memory is the largest that the process
 has held so far.
 
-Writes graph_speed and graph_scale, csv and md, and graph_scale.png to --out.
+Writes graph_speed (csv, md) and graph_scale (csv, md, png) to --out.
 """
 
 import random
@@ -37,10 +37,31 @@ KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
 P_HALT = 0.5
 SIZES = (10**3, 10**4, 10**5, 3 * 10**5, 10**6)
+TIMES = ("graph", "features", "product K v", "PageRank")
+UNITS = {"s": "time (s)", "GiB": "memory of the process (GiB)"}
+
+
+def by_unit(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows with the quantity of their unit and without the unit in the name."""
+    split = [(row, *row["line"].split(", ")) for row in rows]
+    return [row | {"line": name, "unit": UNITS[unit]} for row, name, unit in split]
+
+
+FIGURES: harness.Figures = {
+    "graph_scale": dict(
+        columns=(*(f"{name}, s" for name in TIMES), "memory, GiB"),
+        change=by_unit,
+        x="nodes",
+        line="{line}",
+        panel="{unit}",
+        log="xy",
+        xlabel="nodes (5 edges and 4 walks for each)",
+    )
+}
 
 
 def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
-    """qGRF Eq. 8 with independent walks: the rows of the features, arrays or dictionaries."""
+    """Run qGRF Eq. 8 with independent walks in Python; return the rows of the features."""
     matrix, n = graph.normalised().to_scipy(), graph.num_nodes
     parts: Any = (matrix.indptr, matrix.indices, matrix.data, np.asarray(KERNEL(1000), np.float64))
     draw, phi = np.random.default_rng(0).random, np.zeros((n, n))
@@ -63,7 +84,7 @@ def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
 
 
 def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
-    """Times of both loops, of ours, and of the walks alone: the best of the repeats."""
+    """Time both loops, ours, and the walks alone: the best of the repeats."""
     normalised = graph.normalised()
     lengths = couplings.lengths(jax.random.key(0), "antithetic", graph.num_nodes, num_walks, p_halt)
     calls: dict[str, Callable[[], Any]] = {
@@ -87,13 +108,13 @@ def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
 
 
 def random_graph(num_nodes: int, num_edges: int) -> Graph:
-    """Ends of edges drawn uniformly; a few are drawn twice and weigh 2, some nodes have none."""
+    """Draw ends of edges uniformly; a few are drawn twice and weigh 2, some nodes have none."""
     ends = np.random.default_rng(0).integers(0, num_nodes, (num_edges, 2))
     return Graph.from_edges(ends, num_nodes)
 
 
 def scale(num_nodes: int) -> dict:
-    """Times and memory for a random graph; every program is compiled before it is timed."""
+    """Time a random graph; every program is compiled before it is timed."""
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
     built = time.perf_counter() - begin
@@ -134,11 +155,7 @@ def main(
     for size in (n for n in SIZES if n <= largest):
         rows.append(scale(size))
         print(rows[-1], flush=True)
-    print(report.table(rows, out / "graph_scale", text))
-    names = ("graph, s", "features, s", "product K v, s", "PageRank, s", "memory, GiB")
-    label = "nodes (5 edges, 4 walks for each)"
-    options: Any = dict(x="nodes", line="{line}", log=True, xlabel=label, ylabel="")
-    harness.figure(harness.melted(rows, names), out / "graph_scale", **options)
+    print(harness.write(rows, out / "graph_scale", FIGURES["graph_scale"], text))
 
 
 if __name__ == "__main__":

@@ -4,23 +4,23 @@
     python -m experiments.graphs.sigma --data_dir=DIR --graphs=karate,cora_lcc --repeats=100
 
 Two walks from each node, independent, antithetic or sigma-coupled; the permutations are learned on
-one Erdos-Renyi graph of 100 nodes and used on all graphs. Its edge probability, which the paper
-does not say, is 0.1 here.
+one Erdos-Renyi graph of 100 nodes and used on all graphs. The paper does not give its edge
+probability; here it is 0.1.
 
 Figs 3, 10: |K - K_hat|_F / |K|_F of the 2-regularised Laplacian (I + L)^{-2}; permutations of 30.
 Fig. 8: the same at p_halt = 0.3, with permutations of 2 to 30, learned on the graph itself: by the
     linear objective (Eq. 56), by random projections (Lemma C.2), and up to 10 by the quadratic one
     (Eq. 55) among all permutations, and among all with vectors reduced to 32 dimensions (Eq. 62).
-    Each has its Cayley distance from the quadratic one (from 11 on, from the projected one), and by
-    how much its quadratic objective exceeds that one's: quantiles that hold the same lengths may
-    change places, which makes a distance and nothing else.
+    Each has its Cayley distance from the quadratic one (from 11 on, from the projected one), and
+    the excess of its quadratic objective. Quantiles with equal lengths can swap, which changes the
+    distance alone.
 Fig. 9: |rho - rho_hat|_2 of PageRank; permutations of 10, of the exact objective (Eq. 82). For
-    p_halt >= 1/2 the coupling learned has the law of antithetic walks, of which one has length 0.
+    p_halt >= 1/2 the learned coupling has the law of antithetic walks, one of them of length 0.
 
 Means ± standard errors over repeats. The repeats of two couplings share their keys, so ratios and
 tests are paired.
 
-Writes figure_8, figure_9, figure_10 (csv, md, png) and figure_3.png to --out.
+Writes figure_3, figure_8, figure_9 and figure_10 (csv, md, png) to --out.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,6 @@ from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
-from vit.reports import report
 
 COUPLINGS = ("independent", "antithetic", "sigma")
 Errors = dict[str, np.ndarray]
@@ -53,8 +52,38 @@ P_PAGERANK = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ORDER, ORDER_PAGERANK = 30, 10
 FIGURE_8, P_FIGURE_8, REDUCED = ("karate", "eurosis_lcc"), 0.3, 32
 ORDERS = (*range(2, 11), 12, 15, 20, 25, 30)
+WALKS: harness.Row = dict(
+    columns="{coupling} / independent",
+    x="p_halt",
+    panel="{graph}, N = {N}",
+    ylabel="error / error of independent walks",
+)
+FIGURES: harness.Figures = {
+    "figure_3": dict(
+        x="q",
+        y="sigma(q)",
+        line="sigma",
+        panel="p_halt = {p_halt}",
+        across=5,
+        ylabel="sigma(q)",
+        finish=lambda axis, _: axis.lines[0].set(linestyle="", markersize=2),
+        box_aspect=1,
+    ),
+    "figure_8": dict(
+        change=lambda rows: [row | {"error / independent ±": row["±"]} for row in rows],
+        x="{n}",
+        y={x: x for x in ("error / independent", "Cayley distance")},
+        line="{learned}",
+        panel="{graph}",
+        across=1,
+        high=1.6,
+        xlabel="n (order of the permutation)",
+    ),
+    "figure_9": WALKS,
+    "figure_10": WALKS,
+}
 NODES = 100_000
-"""About so many at once, of all graphs."""
+"""Nodes of all graphs together in one program, about."""
 
 
 def repeated(
@@ -63,7 +92,7 @@ def repeated(
     estimate: Callable[[Key, Graph], Any],
     error: Callable[[Any, slice, str], np.ndarray],
 ) -> Errors:
-    """error(estimate(key, all), nodes, name) (copies,) of each graph.
+    """Return error(estimate(key, all), nodes, name) (copies,) of each graph.
 
     All graphs are one, each in several copies: one program draws the walks of several repeats.
     """
@@ -82,7 +111,7 @@ def repeated(
 def kernel_errors(
     graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|K - K_hat|_F / |K|_F with two walks from each node."""
+    """Return |K - K_hat|_F / |K|_F with two walks from each node."""
     exact = {name: np.asarray(KERNEL.dense(graph), np.float64) for name, graph in graphs.items()}
 
     def phi(key: Key, whole: Graph) -> scipy.sparse.csr_array:
@@ -98,7 +127,7 @@ def kernel_errors(
 def pagerank_errors(
     graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """|rho - rho_hat|_2 with two walks from each node.
+    """Return |rho - rho_hat|_2 with two walks from each node.
 
     Raises:
         ValueError: for a node without edges, whose walks would go on to the other graphs.
@@ -117,7 +146,7 @@ def pagerank_errors(
 
 
 def require_edges(graphs: dict[str, Graph]) -> None:
-    """Raises ValueError when a node has no edge."""
+    """Raise ValueError for a graph with a node without edges."""
     for name, graph in graphs.items():
         if int(graph.degrees.min()) == 0:
             raise ValueError(f"graph {name!r} has nodes without edges: take its largest component")
@@ -129,7 +158,7 @@ def figure(
     permutations: dict[float, np.ndarray],
     out: Path,
 ) -> str:
-    """A line for each graph and p_halt, a panel for each graph."""
+    """Write a line for each graph and p_halt, and the figure; return the markdown."""
     rows = []
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
@@ -143,25 +172,21 @@ def figure(
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    options: Any = dict(
-        case=case, panel="{graph}, N = {N}", ylabel="error / error of independent walks"
-    )
-    return harness.show(rows, out, "", lines=lines, x="p_halt", y="ratio", **options)
+    return harness.write(lines, out, FIGURES[out.name], harness.verdict(rows, case))
 
 
-def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:
-    """The permutations."""
+def figure_3(permutations: dict[float, np.ndarray], out: Path) -> str:
+    """Write a row for each permutation, number and image, and the figure."""
     rows = [
         {"p_halt": p, "q": q, "sigma(q)": image}
         for p, permutation in permutations.items()
         for q, image in enumerate(permutation)
     ]
-    options: Any = dict(line="sigma", panel="p_halt = {p_halt}", style=lambda _: {"ls": ""})
-    harness.figure(rows, out, x="q", y="sigma(q)", columns=3, **options)
+    return harness.write(rows, out, FIGURES["figure_3"])
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
-    """Permutations for Fig. 8, and their quadratic objectives."""
+    """Learn the permutations of Fig. 8; return them with their quadratic objectives."""
     responses = matching.spectral_responses(graph, KERNEL, P_FIGURE_8, order)
     edges, rng = matching.spectral_edges(responses), np.random.default_rng(order)
     permutations = {
@@ -179,14 +204,14 @@ def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
 
 
 def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
-    """The fewest transpositions from one permutation to another: n minus the cycles of a^-1 b."""
+    """Return the fewest transpositions between permutations: n minus the cycles of a^-1 b."""
     n, between = len(a), np.argsort(a)[b]
     steps = scipy.sparse.csr_array((np.ones(n), (np.arange(n), between)), shape=(n, n))
     return n - int(scipy.sparse.csgraph.connected_components(steps)[0])
 
 
 def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
-    """A row for each graph, order and way to learn; equal permutations have equal errors."""
+    """Write a row for each graph, order and method; equal permutations have equal errors."""
     rows = []
     for name, graph in graphs.items():
         errors = partial(kernel_errors, {name: graph}, repeats, p_halt=P_FIGURE_8)
@@ -206,10 +231,7 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
                 row |= {"Cayley distance": cayley_distance(best, permutation)}
                 row |= {"excess of the objective": objective / least - 1}
                 rows.append(row | {"permutation": " ".join(map(str, permutation))})
-    y = ("error / independent", "Cayley distance")
-    options: Any = dict(x="n", y=y, line="{learned}", panel="{graph}", columns=2)
-    harness.figure(rows, out, error="±", **options)
-    return report.table(rows, out)
+    return harness.write(rows, out, FIGURES["figure_8"])
 
 
 def main(
@@ -222,8 +244,8 @@ def main(
     """Print the tables.
 
     Args:
-        repeats: of kernel estimates.
-        pagerank_repeats: of PageRank.
+        repeats: repeats of kernel estimates.
+        pagerank_repeats: repeats of PageRank.
     """
     launch.at_least(2, repeats=repeats, pagerank_repeats=pagerank_repeats)
     chosen = data.chosen(graphs, DEFAULT, data_dir)
@@ -232,7 +254,7 @@ def main(
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, chosen, repeats)
     print(figure(chosen, errors, sigmas, out / "figure_10"))
-    figure_3(sigmas, out / "figure_3")
+    print(figure_3(sigmas, out / "figure_3"))
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
     print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}

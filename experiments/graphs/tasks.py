@@ -57,15 +57,44 @@ MESHES = ("cylinder", "teapot", "idler_riser", "busted", "torus")
 PRINTED = Path(__file__).parent / "qgrf_tables.csv"
 """The paper's tables; in brackets the error of the last digit."""
 WORDS = {"independent": "GRFs", "antithetic": "q-GRFs"}
+TITLES = {
+    "table_1": "Table 1, diffusion: squared error",
+    "table_2": "Table 2, k-means: share of wrong pairs",
+    "table_3": "Table 3, normals: 1 - cos",
+}
+
+
+def beside_paper(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows of both couplings with the number that the paper printed."""
+    theirs = [str(row[f"paper {WORDS[row['line']]}"]).partition("(")[0] for row in rows]
+    return [
+        row | {"title": TITLES[row["table"]], "paper": float(paper or "nan")}
+        for row, paper in zip(rows, theirs, strict=True)
+    ]
+
+
+FIGURES: harness.Figures = {
+    "tasks": dict(
+        tables=tuple(TITLES),
+        columns=tuple(WORDS),
+        change=beside_paper,
+        x="{graph}",
+        line="{line}",
+        panel="{title}",
+        across=1,
+        high=1.9,
+        log="y",
+    )
+}
 
 
 def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
-    """|u - u_hat|^2 of each trial, qGRF Eq. 21."""
+    """Return |u - u_hat|^2 of each trial, qGRF Eq. 21."""
     exact = np.asarray(kernels.Diffusion((2 * TIME) ** 0.5).dense(graph), np.float64)[:, 0]
     kernel, errors = kernels.RegularisedLaplacian(2, (TIME / TIME_STEPS) ** 0.5), []
     for batch_key, count in _batches(key, trials):
         estimate = _estimate(batch_key, graph, kernel, DIFFUSION_WALKS, coupling, count)
-        # SciPy merges the visits to a node, which saves most work.
+        # SciPy merges the visits to a node, which saves most of the work.
         phi = estimate.left.to_scipy().astype(np.float64)
         transposed, state = phi.T.tocsr(), np.zeros(estimate.shape[0])
         state[:: len(exact)] = 1
@@ -76,7 +105,7 @@ def diffusion_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.n
 
 
 def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.ndarray:
-    """The share of wrong pairs in each trial, qGRF Eq. 22."""
+    """Return the share of wrong pairs in each trial, qGRF Eq. 22."""
     kernel = kernels.RegularisedLaplacian(2, CLUSTER_SIGMA)
     exact, errors = kernel.dense(graph), []
     for walks_key, start_key in jax.random.split(key, (trials, 2)):
@@ -94,7 +123,7 @@ def _labels(key: Key, kernel: jax.Array | Estimate) -> jax.Array:
 def normal_errors(
     key: Key, coupling: str, trials: int, graph: Graph, normals: np.ndarray
 ) -> np.ndarray:
-    """The mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
+    """Return the mean of 1 - cos over the vertices held out in each trial, qGRF Eq. 23."""
     kernel, errors = kernels.RegularisedLaplacian(2, MESH_SIGMA), []
     for batch_key, count in _batches(key, trials):
         walks_key, nodes_key = jax.random.split(batch_key)
@@ -110,7 +139,7 @@ def normal_errors(
 
 
 def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """1 - cos where hidden, mean of each row; 1 where nothing was found."""
+    """Return the mean of 1 - cos over the hidden vertices; 1 where nothing was found."""
     lengths = np.linalg.norm(estimates, axis=-1)
     cosines = np.sum(estimates * normals, axis=-1) / np.where(lengths > 0, lengths, 1)
     return np.mean(1 - np.nan_to_num(cosines), axis=1, where=hidden)
@@ -124,28 +153,27 @@ def _estimate(
     coupling: str,
     count: int = 1,
 ) -> Estimate:
-    """The estimate of the kernel of `count` copies of the graph."""
+    """Estimate the kernel of `count` copies of the graph."""
     options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 
 def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
-    """Keys and numbers of trials."""
+    """Yield keys and numbers of trials."""
     sizes = [min(BATCH, trials - done) for done in range(0, trials, BATCH)]
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
-TABLES: dict[int, tuple[str, Callable[..., np.ndarray]]] = {
-    1: ("diffusion: squared error", diffusion_errors),
-    2: ("k-means: wrong pairs", clustering_errors),
-    3: ("normals: 1 - cos", normal_errors),
+TABLES: dict[int, Callable[..., np.ndarray]] = {
+    1: diffusion_errors,
+    2: clustering_errors,
+    3: normal_errors,
 }
 
 
-def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> list[harness.Row]:
-    """Print a table with the paper's numbers; both couplings have the same keys. The rows."""
-
-    title, errors = TABLES[number]
+def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> None:
+    """Print a table with the paper's numbers; both couplings have the same keys."""
+    errors = TABLES[number]
 
     def measure(case: harness.Row) -> np.ndarray:
         return errors(jax.random.key(0), case["coupling"], trials, *problems[case["graph"]])
@@ -166,12 +194,8 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> li
         line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
         theirs = printed.get((str(number), name), {})
         lines.append(line | {f"paper {word}": theirs.get(word, "") for word in WORDS.values()})
-        for row in rows:
-            if row["graph"] == name and (text := theirs.get(WORDS[row["coupling"]])):
-                row["paper"] = float(text.split("(")[0])
     text = report.table(lines, out / f"table_{number}", harness.verdict(rows, "{graph}"))
     print(f"Table {number}\n\n{text}", flush=True)
-    return [row | {"title": f"Table {number}, {title}"} for row in rows]
 
 
 def main(
@@ -190,11 +214,11 @@ def main(
     if data_dir:
         paths = {name: data_dir / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: data.mesh(path) for name, path in paths.items()}
-    rows = []
     for number, instances in problems.items():
         if f"table_{number}" in parts:
-            rows += table(number, instances, trials, out)
-    harness.figure(rows, out / "tasks", x="{graph}", panel="{title}", yscale="log", ylabel="error")
+            table(number, instances, trials, out)
+    tables = [name for name in TITLES if (out / f"{name}.csv").exists()]
+    harness.figure(out / "tasks", **FIGURES["tasks"] | {"tables": tables})
 
 
 if __name__ == "__main__":

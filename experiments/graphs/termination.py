@@ -13,9 +13,9 @@ L)^{-2}. The termination variables of neighbours in a group are offset by
     circles       1 / size, for the most walkers whose neighbours Thm 3.4 still allows:
                   floor(1 / (p_halt (1 - p_halt)))
 
-"draws" compares these ratios with those of pairs of ensembles drawn at sigma = 1, on two small
-graphs. "recommended" has what `theory.recommend` takes for an expected error of 10% at sigma = 1:
-it says whether a graph gains.
+"draws" compares these ratios with pairs of ensembles drawn at sigma = 1, on two small graphs.
+"recommended" has the recommendations of `theory.recommend` for an expected error of 10% at sigma =
+1.
 
 Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
 """
@@ -40,10 +40,20 @@ P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)
 P_DRAWN, SIGMA_DRAWN = (0.1, 0.3, 0.5), 1.0
 DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
 DRAWN = ("karate", "Binary tree")
+FIGURES: harness.Figures = {
+    "ratios": dict(
+        columns=("pairs", "ensembles", "close pairs", "circles"),
+        change=lambda rows: [row for row in rows if row["sigma"] == SIGMA_DRAWN],
+        x="p_halt",
+        line="{line}",
+        panel="{graph}, N = {N}",
+        ylabel="squared error / that of independent walks",
+    )
+}
 
 
 def groups(p_halt: float) -> dict[str, Group]:
-    """Each way to couple, by its name."""
+    """Return each way to couple, by its name."""
     least = p_halt * (1 - p_halt)
     most = int(1 / least + 1e-9)
     return {
@@ -56,7 +66,7 @@ def groups(p_halt: float) -> dict[str, Group]:
 
 
 def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
-    """The error of independent walks, and of the others the squared error relative to theirs."""
+    """Return the error of independent walks, and the squared error of the others over theirs."""
     kernel = kernels.RegularisedLaplacian(2, sigma)
     error = partial(theory.expected_error, graph, kernel, num_walks=WALKS, p_halt=p_halt)
     errors = {name: error(coupling=group) for name, group in groups(p_halt).items()}
@@ -65,7 +75,7 @@ def ratios(graph: Graph, sigma: float, p_halt: float) -> dict[str, float]:
 
 
 def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray:
-    """|Phi_1 Phi_2^T - K|_F^2 of each draw."""
+    """Return |Phi_1 Phi_2^T - K|_F^2 of each draw."""
     kernel, n = kernels.RegularisedLaplacian(2, SIGMA_DRAWN), graph.num_nodes
     exact, many = np.asarray(kernel.dense(graph), np.float64), data.copies(graph, draws)
     coupling = partial(couplings.antithetic, offset=group.offset, size=group.size)
@@ -78,7 +88,7 @@ def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray
 
 
 def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
-    """Ratios in closed form and drawn, and how many standard errors they are apart."""
+    """Yield ratios in closed form and drawn, and how many standard errors they are apart."""
     for name, graph in graphs.items():
         for p_halt in P_DRAWN:
             expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
@@ -92,7 +102,7 @@ def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
 
 
 def recommended(name: str, graph: Graph) -> dict:
-    """A row of what to take."""
+    """Return a row with the recommended coupling."""
     kernel = kernels.RegularisedLaplacian(2, SIGMA_DRAWN)
     best = theory.recommend(graph, kernel, TOLERANCE)
     row = {"graph": name, "N": graph.num_nodes} | best._asdict()
@@ -108,7 +118,7 @@ def main(
     """Print the tables.
 
     Args:
-        draws: of each pair of ensembles.
+        draws: draws of each pair of ensembles.
     """
     launch.at_least(2, draws=draws)
     chosen = data.chosen(graphs, DEFAULT, data_dir)
@@ -118,12 +128,7 @@ def main(
             row = {"graph": name, "N": graph.num_nodes, "sigma": sigma}
             rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
         print(name, flush=True)
-    print(report.table(rows, out / "ratios"))
-    drawn = [row for row in rows if row["sigma"] == SIGMA_DRAWN]
-    curves = harness.melted(drawn, list(groups(0.5))[1:])
-    label = "squared error / that of independent walks"
-    options: Any = dict(line="{line}", panel="{graph}, N = {N}", ylabel=label)
-    harness.figure(curves, out / "ratios", x="p_halt", **options)
+    print(harness.write(rows, out / "ratios", FIGURES["ratios"]))
     print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:

@@ -8,7 +8,7 @@
     6   mean squared error over that of iid, against v (d = m = 64)
     7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
 
-Each prints a table, writes it as csv and markdown with a png, and ends with what agrees.
+Each writes a table (csv, md) with a figure (png), and prints the agreement.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,10 @@ from scipy import integrate, optimize, special, stats
 from experiments.common import harness, launch, statistics
 from performer import couplings, features, testing, theory
 from performer.couplings import directions, norms
-from vit.reports import report
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
-    """The average over pairs of 0F1(; d/2; v^2 |w_i + w_j|^2 / 4): Eq. 10 for given vectors."""
+    """Return the mean over pairs of 0F1(; d/2; v^2 |w_i + w_j|^2 / 4): Eq. 10."""
     m, d = vectors.shape
     squares = np.sum((vectors[:, None] + vectors[None]) ** 2, axis=-1)
     pairs = special.hyp0f1(d / 2, v**2 * squares / 4)
@@ -36,7 +35,7 @@ def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
 
 
 def figure_4(out: Path) -> str:
-    """One draw of lengths, arranged in five ways."""
+    """Arrange one draw of lengths in five ways."""
     d, v = 6, 1.0
     lengths = norms.independent(jax.random.key(4), d, d)
     column = np.asarray(lengths, np.float64)[:, None]
@@ -62,78 +61,97 @@ def figure_4(out: Path) -> str:
     best = optimize.minimize(of_flat, start.ravel(), method="BFGS", options={"gtol": 1e-9})
     gap = rows[-1]["conformity"] / float(best.fun) - 1
     rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
-    options: Any = dict(x="{arrangement}", y="conformity", error="sd", line="d = 6, v = 1")
-    harness.figure(rows, out, **options, title="SimRF Fig. 4")
-    return report.table(rows, out) + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
+    table = harness.write(rows, out, FIGURES["figure_4"])
+    return table + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
+
+
+def pair_lengths(name: str, d: int = 6, draws: int = 20_000) -> np.ndarray:
+    """Sample |w_i + w_j|, (draws,)."""
+    W = testing.samples(couplings.get(name), 2, d, draws)
+    return np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
+
+
+def densities(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the points of the densities of |w_i + w_j| in theory."""
+    r = np.linspace(1e-6, 12, 400)
+    return [
+        {"coupling": row["coupling"], "|w_i + w_j|": length, "density": density}
+        for row in rows
+        for length, density in zip(r, theory.pair_length_pdf(row["coupling"], r, 6), strict=True)
+    ]
+
+
+def histograms(axis: Any, rows: list[harness.Row]) -> None:
+    """Draw what is sampled beside the densities."""
+    for line in list(axis.lines):
+        line.set_marker("")
+        options: Any = dict(bins=60, density=True, histtype="stepfilled", alpha=0.25)
+        axis.hist(pair_lengths(str(line.get_label())), color=line.get_color(), **options)
 
 
 def figure_5(out: Path) -> str:
-    """Densities of |w_i + w_j| against 20,000 sampled pairs."""
-    d, draws = 6, 20_000
-    r = np.linspace(1e-6, 12, 4001)
-    sampled, lines, rows = {}, [], []
+    """Compare the densities of |w_i + w_j| with 20,000 sampled pairs."""
+    d, r, rows = 6, np.linspace(1e-6, 12, 4001), []
     for name in ("iid", "orf", "simrf"):
-        W = testing.samples(couplings.get(name), 2, d, draws)
-        lengths = sampled[name] = np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
-        pdf = theory.pair_length_pdf(name, r, d)
+        lengths, pdf = pair_lengths(name), theory.pair_length_pdf(name, r, d)
         cdf = integrate.cumulative_simpson(pdf, x=r, initial=0)
         test = stats.kstest(lengths, lambda x, cdf=cdf: np.interp(x, r, cdf))
         mean = float(integrate.simpson(pdf * r, x=r))
         row = {"coupling": name, "mean, theory": mean, "mean, measured": float(lengths.mean())}
         rows.append(row | {"Kolmogorov-Smirnov p": float(test.pvalue)})
-        pairs = zip(r, pdf, strict=True)
-        lines += [{"coupling": name, "|w_i + w_j|": x, "density": y} for x, y in pairs]
-
-    def bars(axis: Any, _: Any) -> None:
-        style: Any = dict(bins=80, density=True, histtype="step", alpha=0.5)
-        for line in list(axis.lines):
-            axis.hist(sampled[line.get_label()], color=line.get_color(), **style)
-
-    options: Any = dict(style=lambda _: {"marker": ""}, finish=bars, title="SimRF Fig. 5: d = 6")
-    harness.figure(lines, out, x="|w_i + w_j|", y="density", **options)
     agree = all(row["Kolmogorov-Smirnov p"] > 1e-3 for row in rows)
-    return report.table(rows, out) + f"\nTheory and samples {'agree' if agree else 'DISAGREE'}.\n"
+    table = harness.write(rows, out, FIGURES["figure_5"])
+    return table + f"\nTheory and samples {'agree' if agree else 'DISAGREE'}.\n"
+
+
+def mse(name: str, v: np.ndarray, d: int = 64) -> np.ndarray:
+    """Return the mean squared error of d frequencies at |x + y| = v, from theory."""
+    x = np.multiply.outer(v, np.eye(d)[0] / 2)
+    return np.asarray(theory.kernel_mse(name, x, x, d))
+
+
+def curves(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the points of the lines in theory, each with what is measured of its coupling."""
+    v = np.linspace(0.05, 6, 120)
+    return [
+        {"coupling": name, "v": x, "ratio": y, "dots": [(r["v"], r["measured"]) for r in own]}
+        for name, own in harness.grouped(rows, "{coupling}").items()
+        for x, y in zip(v, mse(name, v) / mse("iid", v), strict=True)
+    ]
+
+
+def dots(axis: Any, rows: list[harness.Row]) -> None:
+    """Draw what is measured."""
+    groups = harness.grouped(rows, "{coupling}")
+    for line in list(axis.lines):
+        line.set(marker="", linestyle="--" if line.get_label() == "pnc" else "-")  # it hides orf
+        v, measured = zip(*groups[line.get_label()][0]["dots"], strict=True)
+        axis.plot(v, measured, "o", color=line.get_color())
 
 
 def figure_6(out: Path) -> str:
-    """MSE of d = m = 64 frequencies over that of iid ones: lines from theory, dots measured.
+    """Compare MSEs of d = m = 64 frequencies over that of iid: lines in theory, dots measured.
 
     Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
     """
-    d = m = 64
-    v, draws = np.linspace(0.05, 6, 120), 20_000
-    at = np.eye(d)[0] / 2  # x = y = v at, so that |x + y| = v
-    iid = theory.kernel_mse("iid", v[:, None] * at, v[:, None] * at, m)
-    rows, lines = [], []
+    d, m, draws, rows = 64, 64, 20_000, []
     for name in ("orf", "pnc", "simrf", "pm-antithetic", "simrf-antithetic"):
-        ratios = theory.kernel_mse(name, v[:, None] * at, v[:, None] * at, m) / iid
-        pairs = zip(v, ratios, strict=True)
-        lines += [{"coupling": name, "v = |x + y|": x, "MSE / MSE(iid)": y} for x, y in pairs]
         along = testing.samples(couplings.get(name), m, d, draws)[:, :, 0]
         for length in (0.25, 0.5, 1.0, 1.5):
             squares = (np.exp(along * length - length**2 / 2).mean(axis=-1) - 1) ** 2
-            x = length * at
-            expected, scale = (float(theory.kernel_mse(k, x, x, m)) for k in (name, "iid"))
+            expected, scale = (float(mse(k, np.asarray(length))) for k in (name, "iid"))
             row = {"coupling": name, "v": length, "MSE / MSE(iid), theory": expected / scale}
             apart = float((squares.mean() - expected) / (squares.std() / np.sqrt(draws)))
             row |= {"measured": float(squares.mean() / scale), "standard errors apart": apart}
             rows.append(row)
 
-    def dots(axis: Any, _: Any) -> None:
-        colors = {line.get_label(): line.get_color() for line in axis.lines}
-        for row in rows:
-            axis.plot(row["v"], row["measured"], "o", color=colors[row["coupling"]], ms=4)
-
-    options: Any = dict(style=lambda _: {"marker": ""}, finish=dots, ylim=(0, 1.3))
-    title = "SimRF Fig. 6: d = m = 64"
-    harness.figure(lines, out, x="v = |x + y|", y="MSE / MSE(iid)", title=title, **options)
     worst = max(abs(row["standard errors apart"]) for row in rows)
     said = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
-    return report.table(rows, out) + said
+    return harness.write(rows, out, FIGURES["figure_6"]) + said
 
 
 def figure_7(out: Path) -> str:
-    """Gram matrix of 64 Gaussian points, Gaussian kernel, positive features: 200 draws."""
+    """Measure the Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
     d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
     exact = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 2)
@@ -149,24 +167,45 @@ def figure_7(out: Path) -> str:
 
     names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
     rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)
-    labels: Any = dict(ylabel="relative Frobenius error", title="SimRF Fig. 7: N = d = 64")
-    return harness.show(rows, out, "m = {m}", x="m", log=True, **labels)
+    return harness.show(rows, out, "m = {m}", FIGURES["figure_7"])
 
 
-FIGURES = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
+PARTS = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
+FIGURES: harness.Figures = {
+    "figure_4": dict(
+        x="{arrangement}",
+        y="conformity",
+        error="sd",
+        line="{arrangement}",
+        ylabel="RF-conformity (d = 6, v = 1)",
+    ),
+    "figure_5": dict(
+        change=densities, x="|w_i + w_j|", y="density", ylabel="density", finish=histograms
+    ),
+    "figure_6": dict(
+        change=curves,
+        x="v",
+        y="ratio",
+        finish=dots,
+        xlabel="v = |x + y|",
+        ylabel="MSE / MSE of iid",
+        ylim=(0, 1.3),
+    ),
+    "figure_7": dict(columns="m = {m}", x="m", log="xy", ylabel="relative Frobenius error"),
+}
 
 
 def main(
     figures: Sequence[Literal["4", "5", "6", "7"]] = ("4", "5", "6", "7"),
     out: Path = Path("results/kernels/conformity"),
 ) -> None:
-    """Draw the figures asked for.
+    """Draw the figures.
 
     Args:
-        figures: of SimRF.
+        figures: figures of SimRF.
     """
     for name in figures:
-        print(f"Figure {name}\n\n{FIGURES[name](out / f'figure_{name}')}", flush=True)
+        print(f"Figure {name}\n\n{PARTS[name](out / f'figure_{name}')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@
     python -m experiments.kernels.matern --data_dir=DIR --data_sets=concrete,abalone
 
 The relative Frobenius error of the Gram matrix against m, for nu = 1/2, 3/2 and 5/2 and lengthscale
-1: of the paper's 64 points N(0, I / 8) in 8 dimensions, and of 64 points of each data set,
-standardised and divided by sqrt(d) to lie as far apart. The frequencies are multivariate t: the
-lengths of `norms.matern` in the place of chi_d, coupled as ever.
+1. Points are the paper's 64, N(0, I / 8) in 8 dimensions, and 64 of each data set, standardised and
+divided by sqrt(d). The frequencies are multivariate t: the
+lengths of `norms.matern` instead of chi_d, in the same couplings.
 
-Writes matern.csv, matern.md and one png for each set of points to --out.
+Writes matern (csv, md, png) to --out.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,24 @@ from scipy import stats
 
 from experiments.common import harness, launch, statistics, tabular
 from performer import kernels
-from vit.reports import report
 
 MULTIPLES = (1, 2, 4, 8, 16)
 POINTS = 64
 COUPLINGS = ("iid", "orf", "pnc")
+FIGURES: harness.Figures = {
+    "matern": dict(
+        columns="m = {m / d}d",
+        x="m / d",
+        panel="{points}, nu = {nu}",
+        across=3,
+        log="xy",
+        ylabel="relative Frobenius error",
+    )
+}
 
 
 def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int) -> np.ndarray:
-    """|K_hat - K|_F over |K|_F, (draws, sizes): the first blocks of a draw are the smaller ones."""
+    """Return |K_hat - K|_F / |K|_F, (draws, sizes); smaller m are the first blocks of a draw."""
     d, exact = x.shape[-1], kernel(x, x)
 
     def one(key):
@@ -43,16 +51,13 @@ def gram_errors(kernel: kernels.Kernel, coupling: str, x: jax.Array, draws: int)
     return harness.draws(one, draws)
 
 
-def errors(name: str, x: jax.Array, orders: Sequence[float], draws: int, out: Path) -> list[dict]:
-    """The rows of one set of points, and its figure."""
-    rows = harness.sweep(
+def errors(name: str, x: jax.Array, orders: Sequence[float], draws: int) -> list[harness.Row]:
+    """Return the rows of one set of points."""
+    return harness.sweep(
         harness.cases(points=[name], d=[x.shape[-1]], nu=orders, coupling=COUPLINGS),
         lambda case: gram_errors(kernels.matern(case["nu"]), case["coupling"], x, draws),
         **{"m / d": MULTIPLES},
     )
-    options: Any = dict(panel="{points}, nu = {nu}", log=True, suptitle="VRC Fig. 12")
-    harness.figure(rows, out, x="m / d", ylabel="relative Frobenius error", **options)
-    return harness.wide(rows, "m = {m / d}d")
 
 
 def main(
@@ -73,8 +78,8 @@ def main(
         x = tabular.load(name, "regression", data_dir).x
         x = np.random.default_rng(0).choice(x, POINTS, replace=False)
         points[name] = jnp.asarray(stats.zscore(x) / np.sqrt(x.shape[-1]), jnp.float32)
-    rows = [row for name, x in points.items() for row in errors(name, x, orders, draws, out / name)]
-    print(report.table(rows, out / "matern"))
+    rows = [row for name, x in points.items() for row in errors(name, x, orders, draws)]
+    print(harness.show(rows, out / "matern", "m = {m / d}d", FIGURES["matern"]))
 
 
 if __name__ == "__main__":

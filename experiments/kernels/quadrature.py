@@ -4,12 +4,12 @@
     python -m experiments.kernels.quadrature                  # the sets of scikit-learn
     python -m experiments.kernels.quadrature --parts=figure_1,figure_3 --quick
 
-Methods: G independent, Gort orthogonal, ROM S-Rademacher, QMC Halton, GQ Gauss-Hermite, H and B
-spherical-radial rules with Haar and butterfly matrices, all with as many points as n of the last
-two have: n (d + 1) for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d), and twice
-as many, reflected in H and B, for the arc-cosine kernels of order 0 and 1. Of B there are the
-paper's own rule, "B rejected" (Sec. 8: lengths are drawn again until a_0^2 >= 0), and Eq. 5 as it
-stands before the paper's modification, "B one rho" (one rho for all vertices of a rule).
+Methods: G independent, Gort orthogonal, ROM S-Rademacher, QMC Halton, GQ Gauss-Hermite; H and B are
+spherical-radial rules with Haar and butterfly matrices. All have the points of n rules: n (d + 1)
+for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d). The arc-cosine kernels of order
+0 and 1 have twice as many, reflected in H and B. Variants of B: "B rejected", the paper's own rule
+(Sec. 8: lengths are drawn again until a_0^2 >= 0), and "B one rho", Eq. 5 before the paper's
+modification (one rho for all vertices of a rule).
 
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
     figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
@@ -18,15 +18,15 @@ stands before the paper's modification, "B one rho" (one rho for all vertices of
 To a linear model (figure_2) half of the reflected arc-cosine features bring little: step(-u) =
 1 - step(u), and max(-u, 0) = max(u, 0) - u.
 
-Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; it says
-neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same d for
-CIFAR100 and LEUKEMIA, where H and Gort are left out besides QMC and GQ (a Haar matrix takes O(d^3);
-normal_7129 needs 11 GB as it is); --methods names them. --data_sets takes any csv file of the
-folder, too, as letter. Its Table 2 has 10 to 500 runs; here 2 to 500, see `RUNS`, or --runs. All n
-of a run come from one draw, by its first points, and all runs have the same points of data. B and H
-keep a negative constant (`performer.quadrature`), the paper's are "B rejected". SVMs have the
-squared loss and C = 1, on centred features of mean squared length 1, and at most 1,000 rows to
-train on, the exact kernel's by its features, too; what the paper's have it does not say.
+Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; the paper
+gives neither. Fashion-MNIST and digits stand for MNIST, LETTER and USPS, points N(0, I) of the same
+d for CIFAR100 and LEUKEMIA. There H and Gort are left out besides QMC and GQ (a Haar matrix takes
+O(d^3); normal_7129 needs 11 GB without); --methods adds them. --data_sets also accepts any csv file
+of the folder, such as letter. The paper's Table 2 has 10 to 500 runs; here 2 to 500 (`RUNS`, or
+--runs). All n of a run come from one draw, by its first points, and all runs have the same data. B
+and H keep a negative constant (`performer.quadrature`); the paper's rule is "B rejected". SVMs have
+the squared loss and C = 1, on centred features of mean squared length 1 of at most 1,000 training
+rows; the paper gives no settings.
 
 Tables (csv, md) and figures (png) go to --out.
 """
@@ -49,10 +49,9 @@ from performer.kernels import quadrature
 from performer.kernels.quadrature import Rule
 from performer.typing import Key
 from vit.data.sources.arrays import read_idx
-from vit.reports import report
 
 RULES = 5
-"""n goes up to so many."""
+"""Largest n."""
 KERNELS = ("gaussian", "arc-cosine-0", "arc-cosine-1")
 TRAIN, TEST = 1000, 2000
 """Rows at most, in Fig. 2."""
@@ -60,7 +59,7 @@ SVC: dict[str, Any] = dict(dual="auto", random_state=0)
 SVR: dict[str, Any] = dict(dual="auto", random_state=0, loss="squared_epsilon_insensitive")
 WIDTHS = (64, 128, 256, 512, 784, 1024, 2048, 3072, 4096, 7129, 8192)
 BATCH, LARGE = 256, 512
-"""Vectors, and the least d that Fig. 3 takes the slopes from."""
+"""Vectors, and the least d in the slopes of Fig. 3."""
 
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
@@ -74,7 +73,7 @@ LARGE_METHODS = ("G", "ROM", "B", "B rejected")
 
 
 def one_length(key: Key, num_rules: int, d: int, *, reflect: bool) -> Rule:
-    """Quad Eq. 5: butterfly matrices, and one rho for all vertices of a rule."""
+    """Draw Quad Eq. 5: butterfly matrices, and one rho for all vertices of a rule."""
     rule = quadrature.structured(key, num_rules, d, reflect=reflect)
     first_of_each = jnp.broadcast_to(rule.lengths[:, :1], rule.lengths.shape)
     return replace(rule, lengths=first_of_each).dense()
@@ -86,6 +85,42 @@ METHODS: dict[str, Callable[..., Rule]] = quadrature.METHODS | {
 }
 """(key, num_rules, d, reflect=) -> Rule."""
 SPHERICAL_RADIAL = ("H", "B", "B rejected", "B one rho")
+
+
+def of_five(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the errors of the largest n over that of G, and the scores less the exact kernel's."""
+    found, last = [], [row for row in rows if row["n"] == RULES]
+    for group in harness.grouped(last, "{kernel}, {data set}").values():
+        base = next((row for row in group if row["method"] in ("G", "exact")), group[0])
+        for row in group:
+            if "error" in row:
+                y = {name: row[name] / base["error"] for name in ("error", "95%")}
+            else:
+                y = {"score": row["score"] - base["score"]}
+            found.append(row | y)
+    return [row for row in found if row["method"] != "exact"]
+
+
+POINTS: harness.Row = dict(
+    change=of_five,
+    x="{data set}",
+    error="95%",
+    line="{method}",
+    panel="{kernel}",
+    across=1,
+    high=2.2,
+)
+FIGURES: harness.Figures = {
+    "figure_1": POINTS | dict(y="error", log="y", ylabel=f"error / error of G, n = {RULES}"),
+    "figure_2": POINTS | dict(y="score", ylabel=f"score - score of the exact kernel, n = {RULES}"),
+    "figure_3": dict(
+        columns=("butterfly, ms", "dense, ms"),
+        x="d",
+        line="{line}",
+        log="xy",
+        ylabel=f"time (ms for {BATCH} vectors)",
+    ),
+}
 
 
 class Data(NamedTuple):
@@ -131,20 +166,20 @@ def load(name: str, data_dir: Path | None) -> Data:
 
 
 def owners(rule: Rule, name: str, reflect: bool) -> np.ndarray:
-    """The number of the part, of `RULES`, that each point belongs to; reflected ones come last."""
+    """Return which of the `RULES` parts each point belongs to; reflected ones come last."""
     signs = 2 if reflect and name in SPHERICAL_RADIAL else 1
     return np.tile(np.repeat(np.arange(RULES), len(rule.weights) // RULES // signs), signs)
 
 
 def first(rule: Rule, name: str, n: int | jax.Array, reflect: bool) -> Rule:
-    """The rule of the first n of `RULES` parts of another, whose other weights become 0."""
+    """Return the rule of the first n of `RULES` parts; the other weights become 0."""
     weights = rule.weights * (owners(rule, name, reflect) < n) * (RULES / n)
     constant = 1 - weights.sum() if name in SPHERICAL_RADIAL else rule.constant
     return Rule(rule.points, weights, constant)
 
 
 def singles(rule: Rule, name: str, reflect: bool) -> Rule:
-    """The `RULES` rules of which another is the mean, along a leading axis."""
+    """Return the `RULES` rules whose mean is the rule, along a leading axis."""
     order = owners(rule, name, reflect).argsort(kind="stable").reshape(RULES, -1)
     weights = RULES * rule.weights[order]
     constant = jnp.broadcast_to(rule.constant, (RULES,))
@@ -153,20 +188,20 @@ def singles(rule: Rule, name: str, reflect: bool) -> Rule:
 
 
 def lengthscale(kernel: str, d: int) -> float:
-    """gamma = 1 / (2 sigma^2) = 1 / d for the Gaussian kernel; the others have none."""
+    """Return sqrt(d / 2), gamma = 1 / (2 sigma^2) = 1 / d, for the Gaussian kernel; else 1."""
     return (d / 2) ** 0.5 if kernel == "gaussian" else 1.0
 
 
 @partial(jax.jit, static_argnames="kernel")
 def exact(x: jax.Array, y: jax.Array, kernel: str) -> jax.Array:
-    """The kernel that the features estimate; a few rows at a time, for the memory."""
+    """Return the exact kernel, a few rows at a time for the memory."""
     k, length = kernels.get(kernel), lengthscale(kernel, x.shape[-1])
     return jax.lax.map(lambda row: k(row[None], y, lengthscale=length)[0], x, batch_size=32)
 
 
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Array:
-    """|K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
+    """Return |K - K^|_F / |K|_F with n = 1, ..., RULES, (runs, n)."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
     options: Any = dict(lengthscale=lengthscale(kernel, d))
     gram = exact(x, x, kernel)
@@ -182,7 +217,7 @@ def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Arr
 
 
 def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path) -> str:
-    """Kernel errors: a row for each data set, kernel, method and n; of `methods`, or those of d."""
+    """Measure kernel errors: a row for each data set, kernel, method and n."""
     points = {name: jnp.asarray(x[: SAMPLES.get(name, 550)]) for name, x, _ in data}
 
     def measure(case: harness.Row) -> jax.Array:
@@ -195,7 +230,7 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS)
         for kernel in KERNELS
     ]
-    rows = swept(cases, measure, "error", out)
+    rows = swept(cases, measure, "error")
     last = {(r["kernel"], r["data set"], r["method"]): r["error"] for r in rows if r["n"] == RULES}
     ratios = [
         f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
@@ -203,11 +238,11 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         if method == "B" and (kernel, name, "G") in last
     ]
     text = f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
-    return report.table(rows, out, text)
+    return harness.write(rows, out, FIGURES["figure_1"], text)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
-    """Test accuracy or R^2 of a linear SVM on centred features of mean squared length 1."""
+    """Return test accuracy or R^2 of a linear SVM on centred features of mean squared length 1."""
     centre = train.mean(axis=0)
     train, test = train - centre, test - centre
     if train.shape[1] > len(train):  # a linear model sees the span of its training rows only
@@ -219,7 +254,7 @@ def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray
 
 
 def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.ndarray]:
-    """Features whose products are the exact kernel of training rows with training and test rows."""
+    """Return features whose products are the exact kernel with the training rows."""
     values, vectors = np.linalg.eigh(np.asarray(exact(train, train, kernel), np.float64))
     kept = values > 1e-6 * values[-1]  # what float32 leaves of the kernel
     back = vectors[:, kept] / np.sqrt(values[kept])
@@ -228,14 +263,14 @@ def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.nd
 
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
-    """The features of n rules. The constant's sign does not matter beside an intercept."""
+    """Return the features of n rules; the constant's sign does not matter beside an intercept."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
     rule = first(METHODS[name](key, RULES, d, reflect=reflect), name, n, reflect)
     return quadrature.feature_maps(x, rule, kernel, lengthscale=lengthscale(kernel, d))[0]
 
 
 def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
-    """Scores: a row for each data set, kernel, method and n; without H and a rho for each rule."""
+    """Measure scores: a row for each data set, kernel, method (not H, "B one rho") and n."""
     keys = jax.random.split(jax.random.key(1), runs)
     labelled = {name: (x, y) for name, x, y in data if y is not None}
 
@@ -261,17 +296,18 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
         for method in ("exact", *METHODS)
         if method not in ("H", "B one rho")
     ]
-    rows = swept(cases, measure, "score", out)
-    return report.table(rows, out, "Scores: R^2 for regression, else accuracy.")
+    rows = swept(cases, measure, "score")
+    text = "Scores: R^2 for regression, else accuracy."
+    return harness.write(rows, out, FIGURES["figure_2"], text)
 
 
 def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
-    """p of time ~ d^p, by least squares of the logarithms."""
+    """Return p of time ~ d^p, by least squares of the logarithms."""
     return float(np.polyfit(np.log(d), np.log(seconds), 1)[0])
 
 
 def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
-    """Times of one rule's map of a batch, by an operator and by a matrix that are drawn before."""
+    """Time one rule's map of a batch, by an operator and by a matrix that are drawn before."""
 
     def by_operator(matrices: Any, lengths: jax.Array, x: jax.Array) -> jax.Array:
         # The operator by its parts: its types refuse the arguments without values of `lower`.
@@ -291,8 +327,6 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         row |= {f"{name}, CPU ms": 1e3 * times.cpu for name, times in best.items()}
         rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
         print(f"figure_3 d = {d}", flush=True)
-    lines = harness.melted(rows, ("butterfly, ms", "dense, ms"))
-    labels: Any = dict(ylabel=f"ms for {BATCH} vectors", title="explicit map of one rule")
     large = [row for row in rows if row["d"] >= LARGE]
     growth = [
         f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
@@ -303,12 +337,11 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     after = [d for d in widths if not slow or d > max(slow)]
     faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
     text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
-    harness.figure(lines, out, x="d", line="{line}", log=True, **labels)
-    return report.table(rows, out, f"{text} {timing.hardware()}.")
+    return harness.write(rows, out, FIGURES["figure_3"], f"{text} {timing.hardware()}.")
 
 
-def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[harness.Row]:
-    """Rows with the mean as y and half of its 95% interval; a panel for each kernel and set."""
+def swept(cases: list[harness.Row], measure: Any, y: str) -> list[harness.Row]:
+    """Return rows with the mean as y and half of its 95% interval."""
     rows = []
     for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
         values = np.asarray(row["values"], np.float64)
@@ -316,24 +349,6 @@ def swept(cases: list[harness.Row], measure: Any, y: str, out: Path) -> list[har
         row = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
         rows.append(row | {y: mean, "95%": half} | ({"runs": len(values)} if y == "error" else {}))
 
-    def style(method: str) -> harness.Row:
-        if method not in METHODS:
-            return dict(color="black", ls="--")
-        return dict(color=f"C{list(METHODS).index(method)}")
-
-    def limits(axis: Any, here: list[harness.Row]) -> None:
-        """Few runs have wide intervals: the panel shows the means whole, and what fits of those."""
-        low, high = (end(row[y] for row in here) for end in (min, max))
-        room = 0.1 * (high - low) + 1e-3
-        if y == "error":
-            axis.set(yscale="log", ylim=(0.7 * low, 1.4 * high))
-        else:
-            axis.set_ylim(low - room, high + room)
-
-    columns = len(harness.grouped(rows, "{data set}"))
-    options: Any = dict(error="95%", columns=columns, style=style, finish=limits)
-    by_kernel, panel = harness.regrouped(rows, "{kernel}"), "{data set}, {kernel}"
-    harness.figure(by_kernel, out, x="n", y=y, line="{method}", panel=panel, **options)
     return rows
 
 
@@ -354,11 +369,11 @@ def main(
     """Print the tables.
 
     Args:
-        data_sets: names; those of the paper.
-        methods: of Fig. 1; all, or of random points those in O(d log d).
+        data_sets: names; those of the paper by default.
+        methods: methods of Fig. 1; by default all, and on random points those in O(d log d).
         runs: draws in Figs 1 and 2; those of RUNS if 0.
         widths: dimensions in Fig. 3.
-        repeats: of each time in Fig. 3.
+        repeats: repeats of each time in Fig. 3.
     """
     launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)

@@ -45,7 +45,7 @@ class Softmax(nnx.Module):
         return Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.int32(0))
 
     def stream(self, query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
-        """The output after earlier keys, and all keys."""
+        """Return the output after earlier keys, and all keys."""
         start = (0, state.position, 0, 0)
         keys = jax.lax.dynamic_update_slice(state.key, key, start)
         values = jax.lax.dynamic_update_slice(state.value, value, start)
@@ -93,7 +93,7 @@ class Hybrid(nnx.Module):
         """Nothing: the first call makes the state."""
 
     def stream(self, query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
-        """The output after earlier keys, and their state, of constant size."""
+        """Return the output after earlier keys, and their state, of constant size."""
         return self._attend(query, key, value, initial_state=state, return_state=True)
 
     def _attend(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
@@ -122,7 +122,7 @@ AttentionFn = Softmax | Hybrid
 
 
 def of_config(config: Config, *, rngs: nnx.Rngs) -> AttentionFn:
-    """The attention of a new layer: softmax, or features of a coupling beside a window.
+    """Return the attention of a new layer: softmax, or features of a coupling beside a window.
 
     With num_features = 1 and a window it is the window alone.
     """
@@ -138,7 +138,7 @@ def of_config(config: Config, *, rngs: nnx.Rngs) -> AttentionFn:
 
 
 def _whole(calibration: Calibration, heads: int, head_dim: int) -> dict[str, Array]:
-    """Shift, scale and its inverse of each head: what a calibration leaves out is the identity."""
+    """Return shift, scale and its inverse of each head; what is left out is the identity."""
     eye = jnp.broadcast_to(jnp.eye(head_dim), (heads, head_dim, head_dim))
     identity = {"shift": jnp.zeros((heads, head_dim)), "scale": eye, "inverse_scale": eye}
     given = {name: x for name, x in calibration._asdict().items() if x is not None}

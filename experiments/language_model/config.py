@@ -20,7 +20,7 @@ class Settings(NamedTuple):
 
 
 def attention(kind: str, num_features: int, window: int) -> Attention:
-    """One kind of `ATTENTION`: exact, features alone, exact near by alone, or both.
+    """Return one kind of `ATTENTION`: exact, features alone, a window alone, or both.
 
     Raises:
         ValueError: for another word, or a window where there must be one.
@@ -41,14 +41,14 @@ def attention(kind: str, num_features: int, window: int) -> Attention:
 def of_run(
     own: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
 ) -> Config:
-    """The config of a run of so many steps of AdamW, as language models are trained.
+    """Return the config of a run of AdamW, as language models are trained.
 
     Args:
         own: attention of all layers.
         dataset: windows of the text.
-        size: of the model.
+        size: size of the model.
         rate: peak learning rate.
-        steps: of the optimiser.
+        steps: steps of the optimiser.
         data: fields of that section.
     """
     section = Data(name=NAME, **data)

@@ -32,13 +32,13 @@ from vit.weights.conversion import Case, exchanged
 def replaced(
     learned: Task, model: Decoder, seen: Sequence[Sample], batches: Sequence[Batch], case: Case
 ) -> Decoder:
-    """The decoder with another attention; transferred beside a window it is no worse than that.
+    """Return the decoder with another attention; transferred beside a window it is no worse.
 
     Args:
         learned: task of the model.
-        model: with softmax attention.
+        model: decoder with softmax attention.
         seen: queries and keys of each layer on the batches.
-        batches: of training examples.
+        batches: training examples.
         case: the attention.
 
     Raises:
@@ -53,7 +53,7 @@ def replaced(
 
 
 def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
-    """The attention of each layer, by what it sees; m = 0 for the window alone."""
+    """Return the attention of each layer, by what it sees; m = 0 for the window alone."""
     if not case.num_features:
         return [Hybrid(None, None, case.window) for _ in layers]
     window, found = Window(case.window, int(case.window > 0)), []
@@ -74,7 +74,7 @@ def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
 def no_worse(
     learned: Task, model: Decoder, attention: Sequence[Hybrid], batches: Sequence[Batch]
 ) -> list[Hybrid]:
-    """Layer by layer the features beside the window, or `SILENT` ones where they cost loss.
+    """Return each layer's features beside the window, `SILENT` ones where they cost loss.
 
     So the loss on these batches is never higher than that of the windows alone; the squared error
     of the attention matrix, by which features are transferred, does not bound it.

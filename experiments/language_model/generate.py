@@ -2,9 +2,9 @@
 
     python -m experiments.language_model generate --workdir=runs/lm --prompt="To be" --seed=1
 
-With a Performer's attention the state has one size however long the text; exact attention keeps all
-keys and values. --measure reports what a character costs after 1,000 and after 100,000 of them, of
-the run and, in the same process, of exact attention with its cache, filled up at once.
+With a Performer's attention the state has a constant size; exact attention keeps all keys and
+values. --measure reports the cost of a character after 1,000 and after 100,000 of them, for the run
+and, in the same process, for exact attention with its cache, filled at once.
 """
 
 import sys
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def begun(model: Decoder, tokens: Int[np.ndarray, " t"], room: int, seed: int) -> Place:
-    """After this text; exact attention has room for `room` characters in all."""
+    """Return the state after a text; exact attention has room for `room` characters in all."""
     graph, state = nnx.split(model)
     place = Place(jnp.zeros(()), jnp.int32(0), model.empty(room), jax.random.key(seed))
     for start in range(0, len(tokens), PREFILL):
@@ -65,7 +65,7 @@ def _read(graph, state, tokens, place: Place) -> Place:
 
 
 def continued(model: Decoder, place: Place, temperature: float) -> Iterator[tuple[Array, Place]]:
-    """`PIECE` characters after another, and where the text stands then; without end.
+    """Yield `PIECE` characters after another, and the state after them, without end.
 
     Each is drawn from softmax(logits / temperature), or is the likeliest with temperature 0.
     """
@@ -91,7 +91,7 @@ def _piece(graph, state, temperature, place: Place):
 
 
 def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds for a character here, the least of many pieces, and megabytes of the states."""
+    """Return ms a character here, the least of many pieces, and megabytes of the states."""
     steps, times = continued(model, place, 1.0), []
     jax.block_until_ready(next(steps))
     while len(times) < repeats or sum(times) < SECONDS:
@@ -103,7 +103,7 @@ def cost(model: Decoder, place: Place, repeats: int = 3) -> dict[str, float]:
 
 
 def costs(run: runs.Restored, out: Path, lengths: Sequence[int] = LENGTHS) -> str:
-    """The table of what a character costs, with the attention of the run and with exact one."""
+    """Return the cost of a character with the attention of the run and with exact attention."""
     model, rng, rows = run.model(), np.random.default_rng(0), []
     exact = conversion.exchanged(run.task, model, [Softmax() for _ in model.blocks])
     for length in lengths:
@@ -128,13 +128,13 @@ def main(
     lengths: Sequence[int] = LENGTHS,
     out: Path = Path("results/language_model/generate"),
 ) -> None:
-    """Text, or the table.
+    """Print a text, or the table of costs.
 
     Args:
         prompt: beginning of the text.
         length: characters that follow.
         temperature: 0 for the likeliest ones.
-        seed: of what is drawn.
+        seed: seed of the draws.
         measure: a table of time and memory in place of text.
         lengths: characters so far, of the table.
     """
@@ -144,11 +144,11 @@ def main(
     run = runs.restore(workdir)
     if measure:
         if run.config.attention.kind == "softmax":
-            raise ValueError(f"--measure: {workdir} has softmax attention; take a converted run")
+            raise ValueError(f"--measure: {workdir} has softmax attention; use a converted run")
         print(costs(run, out / "generate", lengths))
         return
     if not prompt:
-        raise ValueError("--prompt= is empty: give at least one character")
+        raise ValueError("--prompt must have at least one character")
     model, characters = run.model(), run.dataset.class_names
     tokens = np.asarray(text.encoded(prompt, characters), np.int32)
     sys.stdout.write(prompt)

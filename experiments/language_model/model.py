@@ -41,7 +41,7 @@ class Attention(nnx.Module):
         self.num_heads, self.attention_fn = size.num_heads, attention_fn
 
     def projected(self, x: Float[Array, "b t w"], place: Int[Array, " t"]) -> Triple:
-        """Queries and keys, rotated, and values."""
+        """Return queries and keys, rotated, and values."""
         query, key, value = (
             layer(x).reshape(*x.shape[:2], self.num_heads, -1)
             for layer in (self.query, self.key, self.value)
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         return self.out(self.attention_fn(*self.projected(x, place)).reshape(x.shape))
 
     def stream(self, x: Array, place: Array, state: Any) -> tuple[Array, Any]:
-        """The output after earlier tokens, and the state after these."""
+        """Return the output after earlier tokens, and the state after these."""
         y, state = self.attention_fn.stream(*self.projected(x, place), state)
         return self.out(y.reshape(x.shape)), state
 
@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: its sections `model` and `attention`.
-        characters: how many there are.
+        characters: number of characters.
         rngs: streams params and frequencies.
     """
 
@@ -100,12 +100,12 @@ class Decoder(nnx.Module):
     def stream(
         self, tokens: Int[Array, "b t"], position: Int[Array, ""], states: Sequence[Any]
     ) -> tuple[Float[Array, "b t c"], list[Any]]:
-        """Logits, and the states after these tokens.
+        """Return logits, and the states after these tokens.
 
         Args:
-            tokens: which follow those of the states.
-            position: how many tokens there were before.
-            states: of the layers, at first `empty`.
+            tokens: tokens that follow those of the states.
+            position: number of tokens before.
+            states: states of the layers, at first `empty`.
         """
         place, given, after = position + jnp.arange(tokens.shape[1]), iter(states), []
 
@@ -117,7 +117,7 @@ class Decoder(nnx.Module):
         return self._logits(tokens, attend), after
 
     def projections(self, tokens: Int[Array, "b t"]) -> list[Triple]:
-        """Queries, keys and values of each layer."""
+        """Return queries, keys and values of each layer."""
         place, found = jnp.arange(tokens.shape[1]), []
 
         def attend(layer: Attention, x: Array) -> Array:
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         return found
 
     def empty(self, length: int) -> list[Any]:
-        """States of no tokens, of one text; exact attention has room for `length` of them."""
+        """Return the states before a text; exact attention has room for `length` tokens."""
         heads = self.blocks[0].attention.num_heads
         shape = 1, length, heads, self.head.in_features // heads
         return [block.attention.attention_fn.empty(shape) for block in self.blocks]
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
 
 
 def losses(model: Decoder, batch: Batch) -> Float[Array, " b"]:
-    """The mean cross entropy of each next character over a window, in nats."""
+    """Return the mean cross entropy of each next character over a window, in nats."""
     tokens = batch["tokens"]
     logits, following = model(tokens[:, :-1]), tokens[:, 1:]
     chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]

@@ -20,11 +20,11 @@ NAME, COMMAND = "language model", "python -m experiments.language_model"
 
 @cache
 def task(characters: int, settings: Settings) -> Task:
-    """Cross entropy of each next character, in nats.
+    """Return the task: cross entropy of each next character, in nats.
 
     Args:
-        characters: how many there are.
-        settings: of the run.
+        characters: number of characters.
+        settings: settings of the run.
     """
     return Task(
         create=partial(Decoder, characters=characters),
@@ -43,10 +43,10 @@ def task(characters: int, settings: Settings) -> Task:
 
 
 def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
-    """Text and task of a run.
+    """Read the text and the task of a run.
 
     Args:
-        config: of the run.
+        config: config of the run.
         described: content of its `task.json`.
 
     Raises:
@@ -64,29 +64,29 @@ SUBJECTS[NAME] = of_run
 
 
 def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
-    """Mean over windows of their losses."""
+    """Return the mean loss of the windows."""
     return jnp.mean(losses(model, batch)), {}
 
 
 def count(model: Decoder, batch: Batch) -> Sums:
-    """Sum of the losses of the windows that are no padding."""
+    """Return the sum of the losses of windows that are not padding."""
     return {"loss": jnp.sum(batch["mask"] * losses(model, batch))}
 
 
 def layers(model: Decoder) -> list[Attention]:
-    """The layers of attention, in order."""
+    """Return the layers of attention, in order."""
     return [block.attention for block in model.blocks]
 
 
 def projections(model: Decoder, batch: Batch) -> list[Triple]:
-    """Queries, keys and values of each of them."""
+    """Return queries, keys and values of each layer."""
     return model.projections(batch["tokens"][:, :-1])
 
 
 def replacement(
     learned: Task, config: Config, model: Decoder, batches: Sequence[Batch]
 ) -> Callable[[Case], Replaced]:
-    """Return case -> the decoder with that attention, by `conversion.replaced`."""
+    """Return `conversion.replaced` with the task of the converted model."""
     del config
     seen = samples(learned, model, batches)
 

@@ -27,10 +27,10 @@ class Text(NamedTuple):
 
 
 def read(path: str = "") -> Text:
-    """The text of a file in UTF-8; without one, the help topics that come with Python.
+    """Read a text in UTF-8; without a path, the help topics that come with Python.
 
     Raises:
-        ValueError: for a file that cannot be read, or is no UTF-8.
+        ValueError: for a file that cannot be read as UTF-8.
     """
     if not path:
         topics = importlib.import_module("pydoc_data.topics").topics
@@ -42,26 +42,26 @@ def read(path: str = "") -> Text:
 
 
 def numbered(text: str) -> Text:
-    """The characters of a text by their places among those that it has."""
+    """Number the characters of a text by their places among the distinct ones."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     kinds, numbers = np.unique(codes, return_inverse=True)
     return Text(numbers.astype(np.int32), tuple(map(chr, kinds)))
 
 
 def encoded(text: str, characters: tuple[str, ...]) -> list[int]:
-    """The numbers of a text in the characters of another.
+    """Return the numbers of a text in the characters of another.
 
     Raises:
         ValueError: for a character that is not among them.
     """
     places = {character: i for i, character in enumerate(characters)}
     if other := sorted(set(text) - set(places)):
-        raise ValueError(f"the text that was learned has no {''.join(other)!r}: leave it out")
+        raise ValueError(f"the training text has no {''.join(other)!r}: leave it out")
     return [places[character] for character in text]
 
 
 def dataset(text: Text, length: int) -> Dataset:
-    """Windows {"tokens": (length + 1,)}: what is read, and one character on, what is predicted.
+    """Return windows {"tokens": (length + 1,)}: inputs, and one character on the targets.
 
     Raises:
         ValueError: for a text that is too short.

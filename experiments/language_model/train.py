@@ -44,19 +44,19 @@ def main(
     seed: int = 0,
     quick: bool = False,
 ) -> None:
-    """Trains, or goes on.
+    """Train, or resume.
 
     Args:
         text: a file in UTF-8; Python's help topics if none.
         init_from: run whose parameters a new run begins with.
-        attention: of all layers.
+        attention: attention of all layers.
         num_features: m of performer and both.
         window: tokens of a chunk of window and both.
         length: characters of a window of the text.
-        steps: of the optimiser.
+        steps: steps of the optimiser.
         batch_size: windows of a step.
         learning_rate: peak learning rate.
-        seed: of all that is random.
+        seed: seed of parameters, data and draws.
         quick: a smaller model, 150 steps of 128 characters.
     """
     launch.at_least(1, window=window, steps=steps, batch_size=batch_size)
@@ -84,7 +84,7 @@ def main(
 
 
 def check_source(source: Path, characters: list[str]) -> None:
-    """Raises ValueError for a run of other characters, or of features that go with its own task."""
+    """Raise ValueError for a run of other characters, or one with features of its own task."""
     found = of_folder(source, NAME)
     if found.get("class_names", characters) != characters:
         raise ValueError(f"--init_from={source} has other characters than the text")

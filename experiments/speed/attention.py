@@ -1,4 +1,4 @@
-"""Speed, memory and exactness of `performer_attention`; `python -m experiments.benchmark` runs it.
+"""Speed and memory of `performer_attention`; `python -m experiments.benchmark` runs it.
 
 m = 128 frequencies, heads of width 64. A pass is the output ("forward") or the output and the
 gradients with respect to query, key and value ("forward + backward"): one compiled program, made in
@@ -10,7 +10,6 @@ in bfloat16, twenty passes queued at a time.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import harness, timing
-from experiments.speed import baselines
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
 from performer import performer_attention
 
@@ -27,9 +25,19 @@ FORWARD, BOTH = "forward", "forward + backward"
 SIZES = ((1, 1024, 12), (1, 4096, 4), (1, 16384, 1))
 """(batch, tokens, heads)"""
 EXACT_TOKENS = 4096
-"""On a CPU exact attention is measured with up to so many."""
+"""Most tokens of exact attention on a CPU."""
 TOKENS_AND_HEADS = 16384
 """Product of tokens and heads in each case of `crossover`."""
+CROSSOVER = ("exact", "public", "ours", "ours, causal")
+FIGURES: harness.Figures = {
+    "crossover": dict(
+        columns=CROSSOVER,
+        x="tokens",
+        line="{line}",
+        log="xy",
+        ylabel="time per token and head (ns)",
+    )
+}
 DIFFERENCE = 0.03
 """Bound of the error by bfloat16 in output and gradients, relative to their norm."""
 
@@ -74,7 +82,7 @@ ROUNDS = {
 
 
 def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
-    """One implementation, compiled for one pass."""
+    """Compile one implementation for one pass."""
     function = IMPLEMENTATIONS[name]
 
     def both(query, key, value, frequencies, gradient):
@@ -87,7 +95,7 @@ def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
 def measured(
     programs: dict[str, timing.Program], which: str, shape: Sequence[int], **turns: int
 ) -> dict[str, Row]:
-    """A row of the table of all times for each program; they take turns, as `timing.race`."""
+    """Time programs in turn (`timing.race`); return a row of the table of times for each."""
     best = timing.race({name: each.call for name, each in programs.items()}, **turns)
     return {
         name: {
@@ -104,27 +112,27 @@ def measured(
 
 
 def row(quantity: str, case: str, measured: float, cpu: float | str = "") -> Row:
-    """A row of the summary."""
+    """Return a row of the summary."""
     return {"quantity": quantity, "case": case, "measured": float(measured), "by CPU time": cpu}
 
 
 def versus(names: str, case: str, above: Row, below: Row) -> Row:
-    """A row of the summary with the ratio of two times."""
+    """Return a row of the summary with the ratio of two times."""
     wall, cpu = (above[key] / below[key] for key in ("wall, ms", "CPU, ms"))
     return row(f"time: {names}", case, wall, cpu)
 
 
 def feasible(names: Iterable[str], tokens: int) -> list[str]:
-    """Without exact attention where it takes too long."""
+    """Return the names without exact attention where it takes too long."""
     short = jax.default_backend() != "cpu" or tokens <= EXACT_TOKENS
     return [name for name in names if short or not name.startswith("exact")]
 
 
 def rounds(kind: str, scale: Scale) -> tuple[list[Row], list[Row]]:
-    """Ratios of times and of memory of `ROUNDS`, and all the times behind them.
+    """Return ratios of times and memory of `ROUNDS`, and all the times behind them.
 
     Raises:
-        ValueError: as `difference`, before a kernel is timed.
+        ValueError: by `difference`, before a kernel is timed.
     """
     rows, times = [], []
     dtype, queued = (jnp.bfloat16, 20) if kind else (jnp.float32, 1)
@@ -149,10 +157,10 @@ def rounds(kind: str, scale: Scale) -> tuple[list[Row], list[Row]]:
 
 
 def difference(kernel: Any, without: Any) -> float:
-    """The largest relative difference of the output, and of the gradients if they are given.
+    """Return the largest relative difference of the output, and of any gradients.
 
     Raises:
-        ValueError: where it is more than bfloat16 can make it: times of wrong values mean nothing.
+        ValueError: for a difference above the error of bfloat16.
     """
     pairs = zip(jax.tree.leaves(kernel), jax.tree.leaves(without), strict=True)
     found = [relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
@@ -165,12 +173,12 @@ def difference(kernel: Any, without: Any) -> float:
 
 
 def relative(value: np.ndarray, exact: np.ndarray) -> float:
-    """|value - exact| / |exact|."""
+    """Return |value - exact| / |exact|."""
     return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
 
 
 def decoding(scale: Scale, heads: int = 12) -> Row:
-    """Sixteen tokens one by one, after many tokens and after few."""
+    """Time sixteen tokens one by one, after many tokens and after few."""
     causal = partial(performer_attention, is_causal=True, return_state=True)
     step, token = jax.jit(causal), inputs(1, heads)[:4]
 
@@ -189,41 +197,18 @@ def decoding(scale: Scale, heads: int = 12) -> Row:
     return versus("ours, causal", case, long, short)
 
 
-def exactness() -> list[Row]:
-    """Relative errors against float64."""
-    query, key, value, frequencies, _ = inputs(256, 2)
-    rows = []
-    for name in ("ours", "ours, causal"):
-        for factor in (1, 3, 5):
-            args = (factor * query, factor * key, value, frequencies)
-            got = np.asarray(jax.jit(IMPLEMENTATIONS[name])(*args), np.float64)
-            error = relative(got, baselines.in_float64(*args, is_causal="causal" in name))
-            rows.append(row(f"relative error: {name}", f"N = 256, q and k times {factor}", error))
-    return rows
-
-
-def crossover(scale: Scale, out: Path) -> list[Row]:
-    """Nanoseconds per token and head against the number of tokens; draws `out`.png.
+def crossover(scale: Scale) -> list[Row]:
+    """Time attention against the number of tokens, in nanoseconds per token and head.
 
     Forward + backward, for about 16,384 tokens x heads: where a curve rises, attention costs more
     than linear.
     """
     total, rows = TOKENS_AND_HEADS // scale.divisor, []
-    names = ("exact", "public", "ours", "ours, causal")
     for tokens in (2**i for i in range(7, total.bit_length())):
         heads = total // tokens
         args = inputs(tokens, heads)
-        programs = {name: program(name, BOTH, args) for name in feasible(names, tokens)}
+        programs = {name: program(name, BOTH, args) for name in feasible(CROSSOVER, tokens)}
         here = measured(programs, BOTH, args[0].shape, repeats=scale.repeats)
         times = {name: 1e6 * each["wall, ms"] / (tokens * heads) for name, each in here.items()}
         rows.append({"tokens": tokens, "heads": heads, "exact": "", **times})
-    harness.figure(
-        harness.melted(rows, names),
-        out,
-        x="tokens",
-        line="{line}",
-        log=True,
-        ylabel="time per token and head, ns",
-        title=f"{BOTH}, m = {baselines.M}, d = {baselines.D}, float32",
-    )
     return rows

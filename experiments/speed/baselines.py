@@ -1,4 +1,4 @@
-"""Baselines of `performer_attention`, for the speed and for the numbers.
+"""Baselines of `performer_attention` in the benchmark.
 
 `public` is the published algorithm of Choromanski et al. 2021, written anew from its description:
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from performer import couplings, performer_attention
 
@@ -25,7 +24,7 @@ EPSILON = 1e-6
 
 
 def public(query, key, value, frequencies, *, is_causal=False):
-    """Random-feature attention as published."""
+    """Compute random-feature attention as published."""
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
@@ -51,7 +50,7 @@ def _public_features(x, frequencies, maximum_over):
 
 @jax.custom_vjp
 def prefix_products(query, key, value):
-    """q_i . sum_{j <= i} k_j v_j^T, token by token: features (n, b, h, m), values (n, b, h, d)."""
+    """Return q_i . sum_{j <= i} k_j v_j^T: features (n, b, h, m), values (n, b, h, d)."""
     return _prefix_products(query, key, value)[0]
 
 
@@ -67,7 +66,7 @@ def _prefix_products(query, key, value):
 
 
 def _prefix_products_backward(saved, gradients):
-    """With A_i the sums and B_i = sum_{j >= i} q_j g_j^T: dq = A g, dk = B v, dv = B^T k."""
+    """Return dq = A g, dk = B v, dv = B^T k, with A_i the sums and B_i = sum_{j >= i} q_j g_j^T."""
     last, *tokens = saved
 
     def step(carry, token):
@@ -87,7 +86,7 @@ prefix_products.defvjp(_prefix_products, _prefix_products_backward)
 
 
 def exact(query, key, value, frequencies, **options):
-    """Softmax attention."""
+    """Compute softmax attention."""
     return jax.nn.dot_product_attention(query, key, value, **options)
 
 
@@ -105,24 +104,8 @@ IMPLEMENTATIONS = {
 
 
 def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:
-    """Query, key, value, frequencies, and the gradient with respect to the output."""
+    """Return query, key, value, frequencies, and the gradient with respect to the output."""
     keys = jax.random.split(jax.random.key(0), 5)
     shape = (batch, tokens, heads, D)
     query, key, value, gradient = (jax.random.normal(k, shape, dtype) for k in keys[:4])
     return [query, key, value, couplings.get("pm")(keys[4], M, D), gradient]
-
-
-def in_float64(query, key, value, frequencies, *, is_causal=False) -> np.ndarray:
-    """The estimate that `performer_attention` computes, in float64 from all pairs of tokens.
-
-    A query q gives the key k the weight mean_j e^{w_j.q} e^{w_j.k - |k|^2 / 2}, over their sum.
-    """
-    arrays = (np.asarray(x, np.float64) for x in (query, key, value, frequencies))
-    query, key, value, frequencies = arrays
-    query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
-    of_query = np.exp(query @ frequencies.T)
-    of_key = np.exp(key @ frequencies.T - np.sum(key**2, axis=-1, keepdims=True) / 2)
-    weights = np.einsum("bthm,bshm->bhts", of_query, of_key)
-    weights = np.tril(weights) if is_causal else weights
-    weights /= np.sum(weights, axis=-1, keepdims=True)
-    return np.einsum("bhts,bshv->bthv", weights, value)

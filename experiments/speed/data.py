@@ -3,8 +3,8 @@
 JPEG bytes to batches of uint8 by `vit.data` with one thread. `training`: inception crop to
 224 x 224 and flip; `evaluation`: shorter side to 256, centre crop of 224.
 
-`waiting` measures records that storage hands out 30 ms after they are requested, as a network file
-system may, with and without the threads that read them side by side.
+`waiting` measures storage that answers after 30 ms, as a network file system may, with and without
+threads that read records in parallel.
 """
 
 import itertools
@@ -30,17 +30,17 @@ DELAY, LATE_BATCH, LATE_BATCHES = 0.03, 128, 4
 
 
 def sample_images() -> Path:
-    """The folder of scikit-learn's two photographs."""
+    """Return the folder of scikit-learn's two photographs."""
     from sklearn import datasets
 
     return Path(datasets.__file__).parent / "images"
 
 
 def read(folder: Path) -> list[bytes]:
-    """The JPEG files of a folder, as they are.
+    """Read the JPEG files of a folder, not decoded.
 
     Raises:
-        ValueError: when there are none.
+        ValueError: for a folder without JPEG files.
     """
     paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
@@ -49,7 +49,7 @@ def read(folder: Path) -> list[bytes]:
 
 
 def rates(files: list[bytes]) -> list[dict[str, Any]]:
-    """One row for each pipeline, with the best repeat (`experiments.common.timing`)."""
+    """Time each pipeline; a row for each with the best repeat (`experiments.common.timing`)."""
     size = min(len(files), 50)
     images = size * -(-IMAGES // size)
     streams = {name: _stream(files, size, name) for name in ("training", "evaluation")}
@@ -61,7 +61,7 @@ def rates(files: list[bytes]) -> list[dict[str, Any]]:
 
 
 def waiting(files: list[bytes]) -> list[dict[str, Any]]:
-    """One row for each number of threads: seconds to the first batch, and images/s after it."""
+    """Time each number of threads: seconds to the first batch, and images/s after it."""
 
     def late(*arguments: Any) -> data.Batch:
         time.sleep(DELAY)

@@ -6,7 +6,6 @@ this machine; at each number of tokens the kinds of attention take turns, in one
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,10 +23,18 @@ KINDS = {
     f"performer, window {WINDOW}": config.Attention(num_features=M, exact_window=WINDOW),
 }
 PATCHES = (16, 8, 4)
+FIGURES: harness.Figures = {
+    "vit": dict(
+        x="tokens",
+        y={"step, ms": "training step (ms)", "memory, MiB": "memory (MiB)"},
+        line="{attention}",
+        log="xy",
+    )
+}
 
 
 def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
-    """One row for each number of tokens and kind of attention."""
+    """Time each number of tokens with each kind of attention."""
     rows = []
     for patch in PATCHES:
         programs = {name: step(kind, patch, pixels) for name, kind in KINDS.items()}
@@ -47,7 +54,7 @@ def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
 
 
 def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable[[], Any], int]:
-    """A call that makes one step after another, and the bytes that its program needs."""
+    """Compile a step; return a call that makes one after another, and the bytes it needs."""
     settings = config.Config(
         model=config.Model(f"Ti/{patch}"),
         attention=attention,
@@ -67,9 +74,3 @@ def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable
         return values
 
     return call, dry_run.memory_of(compiled)["in all"]
-
-
-def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Time and memory against tokens, a line for each kind of attention."""
-    y = ("step, ms", "memory, MiB")
-    harness.figure(rows, out, x="tokens", y=y, line="{attention}", log=True)

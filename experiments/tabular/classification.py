@@ -54,8 +54,43 @@ PRINTED = Path(__file__).parent / "simrf_tables.csv"
 """Tables 2 and 3 of the paper; the former has no column for ORF."""
 
 
+def with_exact(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows and one of the exact kernel for each data set, without m."""
+    exact = [
+        group[0] | {"coupling": "exact", "m / d": "", "mean": group[0]["exact kernel"]}
+        for group in harness.grouped(rows, "{data set}").values()
+    ]
+    return [*rows, *exact]
+
+
+def mark_sigma(axis: Any, rows: list[harness.Row]) -> None:
+    """Mark the sigma that is used, where it is listed."""
+    if sigma := printed(2, rows[0]["data set"]).get("sigma"):
+        axis.axvline(float(sigma), color=harness.INK, linewidth=0.8)
+
+
+FIGURES: harness.Figures = {
+    "figure_8": dict(
+        columns="m = {m / d} d",
+        change=with_exact,
+        x="m / d",
+        panel="{data set}",
+        ylabel="test accuracy",
+    ),
+    "figure_10": dict(
+        columns=("iid", "exact"),
+        x="sigma",
+        line="{line}",
+        panel="{data set}",
+        finish=mark_sigma,
+        log="x",
+        ylabel="validation accuracy",
+    ),
+}
+
+
 class Problem(NamedTuple):
-    """Points to learn from and points to classify, standardised, float32, and their factor."""
+    """Points to learn from and points to classify, standardised, float32, with their sigma."""
 
     name: str
     train_x: np.ndarray
@@ -70,7 +105,7 @@ class Problem(NamedTuple):
 
 
 def problems(table: tabular.Table) -> tuple[Problem, Problem]:
-    """The problem of a data set, and the one inside its training rows that tunes sigma.
+    """Return the problem of a data set, and the one inside its training rows that tunes sigma.
 
     Raises:
         ValueError: for a single column, where no simplex exists, or too few rows.
@@ -104,7 +139,7 @@ def regress(
     W: Float[Array, "m d"],
     blocks: int = 1,
 ) -> Float[Array, "b k c"]:
-    """y' of the test points, from the first m / blocks, 2 m / blocks, ... and from all m features.
+    """Predict y' of the test points from the first m / blocks, 2 m / blocks, ..., m features.
 
     The points come multiplied by sigma. In O((n + k) m c): the sum over the training points first.
     """
@@ -148,10 +183,10 @@ def _right(frequencies, train_x, one_hot, test_x, test_y, *, blocks, batch):
 def accuracies(
     problem: Problem, coupling: str, *, blocks: int, draws: int, seed: int
 ) -> np.ndarray:
-    """Accuracies (draws, blocks) with m = d, 2 d, ..., blocks d features.
+    """Return accuracies (draws, blocks) with m = d, 2 d, ..., blocks d features.
 
     Raises:
-        ValueError: when an estimate is not finite.
+        ValueError: for an estimate that is not finite.
     """
     _, train_x, one_hot, test_x, test_y, sigma = problem
     (n, d), (k, c) = train_x.shape, (len(test_x), one_hot.shape[-1])
@@ -171,7 +206,7 @@ def accuracies(
 
 
 def exact_accuracies(problem: Problem, sigmas: Sequence[float]) -> list[float]:
-    """Accuracies with the exact kernel, in float64."""
+    """Return accuracies with the exact kernel, in float64."""
     right = np.zeros(len(sigmas))
     for start in range(0, len(problem.test_x), 1000):
         rows = slice(start, start + 1000)
@@ -184,12 +219,12 @@ def exact_accuracies(problem: Problem, sigmas: Sequence[float]) -> list[float]:
 
 
 def printed(number: int, name: str) -> Mapping[str, str]:
-    """The row of the paper's table for a data set, empty if it has none."""
+    """Return the row of the paper's table for a data set, empty if it has none."""
     return harness.printed(PRINTED, "table", "data set").get((str(number), name), {})
 
 
 def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[harness.Row]:
-    """One row for each sigma: the exact kernel's accuracy, and the iid features' at m = 10 d."""
+    """Return a row for each sigma: accuracy of the exact kernel and of iid features, m = 10 d."""
     rows = []
     for sigma, exact in zip(sigmas, exact_accuracies(problem, sigmas), strict=True):
         tried = problem._replace(sigma=sigma)
@@ -200,7 +235,7 @@ def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[h
 
 
 def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str]:
-    """Fig. 10, and the problems with their sigma."""
+    """Write Fig. 10; return the problems with their sigma."""
     tuned, summary, searched = [], [], []
     for table in tables:
         problem, validation = problems(table)
@@ -216,16 +251,7 @@ def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str
         largest = problem.one_hot.sum(axis=0).argmax()
         summary.append(row | {"largest class": float(np.mean(problem.test_y == largest))})
         print(f"{table.name}: sigma = {sigma:.3g}", flush=True)
-    used = {problem.name: problem.sigma for problem in tuned}
-
-    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
-        axis.plot(SIGMAS, [row["exact"] for row in rows], "C1:", label="exact kernel")
-        axis.axvline(used[rows[0]["data set"]], color="gray", linewidth=0.8)
-
-    options: Any = dict(line="iid", panel="{data set}", finish=finish, xscale="log")
-    labels: Any = dict(y="iid", ylabel="validation accuracy")
-    harness.figure(searched, out / "figure_10", x="sigma", **options, **labels)
-    report.table(searched, out / "figure_10")
+    harness.write(searched, out / "figure_10", FIGURES["figure_10"])
     text = "Validation accuracies. Largest class: the share of the test rows in it."
     return tuned, report.table(summary, out / "sigma", text)
 
@@ -233,7 +259,7 @@ def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str
 def measured(
     tuned: Sequence[Problem], names: Sequence[str], draws: int, blocks: int = 1
 ) -> list[harness.Row]:
-    """Accuracies with m = d, ..., blocks d features; all couplings have the same keys."""
+    """Return accuracies with m = d, ..., blocks d features; all couplings have the same keys."""
     by_name = {problem.name: problem for problem in tuned}
 
     def measure(case: harness.Row) -> np.ndarray:
@@ -245,23 +271,17 @@ def measured(
 
 
 def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
-    """Accuracy against m / d."""
+    """Measure accuracy against m / d."""
     rows = measured(tuned, FIGURE_8, draws, MULTIPLES)
     exact = {of.name: exact_accuracies(of, [of.sigma])[0] for of in tuned}
-
-    def finish(axis: Any, rows: Sequence[harness.Row]) -> None:
-        style: Any = dict(color="black", linestyle=":", label="exact kernel")
-        axis.axhline(exact[rows[0]["data set"]], **style)
-
     wide = harness.wide(rows, "m = {m / d} d")
     lines = [line | {"exact kernel": exact[line["data set"]]} for line in wide]
-    options: Any = dict(x="m / d", panel="{data set}", finish=finish, ylabel="test accuracy")
-    case = "{data set}, m = {m / d} d"
-    return harness.show(rows, out, "", case=case, lines=lines, **options)
+    text = harness.verdict(rows, "{data set}, m = {m / d} d")
+    return harness.write(lines, out, FIGURES["figure_8"], text)
 
 
 def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:
-    """SimRF+ beside SimRF, and ORF, at m = d, and v_bar."""
+    """Compare SimRF+ with SimRF and ORF at m = d; v_bar stands beside."""
     v_bar = {
         name: sigma * float(cdist(test_x, -train_x).mean())
         for name, train_x, _, test_x, _, sigma in tuned
@@ -270,7 +290,7 @@ def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:
 
 
 def table_3(tuned: Sequence[Problem], draws: int, out: Path) -> str:
-    """Fast rotations beside Haar ones at m = d', the next power of two."""
+    """Compare fast rotations with Haar ones at m = d', the next power of two."""
     return beside_paper(3, [*map(padded, tuned)], draws, out)
 
 
@@ -281,7 +301,7 @@ def beside_paper(
     out: Path,
     v_bar: Mapping[str, float] | None = None,
 ) -> str:
-    """Accuracies of each data set at m = d, and below them the paper's; tests of all pairs."""
+    """Measure accuracies at m = d; the paper's stand below ours. All pairs are tested."""
     rows, lines = measured(tuned, TABLES[number], draws), []
     for line in harness.wide(rows, "{coupling}"):
         name = line["data set"]
@@ -295,7 +315,7 @@ def beside_paper(
 
 
 def padded(problem: Problem) -> Problem:
-    """The problem with zeros up to the next power of two dimensions."""
+    """Pad the problem with zeros to the next power of two dimensions."""
     d = problem.train_x.shape[1]
     width = ((0, 0), (0, hadamard.next_power_of_two(d) - d))
     train_x, test_x = (np.pad(x, width) for x in (problem.train_x, problem.test_x))
@@ -312,7 +332,7 @@ def main(
     draws: int = 500,
     out: Path = Path("results/tabular/classification"),
 ) -> None:
-    """Draw Fig. 10 and print the tables asked for."""
+    """Draw Fig. 10 and print the tables."""
     launch.at_least(2, draws=draws)
     names = tabular.names(data_sets, "classification", data_dir)
     tables = [tabular.load(n, "classification", data_dir, n in NOMINAL) for n in names]

@@ -5,12 +5,12 @@
 
 A Gaussian copula over the d lengths of orthogonal frequencies (`performer.copula`) is trained on
 the kernel error (VRC Eq. 35) of the training points of the first split, from a random start, for
-m = d Fourier and, with their negatives, m = 2 d Laplace frequencies; points and lengthscales are
-those of `experiments.tabular.uci`. The figure has the loss of each step and its running mean beside
-the mean losses of the fixed couplings; the table the mean errors of fresh draws on training and
-test points, and how far the learned coupling is from "+ pnc", in standard errors of the difference.
+m = d Fourier and, with their negatives, m = 2 d Laplace frequencies. Points and lengthscales are
+those of `experiments.tabular.uci`. The figure has the running mean of the loss and the mean losses
+of the fixed couplings. The table has the mean errors of fresh draws on training and test points,
+and the difference to "+ pnc" in its standard errors.
 
-Writes copula.csv, copula.md, correlations.npz (the learned matrices) and one png for each data set.
+Writes copula and figure_6 (csv, md, png) and correlations.npz, the learned matrices, to --out.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,18 @@ from performer.kernels import copula
 from performer.typing import Coupling
 from vit.reports import report
 
-SMOOTHING = 0.98  # of the running mean in the figure
+SMOOTHING, EVERY = 0.98, 10
+"""The running mean of the losses in the figure, and every how many steps it has a point."""
+FIGURES: harness.Figures = {
+    "figure_6": dict(
+        x="step",
+        y="training RMSE",
+        panel="{data set}, {features}",
+        across=2,
+        ylabel="training RMSE of the kernel",
+        finish=lambda axis, _: axis.lines[0].set_marker(""),
+    )
+}
 
 
 def of_scheme(
@@ -43,7 +54,7 @@ def of_scheme(
     train_draws: int,
     draws: int,
 ) -> tuple[list[dict], np.ndarray, np.ndarray]:
-    """The rows of one kind of features, the losses in training and the learned correlations."""
+    """Learn the copula for one kind of features; return rows, training losses and correlations."""
     splits = tabular.Split(*(part[:1] for part in splits))
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
@@ -53,12 +64,12 @@ def of_scheme(
     m = scheme.per_dimension * d
 
     def build(theta: jax.Array) -> Coupling:
-        """Orthogonal, and with their negatives for Laplace features."""
+        """Return orthogonal frequencies, with their negatives for Laplace features."""
         coupling = copula.orthogonal(theta)
         return coupling if scheme.name == "Fourier" else couplings.Antithetic(coupling)
 
     def errors(loss: copula.Loss, coupling: Coupling) -> np.ndarray:
-        """The loss of each of `draws` fresh draws, which all couplings share."""
+        """Return the loss of each of `draws` fresh draws, which all couplings share."""
         return harness.draws(lambda key: loss(coupling(key, m, d)), draws, seed=1)
 
     optimizer = optax.adam(optax.cosine_decay_schedule(0.1, num_steps))
@@ -85,29 +96,17 @@ def of_scheme(
     return rows, np.asarray(losses), np.asarray(factor @ factor.T)
 
 
-def plot(curves: dict[str, tuple[list[dict], np.ndarray]], out: Path) -> None:
-    """VRC Fig. 6: the training curve beside the fixed couplings' losses."""
-    steps = []
-    for name, (_, losses) in curves.items():
-        smooth, _ = signal.lfilter(
-            [1 - SMOOTHING], [1, -SMOOTHING], losses, zi=[SMOOTHING * losses[0]]
-        )
-        for word, values in {"loss": losses, "orthogonal + copula (learned)": smooth}.items():
-            case = {"features": name, "line": word}
-            steps += [case | {"step": step, "RMSE": loss} for step, loss in enumerate(values)]
-
-    def fixed(axis: Any, here: list[dict]) -> None:
-        rows, _ = curves[here[0]["features"]]
-        for number, row in enumerate(rows[:-2], 2):
-            axis.axhline(row["training RMSE"], color=f"C{number}", ls="--", label=row["coupling"])
-        axis.legend(fontsize="small")
-
-    def style(word: str) -> dict:
-        return dict(color="C0", marker="", alpha=0.3 if word == "loss" else 1.0)
-
-    options: Any = dict(style=style, finish=fixed, ylabel="training RMSE", line="{line}")
-    panel = f"VRC Fig. 6: {out.name}, {{features}}"
-    harness.figure(steps, out, x="step", y="RMSE", panel=panel, **options)
+def curve(rows: list[harness.Row], losses: np.ndarray) -> list[harness.Row]:
+    """Return VRC Fig. 6: the running mean of the training losses, and those of fixed couplings."""
+    smooth, _ = signal.lfilter([1 - SMOOTHING], [1, -SMOOTHING], losses, zi=[SMOOTHING * losses[0]])
+    steps = range(0, len(losses), EVERY)
+    lines = [("copula", step, float(smooth[step])) for step in steps]
+    lines += [(row["coupling"], "", row["training RMSE"]) for row in rows[:-2]]
+    return [
+        {k: rows[0][k] for k in ("data set", "features")}
+        | dict(zip(("coupling", "step", "training RMSE"), line, strict=True))
+        for line in lines
+    ]
 
 
 def main(
@@ -122,23 +121,22 @@ def main(
     """Print the table.
 
     Args:
-        steps: of training.
+        steps: training steps.
         train_draws: draws in each step.
         draws: for the table.
     """
     launch.at_least(2, points=points, draws=draws)
     launch.at_least(1, steps=steps, train_draws=train_draws)
-    rows, correlations = [], {}
+    rows, curves, correlations = [], [], {}
     numbers = dict(num_steps=steps, train_draws=train_draws, draws=draws)
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
-        curves = {}
         for scheme in uci.SCHEMES:
             lines, losses, correlation = of_scheme(name, scheme, splits, **numbers)
-            curves[scheme.name] = lines, losses
+            curves += curve(lines, losses)
             correlations[f"{name}_{scheme.name}"] = correlation
             rows += lines
-        plot(curves, out / name)
     print(report.table(rows, out / "copula"))
+    harness.write(curves, out / "figure_6", FIGURES["figure_6"])
     np.savez(out / "correlations.npz", **correlations)
 
 

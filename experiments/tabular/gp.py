@@ -15,9 +15,9 @@ With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and wit
 
 Values are means over splits of means over draws, ± two standard errors over the splits (of the
 kernel ratio one, as in the paper). What the
-couplings themselves change is far smaller than what the splits do, and is told from the paired
+couplings themselves change is far smaller than what the splits do. It is tested by the paired
 differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm's correction over
-the cases of a quantity, and intervals where they show nothing.
+the cases of a quantity, and intervals where they are not significant.
 "exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
 
 Fig. 1 (--figure=NAME, power_plant by default if it is there): one split, m from d to 32 d, and the
@@ -48,6 +48,9 @@ SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
 """The last axis of scores."""
 QUANTITIES = SCORES[:4]
 CASE = "{data set}, {features}, m = {m}"
+FIGURES: harness.Figures = {
+    "figure_1": dict(x="m", y={score: score for score in SCORES}, across=3, log="xy")
+}
 
 
 class Split(NamedTuple):
@@ -61,19 +64,19 @@ class Split(NamedTuple):
 
 
 def split_of(name: str, scheme: uci.Scheme, splits: tabular.Split) -> Split:
-    """All splits, stacked, with their scales."""
+    """Return all splits, stacked, with their scales."""
     scales = uci.hyperparameters(name, scheme, splits)
     return Split(*(jnp.asarray(part) for part in splits[:4]), scales)  # pyright: ignore
 
 
 def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The exact kernel with the scales of the split."""
+    """Return the exact kernel with the scales of the split."""
     lengthscale, output_scale, _ = split.scales
     return kernels.gaussian(x, y, lengthscale=lengthscale, output_scale=output_scale)
 
 
 def exact(split: Split) -> gp.Gaussian:
-    """The exact law of the test values."""
+    """Return the exact law of the test values."""
     x, test_x, noise = split.x, split.test_x, split.scales.noise_scale
     f = gp.condition(
         gram(split, x, x), gram(split, test_x, x), gram(split, test_x, test_x), split.y, noise
@@ -82,15 +85,16 @@ def exact(split: Split) -> gp.Gaussian:
 
 
 def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
-    """RMSE and NLL of a predictive law."""
+    """Return RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    return [rmse, -multivariate_normal.logpdf(split.test_y, *law) / len(split.test_y)]
+    density = multivariate_normal.logpdf(split.test_y, *law)
+    return [rmse, jnp.negative(density) / len(split.test_y)]
 
 
 def scores(
     split: Split, frequencies: jax.Array, reference: gp.Gaussian, kernel: kernels.Kernel
 ) -> jax.Array:
-    """The `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
+    """Return the `SCORES` of the random-feature Gaussian process; `reference` is `exact(split)`."""
     lengthscale, output_scale, noise = split.scales
     options: Any = dict(lengthscale=lengthscale, output_scale=output_scale)
     points = (split.x, split.test_x)
@@ -120,11 +124,11 @@ def scored(stacked: Split, frequencies: jax.Array, kernel: kernels.Kernel) -> ja
 def measured(
     scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
 ) -> np.ndarray:
-    """Scores by split and draw, (s, draws, scores), in the units of the targets."""
+    """Return scores by split and draw, (s, draws, scores), in the units of the targets."""
     d, kernel, chosen = stacked.x.shape[-1], scheme.kernel, scheme.couplings[coupling]
 
     def draw(key):
-        """So many independent ensembles of k d frequencies, k = 1 or 2."""
+        """Independent ensembles of k d frequencies, k = 1 or 2: `multiple` of them."""
         keys = jax.random.split(key, multiple)
         m = scheme.per_dimension * d
         return jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))(keys)
@@ -135,7 +139,7 @@ def measured(
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
+    """Return scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
     found, scale = np.array(raw), scale.reshape(-1, *[1] * (raw.ndim - 2))
     found[..., 2] *= scale
     found[..., 3] += np.log(scale)
@@ -143,7 +147,7 @@ def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
-    """The exact Gaussian process and ridge regression, (s, scores)."""
+    """Return the exact Gaussian process and ridge regression, (s, scores)."""
     of_split = partial(jax.lax.map, lambda split: jnp.stack(law_scores(exact(split), split)))
     laws = jax.jit(of_split)(stacked)
     linear = [
@@ -157,7 +161,7 @@ def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
 
 
 def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
-    """A row for each scheme, m, coupling and quantity: its values by split."""
+    """Return a row for each scheme, m, coupling and quantity: its values by split."""
     rows = []
     for scheme in uci.SCHEMES:
         stacked = split_of(name, scheme, splits)
@@ -182,7 +186,7 @@ def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
 
 
 def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
-    """A line for each coupling: mean, two standard errors and the paper's for each quantity."""
+    """Return a line for each coupling: mean, two standard errors and the paper's values."""
     ratios = harness.relative([row for row in rows if row["quantity"] == "kernel RMSE"], CASE)
     ratios = [
         row | {"quantity": "kernel ratio", "mean": row["ratio"], "±": row["ratio ±"] / 2}
@@ -205,7 +209,7 @@ def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
 
 
 def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
-    """The paired differences of "+ pnc" to "orthogonal", and what they say."""
+    """Return the paired differences of "+ pnc" to "orthogonal", and their verdict."""
     lines, said = [], ""
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         for name, values in harness.cases_of(group, CASE).items():
@@ -218,7 +222,7 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
 
 
 def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
-    """Scores against m on the first split, Fourier features."""
+    """Measure scores against m on the first split, Fourier features."""
     scheme, first = uci.SCHEMES[0], tabular.Split(*(part[:1] for part in splits))
     stacked, rows = split_of(name, scheme, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):
@@ -227,17 +231,10 @@ def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
         for label, values in zip(SCORES, by_draw[0].T, strict=True):
             row |= zip((label, f"{label} ±"), statistics.mean_and_error(values), strict=True)
         rows.append(row)
-    references = baselines(first, stacked)
-
-    def lines(axis: Any, _: Any) -> None:
-        if (label := axis.get_ylabel()) in ("RMSE", "NLL"):
-            for (word, values), style in zip(references.items(), (":", "--"), strict=True):
-                axis.axhline(values[0, SCORES.index(label)], color="black", ls=style, label=word)
-            axis.legend()
-
-    title = f"VRC Fig. 1: {name}, one split"
-    harness.figure(rows, out, x="m", y=SCORES, columns=5, log=True, finish=lines, suptitle=title)
-    return report.table(rows, out)
+    for word, (values,) in baselines(first, stacked).items():
+        known = {k: v for k, v in zip(SCORES[2:4], values[2:4].tolist(), strict=True) if v == v}
+        rows.append(dict.fromkeys(rows[0], "") | {"coupling": word} | known)
+    return harness.write(rows, out, FIGURES["figure_1"])
 
 
 def main(

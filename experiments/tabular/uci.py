@@ -80,7 +80,7 @@ Its "+ PNC + antithetic" is "+ pnc" here, since the row before it is antithetic 
 def tables(
     data_sets: Sequence[str], data_dir: Path | None, splits: int, points: int
 ) -> Iterator[tuple[str, tabular.Split]]:
-    """The folds of the data sets of these names, or of all, which are read before any work."""
+    """Yield the folds of these data sets, or of all; all are read before any work."""
     names = tabular.names(data_sets, "regression", data_dir)
     loaded = [tabular.load(name, "regression", data_dir) for name in names]
     for table in loaded:
@@ -88,7 +88,7 @@ def tables(
 
 
 def hyperparameters(name: str, scheme: Scheme, splits: tabular.Split) -> gp.Scales:
-    """The three scales of each split, (s,) each.
+    """Fit the three scales of each split, (s,) each.
 
     Raises:
         ValueError: naming the data set, when a fit left the finite numbers.
@@ -118,7 +118,7 @@ def hyperparameters(name: str, scheme: Scheme, splits: tabular.Split) -> gp.Scal
 
 
 def performer_lengthscale(x: np.ndarray) -> float:
-    """2 / n^2 sum_ij |x_i - x_j|, for x (n, d)."""
+    """Return 2 / n^2 sum_ij |x_i - x_j|, for x (n, d)."""
     return 2 * float(cdist(x, x).mean())
 
 
@@ -137,12 +137,12 @@ def check_finite(
 
 
 def split_keys(count: int, draws: int) -> Key:
-    """(s, draws) keys; couplings of one split share them, so that differences are paired."""
+    """Return (s, draws) keys; couplings of one split share them, so that differences are paired."""
     return jax.random.split(jax.random.key(0), (count, draws))
 
 
 def printed(quantity: str, features: str, coupling: str, name: str) -> tuple[float, float] | None:
-    """Value and error in the paper's Tables 1, 3 and 4 (`vrc_tables.csv`), or None.
+    """Return value and error in the paper's Tables 1, 3 and 4 (`vrc_tables.csv`), or None.
 
     The errors of Table 1 are standard errors, those of Tables 3 and 4 twice that.
 
@@ -151,7 +151,7 @@ def printed(quantity: str, features: str, coupling: str, name: str) -> tuple[flo
             "kernel RMSE, m = 8d" (Table 4).
         features: Fourier or Laplace.
         coupling: iid, halton, orthogonal or + pnc (for Laplace + pnc + antithetic).
-        name: of the data set.
+        name: name of the data set.
     """
     table = harness.printed(PRINTED, "quantity", "features", "coupling")
     cell = table.get((quantity, features, coupling), {}).get(name)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.common import launch, statistics
-from experiments.common.harness import band
+from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
 from vit import config as configs
@@ -29,13 +28,39 @@ from vit.run import checkpoint, files, loop, runs
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
-"""Attention errors are measured on so many images, over so many draws, in so many runs."""
+"""Images, draws and runs of the attention errors."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
-DROP = 0.22
-"""Distance of the dots of the seeds from the interval of their mean, in rows."""
-LINES = ("-", "--", ":", "-.")
-"""Line styles of the points; couplings have colours."""
+CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
+
+
+def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the compared rows with half of their interval."""
+    compared = [row for row in rows if row["95% interval"]]
+    ends = [[float(end) for end in row["95% interval"].split(" to ")] for row in compared]
+    return [row | {"95%": (b - a) / 2} for row, (a, b) in zip(compared, ends, strict=True)]
+
+
+def seeds_beside(axis: Any, rows: list[harness.Row]) -> None:
+    """Draw the zero line, and a dot for each seed beside its interval."""
+    axis.axhline(0, color=harness.INK, linewidth=0.8)
+    for i, row in enumerate(rows):
+        dots = [float(x) for x in str(row.get("of seeds", "")).split()]
+        axis.plot([i + 0.15] * len(dots), dots, "o", color=harness.INK)
+
+
+FIGURES: harness.Figures = {
+    "results": dict(
+        change=beside_baseline,
+        x="{setting}",
+        y="difference to baseline",
+        error="95%",
+        line="{setting}",
+        finish=seeds_beside,
+        ylabel="difference in accuracy to the baseline",
+    ),
+    "curves": dict(x="epoch", y=CURVES, line="{setting}"),
+}
 
 
 class Setting(NamedTuple):
@@ -105,7 +130,7 @@ class Result(NamedTuple):
 def settings(
     config: configs.Config, couplings: Sequence[str], grid: Mapping[str, Sequence[Any]]
 ) -> dict[Setting, configs.Config]:
-    """The config of every coupling at every point of the grid.
+    """Return the config of every coupling at every point of the grid.
 
     Raises:
         ValueError: for couplings that are given twice, or none.
@@ -123,7 +148,7 @@ def settings(
 
 
 def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:
-    """["config.attention.num_features=16,32"] -> {"attention.num_features": [16, 32]}.
+    """Parse ["config.attention.num_features=16,32"]: {"attention.num_features": [16, 32]}.
 
     Raises:
         ValueError: for a field that is none or is compared already, or values of another type.
@@ -142,10 +167,10 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
 
 
 def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
-    """The coupling that the others are compared with: by default the first that is not softmax.
+    """Return the baseline: by default the first coupling that is not softmax.
 
     Raises:
-        ValueError: when there is no such coupling, or not at every point.
+        ValueError: for a coupling without runs, or without runs at some point.
     """
     couplings = list(dict.fromkeys(setting.coupling for setting in chosen))
     name = name or next((each for each in couplings if each != SOFTMAX), couplings[0])
@@ -167,21 +192,21 @@ def compare(
     grid: Sequence[str] = (),
     baseline: str = "",
 ) -> str:
-    """Trains what has not been trained, and writes the report; returns it as markdown.
+    """Train the missing runs and write the report; return it as markdown.
 
     On several hosts all train, and no report is written: that takes the same call on one host.
 
     Args:
-        config: of all runs, but for what is compared.
-        out: folder.
+        config: config of all runs, except for the compared fields.
+        out: folder of the report and the runs.
         couplings: names, or "softmax".
-        num_seeds: of each setting: config.seed, config.seed + 1, ...
-        grid: as `--grid`.
-        baseline: as `chosen_baseline`. With one coupling it is the first point of the grid.
+        num_seeds: seeds of each setting: config.seed, config.seed + 1, ...
+        grid: argument of `parse_grid`.
+        baseline: argument of `chosen_baseline`; with one coupling, the first point of the grid.
 
     Raises:
         ValueError: before anything is trained, for input that cannot be.
-        SystemExit: as `loop.train`, when a signal stops it; the same call resumes.
+        SystemExit: by `loop.train` when a signal stops it; the same call resumes.
     """
     checkpoint.check_path(out)
     if num_seeds < 1:
@@ -223,13 +248,12 @@ def compare(
 
 
 def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
-    """Reports on finished runs of `vit.train`; returns the report as markdown.
+    """Report on finished runs of `vit.train`; return the report as markdown.
 
     Args:
-        folders: of the runs; the fields in which their configs differ, beside the seed, are
-            compared.
+        folders: folders of the runs. The fields in which their configs differ are compared.
         out: folder of the report.
-        baseline: as `compare`.
+        baseline: argument of `chosen_baseline`.
 
     Raises:
         ValueError: for a folder without a run, a run that has not ended, two of the same setting
@@ -242,7 +266,7 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
 
 
 def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline: str) -> str:
-    """Reads the runs, measures their attention and writes the report."""
+    """Read the runs, measure their attention and write the report."""
     found: dict[Setting, dict[int, Run]] = {}
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
@@ -265,7 +289,7 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
 
 
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
-    """Attention errors of the first runs and of uniform attention, means over layers and heads."""
+    """Measure the attention errors of the first runs and of uniform attention."""
     found = []
     try:
         for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
@@ -289,7 +313,7 @@ def _attention_errors(result: Result) -> list[tuple[float, float]]:
 
 
 def compared(results: Sequence[Result], baseline: str) -> list[Result]:
-    """Each setting beside the baseline of its point; with one coupling, of the first point."""
+    """Pair each setting with the baseline of its point; with one coupling, of the first point."""
     first = {r.setting.point: r for r in results if r.setting.coupling == baseline}
     if len({r.setting.coupling for r in results}) == 1:
         first = dict.fromkeys(first, results[0])
@@ -306,7 +330,7 @@ def compared(results: Sequence[Result], baseline: str) -> list[Result]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """The result of all comparisons."""
+    """Return the result of all comparisons."""
     total = sum(r.baseline is not None for r in results)
     if not total:
         return "One setting: nothing is compared."
@@ -327,7 +351,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The table, one row for each setting."""
+    """Return the table, one row for each setting."""
     table = []
     for result in results:
         logs = [run.log for run in result.sound]
@@ -344,6 +368,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "accuracy": estimate(list(result.accuracy.values())),
                 "difference to baseline": f"{d.mean:+.4f}" if against else "baseline",
                 "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if against else "",
+                "of seeds": " ".join(f"{x:+.4f}" for x in result.differences),
                 "corrected p": f"{result.corrected:.2g}" if against else "",
                 f"seeds needed for {EFFECT:+.3f}": str(needed),
                 "attention error": error,
@@ -355,8 +380,23 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     return table
 
 
+def curves(results: Sequence[Result]) -> list[harness.Row]:
+    """Return means over seeds by epoch, at the steps that all sound runs of a setting have."""
+    table = []
+    for result in filter(lambda r: r.sound, results):
+        logs = [{r["epoch"]: r for r in run.log} for run in result.sound]
+        for epoch in sorted(set.intersection(*map(set, logs))):
+            row: harness.Row = {"setting": result.setting.name, "epoch": epoch}
+            for key in CURVES:
+                values = [log[epoch][key] for log in logs if key in log[epoch]]
+                found = statistics.mean_and_error(values) if len(values) == len(logs) else ("", "")
+                row |= dict(zip((key, f"{key} ±"), found, strict=True))
+            table.append(row)
+    return table
+
+
 def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
-    """The last record and the folder of each run."""
+    """Return the last record and the folder of each run."""
     names = ("train_loss", "eval_loss", "eval_accuracy", "eval_top5")
     return [
         {"coupling": result.setting.coupling, "point": result.setting.point, "seed": run.seed}
@@ -369,18 +409,20 @@ def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
 
 
 def write(results: Sequence[Result], baseline: str, config: configs.Config, out: Path) -> str:
-    """Writes report.md, comparison.png, results.csv and seeds.csv; returns report.md.
+    """Write report.md, results and curves (csv, png) and seeds.csv; return report.md.
 
     Args:
-        results: of all settings.
+        results: results of all settings.
         baseline: the coupling that the others are compared with.
-        config: of the first run.
+        config: config of the first run.
         out: the folder.
     """
     results = compared(results, baseline)
     table = reports.table(rows(results), out / "results")
+    if any(result.baseline for result in results):
+        harness.figure(out / "results", **FIGURES["results"])
+    harness.write(curves(results), out / "curves", FIGURES["curves"])
     reports.table(seeds(results, out), out / "seeds")
-    draw(results, out / "comparison")
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
     diverged = "; ".join(
         f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
@@ -399,57 +441,11 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         " first seeds; beside it that of uniform attention, the mean of all values. `seeds.csv`"
         " has the result and the folder of each run.\n",
         *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
-        "![Differences with 95% intervals (not corrected) and a dot for each seed; learning curves"
-        " with standard errors over the seeds](comparison.png)\n",
+        "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",
+        "![Learning curves with standard errors over the seeds](curves.png)\n",
         "Versions, hardware, and the config of the first run:\n",
         *(f"    {name} = {value}" for name, value in (launch.versions() | values).items()),
     ]
     text = "\n".join(lines) + "\n"
     files.write(out / "report.md", text)
     return text
-
-
-def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the figure: differences seed by seed, if there are any, and learning curves."""
-    others = [result for result in results if result.baseline]
-    drawn, axes = reports.figure(path, columns=2 + bool(others))
-    drawn.set_figheight(max(4.0, 1.2 + 0.5 * len(others)))
-    if others:
-        differences(axes[0], others)
-    curves(axes[-2:], results)
-    reports.save(drawn, path)
-
-
-def differences(axis: Any, results: Sequence[Result]) -> None:
-    """A row for each setting: the mean with its interval, and below it a dot for each seed."""
-    for row, result in enumerate(results):
-        d, dots = result.difference, result.differences
-        axis.plot(dots, [row + DROP] * len(dots), "o", color="0.35", alpha=0.6, markersize=4)
-        if not np.isnan(d.p_value):
-            color = "C3" if result.corrected < LEVEL else "C0"
-            axis.errorbar([d.mean], [row], xerr=d.high - d.mean, fmt="o", color=color, capsize=4)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(results)), [reports.literal(r.setting.name) for r in results])
-    axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set(xlabel="difference in accuracy to the baseline\n(red: corrected p < 0.05)")
-    axis.grid(alpha=0.3, axis="x")
-
-
-def curves(axes: Sequence[Any], results: Sequence[Result]) -> None:
-    """Training loss and accuracy by epoch, at the steps that all sound runs of a setting have."""
-    couplings = list(dict.fromkeys(result.setting.coupling for result in results))
-    points = list(dict.fromkeys(result.setting.point for result in results))
-    for axis, key in zip(axes, ("train_loss", "eval_accuracy"), strict=True):
-        for result in filter(lambda r: r.sound, results):
-            logs = [{r["epoch"]: r[key] for r in run.log if key in r} for run in result.sound]
-            epochs = sorted(set.intersection(*map(set, logs)))
-            found = [statistics.mean_and_error([log[epoch] for log in logs]) for epoch in epochs]
-            style = dict(
-                color=f"C{couplings.index(result.setting.coupling)}",
-                linestyle=LINES[points.index(result.setting.point) % len(LINES)],
-                marker="o" if len(epochs) == 1 else "",  # a line of one point is invisible
-            )
-            band(axis, epochs, found, reports.literal(result.setting.name), **style)
-        axis.set(xlabel="epoch", ylabel=key.replace("_", " "))
-        axis.grid(alpha=0.3)
-    axes[1].legend(fontsize="small")

@@ -148,7 +148,8 @@ class GaussianProcess:
             )
             return condition_features(phi, test_phi, y, noise_scale)
         pairs = (seen, seen), (new, seen), (new, new)
-        return condition(*(_gram(self.kernel, a, b, *options) for a, b in pairs), y, noise_scale)
+        gram, cross, test_gram = (_gram(self.kernel, a, b, *options) for a, b in pairs)
+        return condition(gram, cross, test_gram, y, noise_scale)
 
     def sample(
         self, key: Key, x: Num[ArrayLike, "k d"], num_samples: int = 1

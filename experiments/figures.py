@@ -1,0 +1,103 @@
+"""Draw the committed figures again, each from the csv beside it.
+
+    python -m experiments.figures
+    python -m experiments.figures --folders=graphs/kernels,tabular
+
+The options of a figure stand in `FIGURES` of the module that its run.json names. `OWN` has those of
+folders without a run.json, and of programs that are no longer in the tree.
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common import harness, launch
+from experiments.graphs import scale
+from experiments.speed import attention, vit
+from experiments.training import comparison
+
+RESULTS = Path(__file__).parent / "results"
+PASSES = {"forward": "forward", "both": "forward and backward"}
+
+
+def counted(rows: list[harness.Row]) -> list[harness.Row]:
+    """Split "exact, forward" into attention and pass; drop the counts that the page disowns."""
+    split = [(row, *row["line"].rsplit(", ", 1)) for row in rows]
+    return [
+        row | {"line": name, "pass": PASSES[word]}
+        for row, name, word in split
+        if name != "exact" or row["tokens"] < 8192
+    ]
+
+
+def converted(rows: list[harness.Row]) -> list[harness.Row]:
+    """Draw softmax and uniform attention, which have no features, as horizontal lines."""
+    names = [f"{row['coupling']}, {row['calibration']}" for row in rows]
+    return [
+        row
+        | {"line": name.removesuffix(", ").removesuffix(", none"), "m": row["m"] or ""}
+        | {"accuracy ±": row["standard error"], "attention error": row["attention error"] or ""}
+        for row, name in zip(rows, names, strict=True)
+        if not row["window"]
+    ]
+
+
+OWN: dict[str, harness.Row] = {
+    "benchmark/crossover": attention.FIGURES["crossover"],
+    "benchmark/vit/vit": vit.FIGURES["vit"],
+    "compare/fashion_197/results": comparison.FIGURES["results"],
+    "convert/default/conversion": dict(
+        x="m",
+        y={"accuracy": "accuracy, not retrained", "attention error": "relative attention error"},
+        change=converted,
+        line="{line}",
+        log="x",
+    ),
+    "graphs/scale/graph_scale": scale.FIGURES["graph_scale"],
+    "language_model/convert/convert": dict(
+        change=lambda rows: [r | {"m": r["m"] or ""} for r in rows if r["window"] <= 16],
+        x="m",
+        y="lost",
+        error="standard error",
+        line="{method}",
+        panel="window {window}",
+        log="x",
+        ylabel="nats lost a character",
+    ),
+    "speed/accelerators/lengths": dict(
+        columns=[f"{x}, {y}" for x in ("exact", "performer", "performer, kernel") for y in PASSES],
+        change=counted,
+        x="tokens",
+        line="{line}",
+        panel="{pass}",
+        log="xy",
+        ylabel="time (ms, counted)",
+    ),
+}
+"""By the path of the figure below `RESULTS`."""
+
+
+def options(png: Path) -> harness.Row:
+    """Return the options of a figure."""
+    name = png.relative_to(RESULTS).with_suffix("").as_posix()
+    if name in OWN:
+        return OWN[name]
+    made = json.loads(png.with_name("run.json").read_text())[-1]["command"]
+    module = importlib.import_module(made.split()[2])
+    return module.FIGURES[png.stem]
+
+
+def main(folders: Sequence[str] = ("",)) -> None:
+    """Draw the figures.
+
+    Args:
+        folders: below `experiments/results`; all by default.
+    """
+    for png in sorted(path for folder in folders for path in (RESULTS / folder).rglob("*.png")):
+        harness.figure(png.with_suffix(""), **options(png))
+        print(png.relative_to(RESULTS))
+
+
+if __name__ == "__main__":
+    launch.run(main)
