@@ -84,7 +84,13 @@ def _encoder(named: Arrays) -> Encoder:
     (width, heads, _), channels = query.shape, named["embed/kernel"].shape[-2]
     mean, std = (values[:channels] for values in HALF)
     metadata = Metadata(
-        *(ORIGIN, width, heads, 1e-6, "gelu_tanh", mean, std),
+        ORIGIN,
+        width,
+        heads,
+        1e-6,
+        "gelu_tanh",
+        mean,
+        std,
         pooling="token" if "token" in named else "mean",
         position="learned" if "position" in named else "sincos",
     )
