@@ -7,6 +7,8 @@ stay as they are.
 
 import re
 
+import jax.typing
+import numpy.typing
 from sphinx.util.typing import stringify_annotation
 
 from performer import typing
@@ -16,22 +18,36 @@ MARKUP = re.compile(r"(?P<code>`[^`]*`)(?=(?P<next>\w?))|(?P<mark>[\\|*])|(?P<le
 
 
 def process(app, what, name, obj, options, lines):
-    """Of `autodoc-process-docstring`: changes the lines in place."""
+    """Handle `autodoc-process-docstring`: change the lines in place."""
     # Of an attribute napoleon takes what stands before a colon in the first line for its type.
-    lines[:] = [""] * (what in ("attribute", "data", "property")) + converted(lines)
+    # It drops empty lines at the start; an empty comment stays.
+    comment = ["..", ""] if what in ("attribute", "data", "property") else []
+    lines[:] = comment + converted(lines)
 
 
 def shorten(app, what, name, obj, options, signature, returned):
-    """Of `autodoc-process-signature`: the aliases of `performer.typing` by their names."""
+    """Handle `autodoc-process-signature`: aliases of types by their names."""
     return tuple(text and aliased(text) for text in (signature, returned))
 
 
+NAMES = {name: getattr(typing, name) for name in ("Coupling", "Directions", "Norms", "Key")} | {
+    "~jax.typing.ArrayLike": jax.typing.ArrayLike,
+    "~numpy.typing.ArrayLike": numpy.typing.ArrayLike,
+}
+EITHER = re.compile(
+    r"(~jaxtyping\.\w+\[)jaxlib\._jax\.Array, ('[^']*'\]) \| \1ndarray, \2"
+    r"(?: \| (?:bool|int|float|complex))*"
+)
+"""A shaped ArrayLike, which jaxtyping writes as a union."""
+
+
 def aliased(signature: str) -> str:
-    """The signature with names in the place of what they stand for, the longest first."""
-    names = ("Coupling", "Directions", "Norms", "Key")
-    written = {stringify_annotation(getattr(typing, name)): name for name in names}
+    """The signature with names instead of what they stand for, the longest first."""
+    written = {stringify_annotation(value, "smart"): name for name, value in NAMES.items()}
     for text in sorted(written, key=len, reverse=True):
         signature = signature.replace(text, written[text])
+    signature = EITHER.sub(r"\1ArrayLike, \2", signature)
+    signature = signature.replace("jax.jaxlib._jax.Array", "jax.Array")
     return signature.replace("jaxlib._jax.Array", "Array")
 
 

@@ -1,11 +1,16 @@
-"""Pages of the reference that are made of the code: modules, commands, fields of a config."""
+"""Pages made of the code: modules, commands, fields of a config, figures; pages as notebooks."""
 
 import dataclasses
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import nbformat
+from myst_nb.core.read import read_myst_markdown_notebook
 
 import performer
 from vit import config as configs
@@ -13,32 +18,149 @@ from vit.config import arguments, cli
 
 ROOT = Path(__file__).parent.parent
 DROP_INS = ("nnx", "linen", "sklearn")
+NOTEBOOKS = "_build/notebooks"
 
 
 def write(folder: Path) -> None:
-    """Writes the pages; Sphinx reads again only those that changed."""
-    pages = {"config": config(), "commands": commands(), **modules()}
+    """Write the pages; Sphinx reads again only those that changed."""
+    pages = {"config": config(), "commands": commands(), "gallery": gallery(), **modules()}
     (folder / "api").mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
-        path = folder / f"{name}.md"
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        put(folder / f"{name}.md", text)
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file whose text has changed."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def modules() -> dict[str, str]:
-    """One page for each public module, and a list of them."""
-    pages, rows, names = {}, "", (*performer.MODULES, *DROP_INS)
+    """One page for each public module, by the name that users import, and a list of them."""
+    top = "".join(f".. autofunction:: performer.{name}\n\n" for name in performer.__all__)
+    pages = {"api/performer": f"# performer\n\n{evaluated(top)}"}
+    rows = "- [`performer`](performer.md): attention, and conversion of a trained function.\n"
+    names = (*performer.MODULES, *DROP_INS, "vit")
     for name in names:
-        home = performer.MODULES.get(name, f"performer.{name}")
-        parts = [path.stem for path in sorted((ROOT / home.replace(".", "/")).glob("[!_]*.py"))]
-        public = [home, *(f"{home}.{part}" for part in parts if part not in performer.MODULES)]
-        shown = "\n".join(f"```{{eval-rst}}\n.. automodule:: {part}\n```\n" for part in public)
-        pages[f"api/{name}"] = f"# performer.{name}\n\n{shown}"
-        docstring = importlib.import_module(home).__doc__ or ""
-        rows += f"- [`performer.{name}`]({name}.md): {docstring.splitlines()[0]}\n"
-    hidden = "\n".join(names)
+        path = name if name == "vit" else f"performer.{name}"
+        home = importlib.import_module(performer.MODULES.get(name, path))
+        sys.modules[path] = home  # autodoc imports performer.gp, which lives in a folder
+        shown = "".join(automodule(part) for part in (path, *PARTS.get(path, ())))
+        pages[f"api/{name}"] = f"# {path}\n\n{evaluated(shown)}"
+        rows += f"- [`{path}`]({name}.md): {(home.__doc__ or '').splitlines()[0]}\n"
+    hidden = "\n".join(("performer", *names))
     toctree = f"```{{toctree}}\n:hidden:\n\n{hidden}\n```"
     return pages | {"api/index": f"# Modules\n\n{rows}\n{toctree}\n"}
+
+
+GRAPHS = sorted(path.stem for path in (ROOT / "performer" / "graphs").glob("[!_]*.py"))
+PARTS = {
+    "performer.graphs": [f"performer.graphs.{name}" for name in GRAPHS if name != "graph"],
+    "vit": ["vit.use", "vit.task"],
+}
+"""Public modules of a folder, which share its page."""
+SHOWN = {"vit.use": ("Trained", "Prediction"), "vit.task": ("Task",)}
+"""Names for users of a module without `__all__`."""
+ELSEWHERE = {("performer.attention", "performer_attention")}
+"""Names that another page has."""
+
+
+def automodule(path: str) -> str:
+    """The directive for a module: its docstring and its public names."""
+    names = [name for name in public(path) if (path, name) not in ELSEWHERE]
+    return f".. automodule:: {path}\n   :members: {', '.join(names)}\n\n"
+
+
+def evaluated(text: str) -> str:
+    """A block of reStructuredText on a page of Markdown."""
+    return f"```{{eval-rst}}\n{text}```\n"
+
+
+def public(path: str) -> list[str]:
+    """Names of `__all__` that are no modules; without it, what the module or its folder defines."""
+    module = importlib.import_module(path)
+    home = f"{module.__name__}."
+    if names := SHOWN.get(path, getattr(module, "__all__", None)):
+        return [name for name in names if not inspect.ismodule(getattr(module, name))]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value)
+        if f"{getattr(inspect.getmodule(value), '__name__', '')}.".startswith(home)
+    ]
+
+
+def gallery() -> str:
+    """The figures of the results, each with a link to the section that explains it."""
+    text = "# Gallery\n\nThe figures of the [results](../results/index.md), by page and section.\n"
+    for page in sorted((ROOT / "docs" / "results").glob("*.md")):
+        section, anchor, shown = "", "", ""
+        for line in page.read_text().splitlines():
+            if heading := re.match(r"(#+) (.*)", line):
+                section = heading[2]
+                anchor = f"#{slug(section)}" if len(heading[1]) in (2, 3) else ""
+            if image := re.match(r"!\[(.*?)\]\((.*?)\)", line):
+                link = f"[{section}](../results/{page.name}{anchor})"
+                shown += f"\n**{link}**\n\n![{image[1]}]({image[2]})\n"
+        if shown:
+            title = page.read_text().split("\n", 1)[0].removeprefix("# ")
+            text += f"\n## {title}\n{shown}"
+    return text
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as MyST makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def notebooks(docs: Path) -> None:
+    """Write each page that has code as a notebook, for download."""
+    for page in [*docs.glob("*.md"), *docs.glob("[!_]*/*.md")]:
+        text = page.read_text()
+        if "```{code-cell}" in text and page.stem != "index":
+            notebook = read_myst_markdown_notebook(text)
+            for cell in notebook.cells:
+                if cell.cell_type == "markdown":  # pages of the site are not beside a notebook
+                    cell.source = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", cell.source)
+            notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+            for number, cell in enumerate(notebook.cells):
+                cell.id = f"cell-{number}"
+            path = docs / NOTEBOOKS / page.relative_to(docs).with_suffix(".ipynb")
+            put(path, nbformat.writes(notebook))
+
+
+SEARCH = {
+    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, attention matrix",
+    "howto/convert": "convert a ViT, refinement",
+    "howto/export": "ONNX, StableHLO, serve",
+    "howto/fine-tune": "fine-tune, train longer, transfer learning",
+    "howto/linearize": "convert a model, Equinox, Haiku, linen, Hugging Face, pretrained model",
+    "howto/preemption": "resume, checkpoint, preemption, Slurm, requeue",
+    "howto/published-weights": "pretrained weights, timm, DINOv2, SigLIP, DeiT",
+    "howto/train-on-images": "own images, image folder, custom data",
+    "howto/use-a-run": "predict, inference with a ViT, vit.load, vit.fit",
+    "install": "installation, pip, GPU, TPU, CUDA",
+    "learn/attention": "softmax attention, linear attention, FAVOR+, mask, padding",
+    "learn/calibrate": "calibrate, calibration, tilt",
+    "learn/causal": "decoding, streaming, ALiBi, decay, relative positions, exact window, packed",
+    "learn/couplings": "which coupling, how many features, number of features, redraw",
+    "why/attention": "epsilon, overflow, stabilizer",
+    "why/faster": "flash attention, FlashAttention, speed, break-even, 512 tokens",
+}
+"""Queries of which the site's search shows the page first."""
+
+
+def extend(app, docname: str, content: list[str]) -> None:
+    """Handle `source-read`: below the title, a link to the notebook of the page and its queries."""
+    added = ""
+    if (Path(app.srcdir) / NOTEBOOKS / f"{docname}.ipynb").exists():
+        path = f"{'../' * docname.count('/')}{NOTEBOOKS}/{docname}.ipynb"
+        added += f"\n{{download}}`Download as a notebook <{path}>`\n"
+    if docname in SEARCH:
+        entries = ", ".join(f"! {entry}" for entry in SEARCH[docname].split(", "))
+        added += f"\n```{{index}} {entries}\n```\n"
+    content[0] = re.sub(r"(?m)^# .*\n", lambda title: title[0] + added, content[0], count=1)
 
 
 def config() -> str:

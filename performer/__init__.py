@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from performer.linearization import linearize as linearize
 
 __version__ = "0.1.0"
+__all__ = ["linearize", "performer_attention"]
 
 FOLDERS = {
     "attention": ("calibration", "refinement"),

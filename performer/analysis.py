@@ -48,6 +48,8 @@ from performer.attention.refinement import is_near
 from performer.attention.state import finite
 from performer.typing import Coupling, jit_static
 
+__all__ = ["AttentionError", "Estimate", "Recommendation", "attention_error", "recommend"]
+
 BLOCK = 256
 """Rows of the attention matrix that exist at a time."""
 FEATURES = 64

@@ -30,7 +30,10 @@ def draws_of(name):
     return drawn(GAUSSIAN, 12, 5, 10_000)[name][:DRAWS].astype(np.float64)
 
 
-@pytest.mark.parametrize(("m", "d"), [(13, 4), (128, 64)])
+BITS = [pytest.mark.thorough, pytest.mark.optimised("one block and two round alike")]
+
+
+@pytest.mark.parametrize(("m", "d"), [(13, 4), pytest.param(128, 64, marks=BITS)])
 def test_draws_are_deterministic_and_prefixes(m, d):
     """With one key, fewer features are the first of more: common random numbers over m."""
 

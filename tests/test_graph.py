@@ -1,5 +1,7 @@
 """The graph container: three ways in, what it multiplies, what it refuses."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import networkx
@@ -32,6 +34,12 @@ def test_its_repr_is_one_line():
     loops = Graph.from_edges([(0, 1), (1, 2), (3, 3)], num_nodes=4)
     assert repr(loops) == "Graph(4 nodes, 3 edges, unweighted)"
     assert jax.eval_shape(lambda graph: repr(graph) == "x" or graph.weights, loops).shape == (5,)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'performer-jax\[graphs\]'"):
+        Graph.from_networkx.__wrapped__(Graph, None)
 
 
 def test_it_is_a_pytree_that_multiplies_under_jit():

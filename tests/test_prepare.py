@@ -76,7 +76,7 @@ def test_a_part_is_held_out_where_there_is_no_other_split(tmp_path):
     tars = tmp_path / "tars"
     tars.mkdir()
     write_ilsvrc2012(tars)
-    assert prepare(tars, out) == {"train": 6, "validation": 4, "skipped": 0}
+    assert prepare(tars, out) == {"train": 6, "validation": 3, "skipped": 0}
     assert load(out, "imagenet2012", "validation").channels == 3
 
 

@@ -154,6 +154,10 @@ def file(tmp_path):
     return copied
 
 
+def original(name):
+    return published.read(FILES / name / "model.safetensors")
+
+
 def beside(name, stem="config"):
     return json.loads((FILES / name / f"{stem}.json").read_text())
 
@@ -239,7 +243,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_arguments_of_timm_that_are_read(file):
     """Arguments beside the architecture go before what its name says; training's change nothing."""
-    plain = published.read(FILES / "timm_vit" / "model.safetensors")
+    plain = original("timm_vit")
     assert plain.model["variant"] == "B/4"
     assert config.Model(**plain.model).size == config.Size(16, 2, 2, 32)
     for arguments, fields in [
@@ -263,14 +267,11 @@ def test_arguments_of_timm_that_are_read(file):
 def test_what_config_json_of_transformers_leaves_out_is_the_default_of_its_class(file):
     """SigLIP's published ones say little more than their model_type."""
     said = beside("hf_siglip")
-    sparse = {
-        k: said[k] for k in ("model_type", "hidden_size", "num_attention_heads", "image_size")
-    }
+    names = ("model_type", "hidden_size", "num_attention_heads", "image_size")
+    sparse = {"model_type": "siglip", "vision_config": {k: said[k] for k in names}}
     assert said["layer_norm_eps"] == 1e-6
-    encoder = published.read(
-        file("hf_siglip", config={"model_type": "siglip", "vision_config": sparse})
-    )
-    assert encoder.model == published.read(FILES / "hf_siglip" / "model.safetensors").model
+    encoder = published.read(file("hf_siglip", config=sparse))
+    assert encoder.model == original("hf_siglip").model
 
 
 def test_mean_and_deviation_are_those_beside_the_file(file):
@@ -301,12 +302,12 @@ def test_what_a_run_without_data_sees_of_a_picture(file):
         )
         assert (options.data.image_size, options.data.eval_resize) == want, name
         config.validate(options)
-    timm = pretrained.of_encoder(None, published.read(FILES / "timm_vit" / "model.safetensors"))
+    timm = pretrained.of_encoder(None, original("timm_vit"))
     assert (timm.data.image_size, timm.data.eval_resize) == (24, 26)  # crop_pct 0.9
 
 
 def test_half_precision(file):
-    exact = published.read(FILES / "timm_vit" / "model.safetensors").arrays
+    exact = original("timm_vit").arrays
 
     def halved(arrays):
         return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
@@ -317,28 +318,24 @@ def test_half_precision(file):
         np.testing.assert_allclose(got[name], x, rtol=2.0**-7, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("mean", "std"),
-    [
+def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file):
+    half = [0.5] * 3
+    for mean, std in [
         ([0.5], [0.5]),
-        ([0.5] * 3, [0.5, 1e-30, 0.5]),
-        ([0.5] * 3, [0.5, 0.0005, 0.5]),
-        ([0.5] * 3, [0.5, float("nan"), 0.5]),
-        ([127.5] * 3, [0.5] * 3),
-        ([0.5] * 3, [127.5] * 3),
-    ],
-)
-def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file, mean, std):
-    about = {"image_mean": mean, "image_std": std}
-    path = file("hf_vit", config=beside("hf_vit"), preprocessor_config=about)
-    message = refused(path, r"3 colours from 0 to 1 cannot be normalised by image_mean=\[")
-    assert "set in a preprocessor_config.json beside the file" in message
+        *((half, [0.5, x, 0.5]) for x in (1e-30, 0.0005, float("nan"))),
+        ([127.5] * 3, half),
+        (half, [127.5] * 3),
+    ]:
+        about = {"image_mean": mean, "image_std": std}
+        path = file("hf_vit", config=beside("hf_vit"), preprocessor_config=about)
+        message = refused(path, r"3 colours from 0 to 1 cannot be normalised by image_mean=\[")
+        assert "set in a preprocessor_config.json beside the file" in message
     bare = {"architecture": "vit_tiny_patch16_224", "global_pool": "token"}
     bare |= {"model_args": {"embed_dim": 16, "num_heads": 2}}
     refused(file("timm_vit", config=bare), r"cannot be normalised by image_mean=\(\), image_std=")
-    path = file("timm_vit", config=bare | {"mean": [0.5] * 3, "std": [0.5] * 3})
-    plain = published.read(FILES / "timm_vit" / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, published.read(path).arrays, plain.arrays)
+    path = file("timm_vit", config=bare | {"mean": half, "std": half})
+    arrays = [encoder.arrays for encoder in (published.read(path), original("timm_vit"))]
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
 def test_an_array_that_is_missing_is_named(file, tmp_path):
@@ -349,7 +346,7 @@ def test_an_array_that_is_missing_is_named(file, tmp_path):
 
 
 def test_grey_pictures_are_those_of_three_equal_colours():
-    encoder = published.read(FILES / "hf_dinov2" / "model.safetensors")
+    encoder = original("hf_dinov2")
     options = pretrained.of_encoder(None, encoder)
     arrays = {}
     for channels in (1, 3):
@@ -365,7 +362,7 @@ def test_grey_pictures_are_those_of_three_equal_colours():
 
 
 def test_classes_of_another_order_are_sorted():
-    encoder = published.read(FILES / "hf_vit" / "model.safetensors")
+    encoder = original("hf_vit")
     assert encoder.metadata.class_names == CLASS_NAMES
     options = pretrained.of_encoder(None, encoder)
     model = nnx.eval_shape(lambda: ViT(options, num_classes=5, channels=3, rngs=random_streams(0)))

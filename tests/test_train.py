@@ -181,7 +181,7 @@ def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path, caps
     record = train.train(small_config(), workdir)
     assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
     assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
-    assert f"damaged in line {len(lines)}: left out" in capsys.readouterr().out
+    assert f"line {len(lines)} is damaged and left out" in capsys.readouterr().out
     log.unlink()
     assert train.train(small_config(), workdir)["eval_accuracy"] == record["eval_accuracy"]
 

@@ -10,8 +10,7 @@ The format of the source is detected from its files:
                   each plain or as .gz
     npz files     arrays images, labels; or x_train, y_train, x_test, ...
     parquet files as Hugging Face writes them: train-00000-of-00001.parquet, ...
-    ILSVRC2012    ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz;
-                  the archives are read, never unpacked
+    ILSVRC2012    ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, which are never unpacked
 
 If there is nothing to evaluate on, a share of every class is held out as "validation". The command
 that trains on the result is printed. JPEG and PNG files are stored unchanged; other formats, colour
@@ -77,14 +76,14 @@ def prepare(
     Args:
         source: folder with raw pictures, in one of the forms above.
         out: folder of TFDS data sets; made if it does not exist.
-        name: name of the data set, lower case letters, digits and underscores; `default_name` if
-            empty.
+        name: name of the data set, lower case letters, digits and underscores; that of the folder
+            if empty.
         max_bad_files: number of unreadable files that are tolerated.
-        validation: share of training that is held out; if None `VALIDATION` if there is no other
-            split, and nothing if there is one.
+        validation: share of training that is held out; None: 0.1 if there is no other split, else
+            nothing.
         seed: seed of the held-out part.
         labels_column: column of classes in a csv or parquet file; detected by its name if empty.
-        max_side: pixels that the shorter side of a picture has at most; 0: no limit.
+        max_side: largest shorter side of a picture in pixels; 0: no limit.
         files: files of each split, at most as many as it has pictures; 0: by their bytes, as TFDS.
 
     Returns:

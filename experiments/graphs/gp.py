@@ -50,7 +50,7 @@ from performer.graphs.couplings import Coupling
 from performer.kernels import gp
 from vit.reports import report
 
-MESHES = ("teapot", "unit_sphere", "idler_riser", "busted", "torus")
+MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
 START = gp.Scales(2.0, 1.0, 0.3)
 BOUNDS = [(-4.0, 4.0)] * 3

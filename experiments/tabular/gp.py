@@ -87,7 +87,8 @@ def exact(split: Split) -> gp.Gaussian:
 def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
     """Return RMSE and NLL of a predictive law."""
     rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    return [rmse, -multivariate_normal.logpdf(split.test_y, *law) / len(split.test_y)]
+    density = multivariate_normal.logpdf(split.test_y, *law)
+    return [rmse, jnp.negative(density) / len(split.test_y)]
 
 
 def scores(
@@ -127,7 +128,7 @@ def measured(
     d, kernel, chosen = stacked.x.shape[-1], scheme.kernel, scheme.couplings[coupling]
 
     def draw(key):
-        """So many independent ensembles of k d frequencies, k = 1 or 2."""
+        """Independent ensembles of k d frequencies, k = 1 or 2: `multiple` of them."""
         keys = jax.random.split(key, multiple)
         m = scheme.per_dimension * d
         return jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))(keys)

@@ -40,6 +40,20 @@ from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Coupling, Window, float32_or_wider
 
+__all__ = [
+    "LOSSES",
+    "Far",
+    "Sample",
+    "calibrated_far",
+    "divergence",
+    "hybrid_estimate",
+    "performer_estimate",
+    "refine_far",
+    "softmax_attention",
+    "squared",
+    "transfer",
+]
+
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """Default optimizer, and its learning rate at the start."""
 EXAMPLES = 16

@@ -164,6 +164,7 @@ def operand_dtype(value: Array) -> jnp.dtype:
 def state_of(split: Split, value: Float[Array, "..."]) -> State:
     """Every feature attends over the keys: features (..., s, m), values (..., s, v)."""
     exponent, _ = split
+    # The maximum cancels, so its gradient is zero.
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
     dtype = operand_dtype(value)
     weights = exponentials(split, maximum[..., None, :])

@@ -27,6 +27,24 @@ from performer.choices import positive_integer, unknown
 from performer.couplings import directions, hadamard, norms
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Value, jit_static
 
+__all__ = [
+    "COUPLINGS",
+    "DEFAULT",
+    "DIRECTIONS",
+    "NORMS",
+    "Antithetic",
+    "Blocks",
+    "Halton",
+    "Padded",
+    "Properties",
+    "draw",
+    "get",
+    "names",
+    "properties",
+    "redraw",
+    "with_quantile",
+]
+
 
 class Properties(NamedTuple):
     """Properties of a coupling; None if unknown."""

@@ -89,7 +89,7 @@ class GaussianProcess:
     """
 
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
-    """Of `performer.kernels`, by its word or as a value."""
+    """Kernel of `performer.kernels`, by name or as a value."""
     scales: Scales = Scales()  # noqa: RUF009 (immutable)
     """Hyperparameters; `fit` starts from them."""
     frequencies: Float[Array, "m d"] | None = None
@@ -148,7 +148,8 @@ class GaussianProcess:
             )
             return condition_features(phi, test_phi, y, noise_scale)
         pairs = (seen, seen), (new, seen), (new, new)
-        return condition(*(_gram(self.kernel, a, b, *options) for a, b in pairs), y, noise_scale)
+        gram, cross, test_gram = (_gram(self.kernel, a, b, *options) for a, b in pairs)
+        return condition(gram, cross, test_gram, y, noise_scale)
 
     def sample(
         self, key: Key, x: Num[ArrayLike, "k d"], num_samples: int = 1
@@ -156,9 +157,10 @@ class GaussianProcess:
         """Draw f at k points jointly, `num_samples` times; as `predict` otherwise."""
         f = self.predict(x)
         # By singular values: the covariance may be singular but for rounding.
-        return jax.random.multivariate_normal(
-            key, f.mean, f.covariance, (num_samples,), f.mean.dtype, method="svd"
-        )
+        vectors, values, _ = jnp.linalg.svd(f.covariance)
+        noise = jax.random.normal(key, (num_samples, len(f.mean)), f.mean.dtype)
+        noise = noise * jnp.sqrt(values)
+        return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 
 
 def log_marginal_likelihood(

@@ -14,3 +14,13 @@ with extra("flax"):
     from performer.nnx.layer import redraw as redraw
     from performer.nnx.linearization import linearize as linearize
     from performer.nnx.linearization import measure as measure
+
+__all__ = [
+    "Frequencies",
+    "PerformerAttention",
+    "Report",
+    "Statistics",
+    "linearize",
+    "measure",
+    "redraw",
+]

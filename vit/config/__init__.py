@@ -10,7 +10,7 @@ import dataclasses
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -406,7 +406,7 @@ def check_fields(config: Config) -> None:
         if not isinstance(value, kinds) or is_other_bool or not holds(value):
             raise ValueError(f"config.{field}={value!r}: {allowed(field)}")
         if value not in metadata.get("choices", [value]):
-            raise ValueError(unknown(f"config.{field}", value, metadata["choices"]))
+            raise ValueError(unknown(f"config.{field}", str(value), metadata["choices"]))
 
 
 def allowed(field: str) -> str:
@@ -442,7 +442,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return {name: operator.attrgetter(name)(config) for name in FIELDS}
 
 
-def with_values(config: Config, values: dict[str, Any]) -> Config:
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy with other values of some fields, as {"attention.coupling": "pm"}."""
     new = copy.deepcopy(config)
     for name, value in values.items():

@@ -29,6 +29,7 @@ COMMON = {
     "splits": "random splits of a data set",
     "draws": "draws of the frequencies",
     "repeats": "repetitions of each measurement",
+    "trials": "independent repetitions, each with its own walks",
     "out": "folder of tables and figures",
 }
 """Help texts of flags of several experiments."""

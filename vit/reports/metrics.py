@@ -40,7 +40,7 @@ def best(log: Path, steps: Container[int]) -> int | None:
 
 def keep_up_to(path: Path, step: int) -> list[Record]:
     """Drop damaged lines and the records after `step`, which a resumed run will write again."""
-    kept = [line for line in _lines(path, say=True) if line["step"] <= step]
+    kept = [line for line in _lines(path, report_damage=True) if line["step"] <= step]
     files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
     last = kept[-1]["step"] if kept else 0
     if last < step:
@@ -55,7 +55,7 @@ def _merged(lines: list[Record]) -> list[Record]:
     return list(records.values())
 
 
-def _lines(path: Path, *, say: bool = False) -> list[Record]:
+def _lines(path: Path, *, report_damage: bool = False) -> list[Record]:
     """Return the readable lines; print the numbers of the others, except a last one cut off."""
     records = []
     lines = files.read(path).splitlines(keepends=True) if path.exists() else []
@@ -66,7 +66,7 @@ def _lines(path: Path, *, say: bool = False) -> list[Record]:
                 raise TypeError(record)
             records.append(record)
         except (ValueError, TypeError, LookupError):
-            if say and line.endswith("\n"):  # else the process was killed while it wrote
+            if report_damage and line.endswith("\n"):  # else the process was killed while it wrote
                 print(f"{path}: line {number} is damaged and left out: {line}", end="")
     return records
 

@@ -81,9 +81,16 @@ def _encoder(named: Arrays) -> Encoder:
     query = named.get("blocks/0/attention/query/kernel", np.empty(0))
     if query.ndim != 3:
         raise ValueError("the file holds no ViT: there is no encoderblock_0 with a query")
-    mean, std = (values[: named["embed/kernel"].shape[-2]] for values in HALF)
+    (width, heads, _), channels = query.shape, named["embed/kernel"].shape[-2]
+    mean, std = (values[:channels] for values in HALF)
     metadata = Metadata(
-        *(ORIGIN, *query.shape[:2], 1e-6, "gelu_tanh", mean, std),
+        ORIGIN,
+        width,
+        heads,
+        1e-6,
+        "gelu_tanh",
+        mean,
+        std,
         pooling="token" if "token" in named else "mean",
         position="learned" if "position" in named else "sincos",
     )

@@ -1,11 +1,11 @@
 """ILSVRC2012 as its tar files, which are read, never unpacked.
 
 ILSVRC2012_img_train.tar holds one tar for each class, ILSVRC2012_img_val.tar the images of
-evaluation in the order of the labels in ILSVRC2012_devkit_t12.tar.gz.
+evaluation. Their classes, in order, come with tensorflow_datasets.
 """
 
 import contextlib
-import io
+import importlib.resources
 import re
 import tarfile
 from collections.abc import Iterator
@@ -16,11 +16,10 @@ from typing import Any
 from vit.data.sources.source import Example, Source, reading
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-DEVKIT_TAR = "ILSVRC2012_devkit_t12.tar.gz"
 
 
 def found(folder: Path) -> bool:
-    """Detect one of the two large archives."""
+    """Detect one of the two archives."""
     return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
 
 
@@ -32,14 +31,11 @@ def read(source: Path, _: str = "") -> Source | None:
     """
     if not found(source):
         return None
-    for name in (TRAIN_TAR, VAL_TAR, DEVKIT_TAR):
+    for name in (TRAIN_TAR, VAL_TAR):
         if not (source / name).exists():
-            raise ValueError(
-                f"{source} lacks {name}; ILSVRC2012 needs its train, val and devkit tars"
-            )
+            raise ValueError(f"{source} lacks {name}; ILSVRC2012 needs its train and val tars")
     with _tar(source / TRAIN_TAR), _tar(source / VAL_TAR):  # hours before their turn comes
-        labels = _validation_labels(source / DEVKIT_TAR)
-    classes = set(labels)
+        classes, labels = _words("labels.txt"), _words("validation_labels.txt")
 
     def train() -> Iterator[Example]:
         with _tar(source / TRAIN_TAR) as outer:
@@ -48,7 +44,7 @@ def read(source: Path, _: str = "") -> Source | None:
                 if wnid not in classes:
                     raise ValueError(
                         f"{source / TRAIN_TAR} holds {member.name}, which is no archive of one of"
-                        f" the {len(classes)} classes in {DEVKIT_TAR}"
+                        f" the {len(classes)} classes"
                     )
                 inside = f"{member.name} in {source / TRAIN_TAR}"
                 with _tar(inside, outer.extractfile(member)) as inner:
@@ -66,28 +62,17 @@ def read(source: Path, _: str = "") -> Source | None:
                 else:
                     yield Example(image.name, partial(_no_number, len(labels)), "")
 
-    return Source(sorted(classes), 3, {"train": train, "validation": validation})
+    return Source(classes, 3, {"train": train, "validation": validation})
 
 
 def _no_number(count: int) -> bytes:
     raise ValueError(f"the name does not end in a number from 1 to {count}, as labels have")
 
 
-def _validation_labels(devkit: Path) -> list[str]:
-    """Return the wnid of each validation image in order: the devkit's numbers by its table."""
-    from scipy.io import loadmat
-
-    try:
-        with tarfile.open(devkit) as tar:
-            members = {Path(member.name).name: member for member in tar}
-            table = _content(tar, members["meta.mat"])
-            truth = _content(tar, members["ILSVRC2012_validation_ground_truth.txt"])
-        synsets = loadmat(io.BytesIO(table), squeeze_me=True)["synsets"]
-        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-        return [wnids[int(number)] for number in truth.split()]
-    except Exception as error:  # tarfile, gzip and SciPy raise many kinds for damaged files
-        kind = type(error).__name__
-        raise ValueError(f"{devkit} cannot be read ({kind}: {error}): download it again") from error
+def _words(name: str) -> list[str]:
+    """Return the wnids in a file of tensorflow_datasets."""
+    folder = importlib.resources.files("tensorflow_datasets") / "datasets" / "imagenet2012"
+    return folder.joinpath(name).read_text().split()
 
 
 @contextlib.contextmanager
