@@ -210,8 +210,8 @@ def attention_error(
     """
     options: Any = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
     options |= dict(is_causal=is_causal)
-    window = dict(exact_window=exact_window, exact_first=exact_first)
-    return _error(query, key, value, coupling, num_features, num_features, **options, **window)
+    options |= dict(exact_window=exact_window, exact_first=exact_first)
+    return _error(query, key, value, coupling, num_features, num_features, **options)
 
 
 def recommend(

@@ -205,7 +205,8 @@ def digits() -> Any:
     # (b, 4, 2, 4, 2) -> (b, 4, 4, 2, 2)
     patches = np.moveaxis(pixels.reshape(-1, 4, 2, 4, 2), 2, 3).reshape(-1, PATCHES, PIXELS)
     patches = patches.astype(np.float32) / 16
-    return train_test_split(patches, labels, test_size=0.2, random_state=0, stratify=labels)
+    split: Any = train_test_split(patches, labels, test_size=0.2, random_state=0, stratify=labels)
+    return split
 
 
 def trained(name: str, epochs: int, seed: int = 0) -> tuple[Parameters, Apply]:

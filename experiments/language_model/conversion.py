@@ -5,6 +5,7 @@ move by attention transfer (`performer.refinement.refine_far`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,11 @@ def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
     for i, sample in enumerate(layers):
         key, (*_, n, h) = jax.random.key(case.seed * len(layers) + i), sample.query.shape
         drawn = couplings.draw(key, case.coupling, case.num_features, h, n)
-        kind = dict(method=case.calibration, coupling=case.coupling, is_causal=True)
+        kind: Any = dict(method=case.calibration, coupling=case.coupling, is_causal=True)
         far, fitted = calibrated_far(drawn, window, sample, **kind)
         if case.refine_steps:
-            start, options = Far.of(START * far.of_key), dict(is_causal=True, examples=1)
-            far = refine_far(start, fitted, window, sample, steps=case.refine_steps, **options)
+            start, options = Far.of(START * far.of_key), dict(steps=case.refine_steps, examples=1)
+            far = refine_far(start, fitted, window, sample, is_causal=True, **options)
             found.append(Hybrid(far, None, case.window, LEARNED))
         else:
             found.append(Hybrid(far, fitted, case.window, positive))

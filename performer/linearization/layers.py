@@ -159,7 +159,7 @@ def estimated(
     attention: Linear, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
     """Estimated attention matrix."""
-    options = attention.options | dict(mask=sample.keys[:, None, None], is_causal=is_causal)
+    options: Any = attention.options | dict(mask=sample.keys[:, None, None], is_causal=is_causal)
     return attention_weights(*sample[:2], segment_ids=sample.segments, **options)
 
 
