@@ -142,3 +142,19 @@ def test_blocks_are_those_of_a_device_of_the_mesh_in_context(monkeypatch):
     assert sizes(8, "cpu", 64) == sizes(1, "cpu", 8) != sizes(1, "cpu", 64)
     assert sizes(8, "cpu", 8, AxisType.Manual) == sizes(1, "cpu", 8)
     assert sizes(8, "tpu", 512)[1] * 64 * 4 * m * 4 == pytest.approx(_sizes.BLOCK_BYTES, rel=1e-3)
+
+
+def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
+    """Of a program that is compiled for devices that are not there."""
+    platforms, chosen = [], _sizes.chunk_and_block
+
+    def sizes(platform, *arguments):
+        platforms.append(platform)
+        return chosen(platform, *arguments)
+
+    monkeypatch.setattr(_sizes, "chunk_and_block", sizes)
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=None, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+        jax.eval_shape(performer_attention, *inputs())
+    jax.eval_shape(performer_attention, *inputs())
+    assert platforms == ["tpu", "cpu"]

@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,3 +96,17 @@ def test_programs_are_kept_but_those_of_cpus(tmp_path, monkeypatch, backend, giv
             jax.config.update(name, value)
     assert folder == (expected[0] and expected[0].format(home=tmp_path))
     assert size == expected[1]
+
+
+@pytest.mark.thorough
+def test_a_bounded_cache_of_programs_works(tmp_path):
+    """JAX needs filelock for it, and else goes on without a cache and a warning."""
+    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    environment = {
+        "JAX_COMPILATION_CACHE_MAX_SIZE": "99999999",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
+    assert any(path.name.endswith("-cache") for path in tmp_path.iterdir())

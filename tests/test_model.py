@@ -274,3 +274,15 @@ def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32()
     logits, intermediates = forward(vit(model=config.Model("XS/4", dtype="bfloat16")))
     assert logits.dtype == intermediates["pooled"].dtype == jnp.float32
     assert intermediates["block00/output"].dtype == jnp.bfloat16
+
+
+def test_without_stochastic_depth_there_is_no_stream_for_it():
+    """The state is that of a model without it: checkpoints of both are read."""
+    paths = []
+    for probability in (0.0, 0.1):
+        model = shapes(small_config(model=config.Model("XS/4", drop_path=probability)), 5, 1)
+        paths.append({path for path, _ in nnx.to_flat_state(nnx.state(model))})
+    assert {p for p in paths[1] - paths[0]} == {
+        ("blocks", 1, "drop_path", "rngs", name) for name in ("count", "key")
+    }
+    assert paths[0] < paths[1]

@@ -424,3 +424,16 @@ def test_folders_of_no_form(tmp_path):
     (tmp_path / "cat" / "b.jpg").write_bytes(picture(1))
     with pytest.raises(ValueError, match="holds class folders .*, no table"):
         forms.read(tmp_path, "label")
+
+
+def test_a_table_names_nothing_outside_its_folder(tmp_path):
+    outside, folder = tmp_path / "secret.png", tmp_path / "photos"
+    folder.mkdir()
+    for path in (outside, folder / "a.png"):
+        path.write_bytes(picture(1))
+    for word in (str(outside), "../secret.png"):
+        (folder / "t.csv").write_text(f"file,label\na.png,cat\n{word},dog\n")
+        with pytest.raises(ValueError, match=r"t.csv names '.*secret.png', outside .*photos"):
+            forms.read(folder)
+    (folder / "t.csv").write_text(f"file,label\n{folder / 'a.png'},cat\n")
+    assert forms.read(folder).class_names == ["cat"]

@@ -8,6 +8,7 @@ named. A file without a header has the columns "1", "2", ...
 import csv
 import io
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,8 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     """Read the pictures that the csv file names.
 
     Raises:
-        ValueError: if a csv file cannot be read, several name pictures, or the column of classes is
-            ambiguous.
+        ValueError: if a csv file cannot be read, several name pictures, one names a picture
+            elsewhere, or the column of classes is ambiguous.
     """
     paths = sorted(path for path in source.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
     tables = {path: _load(path) for path in paths}
@@ -58,6 +59,9 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     ((path, (columns, rows, naming)),) = found.items()
     others = [name for number, name in enumerate(columns) if number != naming.column]
     label = columns.index(column_of_labels(path, others, labels_column))
+    for row in rows:
+        if not Path(os.path.abspath(naming.path(row))).is_relative_to(os.path.abspath(source)):
+            raise ValueError(f"{path} names {row[naming.column]!r}, outside {source}")
 
     def examples() -> Iterator[Example]:
         for row in rows:
