@@ -385,6 +385,8 @@ def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
             assert error < 0.7 * plain.layer_errors()[path]
     with pytest.raises(ValueError, match="these can be read only once"):
         linearize(model, iter(x), refine_steps=1)
+    with pytest.raises(ValueError, match=r"one array of shape .*: pass \[x\]"):
+        linearize(model, x[0])
 
 
 def test_the_report(tmp_path):

@@ -365,7 +365,7 @@ def test_static_arguments_may_be_anything():
     [
         (lambda p, x: iter([(p, x)]), {"refine_steps": 1}, "these can be read only once"),
         (lambda p, x: [x], {}, "batches must be tuples of arguments.*batch 0"),
-        (lambda p, x: x, {}, "batches must be tuples of arguments.*batch 0"),
+        (lambda p, x: x, {}, r"must be a list of batches.* of shape \(.*pass \[x\]"),
         (lambda p, x: [], {}, "no batches|at least one batch"),
         (lambda p, x: [(p, x)], {"keep": -1}, "keep must not be negative, got -1"),
         (lambda p, x: [(p, x)], {"exact_first": 1}, "first keys go with an exact_window"),

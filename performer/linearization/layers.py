@@ -1,6 +1,6 @@
 """Measured layers, their calibration, draws and errors: shared by all fronts of `linearize`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
 
 
 def check(
-    batches: Iterable[Any],
+    batches: Any,
     coupling: str | Coupling,
     calibration: str,
     refine_steps: int,
@@ -100,6 +100,11 @@ def check(
             raise ValueError(f"{name} must not be negative, got {count}")
     if window.exact_first and not window.exact_window:
         raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
+    if hasattr(batches, "shape"):
+        raise ValueError(
+            f"batches must be a list of batches, and this is one array of shape {batches.shape}:"
+            " pass [x]"
+        )
     if refine_steps and iter(batches) is batches:
         raise ValueError(
             "refine_steps reads the batches once for each layer, and these can be read only once:"

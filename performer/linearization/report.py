@@ -74,6 +74,11 @@ class Report:
             above = [row["attention error"] > row["uniform attention"] for row in self.rows]
             lines += ["worst heads: " + ", ".join(worst)]
             lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
+            if any(above):
+                lines += [
+                    "  raise num_features, set refine_steps, or keep their layers exact (keep, where)"
+                    "; an untrained model attends almost uniformly anyway"
+                ]
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
 
