@@ -76,9 +76,9 @@ class Report:
             lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
             if any(above):
                 lines += [
-                    "  raise num_features, set refine_steps, or keep their layers exact (keep, where)"
-                    "; an untrained model attends almost uniformly anyway"
+                    "  raise num_features or refine_steps, or keep their layers exact (keep, where)"
                 ]
+                lines += ["  (an untrained model attends almost uniformly)"]
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
 
