@@ -72,7 +72,7 @@ def test_problems():
     np.testing.assert_allclose(problem.train_x.std(axis=0), 1, rtol=1e-5)
     order = np.random.default_rng(42).permutation(400)
     np.testing.assert_array_equal(problem.test_y, table.y[order[380:]])
-    large = table._replace(x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
+    large = table._replace(name="mine", x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
     _, validation = classification.problems(large)
     assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
     with pytest.raises(ValueError, match="data set 'banknote' has the column 'a' alone"):
