@@ -84,7 +84,7 @@ def test_a_csv_is_read_as_the_rows_that_made_it(tmp_path):
 
 def test_a_coupling_has_one_colour_and_a_row_without_x_is_a_baseline(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(harness, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(harness.report, "save", lambda figure, path: drawn.append(figure))
     lines = 'pm,1,0.5\npm,2,0.2\n"pm, full",1,0.4\nnew,1,0.3\nuniform,,0.1\n'
     (tmp_path / "t.csv").write_text("coupling,m,error\n" + lines)
     harness.figure(tmp_path / "t", x="m", y="error", log="y")

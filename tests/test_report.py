@@ -36,7 +36,8 @@ def test_text_is_no_html(tmp_path):
 
 
 def test_a_dollar_in_a_figure_begins_no_formula(tmp_path):
-    drawn, axis = report.figure(tmp_path / "figure")
-    axis.set(title=report.literal(r"/data/$\x$"))
-    report.save(drawn, tmp_path / "figure")
+    with report.style():
+        drawn, axis = report.figure(tmp_path / "figure")
+        axis.set(title=r"/data/$\x$")
+        report.save(drawn, tmp_path / "figure")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

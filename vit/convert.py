@@ -56,41 +56,40 @@ def metric_of(record: metrics.Record) -> str:
 
 def plot(records: Sequence[metrics.Record], out: Path) -> None:
     """Draw accuracy and attention error against m, a line for each coupling, window and method."""
-    drawn, axes = report.figure(out, columns=2)
-    lines: dict[tuple[str, int, str], list[metrics.Record]] = {}
-    for r in records:
-        if r["m"]:
-            lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
-    names = list(dict.fromkeys(line[:2] for line in lines))
-    methods = list(dict.fromkeys(method for *_, method in lines))
-    columns = {metric_of(records[0]): "standard error", "attention error": ""}
-    for axis, (column, spread) in zip(axes, columns.items(), strict=True):
-        for (coupling, window, method), points in lines.items():
-            words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
-            axis.errorbar(
-                [r["m"] for r in points],
-                [r[column] for r in points],
-                [r[spread] for r in points] if spread else None,
-                label=", ".join(filter(None, words)),
-                color=f"C{names.index((coupling, window))}",
-                linestyle=("--", "-", ":")[methods.index(method)],
-                marker="o",
-                markersize=4,
-            )
-        for number, end in enumerate(r for r in records if not r["m"]):
-            label = f"window {end['window']} alone" if end["window"] else end["coupling"]
-            color = "black" if number < 2 else f"{0.4 + 0.15 * (number - 2):.2f}"
-            style = ("-", ":", "-.")[min(number, 2)]
-            if end[column]:  # softmax has no attention error
-                axis.axhline(end[column], color=color, linestyle=style, label=label)
-        axis.set(ylabel=column)
-    sizes = sorted({r["m"] for r in records} - {0})
-    report.log_log(axes[1], sizes)
-    report.log_sizes(axes[0], sizes)
-    axes[1].get_legend().remove()
-    handles = axes[0].get_legend_handles_labels()
-    drawn.legend(*handles, loc="outside right center", fontsize="small")
-    report.save(drawn, out)
+    with report.style():
+        drawn, axes = report.figure(out, columns=2)
+        lines: dict[tuple[str, int, str], list[metrics.Record]] = {}
+        for r in records:
+            if r["m"]:
+                lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
+        names = list(dict.fromkeys(line[:2] for line in lines))
+        methods = list(dict.fromkeys(method for *_, method in lines))
+        columns = {metric_of(records[0]): "standard error", "attention error": ""}
+        for axis, (column, spread) in zip(axes, columns.items(), strict=True):
+            for (coupling, window, method), points in lines.items():
+                words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
+                axis.errorbar(
+                    [r["m"] for r in points],
+                    [r[column] for r in points],
+                    [r[spread] for r in points] if spread else None,
+                    label=", ".join(filter(None, words)),
+                    color=f"C{names.index((coupling, window))}",
+                    linestyle=("--", "-", ":")[methods.index(method)],
+                    marker="o",
+                )
+            for number, end in enumerate(r for r in records if not r["m"]):
+                label = f"window {end['window']} alone" if end["window"] else end["coupling"]
+                style = ("-", ":", "-.", "--")[min(number, 3)]
+                if end[column]:  # softmax has no attention error
+                    axis.axhline(end[column], color=report.INK, linestyle=style, label=label)
+            axis.set(ylabel=column)
+        sizes = sorted({r["m"] for r in records} - {0})
+        report.log_log(axes[1], sizes)
+        report.log_sizes(axes[0], sizes)
+        axes[1].get_legend().remove()
+        handles = axes[0].get_legend_handles_labels()
+        drawn.legend(*handles, loc="outside lower center", ncols=3)
+        report.save(drawn, out)
 
 
 def compare(

@@ -13,7 +13,6 @@ group.
 """
 
 import csv
-import io
 import itertools
 import re
 import string
@@ -22,15 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
-from PIL import Image
 
 from experiments.common import statistics
 from vit.reports import report
-from vit.run import files
+from vit.reports.report import (
+    BLUE,
+    BROWN,
+    GREEN,
+    INK,
+    OLIVE,
+    ORANGE,
+    PALETTE,
+    PINK,
+    PURPLE,
+    RED,
+    TEAL,
+)
 
 Row = dict[str, Any]
 Figures = Mapping[str, Row]
@@ -38,22 +47,6 @@ Figures = Mapping[str, Row]
 RATIO = ("ratio", "ratio ±")
 ESTIMATE = ("values", "mean", "±", *RATIO)
 
-INK = "#767676"
-"""Text, axes and baselines: contrast 4.5 on white and 4.1 on the dark pages of the site."""
-STYLE: Any = {
-    **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
-    **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.grid": True, "axes.axisbelow": True},
-    **{"axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3},
-    **{"grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.3, "lines.markersize": 3.5},
-    **{"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 9},
-    **{"figure.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False},
-    **{"savefig.dpi": 160, "savefig.transparent": True, "text.parse_math": False},
-}
-"""The style of all figures. The background is transparent: pages are light or dark."""
-BLUE, ORANGE, GREEN, PURPLE, PINK, RED, BROWN, OLIVE, TEAL = PALETTE = (
-    *("#3d85c6", "#e07b12", "#2f9e5b", "#9a6fd0", "#d95fa8", "#dc4a3d", "#a0673a", "#98971a"),
-    "#18a0a8",
-)
 LOWER = ("uniform", "linear", "window alone")
 """Baselines to be better than, dotted."""
 COLORS = {
@@ -304,7 +297,7 @@ def figure(
     across = min(len(panels), across)
     down = -(-len(panels) // across)
     size = 5.5 if across == 1 else 7.4, down * (high or (3.2, 2.5, 2.1, 1.8)[min(across, 4) - 1])
-    with matplotlib.rc_context(STYLE):
+    with report.style():
         drawn = Figure(figsize=(size[0], size[1] + 0.5), layout="constrained")
         axes = drawn.subplots(down, across, squeeze=False)
         styles = styles_of(grouped(rows, line))
@@ -323,16 +316,7 @@ def figure(
             axis.set_xlabel(xlabel)
         drawn.supylabel(ylabel)
         legend(drawn, axes)
-        save(drawn, path)
-
-
-def save(drawn: Figure, path: Path) -> None:
-    """Write `path`.png with 256 colours, a third of the bytes."""
-    content, small = io.BytesIO(), io.BytesIO()
-    drawn.savefig(content, format="png")
-    image = Image.open(content).quantize(256, method=Image.Quantize.FASTOCTREE)
-    image.save(small, format="png", optimize=True)
-    files.write(path.with_suffix(".png"), small.getvalue())
+        report.save(drawn, path)
 
 
 def styles_of(lines: Iterable[str]) -> dict[str, Row]:

@@ -102,19 +102,21 @@ def write(records: list[metrics.Record], out: Path, title: str) -> str:
         np.array([r[name] for r in records]).reshape(records[-1]["layer"] + 1, -1)
         for name in ("attention error", "uniform attention", "worse than uniform")
     )
-    drawn, axes = report.figure(out, columns=2)
-    names = "relative attention error", "relative to uniform attention"
-    for axis, values, name in zip(axes, (error, error / uniform), names, strict=True):
-        drawn.colorbar(axis.imshow(values, cmap="viridis", vmin=0), ax=axis)
-        axis.set(title=name, xlabel="head", ylabel="layer")
-        axis.set_xticks(range(values.shape[1]))
-        axis.set_yticks(range(values.shape[0]))
-        for (layer, head), worse in np.ndenumerate(is_worse):
-            text = f"{values[layer, head]:.2g}" + " *" * bool(worse)
-            color = "black" if values[layer, head] > 0.6 * values.max() else "white"
-            axis.text(head, layer, text, ha="center", va="center", fontsize=7, color=color)
-    drawn.suptitle(f"{report.literal(title)} (*: worse than uniform attention)")
-    report.save(drawn, out)
+    with report.style():
+        drawn, axes = report.figure(out, columns=2)
+        names = "relative attention error", "relative to uniform attention"
+        for axis, values, name in zip(axes, (error, error / uniform), names, strict=True):
+            drawn.colorbar(axis.imshow(values, cmap="viridis", vmin=0), ax=axis)
+            axis.set(title=name, xlabel="head", ylabel="layer")
+            axis.grid(False)
+            axis.set_xticks(range(values.shape[1]))
+            axis.set_yticks(range(values.shape[0]))
+            for (layer, head), worse in np.ndenumerate(is_worse):
+                text = f"{values[layer, head]:.2g}" + " *" * bool(worse)
+                color = "black" if values[layer, head] > 0.6 * values.max() else "white"
+                axis.text(head, layer, text, ha="center", va="center", fontsize=7, color=color)
+        drawn.suptitle(f"{title} (*: worse than uniform attention)")
+        report.save(drawn, out)
     heads = [f"{r['layer']}.{r['head']}" for r in records if r["worse than uniform"]]
     verdict = f"worse than uniform attention: {', '.join(heads) or 'none'} (layer.head)"
     return f"{markdown}{len(heads)} of {len(records)} heads are {verdict}\n"

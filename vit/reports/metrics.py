@@ -90,16 +90,16 @@ def plot_learning_curve(log: Path, png: Path) -> None:
     names = _loss_first({name for record in records for name in record})
     if not names:  # the log of a finished run was removed
         return
-    drawn, axes = report.figure(png, columns=len(names))
-    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
-        for split, marker in [("train", ""), ("eval", "o")]:
-            key = f"{split}_{name}"
-            if points := [(r["step"], r[key]) for r in records if key in r]:
-                axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=split)
-        axis.set(xlabel="step", ylabel=name)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    report.save(drawn, png)
+    with report.style():
+        drawn, axes = report.figure(png, columns=len(names))
+        for axis, name in zip(np.atleast_1d(axes), names, strict=True):
+            for split, marker in [("train", ""), ("eval", "o")]:
+                key = f"{split}_{name}"
+                if points := [(r["step"], r[key]) for r in records if key in r]:
+                    axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=split)
+            axis.set(xlabel="step", ylabel=name)
+            axis.legend()
+        report.save(drawn, png)
 
 
 def _loss_first(names: Iterable[str]) -> list[str]:

@@ -7,7 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vit.run import files
+
+INK = "#767676"
+"""Text, axes and baselines: contrast 4.5 on white and 4.1 on the dark pages of the site."""
+STYLE: Any = {
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+    **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.grid": True, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3},
+    **{"grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.3, "lines.markersize": 3.5},
+    **{"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 9},
+    **{"figure.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False},
+    **{"savefig.dpi": 160, "savefig.transparent": True, "text.parse_math": False},
+}
+"""The style of all figures. The background is transparent: pages are light or dark."""
+BLUE, ORANGE, GREEN, PURPLE, PINK, RED, BROWN, OLIVE, TEAL = PALETTE = (
+    *("#3d85c6", "#e07b12", "#2f9e5b", "#9a6fd0", "#d95fa8", "#dc4a3d", "#a0673a", "#98971a"),
+    "#18a0a8",
+)
 
 
 def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
@@ -42,25 +61,26 @@ def plain(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("](", r"]\(")
 
 
-def literal(text: str) -> str:
-    """Escape dollars, which begin formulas in a figure."""
-    return text.replace("$", r"\$")
+def style() -> Any:
+    """Return a context in which figures are drawn in `STYLE`."""
+    import matplotlib  # 0.7 s, which commands without a figure save
+
+    colors = ", ".join(map(repr, PALETTE))
+    return matplotlib.rc_context(STYLE | {"axes.prop_cycle": f"cycler('color', [{colors}])"})
 
 
-def figure(
-    path: Path, columns: int = 1, rows: int = 1, *, size: Any = None, **options: Any
-) -> tuple[Any, Any]:
+def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
     """Return figure and axes, as pyplot without its global state; `save` writes it."""
-    from matplotlib.figure import Figure  # 0.7 s, which commands without a figure save
+    from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = Figure(figsize=size or (1 + 4.5 * columns, 4), layout="constrained")
-    return drawn, drawn.subplots(rows, columns, **options)
+    drawn = Figure(figsize=(5.5 if columns == 1 else 7.4, 3.2), layout="constrained")
+    return drawn, drawn.subplots(1, columns)
 
 
 def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
     """Make the axis of m logarithmic, with a tick at each size."""
-    axis.set(xscale="log", xlabel="m")
+    axis.set(xscale="log", xlabel="m (features)")
     axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axis.minorticks_off()
 
@@ -77,10 +97,12 @@ def log_log(axis: Any, sizes: Sequence[float]) -> None:
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write the figure to `path`.png."""
-    content = io.BytesIO()
-    drawn.savefig(content, format="png", dpi=120)
-    files.write(path.with_suffix(".png"), content.getvalue())
+    """Write `path`.png with 256 colours, a third of the bytes."""
+    content, small = io.BytesIO(), io.BytesIO()
+    drawn.savefig(content, format="png")
+    image = Image.open(content).quantize(256, method=Image.Quantize.FASTOCTREE)
+    image.save(small, format="png", optimize=True)
+    files.write(path.with_suffix(".png"), small.getvalue())
 
 
 def _text(value: Any) -> str:

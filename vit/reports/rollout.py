@@ -86,14 +86,16 @@ def draw(image: np.ndarray, title: str, maps: Maps, path: Path, *, same: bool) -
     shown = {"exact attention": maps.exact}
     if not same:
         shown = {"estimated attention": maps.own, **shown}
-    drawn, axes = report.figure(path, columns=1 + len(shown))
-    picture = augment.to_pil(image).convert("RGB")
-    largest = max(float(values.max()) for values in shown.values())
-    whole, heat = (0, 1, 1, 0), None
-    for axis, name in zip(axes, [title, *shown], strict=True):
-        axis.imshow(picture, extent=whole)
-        axis.set(title=report.literal(name), xticks=[], yticks=[])
-    for axis, values in zip(axes[1:], shown.values(), strict=True):
-        heat = axis.imshow(np.asarray(values), extent=whole, alpha=0.65, vmin=0, vmax=largest)
-    drawn.colorbar(heat, ax=axes[1:], label="share of the patch (rollout)", shrink=0.8)
-    report.save(drawn, path)
+    with report.style():
+        drawn, axes = report.figure(path, columns=1 + len(shown))
+        picture = augment.to_pil(image).convert("RGB")
+        largest = max(float(values.max()) for values in shown.values())
+        whole, heat = (0, 1, 1, 0), None
+        for axis, name in zip(axes, [title, *shown], strict=True):
+            axis.imshow(picture, extent=whole)
+            axis.grid(False)
+            axis.set(title=name, xticks=[], yticks=[])
+        for axis, values in zip(axes[1:], shown.values(), strict=True):
+            heat = axis.imshow(np.asarray(values), extent=whole, alpha=0.65, vmin=0, vmax=largest)
+        drawn.colorbar(heat, ax=axes[1:], label="share of the patch (rollout)", shrink=0.8)
+        report.save(drawn, path)
