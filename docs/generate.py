@@ -110,7 +110,8 @@ def gallery() -> str:
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as MyST makes it."""
+    """Return the anchor of a heading, as MyST makes it: without formulas."""
+    heading = re.sub(r"\$.*?\$", "", heading).strip()
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
