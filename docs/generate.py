@@ -111,7 +111,7 @@ def gallery() -> str:
 
 def slug(heading: str) -> str:
     """Return the anchor of a heading, as MyST makes it: without formulas."""
-    heading = re.sub(r"\$.*?\$", "", heading).strip()
+    heading = re.sub(r"\$.*?\$", "", heading)
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
