@@ -223,7 +223,7 @@ def test_with_one_coupling_the_first_point_is_the_baseline():
 def test_one_evaluation_is_drawn_as_points(tmp_path, monkeypatch):
     """A line through one point is not seen. Each seed has its dot beside the interval."""
     drawn = []
-    monkeypatch.setattr(harness, "save", lambda figure, path: drawn.append(figure.axes))
+    monkeypatch.setattr(harness.report, "save", lambda figure, path: drawn.append(figure.axes))
     results = [result("orf", BASE), result("pm", BASE[::-1])]
     compare.write(results, "orf", small_config(), tmp_path)
     (differences,), curves = drawn
