@@ -18,10 +18,11 @@ fine-tunes it, for `--num_epochs` at the peak rate `--learning_rate`. `--out` is
 not exist: work in progress is in `OUT.unfinished`, and after a kill the same command begins anew.
 
 --refine_steps moves the frequencies themselves, by gradient descent on the attention error of the
-same images: estimates are no longer unbiased, and much closer with few features. --keep=1 keeps
-softmax attention in the layer with the largest error. With --exact_window=0,16 patches are in the
-order of a Z-order curve: a square of 16 and both neighbours are exact for each other, and class
-token and registers for all. The window alone, without any features, is a row of the table.
+same images: estimates are no longer unbiased, and much closer with few features. Beside a window
+features of far keys are learned, too, and the way with the lower error on held-out images is used.
+--keep=1 keeps softmax attention in the layer with the largest error. With --exact_window=0,16
+patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
+other, and class token and registers for all. The window alone is a row of the table.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy.
