@@ -77,7 +77,7 @@ TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal, dtype, two_blocks):
-    """Of everything that may have one, over two blocks or three chunks, calibration included.
+    """Gradients of all that may have one, over two blocks or three chunks, calibration included.
 
     NaN where no key is stays there; without any key outputs and gradients are 0.
     """

@@ -124,7 +124,7 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
 
 
 def test_blocks_are_those_of_a_device_of_the_mesh_in_context(monkeypatch):
-    """Of the platform that a program is compiled for; a batch over eight devices is an eighth.
+    """Blocks of the platform that a program is compiled for; eight devices have an eighth each.
 
     On a TPU there are no blocks while features fit.
     """

@@ -37,7 +37,7 @@ def arrangements(simplex):
 
 @pytest.mark.parametrize("v", [0.3, 1.5, 4.0])
 def test_simrf_theorem_3_4(v):
-    """Of arrangements that ignore the lengths none is below the simplex, d = 4.
+    """No arrangement that ignores the lengths is below the simplex, d = 4.
 
     Two opposite pairs have as low a sum of cosines as the simplex has.
     """
