@@ -166,7 +166,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+IN_OTHERS = ("causal, log-weights", "causal, decay")
+"""Their programs are parts of other ones."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHERS)) for name in GRADIENTS],
+)
 def test_gradients(name, small_chunks):
     """Of each array along a direction, against differences of the oracle in float64."""
     options = GRADIENTS[name]

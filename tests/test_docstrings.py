@@ -155,7 +155,13 @@ REPLAYED = "/performer/linearization/places.py"
 
 
 @pytest.mark.parametrize(("module", "test"), list(examples()))
-@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+@pytest.mark.parametrize(
+    "x64",
+    [
+        pytest.param(False, marks=pytest.mark.thorough, id="32 bits"),
+        pytest.param(True, id="64 bits"),
+    ],
+)
 def test_examples_run(module, test, x64, monkeypatch):
     """Under strict promotion of dtypes, and every product of float32 numbers in float32.
 
