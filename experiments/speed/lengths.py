@@ -13,6 +13,7 @@ import csv
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def softmax64(name: str, args: Sequence[jax.Array]) -> list[np.ndarray]:
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
 
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        *qkv, frequencies, gradient = (jnp.asarray(np.asarray(x, np.float64)) for x in args)
-        output, pull = jax.vjp(lambda *x: attention(*x, frequencies), *qkv)
+        *qkvw, gradient = (jnp.asarray(np.asarray(x, np.float64)) for x in args)
+        output, pull = jax.vjp(partial(attention, frequencies=qkvw.pop()), *qkvw)
         return [np.asarray(x) for x in (output, *pull(gradient))]
 
 
@@ -127,8 +128,8 @@ def measure(lengths: Sequence[int], out: Path, minutes: float = 9.0) -> str:
         if time.monotonic() - start > 60 * minutes:
             print("Time is up: the same command goes on.", flush=True)
             break
-        row = dict.fromkeys((*KEYS, "relative error", *TIMED, "note"), "")
-        row |= zip(KEYS, case, strict=True)
+        row: Row = {key: "" for key in (*KEYS, "relative error", *TIMED, "note")}
+        row |= dict(zip(KEYS, case, strict=True))
         try:
             if which == "values":
                 row |= checked(name, dtype)
