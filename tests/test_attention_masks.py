@@ -95,7 +95,10 @@ FUTURE = {
 
 
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("name", FUTURE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in MAPS[1:-1])) for name in FUTURE],
+)
 def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
     """Queries, keys, values, log-weights and decays of later tokens."""
     query, key, value, frequencies = far_apart(60.0, 30) if name == "robust" else inputs(t=30)

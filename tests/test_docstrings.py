@@ -156,11 +156,7 @@ REPLAYED = "/performer/linearization/places.py"
 
 @pytest.mark.parametrize(("module", "test"), list(examples()))
 @pytest.mark.parametrize(
-    "x64",
-    [
-        pytest.param(False, marks=pytest.mark.thorough, id="32 bits"),
-        pytest.param(True, id="64 bits"),
-    ],
+    "x64", [pytest.param(False, marks=pytest.mark.thorough, id="32"), pytest.param(True, id="64")]
 )
 def test_examples_run(module, test, x64, monkeypatch):
     """Under strict promotion of dtypes, and every product of float32 numbers in float32.
