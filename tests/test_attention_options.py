@@ -333,7 +333,8 @@ def state_of(case, size, arrays, key, value):
     state = oracles.key_state(
         key, value, arrays["frequencies"], heads, none, **options_of(case, arrays)
     )
-    return [x.reshape(*size.lead, *x.shape[1:]).astype(np.float32) for x in state]
+    dtype = np.float64 if case["dtype"] == "float64" else np.float32
+    return [x.reshape(*size.lead, *x.shape[1:]).astype(dtype) for x in state]
 
 
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
