@@ -176,15 +176,14 @@ def _sums(tokens, estimate, pairs, mask, sparse) -> tuple[Array, Array]:
         return _dense(query, key, value, mask.gram() if isinstance(mask, Estimate) else mask)
     left, right, landmarks = _phi(cast(Estimate, mask))
     heads = lambda y: jnp.broadcast_to(y, (n, b, *y.shape[-1:])).reshape(n * b, -1)  # noqa: E731
-    per_head = [heads(y.value if y.value.ndim == 1 else y.value[:, None]) for y in (left, right)]
+    per_head = [y.value if y.value.ndim == 1 else y.value[:, None] for y in (left, right)]
+    per_head = [heads(y.astype(dtype)) for y in per_head]
     flat = jax.tree.map(lambda y: y.reshape(n * b, t, -1), (query, key, value))
 
     def one(operands):
-        (query, key, value), values = operands
-        sides = (
-            y._replace(value=z.astype(dtype)) for y, z in zip((left, right), values, strict=True)
-        )
-        return _sparse(query, key, value, *sides, landmarks)
+        split, values = operands
+        of_query, of_key = (y._replace(value=z) for y, z in zip((left, right), values, strict=True))
+        return _sparse(*split, of_query, of_key, landmarks)
 
     rows, tops = jax.lax.map(one, (flat, per_head))
     return rows.reshape(n, b, t, v + 1), tops.reshape(n, b, t)
