@@ -181,9 +181,9 @@ def _sums(tokens, estimate, pairs, mask, sparse) -> tuple[Array, Array]:
     flat = jax.tree.map(lambda y: y.reshape(n * b, t, -1), (query, key, value))
 
     def one(operands):
-        split, values = operands
-        of_query, of_key = (y._replace(value=z) for y, z in zip((left, right), values, strict=True))
-        return _sparse(*split, of_query, of_key, landmarks)
+        (query, key, value), (of_left, of_right) = operands
+        sides = left._replace(value=of_left), right._replace(value=of_right)
+        return _sparse(query, key, value, sides, landmarks)
 
     rows, tops = jax.lax.map(one, (flat, per_head))
     return rows.reshape(n, b, t, v + 1), tops.reshape(n, b, t)
@@ -217,10 +217,10 @@ def _phi(mask: Estimate) -> tuple[_Visits, _Visits, int]:
 
 
 def _sparse(
-    query: Split, key: Split, value: Array, left: _Visits, right: _Visits, landmarks: int
+    query: Split, key: Split, value: Array, sides: tuple[_Visits, _Visits], landmarks: int
 ) -> tuple[Array, Array]:
     """Rows (t, v + 1) of one head, and the exponents taken out (t,)."""
-    nodes = len(value)
+    (left, right), nodes = sides, len(value)
     factors = jax.tree.map(lambda y: _chunks(y, 0.0), (query[1], key[1]))
     m = max(y.shape[1] for y in jax.tree.leaves((query, key)))
     exponents = [
