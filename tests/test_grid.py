@@ -96,3 +96,15 @@ def test_a_vit_learns_its_mask():
     assert set(own) == {"modulation", "joined"}  # the walks are state
     assert jnp.all(own["modulation"][...] != 0)
     assert jnp.isfinite(own["joined"][...]).all()
+
+
+def test_alibi_has_a_slope_for_each_head():
+    model = new_vit(small_config(attention=config.Attention(mask="alibi", num_features=8)))
+    slopes = model.blocks[0].attention.attention_fn.estimate["alibi_slopes"]
+    assert slopes.tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+
+
+def test_a_mask_without_random_features_is_refused():
+    settings = small_config(attention=config.Attention(mask="grid", kind="softmax"))
+    with pytest.raises(ValueError, match=r"mask \('grid'\) needs .*kind \('softmax'\)=performer"):
+        config.validate(settings)

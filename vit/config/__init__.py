@@ -174,9 +174,10 @@ class Attention:
         holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
     )
     mask: str = _choice(
-        "none grid",
+        "none grid alibi",
         """Factor of the attention weights: "grid" is a kernel of the grid of patches by random
-        walks, learned for each head (`vit.model.grid`).""",
+        walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
+        order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
     implementation: str = _choice("xla pallas", "pallas: TPU kernels (compiled, not yet run).")
     exact_window: int = _count(

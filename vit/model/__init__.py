@@ -186,6 +186,9 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
     if own.mask == "grid":
         side = config.data.image_size // config.model.patch_size
         kind = partial(GridAttention, size.num_heads, side, config.model.num_prefix)
+    elif own.mask == "alibi":
+        slopes = 2.0 ** -np.linspace(8 / size.num_heads, 8, size.num_heads)
+        kind = partial(PerformerAttention, alibi_slopes=slopes)
     return kind(
         own.num_features,
         size.head_dim,
