@@ -202,7 +202,7 @@ def _faded_first(
 ) -> Float[Array, "b t f k"]:
     """Log-decay of the first keys for each query."""
     log_decay, begins = log_decay[:, :, None], place == 0
-    after = (place[..., None] > jnp.arange(f)[None, None])[..., None]
+    after = (place[..., None] > jnp.arange(f, dtype=place.dtype)[None, None])[..., None]
     later = jnp.where(after, log_decay, 0.0)
     fading = _decay.since_begin(later, begins) + of_others(later, jnp.less, axis_name)
     if not is_causal:  # queries before the key, too
