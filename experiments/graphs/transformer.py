@@ -23,8 +23,8 @@ is that of the step with the best validation score.
 Writes transformer (csv, md, png) to --out.
 """
 
+import functools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class Model(nnx.Module):
     def __call__(self, x, mask, is_class):
         """Return the outputs (N, outputs)."""
         dropout = self.dropout if is_class else lambda x: x
-        x = self.block(dropout(self.embed(dropout(x))), mask)
+        x = self.block(dropout(self.embed(x)), mask)
         return self.head(dropout(self.norm(x)))
 
 
@@ -146,16 +146,20 @@ def fit(problem: Problem, method: str, seed: int, steps: int, positions: Any) ->
         key = jax.random.key(300 + seed)
         sampled = features.sample(key, problem.graph, num_walks=NUM_WALKS, p_halt=P_HALT)
         mask = features.merged(sampled, TERMS)
-    decay = 0.05 if is_class else 0.0
-    schedule = optax.cosine_decay_schedule(1e-2, steps)
-    optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=decay), wrt=nnx.Param)
-
+    optimizer = nnx.Optimizer(model, descent(is_class, steps), wrt=nnx.Param)
     graphdef, state = nnx.split((model, optimizer))
     found = np.asarray(_train(graphdef, state, x, mask, targets, chosen, steps))
     return float(found[found[:, 0].argmax(), 1])
 
 
-@partial(jax.jit, static_argnums=(0, 6))
+@functools.cache  # one value: its functions are part of the compiled program's key
+def descent(is_class: bool, steps: int) -> optax.GradientTransformation:
+    """Return AdamW with a cosine schedule; decay for classes alone, which have few labels."""
+    schedule = optax.cosine_decay_schedule(1e-2, steps)
+    return optax.adamw(schedule, weight_decay=0.05 if is_class else 0.0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
 def _train(graphdef, state, x, mask, targets, chosen, steps) -> jax.Array:
     """Return the scores of validation and test every `EVERY` steps."""
     is_class = targets.ndim == 1

@@ -10,6 +10,7 @@ walks          random walks from all nodes; `reinforced`, the self-avoiding base
 pagerank       PageRank by random walks and by power iteration
 rotary         rotary positions of nodes, from the spectrum of the graph
 theory         expected errors in closed form; `theory.recommend` chooses the walks
+stitched       `stitched`: long walks from short ones, for kernels that reach far
 tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes: posteriors, samples, fits
 """
@@ -23,6 +24,7 @@ from performer.graphs import matching as matching
 from performer.graphs import pagerank as pagerank
 from performer.graphs import reinforced as reinforced
 from performer.graphs import rotary as rotary
+from performer.graphs import stitched as stitched
 from performer.graphs import tasks as tasks
 from performer.graphs import theory as theory
 from performer.graphs import walks as walks
