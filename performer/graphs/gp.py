@@ -141,7 +141,7 @@ def sample(
 def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance, *, num_samples):
     """Return the samples, and the residual of the equations; `near` has the rows observed."""
     dtype = jnp.promote_types(kernel.left.value.dtype, y.dtype)
-    noise_scale, output_scale = (jnp.asarray(x, dtype) for x in (noise_scale, output_scale))
+    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
     prior_key, noise_key = jax.random.split(key)
     weights = jax.random.normal(prior_key, (kernel.shape[0], num_samples), dtype)
     noise = jax.random.normal(noise_key, (len(y), num_samples), dtype)

@@ -90,7 +90,7 @@ def rotate(
         ValueError: for frequencies that are not half as many as h.
 
     Example:
-        >>> r = coordinates(graph, 8)
+        >>> r = coordinates(graph, 4)
         >>> query, key = rotate(query, r, omega), rotate(key, r, omega)
     """
     if 2 * frequencies.shape[-2] != x.shape[-1]:
@@ -98,7 +98,7 @@ def rotate(
             f"{x.shape[-1]} entries need half as many frequencies: {frequencies.shape}"
         )
     shared = jnp.broadcast_to(frequencies, (x.shape[-2], *frequencies.shape[-2:]))
-    angles = jnp.einsum("nbr,ir->inb", shared, positions, precision="highest")
+    angles = jnp.einsum("nbr,ir->inb", shared, positions.astype(shared.dtype), precision="highest")
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     left, right = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
