@@ -269,13 +269,19 @@ def _links(left: _Visits, right: _Visits, landmarks: int, most: int) -> _Links |
         return None
     entry = np.repeat(np.arange(len(start)), count)
     other = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + begin[node][entry]
-    blocks = [
-        np.pad(y, (0, -total % BLOCK)).reshape(-1, BLOCK)
-        for y in (entry, other, start[entry], keys[other])
-    ]
-    exists = jnp.arange(blocks[0].size).reshape(-1, BLOCK) < total
-    of_visits = (jnp.asarray(y, jnp.int32) for y in (of_left, of_right))
-    return _Links(*of_visits, *(jnp.asarray(y, jnp.int32) for y in blocks), exists)
+
+    def blocks(y):
+        return jnp.asarray(np.pad(y, (0, -total % BLOCK)).reshape(-1, BLOCK), jnp.int32)
+
+    return _Links(
+        jnp.asarray(of_left, jnp.int32),
+        jnp.asarray(of_right, jnp.int32),
+        blocks(entry),
+        blocks(other),
+        blocks(start[entry]),
+        blocks(keys[other]),
+        blocks(np.ones(total)) > 0,
+    )
 
 
 def _over_links(
