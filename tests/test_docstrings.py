@@ -87,6 +87,11 @@ def _ring():
     return graphs.Graph.from_edges([(i, (i + 1) % 8) for i in range(8)], num_nodes=8)
 
 
+def _ring_kernel():
+    kernel, options = graphs.kernels.Diffusion(1.0), dict(num_walks=4, p_halt=0.5)
+    return graphs.graph_random_features(jax.random.key(0), _ring(), kernel, **options)
+
+
 def _linen_layer(x):
     module = linen.MultiHeadAttention(2)
     return {"module": module, "variables": module.init(jax.random.key(0), x)}
@@ -108,6 +113,17 @@ NEEDED = {
         "graphs": graphs,
         "frequencies": normal(8, 64),
     },
+    "performer.graphs.gp": lambda normal: {
+        "K": _ring_kernel(),
+        "seen": jnp.array([0, 3, 4]),
+        "y": jnp.arange(3.0),
+    },
+    "performer.graphs.rotary": lambda normal: (
+        {"graph": _ring(), "omega": normal(2, 4)} | small_heads(normal)
+    ),
+    "performer.nnx.graph": lambda normal: (
+        {"graph": _ring(), "graphs": graphs, "x": normal(8, 64)} | {"key": jax.random.key(0)}
+    ),
     "performer.graphs.matching": lambda normal: (
         {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),
