@@ -29,9 +29,6 @@ def test_notes(tmp_path):
     for damaged in (path.read_text()[:-3], "[1, 2]", ""):
         path.write_text(damaged)
         assert files.noted(path) is None
-    path.unlink()
-    os.mkfifo(path)
-    assert files.noted(path) is None
 
 
 def test_a_full_disk_names_the_file_which_stays_as_it_was(tmp_path, monkeypatch):

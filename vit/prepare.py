@@ -45,9 +45,10 @@ from PIL import Image, ImageOps
 from vit.config.arguments import launch
 from vit.config.cli import command
 from vit.config.signature import define, given
+from vit.data import augment
 from vit.data.sources import forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
-from vit.run import bounded, machine
+from vit.run import machine
 from vit.run.files import alone
 
 VERSION = "1.0.0"
@@ -170,7 +171,7 @@ def _with_channels(source: Source) -> Source:
     modes = set()
     for example in itertools.islice(train(), None, None, step):
         with contextlib.suppress(Exception):  # the file is named when it is written
-            modes.add(bounded.image(example.read()).mode)
+            modes.add(augment.open_image(example.read()).mode)
     return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
 
 
@@ -215,7 +216,7 @@ def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     Raises:
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
-    with bounded.image(image) as opened:
+    with augment.open_image(image) as opened:
         opened.load()
         kind = "JPEG" if opened.format == "JPEG" else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")

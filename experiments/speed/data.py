@@ -16,7 +16,6 @@ from typing import Any
 
 from experiments.common import timing
 from vit import config, data
-from vit.run import bounded
 
 SIZE, RESIZE = 224, 256
 REPEATS = 5
@@ -45,7 +44,7 @@ def read(folder: Path) -> list[bytes]:
     paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
         raise ValueError(f"{folder} holds no JPEG file (*.jpg, *.jpeg)")
-    return [bounded.content(path) for path in paths]
+    return [path.read_bytes() for path in paths]
 
 
 def rates(files: list[bytes]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
 from vit.config.cli import command
-from vit.run import bounded
+from vit.data import augment
 
 EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
@@ -175,7 +175,7 @@ def _typical_side(records: Iterable[dict[str, Any]]) -> int:
     sides = []
     for record in records:
         with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
-            sides.append(min(bounded.image(record["image"]).size))
+            sides.append(min(augment.open_image(record["image"]).size))
     if not sides:
         raise ValueError("none of the sampled pictures can be read")
     return int(statistics.median(sides))
