@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
-from experiments.speed import data as benchmark_data
 from tests.small import PATIENCE, small_config
 from vit import config, data, prepare
 from vit.data import augment
@@ -238,22 +237,6 @@ def test_colour_models_are_converted():
     Image.fromarray(photograph(16, 16)).convert("CMYK").save(buffer, "JPEG", quality=95)
     got = evaluated(buffer.getvalue(), image_size=16)
     assert np.abs(got.astype(int) - photograph(16, 16)).mean() < 3
-
-
-@pytest.mark.thorough
-def test_the_benchmark_measures_both_pipelines(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="holds no JPEG file"):
-        benchmark_data.read(tmp_path)
-    (tmp_path / "a.JPEG").write_bytes(JPEG)
-    for name, value in [("REPEATS", 1), ("IMAGES", 2), ("RECORDS", 20)]:
-        monkeypatch.setattr(benchmark_data, name, value)
-    rows = benchmark_data.rates(benchmark_data.read(tmp_path))
-    assert [row["pipeline"] for row in rows] == ["training", "evaluation"]
-    assert all(row["images/s"] > 0 for row in rows)
-    for name, value in [("LATE_BATCH", 16), ("LATE_BATCHES", 1), ("SIZE", 16)]:
-        monkeypatch.setattr(benchmark_data, name, value)
-    alone, threads, _ = benchmark_data.waiting(benchmark_data.read(tmp_path))
-    assert alone["first batch, s"] > 16 * 0.03 > threads["first batch, s"]
 
 
 WORKERS = """
