@@ -1,6 +1,5 @@
 """vit.prepare: what it writes, bad files, stops and full disks, and reading the result back."""
 
-import fcntl
 import io
 import os
 import re
@@ -114,23 +113,6 @@ def test_what_is_no_file_is_left_out(source, tmp_path, capsys):
     assert re.search(r"skipped .*dangling\.jpg: .*No such file", err)
     train = load(tmp_path / "out", "pets", "validation").train
     assert sum(train[i]["file_name"].decode() == "\ufffd.jpg" for i in range(6)) == 1
-
-
-def test_what_a_killed_run_left_is_removed_unless_it_still_runs(source, tmp_path, capsys):
-    leftover = tmp_path / "out" / "pets" / "incomplete.ABCDEF_1.0.0"
-    leftover.mkdir(parents=True)
-    (leftover / "dataset_info.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out' holds no data set; make one .*--out=.*out"):
-        load(tmp_path / "out", "pets", "validation")
-    running = os.open(leftover.parent, os.O_RDONLY)
-    fcntl.flock(running, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="pets is in use by another process"):
-        prepare(source, tmp_path / "out")
-    assert leftover.exists()
-    os.close(running)
-    assert prepare(source, tmp_path / "out")["train"] == 6
-    assert f"{leftover} is left from a run that was killed" in capsys.readouterr().err
-    assert [p.name for p in leftover.parent.iterdir()] == ["1.0.0"]
 
 
 def test_a_full_disk_is_named_and_nothing_stays(source, tmp_path):
