@@ -226,19 +226,6 @@ def _loaded(folder: Path, state: Any) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def shapes(workdir: Path) -> Any:
-    """Return the tree of the newest checkpoint: dicts with leaves that have shape and dtype.
-
-    Raises:
-        ValueError: when no checkpoint has a readable description.
-    """
-    for step in reversed(found(workdir)):
-        with contextlib.suppress(Exception):  # as in `_loaded`
-            folder = str((workdir / "checkpoints" / str(step)).resolve())
-            return ocp.checkpointables_metadata(folder).metadata["state"]
-    raise ValueError(f"{workdir} has no checkpoint with a readable description")
-
-
 def set_aside(workdir: Path, step: int) -> None:
     """Move the unreadable checkpoints after `step` to `workdir`/unreadable."""
     if jax.process_index() == 0:
