@@ -25,7 +25,6 @@ devices.initialize(coordinator, 2, process)
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
 from vit.run import checkpoint, hosts
 from vit import config, evaluate, train
-from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW
 settings = small_config(attention=CALIBRATED, optim=STEADY)
@@ -39,16 +38,6 @@ def start(settings, workdir):
 start(dataclasses.replace(settings, seed=process), "run")
 start(settings, "run")
 
-def damaged(path, *args, load=ocp.load_checkpointables, **options):
-    if path.endswith("/3"):
-        raise OSError("input/output error")
-    return load(path, *args, **options)
-
-load = ocp.load_checkpointables
-if process == 1:
-    ocp.load_checkpointables = damaged
-start(settings, "run")
-ocp.load_checkpointables = load
 print("evaluated", json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
 start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000), "long")
 """
@@ -58,8 +47,7 @@ start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000
 def outputs(tmp_path_factory):
     """What two processes on loopback have printed, and their folder.
 
-    They are given different seeds, then the same; one of them cannot read the newest checkpoint.
-    In a long run SIGTERM to one stops both.
+    They are given different seeds, then the same. In a long run SIGTERM to one stops both.
     """
     folder = tmp_path_factory.mktemp("hosts")
     with socket.socket() as free:
@@ -93,13 +81,11 @@ def errors(output):
 
 
 @pytest.mark.thorough
-def test_both_name_another_flag_and_go_back_to_what_both_can_read(outputs):
+def test_both_name_another_flag_and_evaluate_alike(outputs):
     printed, folder = outputs
     for output in printed:
         (error,) = errors(output)
         assert "process 1, with config.seed: 1, and process 0 with config.seed: 0" in error
-        assert "/3 cannot be read (process 1: OSError: input/output error); going back" in output
-    assert (folder / "run" / "unreadable" / "3").exists()
     assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == ["2", "3"]
     log = metrics.read(folder / "run" / "metrics.jsonl")
     assert [r["step"] for r in log] == [1, 2, 3]

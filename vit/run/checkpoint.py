@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from vit.reports import metrics
 from vit.run import hosts
@@ -174,8 +173,7 @@ def chosen_steps(workdir: Path, step: int | str | None) -> list[int]:
 def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[int, Any]:
     """Return step and state of the newest readable checkpoint; change nothing on disk.
 
-    A damaged checkpoint is reported and skipped. With several processes all must call this; they
-    restore the newest checkpoint that each of them can read.
+    A damaged checkpoint is reported and skipped. With several processes all must call this.
 
     Args:
         workdir: folder of the run.
@@ -190,40 +188,18 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
     chosen = json.loads(hosts.gathered(json.dumps(chosen_steps(workdir, step)))[0])
     for number in reversed(chosen):
         folder = workdir / "checkpoints" / str(number)
-        loaded, reason = _loaded(folder, state)
+        loaded, reason = {}, ""
+        try:
+            loaded = ocp.load_checkpointables(str(folder.resolve()), {"state": state})
+        except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         reasons = hosts.failures(reason)
-        _count_alike()
         if not reasons:
             for failure in failures:
                 print(f"{failure}; going back to step {number}")
-            return number, loaded
+            return number, loaded["state"]
         failures.append(f"{folder} cannot be read ({'; '.join(reasons)})")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
-
-
-def _count_alike() -> None:
-    """Advance Orbax's operation number, part of its barriers' names, to that of all processes."""
-    number = int(OperationIdGenerator.get_current_operation_id())
-    for _ in range(max(map(int, hosts.gathered(str(number)))) - number):
-        OperationIdGenerator.next_operation_id()
-
-
-def _loaded(folder: Path, state: Any) -> tuple[Any, str]:
-    """Return a checkpoint as read by this process alone; or None, and the reason."""
-    alone: Any = contextlib.nullcontext()
-    if jax.process_count() > 1:
-        options = ocp.options.MultiprocessingOptions(
-            primary_host=None,
-            active_processes={jax.process_index()},
-            barrier_sync_key_prefix=str(jax.process_index()),
-        )
-        alone = ocp.Context(multiprocessing_options=options)
-    try:
-        with alone:
-            loaded = ocp.load_checkpointables(str(folder.resolve()), {"state": state})
-            return loaded["state"], ""
-    except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def set_aside(workdir: Path, step: int) -> None:
