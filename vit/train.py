@@ -6,7 +6,7 @@
 The folder of the run contains `config.json`, `metrics.jsonl`, `learning_curve.png` and
 `checkpoints/`. --dry_run only compiles the steps and prints parameters, memory, operations and
 collectives; the exit code is 1 if they do not fit into memory. --topology compiles for absent
-devices (`vit.run.topologies`) without reading data:
+devices (`vit.run.dry_run`) without reading data:
 
     python -m vit.train --config=imagenet --dry_run --topology=v5e:4x4
 

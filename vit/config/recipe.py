@@ -72,11 +72,8 @@ def for_images(
         values: given fields, as {"num_epochs": 5}; the other fields are derived from these too.
 
     Raises:
-        ValueError: for less than one picture, one pixel or two classes, or a value out of range.
+        ValueError: for less than two classes, or a value out of range.
     """
-    for name, value in [("num_examples", num_examples), ("side", side), ("channels", channels)]:
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     if num_classes < 2:
         raise ValueError(f"num_classes={num_classes}: a classifier needs at least 2 classes")
     values = values or {}

@@ -63,8 +63,7 @@ def train(
 
     Raises:
         ValueError: for an invalid config; a workdir with another run, in use or without its
-            checkpoints; a record that cannot be decoded; or hosts with different settings or
-            folders.
+            checkpoints; a record that cannot be decoded; or hosts with different settings.
         FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
