@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark couplings
     python -m experiments.benchmark attention --quick
+    python -m experiments.benchmark attention --lengths=197,1024,4096,16384,65536
     python -m experiments.benchmark vit --quick
 
 `couplings`: milliseconds of one draw (m = 128, d = 64) and of 144 at once (12 layers x 12 heads),
@@ -9,7 +10,9 @@ jitted, warm, the best of 7; and the ratio of dense to structured products of 1,
 frequencies.
 
 `attention`: see `experiments.speed.attention`. A GPU or TPU adds a second table. With --quick all
-lengths are a 16th, a trial run whose numbers mean nothing.
+lengths are a 16th, a trial run whose numbers mean nothing. With --lengths, values against float64,
+then times by the number of tokens beside exact and cuDNN's attention, for the first ten minutes on
+a device: `experiments.speed.lengths`.
 
 `vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
@@ -17,6 +20,7 @@ lengths are a 16th, a trial run whose numbers mean nothing.
 Tables and figures go to --out.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +28,7 @@ import jax
 
 from experiments.common import harness, launch, timing
 from experiments.speed import attention, samplers, vit
+from experiments.speed import lengths as by_length
 from vit.reports import report
 
 
@@ -47,6 +52,8 @@ def main(
     what: Literal["couplings", "attention", "vit"],
     /,
     quick: bool = False,
+    lengths: Sequence[int] = (),
+    minutes: float = 9.0,
     out: Path = Path("results/benchmark"),
 ) -> None:
     """Print the tables.
@@ -54,6 +61,8 @@ def main(
     Args:
         what: part to measure.
         quick: attention and vit at a part of the length, as a trial run.
+        lengths: numbers of tokens for attention, instead of its tables.
+        minutes: with --lengths, time after which nothing is begun; the same command goes on.
     """
     print(timing.hardware() + "\n")
     if quick and what in ("attention", "vit"):
@@ -62,6 +71,8 @@ def main(
     if what == "couplings":
         print(report.table(samplers.samplers(), out / "samplers"))
         print(report.table(samplers.products(), out / "products"))
+    elif what == "attention" and lengths:
+        print(by_length.measure(lengths, out, minutes))
     elif what == "attention":
         of_attention(quick, out)
     else:

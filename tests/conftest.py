@@ -36,6 +36,10 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # lowering is quicker by a fifteenth
+# XLA's threads, of which a program on eight devices takes eight. With no more than these, launches
+# of a second program can keep the first one from starting on all devices, each of which waits for
+# the others until XLA aborts the process (JAX 0.10.2, two busy cores).
+os.environ["NPROC"] = "32"
 isa = os.environ.get("PERFORMER_TEST_ISA")  # of an older processor, which rounds otherwise
 # With few optimisations too, machine code in an eighth of the time (a gradient: 1.53 s, .18 s).
 os.environ["XLA_FLAGS"] = " ".join(

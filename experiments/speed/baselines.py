@@ -98,6 +98,7 @@ IMPLEMENTATIONS = {
     "public, causal": partial(public, is_causal=True),
     "exact, causal": partial(exact, is_causal=True),
     "cuDNN": partial(exact, implementation="cudnn"),
+    "cuDNN, causal": partial(exact, implementation="cudnn", is_causal=True),
     "kernel": partial(performer_attention, implementation="pallas"),
     "kernel, causal": partial(performer_attention, implementation="pallas", is_causal=True),
 }

@@ -44,7 +44,7 @@ class Features:
     node: Any
     """Columns (T,), int32."""
     value: Any
-    """Entries (T,)."""
+    """Entries (T,); (n, T) with one modulation for each of n heads, for `masked_attention`."""
     num_nodes: int = field(metadata={"static": True})
 
     def __matmul__(self, vectors: ArrayLike) -> Array:
@@ -55,10 +55,10 @@ class Features:
         """Return Phi^T v."""
         return self._sum(self.start, self.node, vectors)
 
-    def to_dense(self) -> Float[Array, "n n"]:
-        """Return Phi as an array."""
-        zeros = jnp.zeros((self.num_nodes,) * 2, self.value.dtype)
-        return zeros.at[self.start, self.node].add(self.value)
+    def to_dense(self) -> Float[Array, "*k n n"]:
+        """Return Phi as an array; (n, N, N) for n heads."""
+        shape = (*self.value.shape[:-1], self.num_nodes, self.num_nodes)
+        return jnp.zeros(shape, self.value.dtype).at[..., self.start, self.node].add(self.value)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """Return Phi as a SciPy matrix; duplicate entries are summed."""
@@ -93,11 +93,11 @@ class Estimate:
         product = self.left @ self.right.transposed(vectors)
         return (product + self.right @ self.left.transposed(vectors)) / 2
 
-    def gram(self) -> Float[Array, "n n"]:
-        """Return K, dense."""
+    def gram(self) -> Float[Array, "*k n n"]:
+        """Return K, dense; (n, N, N) for n heads."""
         phi, psi = self.left.to_dense(), (self.right or self.left).to_dense()
-        product = jnp.matmul(phi, psi.T, precision="highest")
-        return product if self.right is None else (product + product.T) / 2
+        product = jnp.matmul(phi, psi.mT, precision="highest")
+        return product if self.right is None else (product + product.mT) / 2
 
 
 def graph_random_features(
@@ -184,12 +184,16 @@ def sample(
 
 
 def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
-    """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f."""
+    """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f.
+
+    A modulation length -> (n, length) has a kernel for each of n heads.
+    """
     value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
 
 
 @jax.jit
 def _weighed(sampled: walks.Walks, f: Array) -> Array:
-    f = jnp.append(f, f.sum()).astype(sampled.load.dtype)  # the last one is for `FOREVER`
-    return f[sampled.step] * sampled.load / sampled.num_walks
+    # The last one is for `FOREVER`.
+    f = jnp.append(f, f.sum(-1, keepdims=True), axis=-1).astype(sampled.load.dtype)
+    return f[..., sampled.step] * sampled.load / sampled.num_walks

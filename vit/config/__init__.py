@@ -18,6 +18,7 @@ import jax
 
 import performer
 from performer.choices import unknown
+from performer.typing import Window
 from vit.run import files
 
 LARGEST = 2**31 - 1
@@ -180,6 +181,10 @@ class Attention:
         both neighbours, and to class token and registers. Patches are in the order of a Z-order
         curve, so a chunk is roughly a square of the image.""",
     )
+    exact_keys: int = _count(
+        0, "Keys of a head that are exact for all queries, those with the largest weights."
+    )
+    exact_rows: int = _count(0, "First tokens whose attention is exact: 1 for a class token.")
     transferred: bool = _field(
         False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
     )
@@ -333,8 +338,9 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " the depth of config.model.variant": lambda c: (
         max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth
     ),
-    "config.attention.exact_window must be 0 with config.attention.implementation": lambda c: (
-        c.attention.exact_window == 0 or c.attention.implementation == "xla"
+    "config.attention.exact_window, exact_keys and exact_rows must be 0 with"
+    " config.attention.implementation": lambda c: (
+        c.attention.implementation == "xla" or not any(window(c))
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
@@ -426,6 +432,13 @@ def parse_variant(variant: str) -> tuple[Size, int]:
             " (any patch size may follow the slash)"
         )
     return SIZES[name], int(patch_size)
+
+
+def window(config: Config) -> Window:
+    """Return the exact pairs of a config's attention; beside a window the prefix is exact, too."""
+    own = config.attention
+    first = config.model.num_prefix if own.exact_window else 0
+    return Window(own.exact_window, first, own.exact_keys, own.exact_rows)
 
 
 def exact_layers(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, exact_layers
+from vit.config import Config, exact_layers, window
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -186,8 +186,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         redraw_every=own.redraw_every,
         calibration=own.calibration,
         implementation="pallas" if own.implementation == "pallas" else None,
-        exact_window=own.exact_window,
-        exact_first=config.model.num_prefix if own.exact_window else 0,
+        **window(config)._asdict(),
         transferred=own.transferred,
         rngs=rngs,
     )
