@@ -160,8 +160,12 @@ def sample(
     coupling: str | Coupling = "antithetic",
     steps: walks.Steps = "uniform",
     adjacency: Literal["normalised", "weights"] = "normalised",
+    max_steps: int | None = None,
 ) -> walks.Walks:
     """Draw the walks of `graph_random_features`, to be modulated by any kernel.
+
+    With `max_steps` longer walks are cut: enough for a modulation of max_steps + 1 coefficients.
+    Shapes then depend on the sizes alone, and `jit` may contain the call, with a concrete graph.
 
     At a node without edges the sum over all steps of the normalised adjacency matrix is known: one
     visit has the step `FOREVER`, which `modulate` multiplies by the sum of f.
@@ -174,7 +178,8 @@ def sample(
     lengths_key, walks_key = jax.random.split(key)
     chosen = graph.normalised() if adjacency == "normalised" else graph
     lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
-    sampled = walks.sample(walks_key, chosen, lengths, p_halt=p_halt, steps=steps)
+    options: Any = dict(p_halt=p_halt, steps=steps, max_steps=max_steps)
+    sampled = walks.sample(walks_key, chosen, lengths, **options)
     alone = np.diff(np.asarray(graph.indptr)) == 0
     if adjacency == "weights" or not alone.any():
         return sampled

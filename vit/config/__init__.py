@@ -156,7 +156,7 @@ class Model:
 
 @dataclasses.dataclass
 class Attention:
-    """Attention of the blocks; all kinds have the same parameters."""
+    """Attention of the blocks; all kinds have the same parameters, but for those of a mask."""
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field(
@@ -173,6 +173,12 @@ class Attention:
         'Blocks with exact attention whatever `kind` is, counted from 0, as "0,3".',
         'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
         holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
+    )
+    mask: str = _choice(
+        "none grid alibi",
+        """Factor of the attention weights: "grid" is a kernel of the grid of patches by random
+        walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
+        order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
     implementation: str = _choice("xla pallas", "pallas: TPU kernels (compiled, not yet run).")
     exact_window: int = _count(
@@ -341,6 +347,12 @@ RULES: dict[str, Callable[[Config], bool]] = {
     "config.attention.exact_window, exact_keys and exact_rows must be 0 with"
     " config.attention.implementation": lambda c: (
         c.attention.implementation == "xla" or not any(window(c))
+    ),
+    "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0"
+    " and config.attention.implementation=xla": lambda c: (
+        c.attention.mask == "none"
+        or (c.attention.kind, c.attention.exact_window, c.attention.implementation)
+        == ("performer", 0, "xla")
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
