@@ -143,8 +143,9 @@ def train(
                     tracing.close()
                 evaluate_now = due(step, config.eval_every, num_steps)
             saving = due(step, config.checkpoint_every, num_steps)
-            stop = stopping()
-            if stop or saving or evaluate_now:
+            if saving or evaluate_now:
+                progress.read()
+            if stop := stopping():
                 progress.read()
             if step != saved and (stop or saving):
                 checkpoint.save(checkpoints, step, state)
