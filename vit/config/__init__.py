@@ -344,15 +344,18 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " the depth of config.model.variant": lambda c: (
         max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth
     ),
-    "config.attention.exact_window, exact_keys and exact_rows must be 0 with"
-    " config.attention.implementation": lambda c: (
-        c.attention.implementation == "xla" or not any(window(c))
-    ),
-    "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0"
-    " and config.attention.implementation=xla": lambda c: (
+    **{
+        f"config.attention.{name} must be 0 with config.attention.implementation": (
+            lambda c, name=name: c.attention.implementation == "xla" or not vars(c.attention)[name]
+        )
+        for name in ("exact_window", "exact_keys", "exact_rows")
+    },
+    "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0,"
+    " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
+    " config.attention.implementation=xla": lambda c: (
         c.attention.mask == "none"
-        or (c.attention.kind, c.attention.exact_window, c.attention.implementation)
-        == ("performer", 0, "xla")
+        or (c.attention.kind, any(window(c)), c.attention.implementation)
+        == ("performer", False, "xla")
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
