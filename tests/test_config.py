@@ -67,7 +67,7 @@ REFUSED = [
     ),
     (
         {"attention.exact_window": 8, "attention.implementation": "pallas"},
-        r"exact_window \(8\), exact_keys .* must be 0 with .*implementation \('pallas'\)",
+        r"exact_window \(8\) must be 0 with config.attention.implementation \('pallas'\)",
     ),
     ({"model.variant": "XL/16"}, "config.model.variant 'XL/16'; did you mean"),
     ({"model.variant": "B/x"}, "config.model.variant 'B/x'"),
