@@ -198,13 +198,15 @@ def loss_and_gradients(
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
     Gradients are accumulated over `parts` parts of the batch, so that only the activations of one
-    part are in memory; the result is that of the whole batch. With whole parameters on each device
-    (`fsdp` 1) and `task.by_device`, each device accumulates the gradients of its own rows, and
-    they are reduced once, after the last part. With `fsdp` each part reduces them to shards.
+    part are in memory; the result is that of the whole batch. With whole parameters and examples on
+    each device (`fsdp` and `seq` 1) and `task.by_device`, each device accumulates the gradients of
+    its own rows, and they are reduced once, after the last part. Otherwise each part reduces them.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     summed = partial(_summed, task, graph, parts)
-    if parts > 1 and task.by_device and mesh is not None and mesh.shape["fsdp"] == 1 < mesh.size:
+    is_split = mesh is not None and mesh.shape["data"] == mesh.size > 1
+    if parts > 1 and task.by_device and is_split:
+        assert mesh is not None
         whole, rows = devices.everywhere(mesh).spec, devices.of_batch(mesh).spec
         summed = jax.shard_map(
             partial(summed, axis_name=mesh.axis_names),
