@@ -145,6 +145,7 @@ SEARCH = {
     "learn/attention": "softmax attention, linear attention, FAVOR+, mask, padding",
     "learn/calibrate": "calibrate, calibration, tilt",
     "learn/causal": "decoding, streaming, ALiBi, decay, relative positions, exact window, packed",
+    "learn/exact": "heavy keys, exact keys, class token, Scatterbrain, HyperAttention",
     "learn/couplings": "which coupling, how many features, number of features, redraw",
     "why/attention": "epsilon, overflow, stabilizer",
     "why/faster": "flash attention, FlashAttention, speed, break-even, 512 tokens",

@@ -46,7 +46,7 @@ from performer.attention._masks import key_mask
 from performer.attention.calibration import Calibration, fold, transform_keys, transform_queries
 from performer.attention.refinement import is_near
 from performer.attention.state import finite
-from performer.typing import Coupling, jit_static
+from performer.typing import Coupling, Window, jit_static
 
 __all__ = ["AttentionError", "Estimate", "Recommendation", "attention_error", "recommend"]
 
@@ -171,6 +171,8 @@ def attention_error(
     is_causal: bool = False,
     exact_window: int = 0,
     exact_first: int = 0,
+    exact_keys: int = 0,
+    exact_rows: int = 0,
     seed: int = 0,
 ) -> AttentionError:
     """Measure the error of random-feature attention on these queries and keys.
@@ -195,6 +197,8 @@ def attention_error(
         is_causal: query i sees the keys up to i; uniform attention is then the mean over these.
         exact_window: near keys are exact, as there; 0 for none.
         exact_first: so are the first keys.
+        exact_keys: number of exact keys of a head, those with the largest weights, for each draw.
+        exact_rows: number of exact rows.
         seed: of the draws.
 
     Returns:
@@ -211,6 +215,7 @@ def attention_error(
     options: Any = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
     options |= dict(is_causal=is_causal)
     options |= dict(exact_window=exact_window, exact_first=exact_first)
+    options |= dict(exact_keys=exact_keys, exact_rows=exact_rows)
     return _error(query, key, value, coupling, num_features, num_features, **options)
 
 
@@ -237,8 +242,8 @@ def recommend(
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all of them.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, is_causal, exact_window, exact_first and seed, as
-            for `attention_error`.
+        options: draws, calibration, scale, mask, is_causal, exact_window, exact_first, exact_keys,
+            exact_rows and seed, as for `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, and as `attention_error`.
@@ -292,14 +297,16 @@ def _error(
     is_causal=False,
     exact_window=0,
     exact_first=0,
+    exact_keys=0,
+    exact_rows=0,
     seed=0,
 ) -> AttentionError:
     """`attention_error` by a program that serves all numbers of features up to `most`."""
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, h = query.shape[:-3], query.shape[-1]
-    window = dict(exact_window=exact_window, exact_first=exact_first)
-    options = window | dict(calibration=calibration, scale=scale, is_causal=is_causal)
+    window = Window(exact_window, exact_first, exact_keys, exact_rows)
+    options = window._asdict() | dict(calibration=calibration, scale=scale, is_causal=is_causal)
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
@@ -310,8 +317,9 @@ def _error(
     if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
         log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
         log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
-    near = tuple(window.values()) if exact_window else None
-    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, is_causal)
+    near, chooses = window if any(window) else None, exact_keys > 0
+    static = is_causal, chooses
+    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
         lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
     )
@@ -411,9 +419,9 @@ def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) ->
     return jax.vmap(lambda key: couplings.draw(key, coupling, m, h, k))(keys).astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames="is_causal")
+@partial(jax.jit, static_argnames=("is_causal", "chooses"))
 def _measure(
-    query, key, value, exists, calibration, frequencies, log_weights, window, is_causal
+    query, key, value, exists, calibration, frequencies, log_weights, window, is_causal, chooses
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of each head.
 
@@ -443,7 +451,10 @@ def _measure(
 
         def of_head(args):
             head, keys, rows = args
-            features = w[:, head], log_weights[:, head]
+            features = w[:, head], log_weights[:, head], None
+            if chooses:
+                weigh = partial(_ranks, keys, rows[1].reshape(-1, h), place.reshape(-1) < t)
+                features = *features[:2], jax.lax.map(lambda x: weigh(*x), features[:2])
             block = partial(_block, keys, features, window, t, is_causal)
             return jax.lax.map(lambda x: block(*x), (*rows, place))
 
@@ -454,6 +465,17 @@ def _measure(
         of_rows = tuple(map(rows, (query, transform_queries(calibration, query), along)))
         sums = jax.lax.map(of_head, (jnp.tile(jnp.arange(k), b), of_keys, of_rows))
     return jax.tree.map(lambda x: x.reshape(b, n, blocks, *x.shape[2:]).sum(2), sums)
+
+
+def _ranks(keys, query, exists, w, log_weights) -> Array:
+    """Ranks (s,) of the keys by their estimated weights, the sums over queries (r, h)."""
+    _, key, _, of_keys = keys
+    on_keys = key @ w.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2 + log_weights
+    on_keys = jnp.where(of_keys[:, None], on_keys, -jnp.inf)
+    on_queries = jnp.where(exists[:, None], query @ w.T, -jnp.inf)
+    totals = jax.nn.logsumexp(on_queries + jax.nn.logsumexp(on_keys, axis=0), axis=-1)
+    of_features = jax.nn.logsumexp(on_queries - finite(totals)[:, None], axis=0)
+    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + of_features, axis=-1)))
 
 
 def _block(
@@ -479,7 +501,7 @@ def _block(
     offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
 
     def draw(mean, features):
-        w, log_weights, i = features
+        w, log_weights, ranks, i = features
         on_keys = moved_key @ w.T - half_norms + log_weights
         on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)  # (s, m)
         top_key = jnp.max(on_keys, axis=0)
@@ -488,7 +510,10 @@ def _block(
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
         kernel = jnp.where(seen, kernel, 0)
         if window is not None:
-            near = seen & is_near(place, jnp.arange(len(key)), *window)
+            size = jnp.maximum(window.exact_window, 1)
+            near = is_near(place, jnp.arange(len(key)), size, window.exact_first)
+            near = (near & (window.exact_window > 0)) | (place < window.exact_rows)[:, None]
+            near = seen & (near if ranks is None else near | (ranks < window.exact_keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
             kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))

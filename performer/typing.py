@@ -108,10 +108,12 @@ def jit_static(*static: int) -> Callable[[Callable], Callable]:
 
 
 class Window(NamedTuple):
-    """Keys with exact attention, by the arguments of `performer.performer_attention`."""
+    """Pairs with exact attention, by the arguments of `performer.performer_attention`."""
 
     exact_window: int = 0
     exact_first: int = 0
+    exact_keys: int = 0
+    exact_rows: int = 0
 
 
 NO_WINDOW = Window()

@@ -261,7 +261,7 @@ def full_attention(
         calibration: c, M, M^-1, mu, L, each for all heads or for each key head.
         earlier: (key, value) that all queries see before the others, as they are.
         query_frequencies: as frequencies.
-        exact: (b, t, s), the pairs that count e^{q.k}.
+        exact: (b, t, s) or (b, n, t, s), the pairs that count e^{q.k}.
         bias: (b, n, t, s), added to the logarithms of the pairs.
 
     Returns:
@@ -284,6 +284,8 @@ def full_attention(
         pairs = zip((*earlier, np.zeros((b, before, k))), (key, value, of_keys), strict=True)
         key, value, of_keys = (np.concatenate(pair, axis=1, dtype=np.float64) for pair in pairs)
     out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
+    if exact is not None:
+        exact = np.broadcast_to(exact if exact.ndim == 4 else exact[:, None], (b, n, t, s))
     for i, head in np.ndindex(b, n):
         q, values = query[i, :, head] * root, value[i, :, head * k // n]
         q, keys, w, of_features = _one_head(
@@ -306,9 +308,9 @@ def full_attention(
         exponents, signs, off = terms
         if exact is not None:
             exponents, off = _with_exact_pairs(
-                q, keys, of_head, exact[i], feature_map, exponents, off
+                q, keys, of_head, exact[i, head], feature_map, exponents, off
             )
-            signs = None if signs is None else np.where(exact[i][..., None], 1, signs)
+            signs = None if signs is None else np.where(exact[i, head][..., None], 1, signs)
         if bias is not None:
             of_pairs = bias[i, head][..., None]
             size = np.where(np.isinf(of_pairs), 0, np.abs(of_pairs))
@@ -327,6 +329,24 @@ def full_attention(
             error = np.where(error == 0, 0, error / np.abs(total[:, 0]))
         bound[i, :, head] = 2 * error * np.abs(values).max(initial=0)
     return out, bound
+
+
+def heaviest(matrix, off, heads):
+    """The keys with the largest columns of an attention matrix (b, t, n, s), for each head.
+
+    Its rows are off by (b, t, n). Returns a number f of keys, a third of all or near it, and their
+    mask (b, n, 1, s): rounding decides nowhere which they are.
+    """
+    b, _, n, s = matrix.shape
+    groups = n // heads
+    weights = matrix.sum(axis=1).reshape(b, heads, groups, s).sum(axis=2)
+    off = off.sum(axis=1).reshape(b, heads, groups).sum(axis=2)
+    ranked = -np.sort(-weights, axis=-1)
+    gaps = ranked[..., :-1] - ranked[..., 1:] - 2 * off[..., None]
+    sure = [f for f in range(1, s) if np.all(gaps[..., f - 1] > 0)]
+    f = min([*sure, s], key=lambda f: abs(f - s // 3))
+    chosen = np.argsort(np.argsort(-weights, axis=-1), axis=-1) < f
+    return f, np.repeat(chosen, groups, axis=1)[:, :, None]
 
 
 def exact_pairs(ids, window, first=0):

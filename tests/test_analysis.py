@@ -203,8 +203,9 @@ def test_an_exact_window_is_that_of_the_package():
         A = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool) | (not is_causal), logits, -jnp.inf))
         options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
         both = dict(calibration=calibration, is_causal=is_causal)
-        for window, first in ((0, 0), (2, 1)):
-            near = dict(exact_window=window, exact_first=first)
+        for window, first, keys in ((0, 0, 0), (2, 1, 0), (0, 0, 2)):
+            near = dict(exact_window=window, exact_first=first, exact_rows=first + keys // 2)
+            near |= dict(exact_keys=0 if is_causal else keys)
             error = attention_error(query, key, value, **options, **both, **near)
             measure = partial(attention_weights, query, key, **both, **near)
             measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))

@@ -50,6 +50,8 @@ FACTORS = {
     "batch": ("one axis", "none", "two axes"),
     "dtype": ("float32", "bfloat16 values", "float16"),
     "exact": ("none", "window 2", "window 3, first 2", "all"),
+    "exact_rows": (0, 2),
+    "exact_keys": (0, "some"),
     "place": ("none", "slopes closed over", "decay of keys traced", "decay of queries closed over"),
     "query_frequencies": ARRAY,
     "run": ("whole", "pieces", "two devices"),
@@ -88,6 +90,11 @@ GOES_ONLY_WITH = {
     ("exact", "e"): ("feature_map", ("positive", "hyperbolic", "trigonometric")),
     ("exact", "w"): ("order", ("t = s", "causal t = s")),
     ("exact", "a"): ("order", ("t = s", "causal t = s")),
+    ("exact_keys", "e"): ("feature_map", ("positive", "hyperbolic")),  # others may have signs
+    ("exact_keys", "some"): ("order", ("t < s", "t = s", "t > s")),
+    ("exact_keys", "s"): ("run", ("whole", "two devices")),
+    ("exact_rows", "e"): ("feature_map", ("positive", "hyperbolic", "trigonometric")),
+    ("exact_rows", "2"): ("run", ("whole", "two devices")),
     ("place", "e"): ("order", ("t = s", "causal t = s")),
     ("run", "pieces"): ("order", ("causal t = s",)),
     ("run", "devices"): ("order", ("t = s", "causal t = s")),
@@ -99,6 +106,9 @@ INSTEAD = [
     *(("run", factor) for factor in UNCUT),
     *(("exact", factor) for factor in ("initial_state", "return_state", "stabilizer")),
     *(("place", factor) for factor in ("initial_state", "return_state", "stabilizer")),
+    *(("exact_keys", factor) for factor in ("initial_state", "return_state", "stabilizer")),
+    *(("exact_keys", factor) for factor in ("segments", "place")),
+    *(("exact_rows", factor) for factor in ("initial_state", "return_state", "stabilizer")),
     ("query_frequencies", "calibration"),
     ("query_frequencies", "initial_state"),
     ("calibration", "shift"),
@@ -138,6 +148,18 @@ CASES = covering_array(FACTORS, excluded) + [
     for exact in FACTORS["exact"][1:]
     for place in FACTORS["place"]
 ]
+EXACT = {
+    # The chosen keys depend on all the others.
+    "calibrated": {"exact_keys": "some", "order": "t < s", "calibration": "heads traced"}
+    | {"heads of the frequencies": "query of 2"},
+    "masked": {"exact_keys": "some", "order": "t > s", "mask": "traced", "exact_rows": 2}
+    | {"implementation": "blocked"},
+    "split": {"exact_keys": "some", "order": "t = s", "run": "two devices"}
+    | {"key_log_weights": "heads closed over"},
+    "window": {"exact_keys": "some", "order": "t = s", "exact": "window 2", "lengths": "traced"},
+    "causal rows": {"exact_rows": 2, "order": "causal t = s", "segments": "same traced"}
+    | {"place": "decay of keys traced"},
+}
 
 
 class Sizes(dict):
@@ -244,10 +266,13 @@ def arrays_of(case, size, rng):
 
 
 def pairs_of(case, size, arrays):
-    """What the oracle takes for the factors exact and place: exact pairs, and their biases."""
+    """What the oracle takes for the exact pairs and for place: exact pairs, and their biases."""
     ids, pairs = arrays.get("segments", [np.zeros((size.b, size.t), int)])[0], {}
+    if case["exact"] != "none" or case["exact_rows"] or case["exact_keys"]:
+        pairs["exact"] = np.broadcast_to(np.arange(size.t) < case["exact_rows"], ids.shape)
+        pairs["exact"] = np.repeat(pairs["exact"][..., None], size.s, axis=2)
     if case["exact"] != "none":
-        pairs["exact"] = oracles.exact_pairs(ids, *window_of(case, size).values())
+        pairs["exact"] |= oracles.exact_pairs(ids, *window_of(case, size).values())
     if "alibi_slopes" in arrays:
         pairs["bias"] = oracles.alibi(ids, arrays["alibi_slopes"])
     elif "log_decay" in arrays:
@@ -336,15 +361,28 @@ def state_of(case, size, arrays, key, value):
 def off(case, size, rng):
     """How far attention is from the oracle, over what float32 (or the dtype) explains: below 1."""
     arrays = arrays_of(case, size, rng)
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
+    of_oracle = ("mask", "lengths", "log_weights", "segments", "earlier", "query_frequencies")
+    tokens = [arrays[name] for name in ("query", "key", "value", "frequencies")]
+    oracle = options_of(case, arrays) | {name: arrays.get(name) for name in of_oracle}
+    oracle |= dict(is_causal="causal" in case["order"], stabilizer=case["stabilizer"])
+    pairs, keys = pairs_of(case, size, arrays), 0
+    if case["exact_keys"]:
+        units = np.broadcast_to(np.eye(size.s)[:, None], (size.b, size.s, size.k, size.s))
+        matrix, off_by = oracles.full_attention(*tokens[:2], units, tokens[3], **oracle)
+        heads, off_by = state_heads(case, size), FAR * unit * off_by
+        keys, chosen = oracles.heaviest(matrix, off_by, heads)
+        pairs["exact"] = pairs["exact"][:, None] | chosen
     given = {
         name: jax.tree.map(jnp.asarray, x) for name, x in in_package(case, size, arrays).items()
     }
     static = dict(
         is_causal="causal" in case["order"],
-        **{name: case[name] for name in ("scale", "stabilizer", "return_state")},
+        **{name: case[name] for name in ("scale", "stabilizer", "return_state", "exact_rows")},
         feature_map=feature_map(case["feature_map"]),
         implementation=case["implementation"],
         **window_of(case, size),
+        exact_keys=keys,
     )
     factor_of = {name: factor for factor, names in ARGUMENTS.items() for name in names}
     level_of = {name: case[factor_of.get(name, name)] for name in given}
@@ -361,16 +399,7 @@ def off(case, size, rng):
         got = (jax.jit(attend) if case["jit"] else attend)(traced)
     output, state = got if case["return_state"] else (got, None)
     assert output.dtype == given["value"].dtype
-    unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
-    of_oracle = ("mask", "lengths", "log_weights", "segments", "earlier", "query_frequencies")
-    want, bound = oracles.full_attention(
-        *(arrays[name] for name in ("query", "key", "value", "frequencies")),
-        **{name: arrays.get(name) for name in of_oracle},
-        is_causal=static["is_causal"],
-        stabilizer=case["stabilizer"],
-        **pairs_of(case, size, arrays),
-        **options_of(case, arrays),
-    )
+    want, bound = oracles.full_attention(*tokens, **pairs, **oracle)
     error = np.abs(np.asarray(output, np.float64).reshape(want.shape) - want).max(axis=-1)
     assert not np.any(np.isnan(error))
     bound = unit * (bound + 2 * np.abs(want).max(axis=-1)) + 1e-30
@@ -474,6 +503,12 @@ def test_every_argument_of_attention_is_a_factor():
 def test_options(number, eight_devices):
     case = CASES[number]
     assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_keys_and_rows(name, eight_devices):
+    case = PLAIN | EXACT[name]
+    assert off(case, sizes_of(case), np.random.default_rng(0)) < FAR
 
 
 # Calibration

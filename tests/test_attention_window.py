@@ -44,6 +44,38 @@ def test_the_kernel_estimate_is_unbiased():
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
 
 
+def test_all_keys_exact_are_softmax_attention():
+    """With its gradients, and whatever the frequencies."""
+    query, key, value, frequencies = inputs(t=7, s=9, v=8)
+
+    def loss(attend, *tokens):
+        return jnp.sum(attend(*tokens) ** 2)
+
+    def exact(query, key, value):
+        return performer_attention(query, key, value, frequencies, exact_keys=20)
+
+    got, want = (
+        jax.value_and_grad(partial(loss, attend), argnums=(0, 1, 2))(query, key, value)
+        for attend in (exact, jax.nn.dot_product_attention)
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(x, y, 2e-5)
+
+
+def test_gradients_beside_exact_keys():
+    """Those of a constant choice: central differences in float64."""
+    with jax.enable_x64(True):
+        tokens = [jnp.asarray(x, jnp.float64) for x in inputs()]
+        ways = [jnp.asarray(x, jnp.float64) for x in inputs(seed=1)]
+
+        def loss(step):
+            moved = (x + step * y for x, y in zip(tokens, ways, strict=True))
+            return jnp.sum(performer_attention(*moved, exact_keys=3, exact_rows=1) ** 2)
+
+        want = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        np.testing.assert_allclose(jax.grad(loss)(0.0), want, rtol=1e-7)
+
+
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("pieces", [(1,) * 14, (4, 1, 1, 7, 1)])
 def test_streaming(pieces, window):

@@ -103,6 +103,11 @@ NEEDED = {
         "new": _circle() / 2,
         "y": jnp.arange(9.0),
     },
+    "performer.graphs.attention": lambda normal: {
+        "graph": graphs.Graph.from_edges([(i, i + 1) for i in range(5)], num_nodes=6),
+        "graphs": graphs,
+        "frequencies": normal(8, 64),
+    },
     "performer.graphs.matching": lambda normal: (
         {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),

@@ -22,7 +22,9 @@ same images: estimates are no longer unbiased, and much closer with few features
 features of far keys are learned, too, and the way with the lower error on held-out images is used.
 --keep=1 keeps softmax attention in the layer with the largest error. With --exact_window=0,16
 patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
-other, and class token and registers for all. The window alone is a row of the table.
+other, and class token and registers for all. The window alone is a row of the table. With
+--exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
+all keys for the class token.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy.
@@ -157,6 +159,8 @@ def convert(
     refine_steps: int = 0,
     keep: int = 0,
     exact_window: Sequence[int] = (0,),
+    exact_keys: int = 0,
+    exact_rows: int = 0,
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
@@ -178,6 +182,8 @@ def convert(
         keep: number of layers that stay exact, those with the largest attention errors.
         exact_window: tokens of a chunk whose keys are exact for it and its neighbours, 0 for none;
             the largest is that of the converted run.
+        exact_keys: keys of a head that are exact, those with the largest weights, in all cases.
+        exact_rows: first tokens whose attention is exact, in all cases: 1 for a class token.
         draws: draws of the frequencies, for each coupling, calibration, window and m.
         images: training examples for the calibration.
         eval_images: evaluation examples; 0 for all.
@@ -206,27 +212,30 @@ def convert(
         raise ValueError("give at least one coupling, one number of features and one window (or 0)")
     methods = dict.fromkeys([("none", 0), (calibration, 0), (calibration, refine_steps)])
     cases = [
-        Case(name, *method, window, m, keep)
+        Case(name, *method, window, m, keep, exact_keys, exact_rows)
         for name, method, window, m in itertools.product(
             coupling, methods, exact_window, num_features
         )
     ]
     for case in cases:
-        configs.validate(dataclasses.replace(config, attention=attention(case)))
+        configs.validate(dataclasses.replace(config, attention=case.attention))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
+    if run.task.replacement and (exact_keys or exact_rows):
+        raise ValueError(f"exact_keys and exact_rows do not go with a run of {run.task.name}")
     model = run.model()
     batches = list(runs.training_examples(run, images))
     replacement = run.task.replacement or conversion.linearized
     replaced = replacement(run.task, run.config, model, batches)
     chosen = Case(
-        coupling[0], calibration, refine_steps, max(exact_window), max(num_features), keep
+        *(coupling[0], calibration, refine_steps, max(exact_window), max(num_features), keep),
+        *(exact_keys, exact_rows),
     )
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
-    own = dataclasses.replace(attention(chosen), exact_layers=",".join(exact))
+    own = dataclasses.replace(chosen.attention, exact_layers=",".join(exact))
     if converted.transferred:  # learned features have no calibration
         own = dataclasses.replace(own, calibration="none", transferred=True)
     new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
@@ -256,16 +265,6 @@ def convert(
         if converted.heads:
             converted.heads.to_csv(folder / "heads.csv")
     return table
-
-
-def attention(case: Case) -> configs.Attention:
-    """Return the section of a config with that attention."""
-    return configs.Attention(
-        coupling=case.coupling,
-        num_features=case.num_features,
-        calibration=case.calibration,
-        exact_window=case.window,
-    )
 
 
 def main(_: list[str]) -> None:

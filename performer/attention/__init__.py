@@ -18,6 +18,7 @@ global maximum, which changes the estimate.) The queries depend on the keys thro
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
     window     near keys exactly, beside the states of far ones
+    exact      keys with the largest weights exactly, and the first rows
     parallel   sequences sharded over devices
     pallas     kernels for TPU
 """

@@ -69,6 +69,14 @@ class Exact:
     """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
     first: int = field(default=0, metadata=STATIC)
     """Number of first keys that are exact for all queries."""
+    keys: int = field(default=0, metadata=STATIC)
+    """Number of keys of a head, those with the largest weights, that are exact for all queries."""
+    rows: int = field(default=0, metadata=STATIC)
+    """Number of first queries that are exact against all keys."""
+
+    def __bool__(self) -> bool:
+        """True if any pair is exact: the estimate is then that of the kernel itself."""
+        return any((self.window, self.keys, self.rows))
 
 
 class Kernel(NamedTuple):
@@ -196,20 +204,32 @@ def _stabilizer(estimate: Estimate) -> str:
 
 
 def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) -> None:
-    """Raise ValueError for an exact window with options that exclude it."""
+    """Raise ValueError for exact pairs with options that exclude them."""
     w, f, (t, s) = exact.window, exact.first, (x.shape[1] for x in tokens[:2])
-    if w < 0 or f < 0:
-        raise ValueError(f"exact_window={w} and exact_first={f} must not be negative")
+    given = ", ".join(f"exact_{name}={x}" for name, x in vars(exact).items() if x)
+    if min(vars(exact).values()) < 0:
+        raise ValueError(f"{given} must not be negative")
     if f and not w:
         raise ValueError(f"exact_first={f} goes with an exact_window; give that one, too")
-    if not w:
-        return
-    if not estimate.feature_map.estimates_softmax or estimate.google:
+    if exact and (not estimate.feature_map.estimates_softmax or estimate.google):
         raise ValueError(
-            f"exact_window={w} needs an estimate of softmax beside it: a feature_map such as"
+            f"{given} needs an estimate of softmax beside it: a feature_map such as"
             f" {features.positive} and stabilizer='exact', got {estimate.feature_map} and"
             f" {_stabilizer(estimate)}"
         )
+    if exact.keys and pairs.is_causal:
+        raise ValueError(
+            f"exact_keys={exact.keys} does not go with is_causal=True: the weight of a key is a sum"
+            " over all queries, so the choice would depend on the future; use exact_window and"
+            " exact_first"
+        )
+    if exact.keys and (pairs.segments is not None or pairs.log_decay is not None):
+        raise ValueError(
+            f"exact_keys={exact.keys} does not go with segment_ids, alibi_slopes or log_decay: keys"
+            " are chosen for a whole sequence, by their content"
+        )
+    if not w:
+        return
     if t != s:
         raise ValueError(f"exact_window={w} needs one key for each query, got {t} and {s}")
     if pairs.segments is not None and pairs.segments[1] is not None:
@@ -239,6 +259,11 @@ def check_together(
         )
     if streams and segments is not None:
         raise ValueError("segment_ids and states do not go together: a segment ends with its call")
+    if streams and (exact.keys or exact.rows):
+        raise ValueError(
+            f"exact_keys={exact.keys} and exact_rows={exact.rows} need all queries and keys at"
+            " once: leave out initial_state and return_state"
+        )
     if streams and not is_causal and (exact.window or decays):
         raise ValueError(
             f"exact_window={exact.window}, alibi_slopes and log_decay have a state in causal"
@@ -255,6 +280,11 @@ def check_together(
         raise ValueError(
             f"exact_window={exact.window} does not divide the {t} tokens of a device: choose one"
             " that does"
+        )
+    if exact.rows > t:
+        raise ValueError(
+            f"exact_rows={exact.rows} must be on the first device of axis_name, which has {t}"
+            " queries"
         )
     if segments is not None:
         raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")

@@ -46,7 +46,8 @@ def attention_fn(
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    places, place = options.get("exact_window") or options.get("alibi_slopes") is not None, None
+    places = options.get("exact_window") or options.get("exact_rows")
+    places, place = places or options.get("alibi_slopes") is not None, None
     if places and mask is not None and t == 1 < s:
         place, is_causal = _last(mask, key), True
         query = jnp.where(place, query, 0)

@@ -79,7 +79,7 @@ def _refused(
             estimate.feature_map != features.positive or estimate.google
         ),
         "segment_ids": pairs.segments is not None,
-        "exact_window": exact.window > 0,
+        "exact_window, exact_keys or exact_rows": bool(exact),
         "alibi_slopes or log_decay": pairs.log_decay is not None,
         "initial_state, return_state or axis_name": streams,
         f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),

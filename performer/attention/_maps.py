@@ -70,7 +70,7 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     given = estimate.query_frequencies
     own = w_key if given is None else given.astype(wide)
     feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if exact.window:  # the kernel itself, not a multiple
+    if exact:  # the kernel itself, not a multiple
         m, weight = w_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
@@ -84,11 +84,11 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     w_query, w_key, tilt = fold(calibration, w_key)
     if given is not None:
         w_query = fold(calibration, own)[0]
-    if exact.window and calibration.scale is not None:
+    if exact and calibration.scale is not None:
         # e^{q.k} itself and the half norm need the queries.
         query = transform_queries(calibration, query)
         w_query = w_key if given is None else own
-    if exact.window and calibration.root is not None and tilt is not None:
+    if exact and calibration.root is not None and tilt is not None:
         tilt = tilt + log_determinant(calibration.root)[..., None]
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
@@ -114,7 +114,7 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
         if estimate.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
-        if feature_map.estimates_softmax and not exact.window:  # |q|^2 / 2 cancels
+        if feature_map.estimates_softmax and not exact:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
         return feature_map.split(projections, half)
 

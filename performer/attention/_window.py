@@ -42,6 +42,8 @@ class Call(NamedTuple):
     exact: Exact
     is_causal: bool
     plan: Plan
+    chosen: Keys | None = None
+    """Further exact keys (b, f, k, .) of all queries."""
 
 
 def attention(
@@ -54,7 +56,7 @@ def attention(
         ids: segments, as runs of equal numbers.
         state: state of earlier keys.
     """
-    call = call._replace(keys=_counted(call.keys))
+    call = call._replace(keys=counted(call.keys))
     query, keys, f, is_causal, plan = *call[1:3], call.exact.first, call.is_causal, call.plan
     t = query.shape[1]
     if state is not None or plan.return_state or t == 0:
@@ -75,13 +77,15 @@ def attention(
         if keys.log_decay is not None:
             fading = _faded_first(keys.log_decay, place, f, is_causal, plan.axis_name)
         allowed = _reached(place, f) if is_causal else None
-        rows = merge(rows, _exact(query, first, call.scale, allowed, fading))
+        rows = merge(rows, exact_rows(query, first, call.scale, allowed, fading))
+    if call.chosen is not None:
+        rows = merge(rows, exact_rows(query, call.chosen, call.scale))
     return ratio(rows), None
 
 
 def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k g v"], WindowState]:
     """The output after earlier keys, and the state after all; causal."""
-    maps, query, keys, nothing, scale, exact, _, plan = call
+    maps, query, keys, nothing, scale, exact, _, plan, _ = call
     w, f, t = exact.window, exact.first, query.shape[1]
     state = _empty(keys, nothing, exact) if state is None else state
     if t == 0:
@@ -118,7 +122,7 @@ def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k 
             )
             fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t))
             first = first._replace(log_decay=elapsed + gone[:, -1])
-        rows = merge(rows, _exact(query, first, scale, _reached(place, f), fading))
+        rows = merge(rows, exact_rows(query, first, scale, _reached(place, f), fading))
     return ratio(rows), WindowState(after, near, first, state.position + t)
 
 
@@ -138,7 +142,7 @@ def _next(
     split = call.maps[0](jnp.moveaxis(call.query[:, 0], 1, 0))  # (k, b, g, m)
     seen = far_rows(split, [(far, None, None)], None, far.normaliser.dtype)
     seen = Rows(*(jnp.moveaxis(x, 0, 1)[:, None] for x in seen))  # (b, 1, k, g, ...)
-    rows = merge(_exact(call.query, _decay.as_seen(around, "until"), call.scale), seen)
+    rows = merge(exact_rows(call.query, _decay.as_seen(around, "until"), call.scale), seen)
     return rows, jax.lax.cond(full, fold, lambda far: far, state.far)
 
 
@@ -160,7 +164,7 @@ def _over_devices(call: Call, keys: Keys) -> Rows:
     return _cut(rows, w, t)
 
 
-def _exact(
+def exact_rows(
     query: Array,
     keys: Keys,
     scale: float,
@@ -180,7 +184,7 @@ def _exact(
     return softmax_rows(logits, keys.value, f"btkgs,{of[:-1]}v->btkgv")
 
 
-def _counted(keys: Keys) -> Keys:
+def counted(keys: Keys) -> Keys:
     """Keys with log-weights (b, s, k)."""
     log_weights = jnp.zeros((), float32_or_wider(keys.key))
     if keys.log_weights is not None:
@@ -199,17 +203,17 @@ def _faded_first(
     log_decay, begins = log_decay[:, :, None], place == 0
     after = (place[..., None] > jnp.arange(f))[..., None]
     later = jnp.where(after, log_decay, 0.0)
-    fading = _decay.since_begin(later, begins) + _of_others(later, jnp.less, axis_name)
+    fading = _decay.since_begin(later, begins) + of_others(later, jnp.less, axis_name)
     if not is_causal:  # queries before the key, too
         between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
-        fading += _of_others(between, jnp.greater, axis_name)
+        fading += of_others(between, jnp.greater, axis_name)
         between, ends = (jnp.roll(jnp.flip(x, axis=1), 1, axis=1) for x in (between, begins))
         between = between.at[:, 0].set(0.0)
         fading += jnp.flip(_decay.since_begin(between, ends), axis=1)
     return fading
 
 
-def _of_others(log_decay: Array, which, axis_name: str | None) -> Array | float:
+def of_others(log_decay: Array, which, axis_name: str | None) -> Array | float:
     """Sums (b, 1, f, k) over the tokens of the devices before or after this one."""
     if axis_name is None:
         return 0.0

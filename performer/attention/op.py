@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _checks, _decay, _fused, _maps, _masks, _sizes, _window
+from performer.attention import _checks, _decay, _exact, _fused, _maps, _masks, _sizes, _window
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Exact, Plan, Tokens
 from performer.attention._maps import Arguments
@@ -59,6 +59,8 @@ def performer_attention(
     axis_name: str | None = None,
     exact_window: int = 0,
     exact_first: int = 0,
+    exact_keys: int = 0,
+    exact_rows: int = 0,
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
     """Estimate softmax(scale q k^T) v by m random features, in O((t + s) m) time and memory.
 
@@ -146,6 +148,14 @@ def performer_attention(
             t = s, a map that estimates softmax, `weights` of the kernel itself (1 / m if None), and
             w that divides the tokens of a device.
         exact_first: number of first keys (of each segment) that are exact for all queries.
+        exact_keys: f > 0 computes the f keys of each head with the largest weights by e^{q.k}
+            itself, for all queries, in one normaliser with the estimate of the others. Weights are
+            estimated sums over all queries of the attention to a key, in O((t + s) m). The choice
+            has no gradient; f >= s is softmax attention. A head is that of the sums: a key head, or
+            a query head with its own frequencies. Excludes causal attention, `segment_ids`, decay
+            and states. Requires what the map of `exact_window` does.
+        exact_rows: number of first queries, as class token and registers, whose attention is exact,
+            at the cost of O(s) each. Excludes states. Requires what the map of `exact_window` does.
 
     Returns:
         (b, t, n, v) in the dtype of `value`, or with `return_state` a pair of that and the state.
@@ -216,7 +226,7 @@ def performer_attention(
         _masks.segments(segment_ids, *shapes),
         is_causal,
     )
-    exact = Exact(exact_window, exact_first)
+    exact = Exact(exact_window, exact_first, exact_keys, exact_rows)
     _checks.check_exact(exact, tokens, estimate, pairs)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
     streams = return_state or initial_state is not None
@@ -316,16 +326,20 @@ def _sums(
     keys, ids, order = x.keys, None, None
     (b, t, n, h), (_, s, k, v) = x.query.shape, keys.value.shape
     if s == 0:
-        keys = extended(keys, 0, 1)
+        x = x._replace(keys=(keys := extended(keys, 0, 1)))
     query = x.query.reshape(b, t, k, n // k, h)
-    maps = _maps.feature_maps(x._replace(keys=keys), estimate, exact)
+    maps = _maps.feature_maps(x, estimate, exact)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
+    chosen = None
+    if exact.keys and t:
+        fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate, exact)
+        chosen, keys = _exact.heaviest(fixed, query, keys, nothing, exact.keys, plan)
     if exact.window:
         assert not isinstance(state, State)
         how = estimate.scale, exact, pairs.is_causal, plan
-        call = _window.Call(maps, query, keys, nothing, *how)
+        call = _window.Call(maps, query, keys, nothing, *how, chosen)
         output, state = _window.attention(call, ids, state)
     else:
         assert not isinstance(state, WindowState)
@@ -342,10 +356,14 @@ def _sums(
             state = _decay.faded(state, _decay.total(keys))  # at most one token
             if plan.axis_name is None or pairs.is_causal:
                 state = states.summarise(maps[1], keys, state, plan.block)
-            operands = states.operand_dtype(keys.value)
-            output = states.attend(maps[0], query, state, operands, plan.block)
+            operands, look_up = states.operand_dtype(keys.value), maps[0]
+            if chosen is not None:
+                look_up, state = _exact.beside(look_up, state, chosen, estimate.scale)
+            output = states.attend(look_up, query, state, operands, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
+    if exact.rows:
+        output = _exact.with_rows(output, x, estimate.scale, exact.rows, pairs, plan.axis_name)
     return output.reshape(b, t, n, v), state
 
 

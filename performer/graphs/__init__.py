@@ -2,6 +2,7 @@
 
 Graph          an undirected weighted graph: `Graph.from_edges`, `from_scipy`, `from_networkx`
 features       `graph_random_features`: a sparse, unbiased kernel estimate that multiplies vectors
+attention      `masked_attention`: random-feature attention between nodes, times a kernel
 kernels        kernels between nodes: series for random features, dense for reference
 couplings      joint laws of the lengths of walks: independent, antithetic, sigma
 matching       learning of the permutation of the sigma-coupling
@@ -12,6 +13,7 @@ tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes, by conjugate gradients
 """
 
+from performer.graphs import attention as attention
 from performer.graphs import couplings as couplings
 from performer.graphs import features as features
 from performer.graphs import gp as gp
@@ -22,5 +24,6 @@ from performer.graphs import reinforced as reinforced
 from performer.graphs import tasks as tasks
 from performer.graphs import theory as theory
 from performer.graphs import walks as walks
+from performer.graphs.attention import masked_attention as masked_attention
 from performer.graphs.features import graph_random_features as graph_random_features
 from performer.graphs.graph import Graph as Graph

@@ -44,7 +44,7 @@ class Features:
     node: Any
     """Columns (T,), int32."""
     value: Any
-    """Entries (T,)."""
+    """Entries (T,); (n, T) with one modulation for each of n heads, for `masked_attention`."""
     num_nodes: int = field(metadata={"static": True})
 
     def __matmul__(self, vectors: ArrayLike) -> Array:
@@ -55,10 +55,10 @@ class Features:
         """Return Phi^T v."""
         return self._sum(self.start, self.node, vectors)
 
-    def to_dense(self) -> Float[Array, "n n"]:
-        """Return Phi as an array."""
-        zeros = jnp.zeros((self.num_nodes,) * 2, self.value.dtype)
-        return zeros.at[self.start, self.node].add(self.value)
+    def to_dense(self) -> Float[Array, "*k n n"]:
+        """Return Phi as an array; (n, N, N) for n heads."""
+        shape = (*self.value.shape[:-1], self.num_nodes, self.num_nodes)
+        return jnp.zeros(shape, self.value.dtype).at[..., self.start, self.node].add(self.value)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """Return Phi as a SciPy matrix; duplicate entries are summed."""
@@ -93,11 +93,11 @@ class Estimate:
         product = self.left @ self.right.transposed(vectors)
         return (product + self.right @ self.left.transposed(vectors)) / 2
 
-    def gram(self) -> Float[Array, "n n"]:
-        """Return K, dense."""
+    def gram(self) -> Float[Array, "*k n n"]:
+        """Return K, dense; (n, N, N) for n heads."""
         phi, psi = self.left.to_dense(), (self.right or self.left).to_dense()
-        product = jnp.matmul(phi, psi.T, precision="highest")
-        return product if self.right is None else (product + product.T) / 2
+        product = jnp.matmul(phi, psi.mT, precision="highest")
+        return product if self.right is None else (product + product.mT) / 2
 
 
 def graph_random_features(
@@ -160,8 +160,12 @@ def sample(
     coupling: str | Coupling = "antithetic",
     steps: walks.Steps = "uniform",
     adjacency: Literal["normalised", "weights"] = "normalised",
+    max_steps: int | None = None,
 ) -> walks.Walks:
     """Draw the walks of `graph_random_features`, to be modulated by any kernel.
+
+    With `max_steps` longer walks are cut: enough for a modulation of max_steps + 1 coefficients.
+    Shapes then depend on the sizes alone, and `jit` may contain the call, with a concrete graph.
 
     At a node without edges the sum over all steps of the normalised adjacency matrix is known: one
     visit has the step `FOREVER`, which `modulate` multiplies by the sum of f.
@@ -174,7 +178,8 @@ def sample(
     lengths_key, walks_key = jax.random.split(key)
     chosen = graph.normalised() if adjacency == "normalised" else graph
     lengths = couplings.lengths(lengths_key, coupling, graph.num_nodes, num_walks, p_halt)
-    sampled = walks.sample(walks_key, chosen, lengths, p_halt=p_halt, steps=steps)
+    options: Any = dict(p_halt=p_halt, steps=steps, max_steps=max_steps)
+    sampled = walks.sample(walks_key, chosen, lengths, **options)
     alone = np.diff(np.asarray(graph.indptr)) == 0
     if adjacency == "weights" or not alone.any():
         return sampled
@@ -184,12 +189,16 @@ def sample(
 
 
 def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
-    """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f."""
+    """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f.
+
+    A modulation length -> (n, length) has a kernel for each of n heads.
+    """
     value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
 
 
 @jax.jit
 def _weighed(sampled: walks.Walks, f: Array) -> Array:
-    f = jnp.append(f, f.sum()).astype(sampled.load.dtype)  # the last one is for `FOREVER`
-    return f[sampled.step] * sampled.load / sampled.num_walks
+    # The last one is for `FOREVER`.
+    f = jnp.append(f, f.sum(-1, keepdims=True), axis=-1).astype(sampled.load.dtype)
+    return f[..., sampled.step] * sampled.load / sampled.num_walks

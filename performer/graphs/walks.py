@@ -64,6 +64,7 @@ def sample(
     *,
     p_halt: float,
     steps: Steps = "uniform",
+    max_steps: int | None = None,
 ) -> Walks:
     """Draw walks of given lengths from every node, and their loads.
 
@@ -72,9 +73,12 @@ def sample(
     Args:
         key: random key of the directions.
         graph: the graph, whose weights the loads multiply.
-        lengths: (num_nodes, num_walks), drawn by `couplings.lengths`; not traced.
+        lengths: (num_nodes, num_walks), drawn by `couplings.lengths`; concrete without
+            `max_steps`.
         p_halt: parameter of the geometric law of each length.
         steps: "uniform" over the neighbours, or "weighted", in proportion to the weights.
+        max_steps: step at which longer walks are cut. The number of visits is then
+            num_nodes * num_walks * (max_steps + 1), whatever the lengths are.
 
     Raises:
         ValueError: for p_halt outside (0, 1), lengths of another shape, more walks than int32 can
@@ -85,12 +89,17 @@ def sample(
     require_steps(steps, graph)
     num_walks = lengths.shape[1]
     choices.require_numbered("walks", graph.num_nodes * num_walks)
-    walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt)
+    if max_steps is None:
+        walkers, dealt, rounds = _lanes(np.asarray(lengths), p_halt)
+        longest = -(-int(dealt.max()) // 64) * 64
+    else:  # one lane for each walk
+        walkers = jnp.arange(lengths.size, dtype=jnp.int32)[None]
+        dealt, rounds = jnp.minimum(jnp.reshape(lengths, (1, -1)), max_steps), max_steps + 1
+        longest = max_steps
     seed = jax.random.bits(key, (2,), jnp.uint32)
     thresholds = _thresholds(graph) if steps == "weighted" else None
     options = dict(num_walks=num_walks, rounds=rounds, p_halt=float(p_halt))
     start, node, step, load, last = _walk(seed, graph, thresholds, walkers, dealt, **options)
-    longest = -(-int(dealt.max()) // 64) * 64
     return Walks(start, node, step, load, last, graph.num_nodes, num_walks, longest)
 
 

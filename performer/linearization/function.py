@@ -68,6 +68,8 @@ def linearize(
     keep: int = 0,
     exact_window: int = 0,
     exact_first: int = 0,
+    exact_keys: int = 0,
+    exact_rows: int = 0,
     where: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> tuple[Callable[..., Any], Report]:
@@ -102,6 +104,9 @@ def linearize(
         exact_window: window of exact keys, as in `performer.performer_attention`. It applies where
             there are as many queries as keys.
         exact_first: number of first keys that are exact.
+        exact_keys: number of keys of a head that are exact, those with the largest weights, in
+            layers without causality, segments and ALiBi.
+        exact_rows: number of first queries that are exact, as class tokens.
         where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
         seed: of the frequencies.
@@ -126,7 +131,7 @@ def linearize(
         >>> new, report = linearize(attend, [(q[:, :, 0],)], num_features=8)
         >>> output = jax.jit(new)(q[:, :, 0])
     """
-    window = Window(exact_window, exact_first)
+    window = Window(exact_window, exact_first, exact_keys, exact_rows)
     check(batches, coupling, calibration, refine_steps, keep, window)
     seen = observe(function, batches, lambda place: where is None or where(place.name))
     layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}

@@ -132,7 +132,9 @@ def draw(
     for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
         heads, head_dim = layer.sample.key.shape[-2:]
         itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-        own, fitted = window if itself else NO_WINDOW, None
+        own, fitted = window if itself else window._replace(exact_window=0, exact_first=0), None
+        if layer.kind != "of keys" or layer.slopes is not None:
+            own = own._replace(exact_keys=0)
         if calibrations.parts(calibration):
             fitted = calibrations.fit(layer.moments.astype(jnp.float32), calibration, coupling)
         w = couplings.draw(key, coupling, num_features or 2 * head_dim, head_dim, heads)

@@ -67,8 +67,8 @@ class PerformerAttention(nnx.Module):
             and weights `performer.nnx.linearize` sets beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
         options: constant keywords of `performer.performer_attention`, as `feature_map` and
-            `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self
-            attention, with or without Flax's cache.
+            `implementation`. `exact_window`, `exact_first`, `exact_rows` and `alibi_slopes` require
+            self attention, with or without Flax's cache.
 
     Raises:
         ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
@@ -135,7 +135,7 @@ class PerformerAttention(nnx.Module):
 
     @property
     def window(self) -> Window:
-        """Exact keys of the options."""
+        """Exact pairs of the options."""
         return Window(**{name: x for name, x in self.options if name in Window._fields})
 
     @property

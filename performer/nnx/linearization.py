@@ -42,6 +42,8 @@ def linearize(
     keep: int = 0,
     exact_window: int = 0,
     exact_first: int = 0,
+    exact_keys: int = 0,
+    exact_rows: int = 0,
     where: Callable[[str], bool] | None = None,
     call: Call | None = None,
     measured: Measured | None = None,
@@ -81,6 +83,9 @@ def linearize(
         exact_window: window of exact keys, as in `performer.performer_attention`, in layers with as
             many queries as keys. The reported errors are those with it.
         exact_first: number of first keys that are exact.
+        exact_keys: number of keys of a head that are exact, those with the largest weights, in
+            layers without causality, segments and ALiBi.
+        exact_rows: number of first queries that are exact, as class tokens.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> output, for a model that is called otherwise.
@@ -98,7 +103,7 @@ def linearize(
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    window, call = Window(exact_window, exact_first), call or apply_to
+    window, call = Window(exact_window, exact_first, exact_keys, exact_rows), call or apply_to
     check(batches, coupling, calibration, refine_steps, keep, window)
     measured = measured or measure(model, batches, where=where, call=call)
     function, state, _ = _function(model, call)

@@ -18,6 +18,7 @@ import jax
 
 import performer
 from performer.choices import unknown
+from performer.typing import Window
 from vit.run import bounded, files
 
 LARGEST = 2**31 - 1
@@ -155,7 +156,7 @@ class Model:
 
 @dataclasses.dataclass
 class Attention:
-    """Attention of the blocks; all kinds have the same parameters."""
+    """Attention of the blocks; all kinds have the same parameters, but for those of a mask."""
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field(
@@ -173,6 +174,12 @@ class Attention:
         'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
         holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
     )
+    mask: str = _choice(
+        "none grid alibi",
+        """Factor of the attention weights: "grid" is a kernel of the grid of patches by random
+        walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
+        order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
+    )
     implementation: str = _choice("xla pallas", "pallas: TPU kernels (compiled, not yet run).")
     exact_window: int = _count(
         0,
@@ -180,6 +187,10 @@ class Attention:
         both neighbours, and to class token and registers. Patches are in the order of a Z-order
         curve, so a chunk is roughly a square of the image.""",
     )
+    exact_keys: int = _count(
+        0, "Keys of a head that are exact for all queries, those with the largest weights."
+    )
+    exact_rows: int = _count(0, "First tokens whose attention is exact: 1 for a class token.")
     transferred: bool = _field(
         False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
     )
@@ -340,8 +351,18 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " the depth of config.model.variant": lambda c: (
         max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth
     ),
-    "config.attention.exact_window must be 0 with config.attention.implementation": lambda c: (
-        c.attention.exact_window == 0 or c.attention.implementation == "xla"
+    **{
+        f"config.attention.{name} must be 0 with config.attention.implementation": (
+            lambda c, name=name: c.attention.implementation == "xla" or not vars(c.attention)[name]
+        )
+        for name in ("exact_window", "exact_keys", "exact_rows")
+    },
+    "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0,"
+    " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
+    " config.attention.implementation=xla": lambda c: (
+        c.attention.mask == "none"
+        or (c.attention.kind, any(window(c)), c.attention.implementation)
+        == ("performer", False, "xla")
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
@@ -349,8 +370,9 @@ RULES: dict[str, Callable[[Config], bool]] = {
     "config.seq must divide the number of tokens, with class token and registers": lambda c: (
         ((c.data.image_size // c.model.patch_size) ** 2 + c.model.num_prefix) % c.seq == 0
     ),
-    "config.seq must be 1 with config.attention.exact_window": lambda c: (
-        c.seq == 1 or c.attention.exact_window == 0
+    "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys,"
+    " config.attention.exact_rows and config.attention.mask": lambda c: (
+        c.seq == 1 or (any(window(c)), c.attention.mask) == (False, "none")
     ),
     "config.data.eval_resize must be 0, or one to four times config.data.image_size": lambda c: (
         not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4
@@ -439,6 +461,13 @@ def parse_variant(variant: str) -> tuple[Size, int]:
             " (any patch size may follow the slash)"
         )
     return SIZES[name], int(patch_size)
+
+
+def window(config: Config) -> Window:
+    """Return the exact pairs of a config's attention; beside a window the prefix is exact, too."""
+    own = config.attention
+    first = config.model.num_prefix if own.exact_window else 0
+    return Window(own.exact_window, first, own.exact_keys, own.exact_rows)
 
 
 def exact_layers(text: str) -> tuple[int, ...]:

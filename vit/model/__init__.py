@@ -1,11 +1,13 @@
 """Vision Transformer with exact or random-feature attention (Dosovitskiy et al. 2021, pre-norm).
 
 Its parameters do not depend on the kind of attention or on the coupling: with the same seed two
-models differ only in their frequencies, and a model trained with one kind runs with the other.
+models differ only in their frequencies, and a model trained with one kind runs with the other. A
+mask adds parameters of its own.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, exact_layers
+from vit.config import Config, exact_layers, window
 from vit.model.dropout import Dropout
+from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -188,7 +191,14 @@ def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
 def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
     """Return the random-feature attention of a block."""
     own, size = config.attention, config.model.size
-    return PerformerAttention(
+    kind: Any = PerformerAttention
+    if own.mask == "grid":
+        side = config.data.image_size // config.model.patch_size
+        kind = partial(GridAttention, size.num_heads, side, config.model.num_prefix)
+    elif own.mask == "alibi":
+        slopes = 2.0 ** -np.linspace(8 / size.num_heads, 8, size.num_heads)
+        kind = partial(PerformerAttention, alibi_slopes=slopes)
+    return kind(
         own.num_features,
         size.head_dim,
         coupling=own.coupling,
@@ -196,8 +206,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         redraw_every=own.redraw_every,
         calibration=own.calibration,
         implementation="pallas" if own.implementation == "pallas" else None,
-        exact_window=own.exact_window,
-        exact_first=config.model.num_prefix if own.exact_window else 0,
+        **window(config)._asdict(),
         split="seq",
         transferred=own.transferred,
         rngs=rngs,

@@ -172,8 +172,9 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     With n tokens of width w, L layers and m features: 2 n p^2 c w for the embedding, and in each
     layer 8 n w^2 for the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or
     8 n m w for random features (`exact_layers` are softmax), plus 4 n w for each exact key of a
-    query in a window. Pooling by attention is a layer with one query; `pre_logits` adds 2 w^2. A
-    training step has three times as many; recomputation by `remat` is not counted.
+    query in a window, or 2 n^2 (m heads + w) for a mask. Pooling by attention is a layer with one
+    query; `pre_logits` adds 2 w^2. A training step has three times as many; recomputation by
+    `remat` is not counted.
     """
     size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2
@@ -184,7 +185,10 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     exact = size.depth
     if config.attention.kind == "performer":
         exact = len(set(exact_layers(config.attention.exact_layers)))
-    attention = 4 * n * width * (n * exact + (2 * m + near) * (size.depth - exact))
+    linear = 4 * n * width * (2 * m + near)
+    if config.attention.mask == "grid":
+        linear = 2 * n**2 * (m * size.num_heads + width)
+    attention = 4 * n**2 * width * exact + linear * (size.depth - exact)
     mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
     layer = width * (8 * n * width + n * mlp)
     pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")

@@ -13,6 +13,7 @@ from flax import nnx
 from performer.analysis import attention_error
 from performer.nnx import PerformerAttention
 from performer.typing import NO_WINDOW, Window
+from vit import config as configs
 from vit import data
 from vit.reports import metrics, report
 from vit.run import runs
@@ -167,7 +168,7 @@ def report_attention(
         coupling=coupling,
         num_features=m,
         draws=draws,
-        window=Window(near, config.model.num_prefix) if near else NO_WINDOW,
+        window=configs.window(config),
     )
     calibration = "none" if own.kind == "softmax" else own.calibration
     title = f"{workdir.name}: {coupling}, m = {m}, calibration {calibration}"

@@ -76,8 +76,8 @@ def check_path(workdir: Path) -> None:
     if ":/" in str(workdir):
         raise ValueError(
             f"{workdir} is an address, and a run needs what a bucket lacks: appending to a file"
-            " (metrics.jsonl), locks, and renaming a folder. Mount the bucket (gcsfuse for gs://) and"
-            " give its folder; config.data.dir may be an address"
+            " (metrics.jsonl), locks, and renaming a folder. Mount the bucket (gcsfuse for gs://)"
+            " and give its folder; config.data.dir may be an address"
         )
     path = str(workdir.resolve())
     if signs := [repr(c) for c in path if c in PATTERN]:

@@ -4,6 +4,7 @@
 the task's own `Task.replacement`; attention errors are measured alike for every task.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from performer.attention.refinement import Sample, softmax_attention, squared
 from performer.linearization import Report
 from performer.linearization.layers import Measured
 from performer.nnx import linearize, measure
-from performer.typing import NO_WINDOW, Window
+from performer.typing import Window
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
@@ -41,7 +42,21 @@ class Case(NamedTuple):
     """m; 0 for the exact keys alone."""
     keep: int = 0
     """Number of layers that stay exact, those with the largest errors."""
+    exact_keys: int = 0
+    exact_rows: int = 0
     seed: int = 0
+
+    @property
+    def attention(self) -> configs.Attention:
+        """Section of a config with that attention."""
+        return configs.Attention(
+            coupling=self.coupling,
+            num_features=self.num_features,
+            calibration=self.calibration,
+            exact_window=self.window,
+            exact_keys=self.exact_keys,
+            exact_rows=self.exact_rows,
+        )
 
 
 class Replaced(NamedTuple):
@@ -117,7 +132,7 @@ def linearized(
     measured = measured_layers(task, model, batches)
 
     def replaced(case: Case) -> Replaced:
-        window = Window(case.window, config.model.num_prefix) if case.window else NO_WINDOW
+        window = configs.window(dataclasses.replace(config, attention=case.attention))
         if not case.num_features:
             alone = [Function(window_alone(window)) for _ in task.layers(model)]
             return Replaced(exchanged(task, model, alone))

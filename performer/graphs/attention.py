@@ -1,0 +1,272 @@
+"""Random-feature attention on the nodes of a graph, masked by graph random features.
+
+    output_i = sum_j K(q_i, k_j) M_ij v_j / sum_j K(q_i, k_j) M_ij,    M = Phi Phi^T
+
+(Reid et al. 2025, "Linear transformer topological masking with graph random features"), with
+K(q, k) = sum_f phi_f(q) phi_f(k) the kernel of `performer_attention`. Each pair (x, f) of a node
+and a feature is a landmark that attends over the keys whose walks visit x:
+
+    c_xf = max_j l_f(k_j),    U_xf = sum_j Phi_jx e^{l_f(k_j) - c_xf} (v_j, 1),
+
+l_f the exponent of phi_f. Each query attends over the landmarks that its walks visit, with the
+exponents l_f(q_i) + c_xf less their maximum. The maxima cancel in the ratio. No exponent is above
+0, so that nothing overflows, and a row has a term with the exponent 0, so that a normaliser of
+non-negative terms is at least a product of two entries of Phi. Time and memory are linear in the
+visits of the walks.
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer import features as feature_maps
+from performer.attention import _checks, _maps, _masks
+from performer.attention import state as states
+from performer.attention._checks import Exact, Tokens
+from performer.attention._masks import Pairs
+from performer.attention.calibration import Calibration
+from performer.choices import unknown
+from performer.features import FeatureMap, Split
+from performer.graphs.features import Estimate
+from performer.typing import float32_or_wider
+
+__all__ = ["masked_attention"]
+
+DENSE = 1024
+"""Largest number of nodes for which the mask is formed as a matrix."""
+CHUNK = 4
+"""Features of a chunk of the sparse sums."""
+
+
+class _Visits(NamedTuple):
+    """Entries of Phi: rows, columns and values, (T,) each; the values maybe (n, T)."""
+
+    start: Array
+    node: Array
+    value: Array
+
+
+def masked_attention(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k v"],
+    frequencies: Float[Array, "*n m h"],
+    mask: Estimate | Float[Array, "*k t s"],
+    *,
+    key_mask: ArrayLike | None = None,
+    scale: float | None = None,
+    key_log_weights: ArrayLike | None = None,
+    query_frequencies: Float[Array, "..."] | None = None,
+    weights: Float[Array, "*w m"] | None = None,
+    calibration: Calibration | None = None,
+    feature_map: str | FeatureMap = "positive",
+    implementation: Literal["dense", "sparse"] | None = None,
+) -> Float[Array, "*b t n v"]:
+    """Estimate (softmax kernel x graph kernel) attention between the nodes of a graph.
+
+    Numerator and normaliser are unbiased, off the diagonal of the mask or with its
+    `unbiased_diagonal`, for independent frequencies and walks. They have gradients with respect to
+    all floats, also the modulation of the walks (`features.modulate`).
+
+    The entries of the mask are non-negative if its modulation and the weights of the graph are, as
+    for the kernels `RegularisedLaplacian`, `Diffusion`, `Matern` and `Resolvent`. The modulations
+    of `RandomWalk` with odd p, `InverseCosine` and many a `FromSeries` change their sign: rows then
+    sum to 1, but an attention weight may be negative, and a normaliser may come near 0.
+
+    Args:
+        query: (b, nodes, n, h), with any number of batch axes, all on the same graph.
+        key: (b, nodes, k, h). Each key head serves n / k consecutive query heads.
+        value: (b, nodes, k, v).
+        frequencies: as in `performer_attention`.
+        mask: estimate of `graph_random_features`, maybe with one modulation for each head
+            (`features.modulate`), or a dense matrix (nodes, nodes) or (n, nodes, nodes).
+        key_mask: keys that exist, as the `mask` of `performer_attention`.
+        scale: factor on q.k; 1 / sqrt(h) if None.
+        key_log_weights: as in `performer_attention`.
+        query_frequencies: as in `performer_attention`.
+        weights: as in `performer_attention`.
+        calibration: as in `performer_attention`.
+        feature_map: as in `performer_attention`.
+        implementation: "sparse" sums over the visits of the walks: linear, and accurate for queries
+            and keys of any norm. "dense" forms the mask: faster for small graphs, but rows whose
+            unmasked keys are e^-80 below the best masked key are lost. None is "dense" up to
+            `DENSE` nodes.
+
+    Returns:
+        (b, nodes, n, v) in the dtype of `value`; 0 in a row without mass. Sums are float32, or
+        float64 for float64 inputs.
+
+    Raises:
+        ValueError: as `performer_attention`, or for a mask that does not fit the nodes and heads.
+
+    Example:
+        >>> kernel = graphs.kernels.Diffusion(sigma=1.0)
+        >>> mask = graphs.graph_random_features(key, graph, kernel, num_walks=8, p_halt=0.3)
+        >>> output = graphs.masked_attention(q, k, v, frequencies, mask)
+    """
+    lead, given = query.shape[:-3], Tokens(query, key, value)
+    tokens = _checks.with_one_batch_axis(given)
+    dtype = float32_or_wider(*tokens)
+    estimate = _checks.Estimate(
+        frequencies,
+        query_frequencies,
+        weights,
+        calibration,
+        feature_maps.get(feature_map),
+        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
+    )
+    _checks.check_estimate(estimate, tokens)
+    exists = _masks.key_mask(key_mask, None, lead, tokens.key)
+    log_weights = _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype)
+    _check_mask(mask, tokens)
+    if implementation not in (None, "dense", "sparse"):
+        raise ValueError(unknown("implementation", implementation, ("dense", "sparse")))
+    sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
+    if not isinstance(mask, Estimate) and implementation == "sparse":
+        raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
+    output = _attention(
+        tokens, estimate, Pairs(log_weights), mask, sparse and isinstance(mask, Estimate)
+    )
+    return output.reshape(*lead, *output.shape[1:])
+
+
+def _check_mask(mask: Estimate | Array, tokens: Tokens) -> None:
+    (t, n), s = tokens.query.shape[1:3], tokens.key.shape[1]
+    heads = mask.left.value.shape[:-1] if isinstance(mask, Estimate) else mask.shape[:-2]
+    if not mask.shape[-2:] == (t, t) == (s, s) or heads not in ((), (n,)):
+        raise ValueError(
+            f"the mask is {(*heads, *mask.shape[-2:])} for {t} queries and {s} keys of {n} heads:"
+            f" expected {(s, s)} for all heads or {(n, s, s)}, and as many queries as keys. A"
+            " causal or streaming order does not go with the mask of a graph"
+        )
+
+
+@partial(jax.jit, static_argnums=4)
+def _attention(
+    tokens: Tokens,
+    estimate: _checks.Estimate,
+    pairs: Pairs,
+    mask: Estimate | Array,
+    sparse: bool,
+) -> Array:
+    rows, _ = _sums(tokens, estimate, pairs, mask, sparse)  # (n, b, t, v + 1)
+    output = states.normalised(rows[..., :-1], rows[..., -1])
+    return output.transpose(1, 2, 0, 3).astype(tokens.value.dtype)
+
+
+def _sums(tokens, estimate, pairs, mask, sparse) -> tuple[Array, Array]:
+    """Numerators and normalisers (n, b, t, v + 1), and the exponents taken out (n, b, t)."""
+    x = _maps.arguments(tokens, estimate, Exact(), pairs)
+    query_map, key_map = _maps.feature_maps(x, estimate, Exact())
+    (b, t, n, h), (k, v) = x.query.shape, x.keys.value.shape[2:]
+    dtype = float32_or_wider(*tokens)
+    # (b, t, n, h) -> (k, b, n / k, t, h)
+    query = query_map(x.query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4))
+    query = jax.tree.map(lambda y: y.swapaxes(1, 2).reshape(n, b, t, -1), query)
+    log_weights = None if x.keys.log_weights is None else x.keys.log_weights.transpose(2, 0, 1)
+    key = states.weighted(key_map(x.keys.key.transpose(2, 0, 1, 3)), log_weights)
+    value = x.keys.value.astype(dtype).transpose(2, 0, 1, 3)
+    value = jnp.concatenate([value, jnp.ones((k, b, t, 1), dtype)], axis=-1)
+    key, value = jax.tree.map(lambda y: jnp.repeat(y, n // k, axis=0), (key, value))
+    if not sparse:
+        return _dense(query, key, value, mask.gram() if isinstance(mask, Estimate) else mask)
+    left, right, landmarks = _phi(cast(Estimate, mask))
+    heads = lambda y: jnp.broadcast_to(y, (n, b, *y.shape[-1:])).reshape(n * b, -1)  # noqa: E731
+    per_head = [y.value if y.value.ndim == 1 else y.value[:, None] for y in (left, right)]
+    per_head = [heads(y.astype(dtype)) for y in per_head]
+    flat = jax.tree.map(lambda y: y.reshape(n * b, t, -1), (query, key, value))
+
+    def one(operands):
+        (query, key, value), (of_left, of_right) = operands
+        sides = left._replace(value=of_left), right._replace(value=of_right)
+        return _sparse(query, key, value, sides, landmarks)
+
+    rows, tops = jax.lax.map(one, (flat, per_head))
+    return rows.reshape(n, b, t, v + 1), tops.reshape(n, b, t)
+
+
+def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, Array]:
+    highest = jax.lax.stop_gradient(jnp.max(key[0], axis=-2))  # (n, b, m)
+    exponent = query[0] + highest[..., None, :]
+    top = states.finite(jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True)))
+    left = states.exponentials((exponent, query[1]), top)
+    right = states.exponentials(key, highest[..., None, :])
+    mask = mask.astype(value.dtype)
+    weights = states.dot("nbtm,nbsm->nbts", left, right, value.dtype) * mask[..., None, :, :]
+    return states.dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
+
+
+def _phi(mask: Estimate) -> tuple[_Visits, _Visits, int]:
+    """Phi of queries and of keys, whose product is the mask (times 2 for two ensembles)."""
+    one = _Visits(mask.left.start, mask.left.node, mask.left.value)
+    nodes = mask.left.num_nodes
+    if mask.right is None:
+        return one, one, nodes
+    # Phi_1 Phi_2^T + Phi_2 Phi_1^T = (Phi_1 Phi_2) (Phi_2 Phi_1)^T
+    two = _Visits(mask.right.start, mask.right.node, mask.right.value)
+
+    def beside(one: _Visits, two: _Visits) -> _Visits:
+        two = two._replace(node=two.node + nodes)
+        return _Visits(*(jnp.concatenate(pair, axis=-1) for pair in zip(one, two, strict=True)))
+
+    return beside(one, two), beside(two, one), 2 * nodes
+
+
+def _sparse(
+    query: Split, key: Split, value: Array, sides: tuple[_Visits, _Visits], landmarks: int
+) -> tuple[Array, Array]:
+    """Rows (t, v + 1) of one head, and the exponents taken out (t,)."""
+    (left, right), nodes = sides, len(value)
+    factors = jax.tree.map(lambda y: _chunks(y, 0.0), (query[1], key[1]))
+    m = max(y.shape[1] for y in jax.tree.leaves((query, key)))
+    exponents = [
+        _chunks(jnp.broadcast_to(y, (nodes, m)), fill)
+        for y, fill in ((query[0], 0.0), (key[0], -jnp.inf))
+    ]
+
+    def highest(key):
+        top = jax.ops.segment_max(key[right.start], right.node, landmarks)
+        return states.finite(top), top
+
+    def tops(query, key):
+        exponent = query[left.start] + highest(key)[1][left.node]
+        return jax.ops.segment_max(jnp.max(exponent, axis=-1), left.start, nodes)
+
+    top = jax.lax.stop_gradient(
+        jax.lax.scan(
+            lambda top, x: (jnp.maximum(top, tops(*x)), None),
+            jnp.full_like(value[:, 0], -jnp.inf),
+            jax.lax.stop_gradient(tuple(exponents)),
+        )[0]
+    )
+    top = states.finite(top)
+
+    @jax.checkpoint
+    def part(query, key, of_query, of_key):
+        most, exact = jax.lax.stop_gradient(highest(key))
+        weights = jnp.exp(key[right.start] - most[right.node]) * right.value[:, None]
+        if of_key is not None:
+            weights = weights * of_key[right.start]
+        moved = weights[:, :, None] * value[right.start][:, None, :]
+        sums = jax.ops.segment_sum(moved, right.node, landmarks)  # (x, f, v + 1)
+        exponent = query[left.start] + exact[left.node] - top[left.start][:, None]
+        weights = jnp.exp(exponent) * left.value[:, None]
+        if of_query is not None:
+            weights = weights * of_query[left.start]
+        seen = jnp.sum(weights[:, :, None] * sums[left.node], axis=1)
+        return jax.ops.segment_sum(seen, left.start, nodes)
+
+    xs = (*exponents, *factors)
+    rows = jax.lax.scan(lambda rows, x: (rows + part(*x), None), jnp.zeros_like(value), xs)[0]
+    return rows, top
+
+
+def _chunks(x: Array, fill: float) -> Array:
+    """(t, m) -> (m / c, t, c), filled to whole chunks."""
+    count = -(-x.shape[1] // CHUNK)
+    x = jnp.pad(x, ((0, 0), (0, count * CHUNK - x.shape[1])), constant_values=fill)
+    return x.reshape(len(x), count, CHUNK).swapaxes(0, 1)

@@ -1,0 +1,110 @@
+"""The mask of the grid of patches in the Vision Transformer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer.graphs import kernels
+from performer.nnx import PerformerAttention
+from tests.small import new_vit, small_config
+from vit import config
+from vit.model.grid import NUM_TERMS, GridAttention, grid
+
+HEADS, SIDE, PREFIX = 4, 3, 2
+
+
+def layer(**options):
+    return GridAttention(
+        HEADS, SIDE, PREFIX, 8, 4, num_heads=HEADS, rngs=nnx.Rngs(0, frequencies=1), **options
+    )
+
+
+def qkv():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (2, PREFIX + SIDE**2, HEADS, 4)) for key in keys]
+
+
+def test_neighbours_in_the_grid():
+    found = np.asarray(grid(3).to_dense())
+    for i in range(9):
+        for j in range(9):
+            apart = abs(i // 3 - j // 3) + abs(i % 3 - j % 3)
+            assert found[i, j] == (apart == 1), (i, j)
+    assert grid(1).num_nodes == 1
+
+
+def test_the_mean_mask_is_the_kernel_of_the_grid():
+    """Off the diagonal, of 400 draws: 4.5 standard errors are exceeded in 1 of 4,000 runs."""
+
+    @jax.jit
+    def draw(key):
+        return GridAttention(1, SIDE, 0, 8, 4, rngs=nnx.Rngs(frequencies=key)).matrix[0] - 1  # w^2
+
+    drawn = np.asarray(jax.lax.map(draw, jax.random.split(jax.random.key(3), 400)), np.float64)
+    mean, error = drawn.mean(0), drawn.std(0, ddof=1) / 20
+    exact = np.asarray(kernels.Diffusion().dense(grid(SIDE)))
+    apart = ~np.eye(SIDE**2, dtype=bool)
+    assert np.abs((mean - exact) / error)[apart].max() < 4.5
+
+
+def test_attention_is_that_of_the_weights_times_the_mask():
+    attention, (q, k, v) = layer(), qkv()
+    attention.joined[...] = jnp.linspace(-1, 1, HEADS)
+    mask = np.asarray(attention.matrix, np.float64)
+    np.testing.assert_allclose(mask[:, :PREFIX, :PREFIX], 1)
+    joined = np.exp(np.linspace(-1, 1, HEADS))[:, None, None]
+    np.testing.assert_allclose(
+        mask[:, :PREFIX, PREFIX:], np.broadcast_to(joined, (HEADS, PREFIX, 9)), rtol=1e-6
+    )
+    root, w = 4**-0.25, np.asarray(attention.frequencies[...], np.float64)
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    left = np.exp(np.einsum("btnh,nmh->bntm", q * root, w))
+    half = np.sum((k * root) ** 2, -1).transpose(0, 2, 1)[..., None] / 2
+    right = np.exp(np.einsum("bsnh,nmh->bnsm", k * root, w) - half)
+    weights = np.einsum("bntm,bnsm->bnts", left, right) * mask
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bsnv->btnv", weights, v)
+    np.testing.assert_allclose(attention(*qkv()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_walks_and_with_weight_one_it_is_the_performer():
+    attention = layer()
+    attention.modulation[...] = jnp.full((HEADS, NUM_TERMS), -jnp.inf)
+    plain = PerformerAttention(8, 4, num_heads=HEADS, rngs=nnx.Rngs(0, frequencies=1))
+    np.testing.assert_allclose(attention(*qkv()), plain(*qkv()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(is_causal=True), dict(bias=jnp.ones(())), dict(segment_ids=jnp.ones((2, 11)))]
+)
+def test_what_an_image_does_not_have_is_refused(options):
+    with pytest.raises(ValueError, match="no causal order and no streaming"):
+        layer()(*qkv(), **options)
+
+
+def test_a_vit_learns_its_mask():
+    model = new_vit(small_config(attention=config.Attention(mask="grid", num_features=8)))
+
+    def loss(model):
+        return jnp.mean(model(jnp.ones((2, 8, 8, 1)))[0] ** 2)
+
+    model.head.kernel[...] = jnp.ones_like(model.head.kernel[...])
+    gradients = nnx.grad(loss)(model)
+    own = gradients["blocks"][0]["attention"]["attention_fn"]
+    assert set(own) == {"modulation", "joined"}  # the walks are state
+    assert jnp.all(own["modulation"][...] != 0)
+    assert jnp.isfinite(own["joined"][...]).all()
+
+
+def test_alibi_has_a_slope_for_each_head():
+    model = new_vit(small_config(attention=config.Attention(mask="alibi", num_features=8)))
+    slopes = model.blocks[0].attention.attention_fn.estimate["alibi_slopes"]
+    assert slopes.tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+
+
+def test_a_mask_without_random_features_is_refused():
+    settings = small_config(attention=config.Attention(mask="grid", kind="softmax"))
+    with pytest.raises(ValueError, match=r"mask \('grid'\) needs .*kind \('softmax'\)=performer"):
+        config.validate(settings)
