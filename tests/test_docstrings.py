@@ -87,6 +87,11 @@ def _ring():
     return graphs.Graph.from_edges([(i, (i + 1) % 8) for i in range(8)], num_nodes=8)
 
 
+def _ring_kernel():
+    kernel, options = graphs.kernels.Diffusion(1.0), dict(num_walks=4, p_halt=0.5)
+    return graphs.graph_random_features(jax.random.key(0), _ring(), kernel, **options)
+
+
 def _linen_layer(x):
     module = linen.MultiHeadAttention(2)
     return {"module": module, "variables": module.init(jax.random.key(0), x)}
@@ -108,6 +113,17 @@ NEEDED = {
         "graphs": graphs,
         "frequencies": normal(8, 64),
     },
+    "performer.graphs.gp": lambda normal: {
+        "K": _ring_kernel(),
+        "seen": jnp.array([0, 3, 4]),
+        "y": jnp.arange(3.0),
+    },
+    "performer.graphs.rotary": lambda normal: (
+        {"graph": _ring(), "omega": normal(2, 4)} | small_heads(normal)
+    ),
+    "performer.nnx.graph": lambda normal: (
+        {"graph": _ring(), "graphs": graphs, "x": normal(8, 64)} | {"key": jax.random.key(0)}
+    ),
     "performer.graphs.matching": lambda normal: (
         {"graph": _ring(), "couplings": graphs.couplings} | {"kernels": graphs.kernels}
     ),
@@ -160,7 +176,9 @@ REPLAYED = "/performer/linearization/places.py"
 
 
 @pytest.mark.parametrize(("module", "test"), list(examples()))
-@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+@pytest.mark.parametrize(
+    "x64", [pytest.param(False, marks=pytest.mark.thorough, id="32"), pytest.param(True, id="64")]
+)
 def test_examples_run(module, test, x64, monkeypatch):
     """Under strict promotion of dtypes, and every product of float32 numbers in float32.
 
@@ -175,7 +193,8 @@ def test_examples_run(module, test, x64, monkeypatch):
             rounded.extend([own] if "/performer/" in own and REPLAYED not in own else [])
         return bind(*operands, **params)
 
-    jax.clear_caches()
+    if not x64:  # other tests compile few programs with 64 bits
+        jax.clear_caches()
     monkeypatch.setattr(dot_general_p, "bind", overheard)
     promotion = "standard" if test.name.endswith(PROMOTE) else "strict"
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):

@@ -26,7 +26,17 @@ from tests.graph_examples import NUM_NODES, copies, example, z_scores
 
 B, HEADS, H, V, M = 2, 4, 3, 5, 6
 DIFFUSION = kernels.Diffusion(sigma=1.5)
-BOTH = pytest.mark.parametrize("implementation", ["dense", "sparse"])
+BOTH = pytest.mark.parametrize("implementation", ["dense", "pairs", "visits"])
+
+
+def attend(q, k, v, w, mask, *, implementation, **options):
+    """Sums over pairs need concrete walks; traced ones are summed over visits."""
+    if implementation == "dense":
+        return masked_attention(q, k, v, w, mask, implementation="dense", **options)
+    call = partial(masked_attention, implementation="sparse", **options)
+    if implementation == "pairs":
+        return call(q, k, v, w, mask)
+    return jax.jit(lambda mask: call(q, k, v, w, mask))(mask)
 
 
 def inputs(nodes=NUM_NODES, key_heads=HEADS, size=1.0):
@@ -91,7 +101,7 @@ def test_it_is_the_sum_over_pairs(implementation, key_heads, unbiased):
     with jax.enable_x64(True):
         q, k, v, w = inputs(key_heads=key_heads)
         mask = estimate(unbiased_diagonal=unbiased)
-        found = masked_attention(q, k, v, w, mask, implementation=implementation)
+        found = attend(q, k, v, w, mask, implementation=implementation)
         np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-9, atol=1e-12)
 
 
@@ -99,7 +109,7 @@ def test_it_is_the_sum_over_pairs(implementation, key_heads, unbiased):
 def test_float32_is_near_the_sum_over_pairs(implementation):
     q, k, v, w = inputs()
     mask = estimate()
-    found = masked_attention(q, k, v, w, mask, implementation=implementation)
+    found = attend(q, k, v, w, mask, implementation=implementation)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-5, atol=1e-5)
 
@@ -118,7 +128,7 @@ def test_each_head_has_its_own_kernel_and_frequencies(implementation):
         for sigma, phi in zip(sigmas, per_head.to_dense(), strict=True):
             alone = features.modulate(walks, kernels.Diffusion(float(sigma))).to_dense()
             np.testing.assert_allclose(phi, alone, rtol=1e-12)
-        found = masked_attention(q, k, v, w, mask, implementation=implementation)
+        found = attend(q, k, v, w, mask, implementation=implementation)
         np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-9, atol=1e-12)
 
 
@@ -130,7 +140,7 @@ def test_keys_that_do_not_exist_have_no_part(implementation):
         exists[0, [1, 3, 5]] = False  # 5 is a node alone: its row has no mass
         exists[1] = False
         k, v = (jnp.where(exists[..., None, None], x, jnp.nan) for x in (k, v))
-        mask, call = estimate(), partial(masked_attention, implementation=implementation)
+        mask, call = estimate(), partial(attend, implementation=implementation)
         found = call(q, k, v, w, mask, key_mask=exists[:, None, None])
         clean = [jnp.nan_to_num(x) for x in (k, v)]
         expected = oracle(q, *clean, w, matrix(mask), exists)
@@ -155,7 +165,7 @@ def test_feature_maps(implementation, name):
     with jax.enable_x64(True):
         q, k, v, w = inputs(size=0.3)
         mask, chosen = estimate(), feature_maps.get(name)
-        found = masked_attention(q, k, v, w, mask, feature_map=name, implementation=implementation)
+        found = attend(q, k, v, w, mask, feature_map=name, implementation=implementation)
         root = H**-0.25
         kernel = "softmax" if chosen.estimates_softmax else None
         left, right = (np.asarray(chosen(x * root, w, kernel=kernel)) for x in (q, k))
@@ -173,7 +183,7 @@ def test_calibration_changes_the_features_alone(implementation):
         q, k, v, w = inputs()
         calibration = performer.calibration.calibrate(q, k, method="tilt")
         ones = jnp.ones((NUM_NODES, NUM_NODES))
-        if implementation == "sparse":
+        if implementation != "dense":
             nodes = jnp.arange(NUM_NODES)
             star = features.Features(nodes, jnp.zeros_like(nodes), jnp.ones(NUM_NODES), NUM_NODES)
             mask = features.Estimate(star)
@@ -181,7 +191,7 @@ def test_calibration_changes_the_features_alone(implementation):
         else:
             mask = ones
         options = dict(calibration=calibration, weights=jnp.arange(1.0, M + 1))
-        found = masked_attention(q, k, v, w, mask, implementation=implementation, **options)
+        found = attend(q, k, v, w, mask, implementation=implementation, **options)
         expected = performer.performer_attention(q, k, v, w, **options)
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
@@ -198,11 +208,12 @@ def test_exact_features_of_both_kernels_give_masked_softmax_attention():
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
+@pytest.mark.parametrize("summed", ["pairs", "visits"])
 @pytest.mark.parametrize("coupling", ["independent", "antithetic", "sigma"])
-def test_numerator_and_normaliser_are_unbiased(coupling):
+def test_numerator_and_normaliser_are_unbiased(coupling, summed):
     """z-tests of 9 rows and 2 columns over 3,000 draws of the walks, for given frequencies.
 
-    4.5 standard errors are exceeded by chance in 1 of 8,000 runs for each coupling.
+    4.5 standard errors are exceeded by chance in 1 of 8,000 runs for each case.
     """
     draws = 3000
     if coupling == "sigma":
@@ -217,7 +228,9 @@ def test_numerator_and_normaliser_are_unbiased(coupling):
         )  # fmt: skip
         tokens = Tokens(*(jnp.asarray(np.tile(x, (draws, 1)))[None, :, None] for x in (q, k, v)))
         how = _checks.Estimate(jnp.asarray(w))
-        rows, tops = attention._sums(tokens, how, Pairs(), mask, True)
+        links = attention._links(*attention._phi(mask), M) if summed == "pairs" else None
+        assert (links is None) == (summed == "visits")
+        rows, tops = attention._sums(tokens, how, Pairs(), mask, links, True)
         rows = np.asarray(rows * jnp.exp(tops)[..., None]).reshape(draws, NUM_NODES, 2)
         weights = np.exp(q @ w.T) @ np.exp(k @ w.T - np.sum(k**2, -1, keepdims=True) / 2).T
         weights *= np.asarray(DIFFUSION.dense(example()))
@@ -225,8 +238,9 @@ def test_numerator_and_normaliser_are_unbiased(coupling):
         assert np.abs(z_scores(rows / 2, expected)).max() < 4.5  # 2 M of two ensembles
 
 
+@pytest.mark.parametrize("implementation", ["pairs", "visits"])
 @pytest.mark.parametrize("size", [1.0, 40.0])
-def test_sparse_sums_hold_for_any_norm(size):
+def test_sparse_sums_hold_for_any_norm(size, implementation):
     """Neighbours with keys opposite to the query, in a graph of keys along it."""
     nodes = NUM_NODES
     q, k, v, w = inputs(size=size)
@@ -234,7 +248,7 @@ def test_sparse_sums_hold_for_any_norm(size):
     q = q.at[:, 0].set(one)
     k = jnp.broadcast_to(one, k.shape).at[:, :5].set(-one)  # of the component of node 0
     mask = estimate()
-    found = masked_attention(q, k, v, w, mask, implementation="sparse")
+    found = attend(q, k, v, w, mask, implementation=implementation)
     with jax.enable_x64(True):
         logs = np.einsum("btnh,mh->btnm", np.asarray(q, float), w) * H**-0.25
         keys = np.einsum("bsnh,mh->bsnm", np.asarray(k, float), w) * H**-0.25
@@ -259,13 +273,29 @@ def test_gradients(implementation):
         modulation = jnp.asarray([[1.0, 0.5, 0.0, 0.2]] * HEADS)
         target = jnp.asarray(np.random.default_rng(2).standard_normal((B, NUM_NODES, HEADS, V)))
 
-        def loss(q, k, v, w, f):
-            phi = features.modulate(walks, lambda n: jnp.pad(f, [(0, 0), (0, n - f.shape[1])]))
-            mask = features.Estimate(phi)
-            found = masked_attention(q, k, v, w, mask, implementation=implementation)
+        def loss(q, k, v, w, f, walks_given):
+            chosen = walks_given if implementation == "visits" else walks
+            phi = features.modulate(chosen, lambda n: jnp.pad(f, [(0, 0), (0, n - f.shape[1])]))
+            mask, how = features.Estimate(phi), "dense" if implementation == "dense" else "sparse"
+            found = masked_attention(q, k, v, w, mask, implementation=how)
             return jnp.sum(found * target)
 
-        check_grads(jax.jit(loss), (*inputs(), modulation), order=1, modes=["rev"], rtol=1e-5)
+        given = jax.jit(loss)
+        check_grads(
+            lambda *floats: given(*floats, walks), (*inputs(), modulation), order=1, modes=["rev"],
+            rtol=1e-5,
+        )  # fmt: skip
+
+
+def test_hubs_are_summed_over_visits():
+    """A star has N^2 pairs that meet in the middle, and 2 N visits."""
+    mask = features.Estimate(
+        features.Features(jnp.arange(99), jnp.zeros(99, jnp.int32), jnp.ones(99), 99)
+    )
+    assert attention._links(*attention._phi(mask), 98) is None
+    links = attention._links(*attention._phi(mask), 99)
+    assert links is not None
+    assert int(links.exists.sum()) == 99**2
 
 
 def test_negative_entries_of_the_mask():

@@ -303,3 +303,17 @@ def test_bad_input(options, words):
     } | options  # fmt: skip
     with pytest.raises(ValueError, match=words):
         graph_random_features.__wrapped__(**arguments)
+
+
+def test_merged_walks_have_the_same_features():
+    """Also with a node alone, whose one visit stands for all steps; of steps below 3 with 3."""
+    sampled = features.sample(jax.random.key(0), example(), num_walks=6, p_halt=0.3)
+    for length, found in ((None, features.merged(sampled)), (3, features.merged(sampled, 3))):
+
+        def modulation(size, length=length):
+            return kernels.Diffusion(1.0)(size) * (jnp.arange(size) < (length or size))
+
+        parts = (features.modulate(x, modulation) for x in (found, sampled))
+        np.testing.assert_allclose(*(x.to_dense() for x in parts), atol=1e-6)
+        visits = np.stack([found.start, found.node, found.step], axis=1)
+        assert len(np.unique(visits, axis=0)) == len(visits) < len(sampled.start)

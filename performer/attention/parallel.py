@@ -96,7 +96,8 @@ def _of_some(state: State, axis_name: str, which, log_decay: Array | None) -> St
     devices = jnp.arange(states.maximum.shape[0], dtype=here.dtype)
     some = which(devices, here)
     if log_decay is not None:
-        between = which(devices[:, None], devices) & some  # [i, j]: j is between i and here
+        # [i, j]: j is between i and here
+        between = which(devices[:, None], devices[None]) & some[None]
         per_device = jax.lax.all_gather(log_decay, axis_name)[None]
         faded = jnp.sum(jnp.where(between[..., None, None], per_device, 0.0), axis=1)
         states = _decay.faded(states, faded)

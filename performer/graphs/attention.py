@@ -13,6 +13,10 @@ exponents l_f(q_i) + c_xf less their maximum. The maxima cancel in the ratio. No
 0, so that nothing overflows, and a row has a term with the exponent 0, so that a normaliser of
 non-negative terms is at least a product of two entries of Phi. Time and memory are linear in the
 visits of the walks.
+
+Where few walks meet at a node, the pairs (i, j) that share one are as few, and cheaper: each has
+m + v multiplications, each visit m v. Their sums have one maximum for each row, over pairs and
+features.
 """
 
 from functools import partial
@@ -20,6 +24,8 @@ from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -39,7 +45,9 @@ __all__ = ["masked_attention"]
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
 CHUNK = 4
-"""Features of a chunk of the sparse sums."""
+"""Features of a chunk of the sums over visits."""
+BLOCK = 2048
+"""Pairs of a block of the sums over pairs."""
 
 
 class _Visits(NamedTuple):
@@ -48,6 +56,22 @@ class _Visits(NamedTuple):
     start: Array
     node: Array
     value: Array
+
+
+class _Links(NamedTuple):
+    """Pairs of entries of Phi in one column, in the order of their queries, in blocks (., B)."""
+
+    of_left: Array
+    """Entry of each visit on the side of the queries (T,)."""
+    of_right: Array
+    left: Array
+    """Entry of the query of each pair."""
+    right: Array
+    query: Array
+    """Its node."""
+    key: Array
+    exists: Array
+    """False for padding."""
 
 
 def masked_attention(
@@ -128,9 +152,10 @@ def masked_attention(
     sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
     if not isinstance(mask, Estimate) and implementation == "sparse":
         raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
-    output = _attention(
-        tokens, estimate, Pairs(log_weights), mask, sparse and isinstance(mask, Estimate)
-    )
+    sparse, links = sparse and isinstance(mask, Estimate), None
+    if sparse:
+        links = _links(*_phi(cast(Estimate, mask)), min(frequencies.shape[-2], value.shape[-1]))
+    output = _attention(tokens, estimate, Pairs(log_weights), mask, links, sparse)
     return output.reshape(*lead, *output.shape[1:])
 
 
@@ -145,20 +170,21 @@ def _check_mask(mask: Estimate | Array, tokens: Tokens) -> None:
         )
 
 
-@partial(jax.jit, static_argnums=4)
+@partial(jax.jit, static_argnums=5)
 def _attention(
     tokens: Tokens,
     estimate: _checks.Estimate,
     pairs: Pairs,
     mask: Estimate | Array,
+    links: _Links | None,
     sparse: bool,
 ) -> Array:
-    rows, _ = _sums(tokens, estimate, pairs, mask, sparse)  # (n, b, t, v + 1)
+    rows, _ = _sums(tokens, estimate, pairs, mask, links, sparse)  # (n, b, t, v + 1)
     output = states.normalised(rows[..., :-1], rows[..., -1])
     return output.transpose(1, 2, 0, 3).astype(tokens.value.dtype)
 
 
-def _sums(tokens, estimate, pairs, mask, sparse) -> tuple[Array, Array]:
+def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
     """Numerators and normalisers (n, b, t, v + 1), and the exponents taken out (n, b, t)."""
     x = _maps.arguments(tokens, estimate, Exact(), pairs)
     query_map, key_map = _maps.feature_maps(x, estimate, Exact())
@@ -182,6 +208,13 @@ def _sums(tokens, estimate, pairs, mask, sparse) -> tuple[Array, Array]:
 
     def one(operands):
         (query, key, value), (of_left, of_right) = operands
+        if links is not None:
+            ends = (
+                jax.ops.segment_sum(of_left, links.of_left, len(left.start)),
+                jax.ops.segment_sum(of_right, links.of_right, len(right.start)),
+            )
+            weights = ends[0][links.left] * ends[1][links.right] * links.exists
+            return _over_links(query, key, value, links, weights)
         sides = left._replace(value=of_left), right._replace(value=of_right)
         return _sparse(query, key, value, sides, landmarks)
 
@@ -216,6 +249,111 @@ def _phi(mask: Estimate) -> tuple[_Visits, _Visits, int]:
     return beside(one, two), beside(two, one), 2 * nodes
 
 
+def _links(left: _Visits, right: _Visits, landmarks: int, most: int) -> _Links | None:
+    """Pairs that share a landmark; None while traced, and if there are `most` for each entry."""
+    if any(isinstance(y, Tracer) for y in (*left[:2], *right[:2])):
+        return None
+
+    def entries(first, second):
+        first, second = (np.asarray(y, np.int64) for y in (first, second))
+        size = int(second.max()) + 1
+        merged, index = np.unique(first * size + second, return_inverse=True)
+        return *np.divmod(merged, size), index
+
+    start, node, of_left = entries(left.start, left.node)  # in the order of the queries
+    column, keys, of_right = entries(right.node, right.start)  # in the order of the columns
+    begin = np.searchsorted(column, np.arange(landmarks + 1))
+    count = np.diff(begin)[node]
+    total = int(count.sum())
+    if total > most * len(start):
+        return None
+    entry = np.repeat(np.arange(len(start)), count)
+    other = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + begin[node][entry]
+
+    def blocks(y):
+        return jnp.asarray(np.pad(y, (0, -total % BLOCK)).reshape(-1, BLOCK), jnp.int32)
+
+    return _Links(
+        jnp.asarray(of_left, jnp.int32),
+        jnp.asarray(of_right, jnp.int32),
+        blocks(entry),
+        blocks(other),
+        blocks(start[entry]),
+        blocks(keys[other]),
+        blocks(np.ones(total)) > 0,
+    )
+
+
+def _over_links(
+    query: Split, key: Split, value: Array, links: _Links, weights: Array
+) -> tuple[Array, Array]:
+    """As `_sparse`, pair by pair; the weights of the pairs are entries of M."""
+    ends = links.query, links.key
+    stopped = jax.lax.stop_gradient((query[0], key[0]))
+
+    def highest(top, ends):
+        (i, j), (a, b) = ends, stopped
+        return top.at[i].max(jnp.max(a[i] + b[j], axis=-1)), None
+
+    top = jax.lax.scan(highest, jnp.full_like(value[:, 0], -jnp.inf), ends)[0]
+    top = states.finite(top)
+    tables = (*query, top[:, None]), (*key, value)
+    return _pair_sums(*tables, weights, ends), top
+
+
+def _pair_rows(of_query, of_key, weights: Array) -> Array:
+    """Summands of numerators and normalisers (P, v + 1), given the rows of queries and keys."""
+    (a, left, top), (b, right, value) = of_query, of_key
+    terms = jnp.exp(a + b - top)
+    for factor in (left, right):
+        terms = terms if factor is None else terms * factor
+    return (jnp.sum(terms, axis=-1) * weights)[:, None] * value
+
+
+def _rows(table, index: Array):
+    return jax.tree.map(lambda y: y[index], table)
+
+
+@jax.custom_vjp
+def _pair_sums(of_query, of_key, weights: Array, ends: tuple[Array, Array]) -> Array:
+    """Sum the summands of all pairs at their queries (t, v + 1), block by block.
+
+    The derivative adds to the gradients of the tables in place. That of `scan` would make a table
+    for each block.
+    """
+
+    def add(total, x):
+        (i, j), w = x
+        return total.at[i].add(_pair_rows(_rows(of_query, i), _rows(of_key, j), w)), None
+
+    return jax.lax.scan(add, jnp.zeros_like(of_key[-1]), (ends, weights))[0]
+
+
+def _pair_sums_forward(of_query, of_key, weights, ends):
+    return _pair_sums(of_query, of_key, weights, ends), (of_query, of_key, weights, ends)
+
+
+def _pair_sums_backward(saved, change):
+    of_query, of_key, weights, ends = saved
+
+    def add(totals, x):
+        (i, j), w = x
+        pull = jax.vjp(_pair_rows, _rows(of_query, i), _rows(of_key, j), w)[1]
+        *found, of_weights = pull(change[i])
+        totals = [
+            jax.tree.map(lambda y, z, at=at: y.at[at].add(z), total, one)
+            for total, one, at in zip(totals, found, (i, j), strict=True)
+        ]
+        return totals, of_weights
+
+    zeros = [jax.tree.map(jnp.zeros_like, y) for y in (of_query, of_key)]
+    (of_query, of_key), of_weights = jax.lax.scan(add, zeros, (ends, weights))
+    return of_query, of_key, of_weights, None
+
+
+_pair_sums.defvjp(_pair_sums_forward, _pair_sums_backward)
+
+
 def _sparse(
     query: Split, key: Split, value: Array, sides: tuple[_Visits, _Visits], landmarks: int
 ) -> tuple[Array, Array]:
@@ -223,10 +361,10 @@ def _sparse(
     (left, right), nodes = sides, len(value)
     factors = jax.tree.map(lambda y: _chunks(y, 0.0), (query[1], key[1]))
     m = max(y.shape[1] for y in jax.tree.leaves((query, key)))
-    exponents = [
+    exponents = tuple(
         _chunks(jnp.broadcast_to(y, (nodes, m)), fill)
         for y, fill in ((query[0], 0.0), (key[0], -jnp.inf))
-    ]
+    )
 
     def highest(key):
         top = jax.ops.segment_max(key[right.start], right.node, landmarks)
@@ -240,7 +378,7 @@ def _sparse(
         jax.lax.scan(
             lambda top, x: (jnp.maximum(top, tops(*x)), None),
             jnp.full_like(value[:, 0], -jnp.inf),
-            jax.lax.stop_gradient(tuple(exponents)),
+            jax.lax.stop_gradient(exponents),
         )[0]
     )
     top = states.finite(top)

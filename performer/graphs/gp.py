@@ -9,9 +9,15 @@ of the likelihood,
 
 estimates the trace with random signs z (Hutchinson). C = sigma_v^2 K + sigma_n^2 I over the nodes
 seen. `performer.gp` does the same with dense matrices (`estimate.gram()`).
+
+`sample` draws posterior functions at all nodes by Matheron's rule (Wilson et al. 2020, "Efficiently
+sampling functions from Gaussian process posteriors"): a draw of the prior, sigma_v Phi w with w ~
+N(0, I), is corrected by the kernel of the nodes seen. Its equations need the features of these
+nodes alone, so their cost does not grow with the graph.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +33,7 @@ from performer.graphs import features, kernels, walks
 from performer.kernels.gp import Gaussian, Scales, fit_scales
 from performer.typing import Key
 
-__all__ = ["condition", "fit"]
+__all__ = ["condition", "fit", "sample"]
 
 TOLERANCE = 1e-5
 """Default relative residual of a system of equations."""
@@ -85,6 +91,84 @@ def _condition(
     solution, residual = _solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
     covariance = columns[nodes] - cross.T @ solution[:, 1:]
     return Gaussian(cross.T @ solution[:, 0], covariance), residual
+
+
+def sample(
+    key: Key,
+    kernel: features.Estimate,
+    observed: Int[ArrayLike, " n"],
+    y: Num[ArrayLike, " n"],
+    noise_scale: ArrayLike,
+    num_samples: int = 1,
+    *,
+    output_scale: ArrayLike = 1.0,
+    tolerance: float = TOLERANCE,
+) -> Float[Array, "num_samples N"]:
+    """Draw f at all nodes from the posterior; one system of equations for each sample.
+
+        f = g + sigma_v^2 K_{.o} C^{-1} (y - g_o - noise),    g = sigma_v Phi w,    w ~ N(0, I)
+
+    Args:
+        key: random key of w and the noise.
+        kernel: K = Phi Phi^T of one ensemble.
+        observed: nodes seen (n,), none for the prior; a node may occur more than once.
+        y: values at the nodes seen (n,), of any real dtype.
+        noise_scale: sigma_n.
+        num_samples: number of samples.
+        output_scale: sigma_v; the prior is N(0, sigma_v^2 K).
+        tolerance: relative residual of the conjugate gradients.
+
+    Raises:
+        ValueError: as `condition`, and for a kernel of two ensembles, which is no covariance.
+
+    Example:
+        >>> paths = sample(key, K, seen, y, 0.1, num_samples=8)  # (8, N)
+        >>> best = jnp.argmax(paths, axis=1)  # Thompson sampling: 8 nodes to observe next
+    """
+    observed, y = _observations(kernel.shape[0], observed, y)
+    if kernel.right is not None:
+        raise ValueError("sample needs a kernel of one ensemble: unbiased_diagonal=False")
+    positive_number("noise_scale", noise_scale)
+    positive_number("output_scale", output_scale)
+    law = noise_scale, output_scale, tolerance
+    near = kernel if _traced(kernel, observed) else _rows(kernel, observed)
+    paths, residual = _sample(key, kernel, near, observed, y, *law, num_samples=num_samples)
+    return _converged(paths, residual, tolerance)
+
+
+@partial(jax.jit, static_argnames="num_samples")
+@jax.default_matmul_precision("highest")
+def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance, *, num_samples):
+    """Return the samples, and the residual of the equations; `near` has the rows observed."""
+    dtype = jnp.promote_types(kernel.left.value.dtype, y.dtype)
+    y, noise_scale, output_scale = (jnp.asarray(x, dtype) for x in (y, noise_scale, output_scale))
+    prior_key, noise_key = jax.random.split(key)
+    weights = jax.random.normal(prior_key, (kernel.shape[0], num_samples), dtype)
+    noise = jax.random.normal(noise_key, (len(y), num_samples), dtype)
+    prior = output_scale * (kernel.left @ weights)  # (N, samples)
+    right = y[:, None] - prior[observed] - noise_scale * noise
+    solution, residual = _solve(
+        _system(near, observed, output_scale, noise_scale), right, tolerance
+    )
+    seen = jnp.zeros_like(prior).at[observed].add(solution)
+    correction = kernel.left @ near.left.transposed(seen)
+    return (prior + output_scale**2 * correction).T, residual
+
+
+def _traced(*trees: Any) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
+
+
+def _rows(kernel: features.Estimate, nodes: Array) -> features.Estimate:
+    """Return the estimate without the features of other nodes; between these it is the same."""
+    phi = kernel.left
+    chosen = np.zeros(phi.num_nodes, bool)
+    chosen[np.asarray(nodes)] = True
+    kept = np.flatnonzero(chosen[np.asarray(phi.start)])
+    start, node, value = (
+        jnp.asarray(np.asarray(x)[kept]) for x in (phi.start, phi.node, phi.value)
+    )
+    return features.Estimate(features.Features(start, node, value, phi.num_nodes))
 
 
 def solve(

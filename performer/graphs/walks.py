@@ -178,7 +178,7 @@ def _walk(seed, graph, thresholds, walkers, lengths, *, num_walks, rounds, p_hal
         last = step == length
         done = step >= length
         carry = (turn + done.astype(turn.dtype), jnp.where(done, 0, step + 1), node, load)
-        return carry, (start, node, step, left, last)
+        return carry, (start, jnp.where(length >= 0, node, start), step, left, last)
 
     zeros = jnp.zeros_like(walkers[0])
     begin = (zeros, zeros, zeros, zeros.astype(graph.weights.dtype))

@@ -1,5 +1,6 @@
 """Drop-ins for Flax nnx: the layer, and its conversion of trained models.
 
+graph          `GraphAttention`: self-attention between the nodes of a graph
 layer          `PerformerAttention`, the `attention_fn` of `nnx.MultiHeadAttention`
 linearization  `linearize`: a model with exact attention -> one with random features
 """
@@ -8,6 +9,7 @@ from performer.choices import extra
 from performer.linearization import Report as Report
 
 with extra("flax"):
+    from performer.nnx.graph import GraphAttention as GraphAttention
     from performer.nnx.layer import Frequencies as Frequencies
     from performer.nnx.layer import PerformerAttention as PerformerAttention
     from performer.nnx.layer import Statistics as Statistics
@@ -17,6 +19,7 @@ with extra("flax"):
 
 __all__ = [
     "Frequencies",
+    "GraphAttention",
     "PerformerAttention",
     "Report",
     "Statistics",

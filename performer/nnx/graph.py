@@ -1,0 +1,139 @@
+"""Attention between the nodes of a graph, for Flax nnx."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from performer import couplings
+from performer.graphs import features, kernels, masked_attention, rotary
+from performer.graphs.features import Estimate
+from performer.graphs.walks import Walks
+from performer.nnx.layer import Frequencies, PerformerAttention
+from performer.typing import Coupling
+
+Mask = Walks | Estimate | Array
+"""Walks, whose modulation the layer learns, a kernel estimate, or a dense matrix."""
+
+
+class GraphAttention(nnx.Module):
+    """Self-attention between nodes, its weights multiplied by a kernel of the graph.
+
+    Four projections (query, key, value, output) around `performer.graphs.masked_attention`; without
+    a mask around `performer.performer_attention`. Frequencies are those of `PerformerAttention`,
+    which `redraw` finds.
+
+    With walks as the mask each head learns its kernel (sum_t f_t A^t)^2 (Reid et al. 2025, "Linear
+    transformer topological masking with graph random features"). The parameter `modulation` is
+    log f: the mask is never negative, and every row of attention weights sums to 1.
+
+    With `positions` queries and keys are turned by angles omega . r_i, whose frequencies each head
+    learns (`performer.graphs.rotary`). Both can be used together.
+
+    Args:
+        num_heads: number of heads.
+        in_features: width of the input and the output.
+        num_features: m, number of random features per head.
+        qkv_features: width of all heads together, `in_features` by default.
+        mask: walks, estimate or matrix, used where a call has none.
+        num_terms: number of learned coefficients f_0, f_1, ...; later steps of walks are ignored.
+        initial_kernel: kernel of all heads at the start, with positive coefficients.
+        positions: coordinates (nodes, r) of `performer.graphs.rotary`, or None.
+        coupling: coupling of the frequencies.
+        rngs: random streams, `params` and `frequencies`.
+        options: keywords of `PerformerAttention` that `masked_attention` knows, as `feature_map`.
+
+    Raises:
+        ValueError: if `num_heads` does not divide the width, or for an odd width of a head with
+            positions; in a call as `masked_attention`.
+
+    Example:
+        >>> walks = graphs.features.sample(key, graph, num_walks=8, p_halt=0.3)
+        >>> layer = GraphAttention(4, 64, mask=walks, rngs=nnx.Rngs(params=0, frequencies=1))
+        >>> y = layer(x)  # (..., nodes, 64)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        num_features: int = 32,
+        *,
+        qkv_features: int | None = None,
+        mask: Mask | None = None,
+        num_terms: int = 8,
+        initial_kernel: kernels.Modulation = kernels.Diffusion(1.0),  # noqa: B008 (a constant)
+        positions: Float[Array, "nodes r"] | None = None,
+        coupling: str | Coupling = couplings.DEFAULT,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        width = qkv_features or in_features
+        head_dim, rest = divmod(width, num_heads)
+        if rest:
+            raise ValueError(f"{num_heads} heads must divide the width {width}")
+        if positions is not None and head_dim % 2:
+            raise ValueError(f"positions need heads of an even width, got {head_dim}")
+        heads = (num_heads, head_dim)
+        self.query, self.key, self.value = (
+            nnx.LinearGeneral(in_features, heads, rngs=rngs) for _ in range(3)
+        )
+        self.output = nnx.LinearGeneral(heads, in_features, axis=(-2, -1), rngs=rngs)
+        self.attention_fn = PerformerAttention(
+            num_features, head_dim, num_heads=num_heads, coupling=coupling, rngs=rngs, **options
+        )
+        self.mask = nnx.data(None if mask is None else Frequencies(mask))
+        logs = jnp.log(initial_kernel(num_terms))
+        self.modulation = nnx.Param(jnp.tile(logs, (num_heads, 1)))
+        self.positions = nnx.data(None if positions is None else Frequencies(positions))
+        if positions is not None:
+            shape = (num_heads, head_dim // 2, positions.shape[-1])
+            self.rotary_frequencies = nnx.Param(jax.random.normal(rngs.params(), shape))
+
+    def __call__(
+        self,
+        x: Float[Array, "*b nodes d"],
+        mask: Mask | None = None,
+        *,
+        key_mask: ArrayLike | None = None,
+    ) -> Float[Array, "*b nodes d"]:
+        """Attend; a `mask` is used in place of that of the layer.
+
+        Args:
+            x: values at the nodes.
+            mask: walks, estimate or matrix for these nodes.
+            key_mask: nodes that exist, as the `mask` of `performer_attention`.
+        """
+        query, key, value = (project(x) for project in (self.query, self.key, self.value))
+        if self.positions is not None:
+            query, key = (
+                rotary.rotate(y, self.positions[...], self.rotary_frequencies[...])
+                for y in (query, key)
+            )
+        if mask is None and self.mask is not None:
+            mask = self.mask.get_value()
+        if isinstance(mask, Walks):
+            mask = self.modulated(mask)
+        return self.output(self.attend(query, key, value, mask, key_mask))
+
+    def modulated(self, walks: Walks) -> Estimate:
+        """Return the mask of each head: the walks with its learned modulation."""
+        f = jnp.exp(self.modulation[...])
+
+        def modulation(length: int) -> Array:
+            kept = f[:, :length]
+            return jnp.pad(kept, ((0, 0), (0, length - kept.shape[1])))
+
+        return Estimate(features.modulate(walks, modulation))
+
+    def attend(
+        self, query: Array, key: Array, value: Array, mask: Any, key_mask: ArrayLike | None
+    ) -> Array:
+        """Return the attention of the heads; a subclass may compute it in another way."""
+        if mask is None:
+            return self.attention_fn(query, key, value, mask=key_mask)
+        estimate = self.attention_fn.estimate
+        return masked_attention(query, key, value, mask=mask, key_mask=key_mask, **estimate)

@@ -1,0 +1,80 @@
+"""Rotary positions from the spectrum of a graph."""
+
+import jax
+import jax.numpy as jnp
+import networkx
+import numpy as np
+import pytest
+
+from performer.graphs import Graph, rotary
+from tests.graph_examples import copies, example, karate, weights_matrix
+
+
+def projector(vectors):
+    """On the span of columns, whatever their basis."""
+    basis = np.linalg.qr(np.asarray(vectors, np.float64))[0]
+    return basis @ basis.T
+
+
+def test_coordinates_are_the_lowest_eigenvectors():
+    """Of D - W written out, without the constants on the three components."""
+    weights = weights_matrix()
+    values, vectors = np.linalg.eigh(np.diag(weights.sum(axis=1)) - weights)
+    assert np.abs(values[:3]).max() < 1e-12 < values[3]
+    found = rotary.coordinates(example(), 3)
+    np.testing.assert_allclose(projector(found), projector(vectors[:, 3:6]), atol=1e-5)
+    np.testing.assert_allclose(found.T @ found, 9 * np.eye(3), atol=1e-5)
+
+
+def test_coordinates_of_a_large_graph_are_those_of_the_dense_one(monkeypatch):
+    """By Lanczos and by all eigenvectors: pairs of equal eigenvalues, two components."""
+    graph = copies(karate(), 2)
+    dense = rotary.coordinates(graph, 6)
+    monkeypatch.setattr(rotary, "DENSE", 10)
+    np.testing.assert_allclose(projector(rotary.coordinates(graph, 6)), projector(dense), atol=1e-5)
+
+
+def test_rotations_are_those_of_complex_numbers():
+    """In float64: (x_b + i x_{b + h/2}) e^{i omega . r}, for shared frequencies and for heads."""
+    rng = np.random.default_rng(0)
+    x, r = rng.normal(size=(2, 5, 3, 8)), rng.normal(size=(5, 4))
+    for omega in (rng.normal(size=(3, 4, 4)), rng.normal(size=(4, 4))):
+        angles = np.array([[omega[n] @ r[i] if omega.ndim == 3 else omega @ r[i]
+                            for n in range(3)] for i in range(5)])  # fmt: skip
+        expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
+        with jax.enable_x64(True):
+            found = rotary.rotate(*map(jnp.asarray, (x, r, omega)))
+        np.testing.assert_allclose(found[..., :4], expected.real, atol=1e-12)
+        np.testing.assert_allclose(found[..., 4:], expected.imag, atol=1e-12)
+
+
+def test_norms_stay_and_products_depend_on_differences():
+    """A shift of all positions changes no product of a query and a key, and no norm."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k = (jax.random.normal(key, (5, 2, 8)) for key in keys[:2])
+    r, omega = jax.random.normal(keys[2], (5, 3)), jax.random.normal(keys[3], (2, 4, 3))
+
+    def products(positions):
+        turned = (rotary.rotate(x, positions, omega) for x in (q, k))
+        return jnp.einsum("inh,jnh->nij", *turned, precision="highest")
+
+    assert not np.allclose(products(r), products(0 * r), atol=0.1)
+    np.testing.assert_allclose(products(r + jnp.array([1.0, -2, 3])), products(r), atol=1e-4)
+    norms = jnp.linalg.norm(rotary.rotate(q, r, omega), axis=-1)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(q, axis=-1), rtol=1e-5)
+
+
+def test_a_path_has_the_positions_of_rope():
+    """One eigenvector of a path is monotone: cos(pi (i + 1/2) / N)."""
+    r = rotary.coordinates(Graph.from_networkx(networkx.path_graph(12)), 1)[:, 0]
+    expected = np.sqrt(2) * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
+    np.testing.assert_allclose(r * np.sign(r[0]), expected, atol=1e-5)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="num_coordinates must be at most 6, .*, got 7"):
+        rotary.coordinates(example(), 7)
+    with pytest.raises(ValueError, match="the Laplacian needs weights >= 0, the least is -1"):
+        rotary.coordinates(Graph.from_edges([(0, 1)], 2, [-1.0]), 1)
+    with pytest.raises(ValueError, match="8 entries need half as many frequencies"):
+        rotary.rotate(jnp.ones((2, 1, 8)), jnp.ones((2, 3)), jnp.ones((3, 3)))

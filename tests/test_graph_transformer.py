@@ -1,0 +1,67 @@
+"""Experiments on attention between nodes, searches and stitched walks, in small."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.graphs import search, stretches, transformer
+from performer.graphs import features, kernels
+from tests.graph_examples import karate
+from tests.small import read_csv
+
+pytestmark = pytest.mark.thorough
+
+
+def test_transformer(tmp_path):
+    """Each method learns to turn positions into normals better than by chance, in 20 steps."""
+    methods = ("performer", "masked + WIRE", "exact masked")
+    transformer.main(repeats=2, steps=20, methods=methods, out=tmp_path)
+    (row,) = read_csv(tmp_path / "transformer.csv")
+    for method in methods:
+        assert float(row[method].split(" ")[0]) > 0.3
+    assert (tmp_path / "transformer.png").exists()
+
+
+def test_exact_masked_attention_is_that_of_the_equations():
+    """e^{q.k / sqrt(h)} times (sum_t f_t A^t)^2, in NumPy: the kernel by its square."""
+    layer = transformer.Exact(2, 8, 4, num_terms=transformer.TERMS, rngs=transformer.nnx.Rngs(0))
+    q, k, v = np.random.default_rng(0).normal(size=(3, 34, 2, 4))
+    f = np.exp(np.asarray(layer.modulation[...], np.float64))
+    a = karate().normalised().to_scipy().toarray()
+    for n in range(2):
+        root = sum(f[n, t] * np.linalg.matrix_power(a, t) for t in range(transformer.TERMS))
+        weights = np.exp(q[:, n] @ k[:, n].T / 2) * (root @ root)
+        expected = weights @ v[:, n] / weights.sum(axis=1, keepdims=True)
+        found = layer.attend(*map(jnp.asarray, (q, k, v)), transformer.powers(karate()), None)
+        np.testing.assert_allclose(found[:, n], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_citations(tmp_path):
+    path = tmp_path / "cora.npz"
+    parts = dict(edges=[(0, 1)], n_nodes=3, labels=[0, 1, 0], split=[1, 2, 3])
+    np.savez(path, attributes=[(0, 0), (0, 3), (2, 1)], **parts)
+    problem = transformer.citations(path)
+    np.testing.assert_array_equal(problem.inputs, [[1, 0, 0, 1], [0, 0, 0, 0], [0, 2, 0, 0]])
+    assert problem.graph.num_nodes == 3
+    split = transformer.random_split(0, 100)
+    assert np.bincount(split).tolist() == [0, 10, 10, 80]
+
+
+def test_search_finds_the_best_of_few_nodes(tmp_path):
+    search.main(nodes=1000, rounds=4, batch=8, out=tmp_path)
+    rows = read_csv(tmp_path / "search.csv")
+    assert [row["observed"] for row in rows] == ["8", "16", "24", "32"]
+    assert float(rows[-1]["Thompson sampling"]) <= float(rows[-1]["random"])
+
+
+def test_errors_of_stretches():
+    """Of one stretch: those of two ensembles of ordinary walks of as many visits."""
+    found = stretches.errors(karate(), 1.0, 1, 0.5, 10)
+    options = dict(num_walks=32, p_halt=0.5, unbiased_diagonal=True)
+    exact, errors = np.asarray(kernels.Diffusion(1.0).dense(karate())), []
+    for seed in range(10):
+        gram = features.graph_random_features(
+            transformer.jax.random.key(seed), karate(), kernels.Diffusion(1.0), **options
+        ).gram()
+        errors.append(np.linalg.norm(gram - exact) / np.linalg.norm(exact))
+    assert found.mean() == pytest.approx(np.mean(errors), rel=0.15)

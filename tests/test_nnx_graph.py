@@ -1,0 +1,121 @@
+"""GraphAttention: projections, rotary positions, mask and features against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer.graphs import features, kernels, rotary
+from performer.nnx import Frequencies, GraphAttention, redraw
+from tests.graph_examples import karate
+
+X = jax.random.normal(jax.random.key(0), (34, 8))
+WALKS = features.sample(jax.random.key(1), karate(), num_walks=4, p_halt=0.3)
+
+
+def layer(**options):
+    return GraphAttention(2, 8, 6, rngs=nnx.Rngs(params=0, frequencies=1), **options)
+
+
+def changed(model):
+    """With parameters off their initial values, each head its own."""
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    new = [x + 0.3 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, new))
+    return model
+
+
+def dense(model, x, mask, positions=None):
+    """The layer written out, with a mask (n, N, N)."""
+    params = jax.tree.map(
+        lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
+    x, frequencies = np.asarray(x, np.float64), np.asarray(model.attention_fn.frequencies[...])
+    heads = {}
+    for name in ("query", "key", "value"):
+        heads[name] = np.einsum("id,dnh->nih", x, params[name]["kernel"])
+        heads[name] += params[name]["bias"][:, None]
+    if positions is not None:
+        angles = np.einsum("nbr,ir->nib", params["rotary_frequencies"], positions)
+        for name in ("query", "key"):
+            half = heads[name].shape[-1] // 2
+            turned = heads[name][..., :half] + 1j * heads[name][..., half:]
+            turned = turned * np.exp(1j * angles)
+            heads[name] = np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def phi(y):
+        y = y / y.shape[-1] ** 0.25
+        exponent = np.einsum("nih,nmh->nim", y, frequencies) - np.sum(y**2, -1, keepdims=True) / 2
+        return np.exp(exponent)
+
+    weights = phi(heads["query"]) @ phi(heads["key"]).swapaxes(1, 2) * mask
+    attended = weights @ heads["value"] / weights.sum(axis=-1, keepdims=True)
+    output = params["output"]
+    return np.einsum("nih,nhd->id", attended, output["kernel"]) + output["bias"]
+
+
+def learned_mask(model):
+    """(sum_t f_t A^t)^2 of the walks, visit by visit."""
+    f = np.exp(np.asarray(model.modulation[...], np.float64))
+    phi = np.zeros((2, 34, 34))
+    visits = (WALKS.start, WALKS.node, WALKS.step, np.asarray(WALKS.load, np.float64))
+    for start, node, step, load in zip(*map(np.asarray, visits), strict=True):
+        if step < f.shape[1]:
+            phi[:, start, node] += f[:, step] * load / 4
+    return phi @ phi.swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_the_layer_is_that_of_the_equations(rotated):
+    positions = rotary.coordinates(karate(), 3) if rotated else None
+    model = changed(layer(mask=WALKS, num_terms=4, positions=positions))
+    expected = dense(model, X, learned_mask(model), positions)
+    np.testing.assert_allclose(model(X), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(model(X[None])[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_of_the_call_replaces_that_of_the_layer():
+    gram = kernels.Diffusion(1.0).dense(karate())
+    held, bare = (changed(layer(**options)) for options in (dict(mask=WALKS), {}))
+    expected = dense(held, X, np.asarray(gram, np.float64))
+    np.testing.assert_allclose(held(X, gram), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(bare(X, WALKS), held(X), atol=1e-5)
+    np.testing.assert_allclose(bare(X), dense(bare, X, 1.0), rtol=1e-4, atol=1e-4)
+    alone = held(X, key_mask=jnp.arange(34) < 20)
+    gram = learned_mask(held) * (np.arange(34) < 20)
+    np.testing.assert_allclose(alone, dense(held, X, gram), rtol=1e-4, atol=1e-4)
+
+
+def test_the_initial_kernel_is_diffusion():
+    """The coefficients are those of its root; the rest of the series is below 1e-6."""
+    model = layer(mask=WALKS)
+    estimate = features.Estimate(features.modulate(WALKS, kernels.Diffusion(1.0)))
+    np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)
+
+
+def test_gradients_reach_every_parameter_and_no_walk():
+    model = layer(mask=WALKS, positions=rotary.coordinates(karate(), 3))
+
+    @nnx.jit
+    def gradients(model):
+        return nnx.grad(lambda model: jnp.sum(model(X) ** 2))(model)
+
+    found = nnx.to_pure_dict(gradients(model))
+    assert set(found) == {"query", "key", "value", "output", "modulation", "rotary_frequencies"}
+    for leaf in jax.tree.leaves(found):
+        assert np.isfinite(leaf).all()
+        assert np.abs(leaf).max() > 0
+    before = model.attention_fn.frequencies[...]
+    assert isinstance(model.mask, Frequencies)
+    model.attention_fn.redraw_every = 1
+    redraw(jax.random.key(3), model, 1)
+    assert not np.allclose(before, model.attention_fn.frequencies[...])
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="2 heads must divide the width 7"):
+        layer(qkv_features=7)
+    with pytest.raises(ValueError, match="positions need heads of an even width, got 3"):
+        layer(qkv_features=6, positions=jnp.ones((34, 2)))
