@@ -106,7 +106,7 @@ def evaluate_on(
     """
     trained = use.load(workdir, step)
     alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
-    config = configs.with_values(trained.config, alone | fields)
+    config = configs.with_values(trained.config, alone | dict(fields))
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
