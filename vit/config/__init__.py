@@ -19,7 +19,7 @@ import jax
 import performer
 from performer.choices import unknown
 from performer.typing import Window
-from vit.run import bounded, files
+from vit.run import files
 
 LARGEST = 2**31 - 1
 """Largest integer: seeds, steps and labels are int32 on the devices."""
@@ -246,7 +246,6 @@ class Data:
         but one, as many as /dev/shm allows.""",
         *(-1, 1024),
     )
-    max_bad_records: int = _count(10, "Unreadable training records to skip; one more ends the run.")
 
 
 @dataclasses.dataclass
@@ -513,7 +512,7 @@ def load(path: Path) -> Config:
         ValueError: if the file is no config of this version; the message names the field.
     """
     try:
-        values = json.loads(bounded.content(path))
+        values = json.loads(path.read_bytes())
         sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
         config = Config(**(values | sections))
         check_fields(config)
@@ -537,7 +536,6 @@ def of_run(workdir: Path) -> Config:
 PLACEMENT = (
     "data.dir",
     "data.num_workers",
-    "data.max_bad_records",
     "fsdp",
     "seq",
     "checkpoint_every",

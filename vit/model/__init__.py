@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, exact_layers, window
-from vit.model.dropout import Dropout
 from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
@@ -81,7 +80,7 @@ class ViT(nnx.Module):
         if model.registers:
             registers = 0.02 * jax.random.normal(rngs.params(), (model.registers, size.width))
             self.registers = nnx.Param(registers)
-        self.dropout = Dropout(model.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
@@ -235,10 +234,10 @@ class Block(nnx.Module):
             factors = jnp.full(width, model.layer_scale)
             self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
         self.has_scale = model.layer_scale > 0
-        self.dropout = Dropout(model.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
         # Without a rate no stream of keys: it would change the state of saved models.
         stream = rngs if drop_path else None
-        self.drop_path = Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
+        self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
 
     def __call__(
         self, x: Float[Array, "b s width"]
