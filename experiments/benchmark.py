@@ -1,10 +1,9 @@
-"""Speed of the samplers, of attention and of the input pipeline.
+"""Speed of the samplers, of attention and of a training step.
 
     python -m experiments.benchmark couplings
     python -m experiments.benchmark attention --quick
     python -m experiments.benchmark attention --lengths=197,1024,4096,16384,65536
     python -m experiments.benchmark vit --quick
-    taskset -c 0 python -m experiments.benchmark data --images=DIR
 
 `couplings`: milliseconds of one draw (m = 128, d = 64) and of 144 at once (12 layers x 12 heads),
 jitted, warm, the best of 7; and the ratio of dense to structured products of 1,024 vectors with d
@@ -18,9 +17,6 @@ a device: `experiments.speed.lengths`.
 `vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
 
-`data`: images per second of one core, from the JPEG files of a folder (by default those of
-scikit-learn), and from storage that answers late.
-
 Tables and figures go to --out.
 """
 
@@ -31,7 +27,7 @@ from typing import Literal
 import jax
 
 from experiments.common import harness, launch, timing
-from experiments.speed import attention, data, samplers, vit
+from experiments.speed import attention, samplers, vit
 from experiments.speed import lengths as by_length
 from vit.reports import report
 
@@ -52,19 +48,10 @@ def of_attention(quick: bool, out: Path) -> None:
         print(report.table(rows, out / f"summary_{platform}"))
 
 
-def of_data(images: Path, out: Path) -> None:
-    """Print and write the table of the input pipeline."""
-    files = data.read(images)
-    print(report.table(data.rates(files), out / f"data_{images.name}"))
-    print("Records that come 30 ms late\n")
-    print(report.table(data.waiting(files), out / f"late_{images.name}"))
-
-
 def main(
-    what: Literal["couplings", "attention", "vit", "data"],
+    what: Literal["couplings", "attention", "vit"],
     /,
     quick: bool = False,
-    images: Path | None = None,
     lengths: Sequence[int] = (),
     minutes: float = 9.0,
     out: Path = Path("results/benchmark"),
@@ -74,7 +61,6 @@ def main(
     Args:
         what: part to measure.
         quick: attention and vit at a part of the length, as a trial run.
-        images: folder of JPEG files for data; by default those of scikit-learn.
         lengths: numbers of tokens for attention, instead of its tables.
         minutes: with --lengths, time after which nothing is begun; the same command goes on.
     """
@@ -89,11 +75,9 @@ def main(
         print(by_length.measure(lengths, out, minutes))
     elif what == "attention":
         of_attention(quick, out)
-    elif what == "vit":
+    else:
         rows = vit.measured(64, 2) if quick else vit.measured()
         print(harness.write(rows, out / "vit", vit.FIGURES["vit"]))
-    else:
-        of_data(images or data.sample_images(), out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ml_collections import config_flags
 
 from experiments.training import comparison
 from vit.config.arguments import chosen_config, launch
-from vit.run import devices, machine
+from vit.run import devices
 
 
 def main(_: list[str]) -> None:
@@ -35,7 +35,6 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)
     out = Path(str(_OUT.value))
     _JOIN()
-    machine.keep_programs()
     if _RUNS.value:
         text = comparison.of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
     elif flags.FLAGS["config"].present:

@@ -28,18 +28,6 @@ __all__ = [
     "trigonometric",
 ]  # fmt: skip
 
-__all__ = [
-    "MAPS",
-    "FeatureMap",
-    "arc_cosine",
-    "elu",
-    "get",
-    "hyperbolic",
-    "positive",
-    "relu",
-    "trigonometric",
-]
-
 Kernel = Literal["softmax", "gaussian"]
 Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
 

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 
-def covering_array(factors, excluded, seed=0, tries_per_row=10):
+def covering_array(factors, excluded, seed=0, tries_per_row=5):
     """Rows {factor: level} so that each pair of levels that may go together does in some row.
 
     Args:

@@ -272,7 +272,7 @@ def full_attention(
     (b, t, n, h), s, k = query.shape, key.shape[1], key.shape[2]
     root = (h**-0.5 if scale is None else scale) ** 0.5
     before = 0 if earlier is None else earlier[0].shape[1]
-    exists = np.ones((b, s), bool)
+    exists = np.ones((b, s), bool) & (np.arange(s) < (t if is_causal else s))
     if mask is not None:
         exists &= np.asarray(mask) != 0
     if lengths is not None:

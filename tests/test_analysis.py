@@ -296,6 +296,7 @@ def test_first_order_prediction():
     assert abs(printed / measured - 1) > 0.1
 
 
+@pytest.mark.thorough
 def test_standard_errors():
     """The spread of 150 means against the standard errors that were reported.
 

@@ -38,6 +38,7 @@ def test_records_of_arrays():
             arrays.examples(*bad)
 
 
+@pytest.mark.thorough
 def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
     images, labels, held_out = digits
     settings = small_config(num_epochs=3.2 / 12)

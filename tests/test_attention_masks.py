@@ -95,7 +95,10 @@ FUTURE = {
 
 
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("name", FUTURE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in MAPS[1:-1])) for name in FUTURE],
+)
 def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
     """Queries, keys, values, log-weights and decays of later tokens."""
     query, key, value, frequencies = far_apart(60.0, 30) if name == "robust" else inputs(t=30)
@@ -166,7 +169,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+IN_OTHERS = ("causal, log-weights", "causal, decay")
+"""Their programs are parts of other ones."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHERS)) for name in GRADIENTS],
+)
 def test_gradients(name, small_chunks):
     """Of each array along a direction, against differences of the oracle in float64."""
     options = GRADIENTS[name]

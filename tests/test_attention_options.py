@@ -48,13 +48,13 @@ FACTORS = {
     "initial_state": ARRAY,
     "return_state": (False, True),
     "batch": ("one axis", "none", "two axes"),
-    "dtype": ("float32", "bfloat16 values", "float16"),
+    "dtype": ("float32", "bfloat16 values", "float16", "float64"),
     "exact": ("none", "window 2", "window 3, first 2", "all"),
     "exact_rows": (0, 2),
     "exact_keys": (0, "some"),
     "place": ("none", "slopes closed over", "decay of keys traced", "decay of queries closed over"),
     "query_frequencies": ARRAY,
-    "run": ("whole", "pieces", "two devices"),
+    "run": ("whole", "pieces", "tokens", "two devices"),
 }
 ARGUMENTS = {
     **{
@@ -97,6 +97,7 @@ GOES_ONLY_WITH = {
     ("exact_rows", "2"): ("run", ("whole", "two devices")),
     ("place", "e"): ("order", ("t = s", "causal t = s")),
     ("run", "pieces"): ("order", ("causal t = s",)),
+    ("run", "tokens"): ("order", ("causal t = s",)),
     ("run", "devices"): ("order", ("t = s", "causal t = s")),
     ("run", "two"): ("jit", (True,)),
 }
@@ -215,11 +216,13 @@ def arrays_of(case, size, rng):
     )
     dtype = case["dtype"].split()[0]
     for name, x in arrays.items():
-        if case["dtype"] != "bfloat16 values" or name == "value":
+        narrow = case["dtype"] == "float64" and name == "frequencies"  # as couplings draw them
+        if not narrow and (case["dtype"] != "bfloat16 values" or name == "value"):
             arrays[name] = x.astype(jnp.dtype(dtype))
     if "mask" in given:
         of_mask = (1, s) if case["kind of mask"] == "(s,) bool" else (size.b, s)
         arrays["mask"] = rng.random(of_mask) < 0.7
+        arrays["mask"][0, 2 : rng.choice([2, 6])] = False  # whole chunks, too
     if "lengths" in given:
         arrays["lengths"] = rng.integers(0, s + 1, size.b)
     if "key_log_weights" in given:
@@ -355,13 +358,26 @@ def state_of(case, size, arrays, key, value):
     state = oracles.key_state(
         key, value, arrays["frequencies"], heads, none, **options_of(case, arrays)
     )
-    return [x.reshape(*size.lead, *x.shape[1:]).astype(np.float32) for x in state]
+    dtype = np.float64 if case["dtype"] == "float64" else np.float32
+    return [x.reshape(*size.lead, *x.shape[1:]).astype(dtype) for x in state]
+
+
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
 
 
 def off(case, size, rng):
-    """How far attention is from the oracle, over what float32 (or the dtype) explains: below 1."""
+    """How far attention is from the oracle, over what the dtype explains: below 1.
+
+    Under strict promotion; float64 tokens stand beside frequencies and options in float32.
+    """
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(case["dtype"] == "float64"), strict[0], strict[1]:
+        return _off(case, size, rng)
+
+
+def _off(case, size, rng):
     arrays = arrays_of(case, size, rng)
-    unit = {"float32": 2.0**-24, "float16": 2.0**-11}.get(case["dtype"], 2.0**-8)
+    unit = UNITS.get(case["dtype"], 2.0**-8)
     of_oracle = ("mask", "lengths", "log_weights", "segments", "earlier", "query_frequencies")
     tokens = [arrays[name] for name in ("query", "key", "value", "frequencies")]
     oracle = options_of(case, arrays) | {name: arrays.get(name) for name in of_oracle}
@@ -429,15 +445,18 @@ def run(how, size, arguments, static):
     if "key_log_weights" in arguments:
         of_all = arguments["key_log_weights"].ndim == 1
         axes["key_log_weights"] = 0 if of_all else len(size.lead)
-    if how == "pieces":
-        outputs, state = [], None
-        for start, end in itertools.pairwise([0, 1, 4, size.t] if size.t > 4 else [0, 1, size.t]):
+    if how in ("pieces", "tokens"):
+        outputs, state, sizes = [], None, set()
+        ends = [0, 1, 4, size.t] if size.t > 4 else [0, 1, size.t]
+        for start, end in itertools.pairwise(ends if how == "pieces" else range(size.t + 1)):
             part = {
                 name: jax.lax.slice_in_dim(x, start, end, axis=axes[name]) if name in axes else x
                 for name, x in arguments.items()
             }
             output, state = attend(part, initial_state=state, return_state=True)
             outputs.append(output)
+            sizes.add(tuple(x.shape for x in jax.tree.leaves(state)))
+        assert len(sizes) == 1
         return jnp.concatenate(outputs, axis=-3)
     mesh = jax.make_mesh((2,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.tree.map(lambda x: jax.P(), arguments)

@@ -74,7 +74,9 @@ def test_values_against_the_oracle():
 TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to bfloat16
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal, dtype, two_blocks):
     """Gradients of all that may have one, over two blocks or three chunks, calibration included.
@@ -113,7 +115,7 @@ def test_gradients(is_causal, dtype, two_blocks):
         assert distance(x, y) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_bfloat16_gradients_are_as_good_as_those_of_softmax(is_causal):
     """Each against itself in float64; values with a common mean, which what follows must cancel."""
     tokens = inputs(150, 150, n=2, h=64, v=64, m=128, b=1, dtype=jnp.bfloat16)
@@ -235,6 +237,7 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
         assert ("stablehlo.exponential" in text) == (kernels == 0)
 
 
+@pytest.mark.thorough
 def test_the_benchmark_compares_before_it_times(monkeypatch):
     """Both ways at a sixteenth of a size; and what is further away than bfloat16 is refused."""
     rounds = [

@@ -1,7 +1,7 @@
 """performer_attention with exact near keys, decay and log-weights of keys.
 
 `test_attention_options` crosses them with every other option. Here is what stands beside that:
-softmax attention, unbiasedness, chunks, streams and extremes, against a float64 oracle.
+softmax attention, unbiasedness, long streams and extremes, against a float64 oracle.
 """
 
 from functools import partial
@@ -14,10 +14,9 @@ from scipy import stats
 
 from performer import performer_attention
 from performer.attention import _decay
-from performer.attention.calibration import calibrate
 from performer.attention.state import State, combine
 from tests import oracles
-from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs, random_decays
+from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs
 
 
 def test_the_kernel_estimate_is_unbiased():
@@ -74,47 +73,6 @@ def test_gradients_beside_exact_keys():
 
         want = (loss(1e-5) - loss(-1e-5)) / 2e-5
         np.testing.assert_allclose(jax.grad(loss)(0.0), want, rtol=1e-7)
-
-
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("pieces", [(1,) * 14, (4, 1, 1, 7, 1)])
-def test_streaming(pieces, window):
-    """In pieces of any length it is the whole, and the state keeps its size.
-
-    A state fades over chunks without a key, too: whole ones of 3 are masked.
-    """
-    query, key, value, frequencies = tokens = inputs(t=14)
-    log_decay, mask = random_decays(), np.ones((2, 14), bool)
-    log_decay[0, 7] = -np.inf
-    mask[0, 6:9] = mask[1, 2:10] = False
-    first = 2 if window else 0
-    fitted = calibrate(query, key, coupling="orf")
-    options = dict(is_causal=True, exact_window=window, exact_first=first, calibration=fitted)
-    ids = np.zeros((2, 14), int)
-    want, _ = oracles.full_attention(
-        *tokens,
-        is_causal=True,
-        mask=mask,
-        calibration=oracles.leaves(fitted, 8),
-        bias=oracles.decay(ids, log_decay, 4),
-        exact=oracles.exact_pairs(ids, window, first) if window else None,
-    )
-    attend = jax.jit(partial(performer_attention, return_state=True, **options))
-    outputs, state, start, shapes = [], None, 0, set()
-    for length in pieces:
-        part = slice(start, start + length)
-        output, state = attend(
-            *(x[:, part] for x in (query, key, value)),
-            frequencies,
-            mask=mask[:, None, None, part],
-            log_decay=log_decay[:, part],
-            initial_state=state,
-        )
-        outputs.append(output)
-        start += length
-        shapes.add(tuple(x.shape for x in jax.tree.leaves(state)))
-    close(jnp.concatenate(outputs, axis=1), want, 2e-5)
-    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.5])

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.small import PATIENCE, small_config
-from vit import train
+from tests.small import PATIENCE
 from vit.reports import metrics
 from vit.run import checkpoint
 
@@ -56,12 +55,6 @@ def damaged(saved, folder, change):
     return folder
 
 
-def flip_one_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
 def test_the_newest_two_are_kept_and_read(saved):
     assert checkpoint.found(saved) == [1, 2]
     assert restored(saved) == 2
@@ -98,13 +91,12 @@ def test_the_best_and_milestones_are_kept_beside_the_newest_two(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        flip_one_bit,
         lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
         lambda path: path.write_bytes(b""),
         lambda path: path.unlink(),
         lambda path: shutil.rmtree(path.parents[1]),
     ],
-    ids=["one bit", "half", "empty", "file missing", "folder missing"],
+    ids=["half", "empty", "file missing", "folder missing"],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(saved, tmp_path, capsys, change):
     workdir = damaged(saved, tmp_path / "run", change)
@@ -133,9 +125,9 @@ def test_damage_of_an_earlier_checkpoint_does_not_stand_in_the_way(saved, tmp_pa
 def test_nothing_that_can_be_read(saved, tmp_path):
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         checkpoint.restore(tmp_path, state())
-    workdir = damaged(saved, tmp_path / "run", flip_one_bit)
+    workdir = damaged(saved, tmp_path / "run", lambda path: path.write_bytes(b""))
     shutil.rmtree(workdir / "checkpoints" / "1")
-    with pytest.raises(ValueError, match="no checkpoint can be read:\n.*checksums are wrong"):
+    with pytest.raises(ValueError, match="no checkpoint can be read:\n"):
         checkpoint.restore(workdir, state())
 
 
@@ -150,19 +142,6 @@ def test_reading_leaves_a_save_that_is_going_on_alone(saved, tmp_path):
         while half.exists() and time.time() < deadline:  # in the background
             time.sleep(0.01)
     assert not half.exists()
-
-
-def test_every_single_changed_word_changes_its_checksum():
-    x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-    want = checkpoint.checksums({"x": x})
-    bits = np.asarray(x).view(np.uint32)
-    for place in range(12):
-        for bit in (0, 31):
-            changed = bits.copy().reshape(-1)
-            changed[place] ^= np.uint32(1 << bit)
-            other = jnp.asarray(changed.view(np.float32).reshape(3, 4))
-            assert checkpoint.checksums({"x": other})[0] != want[0]
-    assert checkpoint.checksums({"x": x[::-1]})[0] != want[0]
 
 
 FULL = """
@@ -197,19 +176,6 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     assert "SaveError a checkpoint could not be written" in done.stdout, done.stderr
     assert "Complete are those of steps [1]" in done.stdout
     assert restored(tmp_path) == 1
-
-
-def test_a_path_that_could_not_be_read_again_is_refused(tmp_path):
-    """Orbax takes it for a pattern, and finds nothing to put together."""
-    for name in ("train[:50%]", "a*b", "what?", "back\\slash"):
-        for use in (lambda path: checkpoint.open_checkpoints(path, write=True), train_small):
-            with pytest.raises(ValueError, match="cannot hold checkpoints: its path contains"):
-                use(tmp_path / name)
-        assert not (tmp_path / name).exists()
-
-
-def train_small(workdir):
-    train.train(small_config(), workdir)
 
 
 def test_other_names_of_folders_hold_checkpoints(tmp_path):

@@ -8,25 +8,28 @@ import pytest
 from flax import nnx
 from sklearn.metrics import confusion_matrix
 
-from tests.small import TINY, new_vit, sized, small_config
+from tests.small import SHALLOW, new_vit, sized, small_config
 from vit import config, data, evaluate
 from vit.model import classification
 from vit.reports import class_report
 from vit.run import runs
 
 CLASSES = 10
+SOFTMAX = config.Attention(kind="softmax")
 
 
-_tiny = sized(TINY)
+_shallow = sized(SHALLOW)
 
 
 @pytest.fixture(scope="module")
 def guessing():
     """A model with random logits, batches of which the last is mostly padding, and its logits."""
-    settings = small_config(data=config.Data(batch_size=128))  # 360 images: 3 batches
+    settings = small_config(
+        attention=SOFTMAX, data=config.Data(batch_size=128)
+    )  # 360 images: 3 batches
     model = new_vit(settings, num_classes=CLASSES)
     rng = np.random.default_rng(0)
-    model.head.kernel[...] = jnp.asarray(rng.normal(0, 1, (TINY.width, CLASSES)), jnp.float32)
+    model.head.kernel[...] = jnp.asarray(rng.normal(0, 1, (SHALLOW.width, CLASSES)), jnp.float32)
     batches = list(data.eval_batches(data.load(settings.data), settings.data))
     assert [int(batch["mask"].sum()) for batch in batches] == [128, 128, 104]
     forward = nnx.jit(lambda model, images: model(images)[0])
@@ -114,7 +117,7 @@ def test_files(tmp_path):
 
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
-    settings = small_config()
+    settings = small_config(attention=SOFTMAX)
     runs.begin(tmp_path, model, settings, *runs.subject(settings))
     config.save(settings, tmp_path / "config.json")
     text = evaluate.report_classes(tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from performer import copula, couplings, directions, norms, testing
+from performer import copula, couplings, directions, norms, testing, theory
 from tests.draws import drawn, serve
 
 NAMES = couplings.names()
@@ -67,22 +67,23 @@ def test_estimates_of_the_other_kernel_are_unbiased():
     testing.assert_unbiased(couplings.get("pm-antithetic"), 12, 5, kernel="gaussian")
 
 
-@pytest.mark.parametrize(
-    ("lower", "higher"),
-    [
-        ("orf", "iid"),
-        ("pnc", "orf"),
-        ("simrf", "pnc"),
-        pytest.param(
-            *("simrf+", "orf"),
-            marks=[pytest.mark.thorough, pytest.mark.optimised("draws for half a minute else")],
-        ),
-        ("orf-antithetic", "orf"),
-    ],
-)
-def test_order_of_kernel_errors(lower, higher):
-    """At small v: SimRF < PNC < ORF < iid (SimRF Thm 4.3, VRC Cor. 3.4); PNC wins by 2% only."""
-    testing.assert_lower_mse(couplings.get(lower), couplings.get(higher), 4, 4, draws=400_000)
+def test_order_of_kernel_errors():
+    """At small v: SimRF < PNC < ORF < iid (SimRF Thm 4.3, VRC Cor. 3.4), by closed forms.
+
+    `test_theory.py` compares these with simulation, for each coupling.
+    """
+    x = np.full(4, 0.2)
+    names = "simrf", "pnc", "orf", "iid"
+    errors = [float(theory.kernel_mse(name, x, x, 4)) for name in names]
+    assert errors == sorted(errors)
+    assert theory.kernel_mse("orf-antithetic", x, x, 4) < errors[2]
+
+
+@pytest.mark.thorough
+@pytest.mark.optimised("draws for half a minute else")
+def test_weighted_simplices_have_lower_errors():
+    """They have no closed form."""
+    testing.assert_lower_mse("simrf+", "orf", 4, 4, draws=400_000)
 
 
 @pytest.mark.parametrize("d", [16, 20])

@@ -1,57 +1,30 @@
-"""What a run shows: lines off a terminal, seldom; a bar on one, and no lines of progress."""
+"""What a run prints: a line every so often."""
 
-import io
+import numpy as np
 
-import pytest
-from rich.console import Console
-from rich.progress import Progress
-
-from vit.reports import metrics
-from vit.run import progress
+from tests.small import small_config
+from vit.run import progress, runs
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that a test moves on."""
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_off_a_terminal_there_is_a_line_every_so_often(capsys, clock):
-    with progress.display(True, 10, 100) as shown:
-        shown.status("compiling train_step")
-        for seconds in (0, 4, 4, 4, 10, 1):
-            clock[0] += seconds
-            shown.advance()
-            shown.progress("loss 2.0", 0.5)
-        shown.line("x" * 200)
-    with progress.display(False, 0, 10) as shown:  # another process of several
-        for show in (shown.status, shown.line, lambda text: shown.progress(text, 1.0)):
-            show("loss 2.0")
-    assert capsys.readouterr().out.splitlines() == [
-        "compiling train_step",
-        "step 11 of 100: loss 2.0  0:00:44 left",
-        "step 14 of 100: loss 2.0  0:00:43 left",
-        "step 15 of 100: loss 2.0  0:00:42 left",
-        "x" * 200,
+def test_there_is_a_line_every_so_often(capsys, monkeypatch):
+    now, settings = [0.0], small_config(log_every=1)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    task = runs.subject(settings)[1]
+    logs = [
+        progress.Progress(settings, task, lambda _: 0.0, 44, 100, ["x"], lambda _: None, shown, 0.0)
+        for shown in (True, False)  # of two processes one prints
     ]
-
-
-def test_on_a_terminal_there_is_the_bar(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    bar = metrics.progress_bar
-
-    def on_terminal(shown=True):
-        return Progress(*bar().columns, console=console, disable=not shown)
-
-    monkeypatch.setattr(metrics, "progress_bar", on_terminal)
-    with progress.display(True, 0, 10) as shown:
-        shown.status("compiling train_step")
-        shown.advance()
-        shown.progress("loss 2.0", 1.0)
-        shown.line("test accuracy 0.5")
-    text = console.file.getvalue()
-    assert "test accuracy" in text
-    assert "loss 2.0" in text
-    assert "step 1 of 10" not in text
+    for step, seconds in enumerate((1, 4, 4, 4, 10), 11):
+        values = {"train_loss": np.float32(2), "finite": np.array([True])}
+        for log in logs:
+            log.add(step, values, requested=now[0], waited=0.0)
+        now[0] += seconds
+        for log in logs:
+            log.read()
+    logs[0].line("x" * 200)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == [
+        f"step {number} of 100" for number in (11, 14, 15)
+    ]
+    assert lines[1].endswith("  8 images/s  0:05:44 left")
+    assert lines[-1] == "x" * 200

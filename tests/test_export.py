@@ -17,7 +17,6 @@ ABSENT = (
     "flax",
     "orbax",
     "optax",
-    "safetensors",
     "jaxtyping",
     "scipy.optimize",
 )
@@ -63,21 +62,16 @@ def served(written, number):
     return np.load(folder / "logits.npy"), done.stdout
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [pytest.param(False, marks=pytest.mark.thorough, id="inside"), pytest.param(True, id="beside")],
-)
-def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
+def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
-    written = export.named(tmp_path / "birds.stablehlo", beside=beside)
+    written = export.named(tmp_path / "birds.stablehlo")
     export.export(model, written)
     got, said = served(written, 3)
     want, _ = model.outputs(images(3))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert said.strip() == str([NAMES[i] for i in want.argmax(-1)])
-    endings = {path.suffix for path in tmp_path.glob("birds.*")}
-    assert endings == {".stablehlo", ".json", *([".safetensors"] if beside else [])}
+    assert {path.suffix for path in tmp_path.glob("birds.*")} == {".stablehlo", ".json"}
 
 
 @pytest.mark.parametrize(
@@ -98,12 +92,11 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path, beside):
 )
 def test_every_model_for_every_number_of_images(sections):
     model = trained(**sections)
-    arrays, call = export.as_function(model)
-    program = export.symbolic(model, arrays, call, beside=True)
+    program = export.symbolic(model)
     assert program.platforms == ("cpu", "tpu", "cuda")
     for number in (1, 6):
         want, _ = model.outputs(images(number))
-        np.testing.assert_allclose(program.call(arrays, images(number)), want, atol=2e-2)
+        np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
 
 
 def test_what_stands_beside_it(tmp_path):
@@ -118,7 +111,7 @@ def test_what_stands_beside_it(tmp_path):
 
 
 def test_nothing_is_overwritten(tmp_path):
-    for name in ("bees", "bees.json", "bees.safetensors"):
+    for name in ("bees", "bees.json"):
         with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
             export.named(tmp_path / name)
     for name in ("birds.json", "birds.stablehlo"):
@@ -128,9 +121,9 @@ def test_nothing_is_overwritten(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_too_many_parameters_go_beside(tmp_path, monkeypatch):
+def test_too_many_parameters_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "LARGEST", 1000)
     written = export.named(tmp_path / "birds.stablehlo")
-    with pytest.raises(ValueError, match=r"at most 1,000 of them: --parameters=beside"):
+    with pytest.raises(ValueError, match="at most 1,000 of them"):
         export.export(trained(), written)
     assert not any(tmp_path.iterdir())

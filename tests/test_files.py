@@ -29,9 +29,6 @@ def test_notes(tmp_path):
     for damaged in (path.read_text()[:-3], "[1, 2]", ""):
         path.write_text(damaged)
         assert files.noted(path) is None
-    path.unlink()
-    os.mkfifo(path)
-    assert files.noted(path) is None
 
 
 def test_a_full_disk_names_the_file_which_stays_as_it_was(tmp_path, monkeypatch):
@@ -79,19 +76,6 @@ def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
         assert f"process {os.getpid()} on" in lock.read_text()
 
 
-def test_a_folder_is_held_too_and_may_be_waited_for(tmp_path):
-    with (
-        files.alone(tmp_path) as held,
-        pytest.raises(ValueError, match="is in use by another process"),
-        files.alone(tmp_path),
-    ):
-        pass
-    assert held
-    with files.alone(tmp_path, wait=True) as held:
-        assert held
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     thesis = tmp_path / "thesis"
     thesis.write_text("years of work")
@@ -107,6 +91,5 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
-    with files.alone(tmp_path / "lock") as held:
-        assert not held
+    with files.alone(tmp_path / "lock"):
         assert "is not locked: the file system has no locks" in capsys.readouterr().out

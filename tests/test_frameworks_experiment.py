@@ -1,4 +1,4 @@
-"""The experiment on Flax, Equinox and Haiku: one model, its tables, the cost in fresh processes."""
+"""The experiment on Flax, Equinox and Haiku: one model and its table."""
 
 import sys
 
@@ -11,8 +11,6 @@ from experiments.attention import frameworks
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
-
-SMALL = frameworks.Cost(layers=2, width=8, heads=2, tokens=4, examples=2)
 
 
 def test_patches_are_squares_of_the_image():
@@ -37,8 +35,8 @@ def test_the_models_are_of_one_size():
 
 
 def test_tables(tmp_path):
-    options = dict(num_features=(8,), epochs=2, steps=2, draws=2, images=32, layers=2)
-    frameworks.main(("digits",), ("haiku",), **options, out=tmp_path)
+    options = dict(num_features=(8,), epochs=2, steps=2, draws=2, images=32)
+    frameworks.main(("haiku",), **options, out=tmp_path)
     exact, *rows = read_csv(tmp_path / "digits.csv")
     assert exact["attention"] == "exact"
     assert [row["attention"] for row in rows] == list(frameworks.METHODS)
@@ -48,26 +46,9 @@ def test_tables(tmp_path):
     assert all(float(row["accuracy ±"]) >= 0 for row in rows)
 
 
-def test_both_forms_are_one_function():
-    """And `linearize` measures all layers of each."""
-    outputs = []
-    for form in frameworks.FORMS:
-        function, stack, x = frameworks.deep(form, SMALL)
-        outputs.append(function(stack, x))
-    np.testing.assert_allclose(*outputs, atol=1e-4)
-
-
-def test_costs(monkeypatch):
-    monkeypatch.setattr(frameworks, "FORMS", {"scan": frameworks.in_a_scan})
-    (row,) = frameworks.costs(SMALL)
-    assert row.pop("layers") == "scan"
-    assert all(value > 0 for value in row.values())
-    assert row["linearize, s"] > row["exact: trace, s"]
-
-
 def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "haiku", None)
     with pytest.raises(ImportError, match="haiku is not installed.* pip install equinox dm-haiku"):
-        frameworks.main(("digits",), ("linen", "haiku"))
+        frameworks.main(("linen", "haiku"))
     with pytest.raises(ValueError, match="--draws=0 must be at least 1"):
         frameworks.main(draws=0)

@@ -1,5 +1,7 @@
 """Diffusion, regression and k-means against loops over a dense kernel."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import networkx
@@ -72,6 +74,18 @@ def test_two_cliques_are_two_clusters():
     found = tasks.kernel_kmeans(jax.random.key(0), kernel, num_clusters=2)
     labels = np.asarray(found.labels)
     assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0
+
+
+def test_the_best_of_many_starts():
+    """Eight groups far apart, which the first start does not find."""
+    groups = np.repeat(np.arange(8), 5)
+    points = 10 * np.eye(8)[groups] + np.random.default_rng(0).standard_normal((40, 8))
+    kernel = jnp.asarray(points @ points.T)
+    cluster = partial(tasks.kernel_kmeans, jax.random.key(0), kernel, num_clusters=8)
+    few, many = (cluster(num_starts=n) for n in (1, 100))
+    assert tasks.clustering_error(np.asarray(many.labels), groups) == 0
+    assert tasks.clustering_error(np.asarray(few.labels), groups) > 0
+    assert many.objective < few.objective
 
 
 def test_it_is_k_means_of_points():

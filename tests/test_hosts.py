@@ -25,10 +25,8 @@ devices.initialize(coordinator, 2, process)
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
 from vit.run import checkpoint, hosts
 from vit import config, evaluate, train
-from orbax.checkpoint import v1 as ocp
 
 config.SIZES["XS"] = SHALLOW
-hosts.PATIENCE = 2.0
 settings = small_config(attention=CALIBRATED, optim=STEADY)
 
 def start(settings, workdir):
@@ -37,20 +35,9 @@ def start(settings, workdir):
     except ValueError as error:
         print(json.dumps(str(error)), flush=True)
 
-start(settings, "run" if process == 0 else "another")
 start(dataclasses.replace(settings, seed=process), "run")
 start(settings, "run")
 
-def damaged(path, *args, load=ocp.load_checkpointables, **options):
-    if path.endswith("/3"):
-        raise OSError("input/output error")
-    return load(path, *args, **options)
-
-load = ocp.load_checkpointables
-if process == 1:
-    ocp.load_checkpointables = damaged
-start(settings, "run")
-ocp.load_checkpointables = load
 print("evaluated", json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
 start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000), "long")
 """
@@ -60,8 +47,7 @@ start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000
 def outputs(tmp_path_factory):
     """What two processes on loopback have printed, and their folder.
 
-    They are given different folders, then different seeds, then the same; one of them cannot read
-    the newest checkpoint. In a long run SIGTERM to one stops both.
+    They are given different seeds, then the same. In a long run SIGTERM to one stops both.
     """
     folder = tmp_path_factory.mktemp("hosts")
     with socket.socket() as free:
@@ -95,17 +81,11 @@ def errors(output):
 
 
 @pytest.mark.thorough
-def test_both_name_another_folder_or_flag_and_go_back_to_what_both_can_read(outputs):
+def test_both_name_another_flag_and_evaluate_alike(outputs):
     printed, folder = outputs
-    assert not (folder / "another" / "config.json").exists()
-    assert not (folder / "run" / "hosts").exists()
     for output in printed:
-        first, second = errors(output)
-        assert "not all processes see the folder of the run" in first
-        assert f"process 1: {folder}/another" in first
-        assert "process 1, with config.seed: 1, and process 0 with config.seed: 0" in second
-        assert "/3 cannot be read (process 1: OSError: input/output error); going back" in output
-    assert (folder / "run" / "unreadable" / "3").exists()
+        (error,) = errors(output)
+        assert "process 1, with config.seed: 1, and process 0 with config.seed: 0" in error
     assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == ["2", "3"]
     log = metrics.read(folder / "run" / "metrics.jsonl")
     assert [r["step"] for r in log] == [1, 2, 3]
@@ -127,29 +107,18 @@ def test_two_processes_train_as_one_and_stop_together(outputs, tmp_path, monkeyp
     assert checkpoint.found(workdir) == [log[-1]["step"]]
 
 
-def test_one_process_agrees_with_itself(tmp_path):
+def test_one_process_agrees_with_itself():
     assert hosts.gathered("é") == ["é"]
     assert hosts.failures("") == []
     assert hosts.failures("no") == ["no"]
     hosts.check_same({"seed": 1})
-    hosts.check_same_folder(tmp_path / "none")
 
 
-def test_a_second_process_that_differs_is_refused(tmp_path, monkeypatch):
-    """As process 1 of two; process 0 has seed 0, and has left a word in its folder."""
+def test_a_second_process_that_differs_is_refused(monkeypatch):
+    """As process 1 of two; process 0 has seed 0."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(hosts, "gathered", lambda text: ['{"seed": 0}', text])
     hosts.check_same({"seed": 0})
     with pytest.raises(ValueError, match="process 1, with seed: 1, and process 0 with seed: 0"):
         hosts.check_same({"seed": 1})
-
-    def gathered(text):
-        return ["word" if len(text) == 16 else "", text]  # 8 random bytes, or a failure
-
-    monkeypatch.setattr(hosts, "gathered", gathered)
-    monkeypatch.setattr(hosts, "PATIENCE", 0.0)
-    with pytest.raises(ValueError, match=f"process 1: {tmp_path}"):
-        hosts.check_same_folder(tmp_path)
-    (tmp_path / "hosts").write_text("word")
-    hosts.check_same_folder(tmp_path)

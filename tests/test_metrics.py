@@ -1,7 +1,5 @@
 """Counts under a mask, ties and NaN; the log; the plot."""
 
-import os
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,14 +31,14 @@ def test_hidden_examples_have_no_loss():
     """Of an evaluation: the cross entropy of the others, in NumPy."""
     logits = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     labels, mask = np.array([1, 5, 0, 3]), np.array([1, 0, 1, 0], np.float32)
-    batch = {"image": logits, "label": labels, "mask": mask, "bad": np.array([-1, -1, -1, 7])}
+    batch = {"image": logits, "label": labels, "mask": mask}
     batch = {name: jnp.asarray(x) for name, x in batch.items()}
     task = classification.task(6, 1)._replace(count=classification.count.__wrapped__)
     got = steps.count(task, lambda images: (images, None), batch)
     exact = logits.astype(float)
     losses = np.log(np.sum(np.exp(exact), axis=1)) - exact[range(4), labels]
     assert float(got["loss"]) == pytest.approx(losses[0] + losses[2], rel=1e-5)
-    assert (float(got["examples"]), int(got["bad"])) == (2, 1)
+    assert float(got["examples"]) == 2
 
 
 def test_a_sigmoid_for_each_class():
@@ -115,13 +113,7 @@ def test_a_log_that_ends_before_the_checkpoint_is_told(tmp_path, capsys):
     )
 
 
-def test_a_pipe_in_the_place_of_a_log_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="metrics.jsonl is no file: move it away"):
-        metrics.read(tmp_path / "metrics.jsonl")
-
-
 def test_the_share_of_time_without_a_batch_is_said():
-    record = {"train_loss": 1.0, "images_per_second": 5.0, "bad_records": 0}
+    record = {"train_loss": 1.0, "images_per_second": 5.0}
     for share, end in [(0.09, "5 images/s"), (0.832, "5 images/s  waiting for data 83%")]:
         assert metrics.status(record, "images_per_second", share).endswith(end)

@@ -178,6 +178,9 @@ def test_the_command(command, workdir, folder):
     with pytest.raises(ValueError, match="table.csv exists already"):
         command(folder, csv=str(table))
     assert table.read_bytes() == before
+    command(folder / "a.png", csv=str(folder / "all.csv"), top=99)
+    head = (folder / "all.csv").read_text().splitlines()[0]
+    assert head.endswith("class 10,probability 10")  # there are no more
     with pytest.raises(SystemExit, match="1"):
         command(folder / "broken.png")
     said, told = command.streams[-1]

@@ -1,6 +1,5 @@
 """vit.prepare: what it writes, bad files, stops and full disks, and reading the result back."""
 
-import fcntl
 import io
 import os
 import re
@@ -101,39 +100,19 @@ def test_class_folders_with_bad_files(source, tmp_path, capsys):
         load(tmp_path / "out", "pet", "validation")
 
 
-def test_what_is_no_file_is_left_out_and_nothing_waits(source, tmp_path, capsys):
+def test_what_is_no_file_is_left_out(source, tmp_path, capsys):
     """Nor does the name of a file have to be UTF-8."""
     cat = source / "train" / "cat"
     os.rename(os.fsencode(cat) + b"/0.jpg", os.fsencode(cat) + b"/\xff.jpg")
-    os.mkfifo(cat / "fifo.jpg")
     (cat / "folder.jpg").mkdir()
     (cat / "dangling.jpg").symlink_to(tmp_path / "nowhere")
-    (cat / "device.jpg").symlink_to("/dev/zero")
-    counts = prepare(source, tmp_path / "out", max_bad_files=4)
-    assert counts == {"train": 6, "validation": 4, "skipped": 4}
+    counts = prepare(source, tmp_path / "out", max_bad_files=2)
+    assert counts == {"train": 6, "validation": 4, "skipped": 2}
     err = capsys.readouterr().err
-    for name in ("fifo", "folder", "device"):
-        assert re.search(rf"skipped .*{name}\.jpg: .*no regular file", err)
+    assert re.search(r"skipped .*folder\.jpg: .*Is a directory", err)
     assert re.search(r"skipped .*dangling\.jpg: .*No such file", err)
     train = load(tmp_path / "out", "pets", "validation").train
     assert sum(train[i]["file_name"].decode() == "\ufffd.jpg" for i in range(6)) == 1
-
-
-def test_what_a_killed_run_left_is_removed_unless_it_still_runs(source, tmp_path, capsys):
-    leftover = tmp_path / "out" / "pets" / "incomplete.ABCDEF_1.0.0"
-    leftover.mkdir(parents=True)
-    (leftover / "dataset_info.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"out' holds no data set; make one .*--out=.*out"):
-        load(tmp_path / "out", "pets", "validation")
-    running = os.open(leftover.parent, os.O_RDONLY)
-    fcntl.flock(running, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="pets is in use by another process"):
-        prepare(source, tmp_path / "out")
-    assert leftover.exists()
-    os.close(running)
-    assert prepare(source, tmp_path / "out")["train"] == 6
-    assert f"{leftover} is left from a run that was killed" in capsys.readouterr().err
-    assert [p.name for p in leftover.parent.iterdir()] == ["1.0.0"]
 
 
 def test_a_full_disk_is_named_and_nothing_stays(source, tmp_path):
@@ -248,7 +227,7 @@ def pets(tmp_path_factory):
     return folder / "out", folder / "out" / "pets" / VERSION
 
 
-def test_a_damaged_record_is_one_bad_record(pets):
+def test_a_damaged_record_is_named(pets):
     """A bit of one, in the middle of the file of six."""
     out, version = pets
     (path,) = version.glob("*train*record*")
@@ -256,37 +235,25 @@ def test_a_damaged_record_is_one_bad_record(pets):
     place = len(content.split(b"\0" * 1000)[0]) // 2  # zeros fill the file up to 64 KiB
     path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     dataset = load(out, "pets", "train")
-    (batch,) = data.eval_batches(dataset, config.Data(batch_size=6, image_size=6))
-    assert sorted(batch["bad"])[:-1] == [-1] * 5
-    assert batch["mask"].sum() == 5
-    stream = iter(data.train_batches(dataset, config.Data(batch_size=6, image_size=6), 0))
-    assert sorted(next(stream)["bad"]) == sorted(batch["bad"])
+    with pytest.raises(ValueError, match="evaluation record . cannot be decoded"):
+        next(data.eval_batches(dataset, config.Data(batch_size=6, image_size=6)))
     path.write_bytes(content)
 
 
 def test_data_sets_that_are_not_what_they_say(pets):
     out, version = pets
-    info, (train,) = version / "dataset_info.json", version.glob("*train*record*")
-    text, content = info.read_text(), train.read_bytes()
+    info = version / "dataset_info.json"
+    text = info.read_text()
 
     def refused(message, split="train"):
         with pytest.raises(ValueError, match=message) as error:
             load(out, "pets", split)
         assert "\n" not in str(error.value)
 
-    assert '"shardLengths": [\n        "6"' in text
-    for lie in ("5", "7"):
-        info.write_text(text.replace('"6"', f'"{lie}"'))
-        refused(f"train.* cannot .* it holds 6 records, and dataset_info.json says {lie}")
     for damaged in ("{", "[]", text.replace('"name": "pets"', '"name": 3')):
         info.write_text(damaged)
         refused("the description of 'pets' in config.data.dir=.* cannot be read")
     info.write_text(text)
-    train.write_bytes(content[: len(content) // 2])
-    refused("train.* cannot be read as an array_record file")
-    train.unlink()
-    refused("train.* cannot be read as an array_record file: .*No such file")
-    train.write_bytes(content)
     for split in ("train[abc", "train[5:2]", "train[:0]", "train[200%:]", "train[:3"):
         refused(rf"eval_split='{re.escape(split)}' .*'train\[:500\]'|eval_split=.* is empty", split)
     for split in ("trainn", "", "train+trainn", "[:3]"):

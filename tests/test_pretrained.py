@@ -19,6 +19,7 @@ from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.reports import metrics
 from vit.run import runs
+from vit.weights import transfer
 from vit.weights.files import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
@@ -321,3 +322,16 @@ def test_values_that_are_no_weights_are_named(file):
         "cls: not finite",
         "head/bias: not finite",
     ]
+
+
+def test_classes_that_are_numbers_fit_any_names():
+    """A head is taken over between runs of equal classes, or if one side only has numbers."""
+    numbers, names = ("0", "1"), ("cat", "dog")
+    for old, new, same in [
+        (names, names, True),
+        (numbers, names, True),
+        (names, numbers, True),
+        (names, names[::-1], False),
+        (numbers, (*names, "emu"), False),
+    ]:
+        assert transfer._same_classes(old, new) == same

@@ -391,8 +391,7 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     assert difference(logits, want["6/logits"]) < 1e-5
     assert features.shape == (1, 32)
     assert trained.predict(want["6/images"]).labels == [CLASS_NAMES[np.argmax(want["6/logits"])]]
-    arrays, call = export.as_function(trained)
-    program = export.symbolic(trained, arrays, call, beside=True)
+    program = export.symbolic(trained)
     assert program.in_avals[-1].shape[1:] == (24, 24, 3)
     with pytest.raises(
         ValueError, match="must name a data set: a run of vit.pretrained without data"

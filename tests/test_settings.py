@@ -1,7 +1,7 @@
-"""Draws, features and attention under JAX's settings: 64 bits, strict dtypes, equal ranks.
+"""Draws and features under JAX's settings: 64 bits, strict dtypes, equal ranks.
 
-Draws keep their bits, features have the dtype of their points, attention that of its values. The
-examples of the docstrings run under the same settings: `test_docstrings.py`.
+Draws keep their bits, features have the dtype of their points. Attention is tested so with all its
+options in `test_attention_options.py`, and the examples of the docstrings run so.
 """
 
 from contextlib import contextmanager
@@ -65,42 +65,6 @@ def test_features_have_the_dtype_of_their_points(name, weighted):
             results.append(MAPS[name](jnp.asarray(x, dtype), jnp.asarray(w), weights=given))
             assert results[-1].dtype == dtype
     np.testing.assert_allclose(*results, rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
-def test_attention_in_64_bits(options):
-    """README's first example, where query, key and value are then float64 and the draw float32."""
-    with strict(x64=True):
-        frequencies = couplings.get("pm-antithetic")(jax.random.key(0), 8, 4)
-        args = [jax.random.normal(jax.random.key(i), (2, 7, 2, 4)) for i in (1, 2, 3)]
-        out = performer_attention(*args, frequencies, **options)
-        assert (frequencies.dtype, out.dtype) == (jnp.float32, jnp.float64)
-        want, _ = oracles.full_attention(*args, frequencies, **options)
-        np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
-
-
-OPTIONS = {
-    "mask": dict(mask=np.array([True] * 5 + [False] * 2)[None, None, None]),
-    "lengths": dict(key_value_seq_lengths=4, return_state=True),
-    "segments": dict(segment_ids=np.array([[0, 0, 1, 1, 1, 2, 2]], np.int32), is_causal=True),
-    "window and first keys": dict(exact_window=2, exact_first=1, is_causal=True),
-    "window on both sides": dict(exact_window=2),
-    "places": dict(alibi_slopes=np.array([0.5, 0.25], np.float32), exact_window=3, is_causal=True),
-    "decay": dict(log_decay=np.full((1, 7, 2), -0.1, np.float32), is_causal=True),
-    "blocked": dict(implementation="blocked", is_causal=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_attention_under_strict_settings(name):
-    """Each option is traced: nothing is promoted, and the output has the dtype of the values."""
-    rng = np.random.default_rng(0)
-    for dtype in (np.float32, np.float64):
-        with strict(x64=dtype == np.float64):
-            args = [jnp.asarray(rng.standard_normal((1, 7, 2, 4)), dtype) for _ in range(3)]
-            w = jnp.asarray(rng.standard_normal((6, 4)), jnp.float32)
-            attend = lambda *args: performer_attention(*args, **OPTIONS[name])  # noqa: E731
-            assert jax.tree.leaves(jax.eval_shape(attend, *args, w))[0].dtype == dtype
 
 
 def test_rows_that_are_formed_again_are_so_in_64_bits():

@@ -43,7 +43,7 @@ def test_it_is_learned_and_measured_by_its_own_names(finished, capsys):
     workdir, record = finished
     log = metrics.read(workdir / "metrics.jsonl")
     assert [r["step"] for r in log] == list(range(1, 25))
-    names = {"step", "epoch", "seconds", "memory_gib", "gradient_norm", "bad_records"}
+    names = {"step", "epoch", "seconds", "memory_gib", "gradient_norm"}
     names |= {"learning_rate", "data_seconds"}
     assert set(log[0]) - names == {"train_loss", "train_error", "sequences_per_second"}
     assert log[-1]["train_loss"] < 0.7 * log[0]["train_loss"]

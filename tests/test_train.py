@@ -26,7 +26,7 @@ from tests.small import (
 )
 from vit import config, data, evaluate, train
 from vit.reports import metrics
-from vit.run import checkpoint, devices, optim, progress, runs, safety, steps
+from vit.run import checkpoint, devices, optim, runs, safety, steps
 from vit.run.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -97,14 +97,13 @@ def test_metrics_are_read_while_the_next_steps_compute():
             done[0] = max(done[0], self.number)
 
     task, rate = runs.subject(settings)[1], lambda step: 0.0
-    with progress.display(False, 0, 10) as shown:
-        log = Progress(settings, task, rate, 44, ["kernel"], written.append, shown, 0.0)
-        for number in range(1, 10):
-            values = {"train_loss": Loss(number), "finite": np.array([True]), "bad": [-1]}
-            log.add(number, values, requested=time.perf_counter(), waited=0.5)
-            assert done[0] == max(0, number - 2)
-            assert len(written) == max(0, number - 2) // 4
-        log.read()
+    log = Progress(settings, task, rate, 44, 10, ["kernel"], written.append, False, 0.0)
+    for number in range(1, 10):
+        values = {"train_loss": Loss(number), "finite": np.array([True])}
+        log.add(number, values, requested=time.perf_counter(), waited=0.5)
+        assert done[0] == max(0, number - 2)
+        assert len(written) == max(0, number - 2) // 4
+    log.read()
     assert [record["step"] for record in written] == [4, 8, 9]
     assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 
@@ -213,8 +212,8 @@ def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monk
     """The step is finished, an evaluation is not: the resumed run makes it."""
     settings = small_config(log_every=3, checkpoint_every=3)
 
-    def stop_at(number):
-        original, calls = data.run_batches, []
+    def stop_at(name, number):
+        original, calls = getattr(data, name), []
 
         def batches(*args, **options):
             for batch in original(*args, **options):
@@ -223,15 +222,15 @@ def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monk
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
-        monkeypatch.setattr(data, "run_batches", batches)
+        monkeypatch.setattr(data, name, batches)
 
-    stop_at(2)
+    stop_at("train_batches", 2)
     with pytest.raises(SystemExit):
         train.train(settings, tmp_path / "parts")
     assert checkpoint.found(tmp_path / "parts") == [2]
     monkeypatch.undo()
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    stop_at(1 + 5)
+    stop_at("eval_batches", 5)
     with pytest.raises(SystemExit):
         train.train(settings, tmp_path / "parts")
     (last,) = metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1:]
@@ -303,26 +302,6 @@ def test_the_running_mean_is_what_is_evaluated(programs):
     params = nnx.as_pure(nnx.state(steps.evaluated_model(run.graph, state), nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, mean, params)
     assert float(run.evaluate(state, batch)["loss"]) != pytest.approx(float(before), rel=1e-4)
-
-
-@pytest.mark.thorough
-def test_undecodable_records_are_counted_and_too_many_stop_the_run(tmp_path, monkeypatch):
-    load = data.load
-
-    def with_damage(section):
-        dataset = load(section)
-        train = [r if i % 20 else r | {"image": b"no image"} for i, r in enumerate(dataset.train)]
-        return dataset._replace(train=train, evaluation=[{"image": b"", "label": 0}] * 5 + train)
-
-    monkeypatch.setattr(data, "load", with_damage)
-    record = train.train(small_config(), tmp_path / "run")
-    assert 0 < record["bad_records"] <= 10
-    assert record["eval_bad_records"] == 5 + len(range(0, 1437, 20))
-    assert record["eval_examples"] == 1437 - len(range(0, 1437, 20))
-    few = small_config(data=config.Data(batch_size=32, max_bad_records=0))
-    with pytest.raises(ValueError, match="'train' cannot be decoded, more than .*max_bad_rec"):
-        train.train(few, tmp_path / "few")
-    assert checkpoint.found(tmp_path / "few")
 
 
 COMMAND = [

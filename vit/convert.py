@@ -6,7 +6,7 @@
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
 parameters stay as they are. The folder `--out` then holds
 
-    conversion.csv, .md, .png   accuracy and attention error against m for every coupling, with and
+    conversion.csv, .md         accuracy and attention error against m for every coupling, with and
                                 without calibration, over several draws of the frequencies, beside
                                 softmax and uniform attention (the mean of all values)
     heads.csv                   attention errors of the converted run, head by head
@@ -55,44 +55,6 @@ from vit.weights.conversion import Case, Function, Replaced
 def metric_of(record: metrics.Record) -> str:
     """Return the name of the column by which a conversion is judged."""
     return "accuracy" if "accuracy" in record else "loss"
-
-
-def plot(records: Sequence[metrics.Record], out: Path) -> None:
-    """Draw accuracy and attention error against m, a line for each coupling, window and method."""
-    with report.style():
-        drawn, axes = report.figure(out, columns=2)
-        lines: dict[tuple[str, int, str], list[metrics.Record]] = {}
-        for r in records:
-            if r["m"]:
-                lines.setdefault((r["coupling"], r["window"], r["calibration"]), []).append(r)
-        names = list(dict.fromkeys(line[:2] for line in lines))
-        methods = list(dict.fromkeys(method for *_, method in lines))
-        columns = {metric_of(records[0]): "standard error", "attention error": ""}
-        for axis, (column, spread) in zip(axes, columns.items(), strict=True):
-            for (coupling, window, method), points in lines.items():
-                words = [coupling, method * (method != "none"), f"window {window}" * (window > 0)]
-                axis.errorbar(
-                    [r["m"] for r in points],
-                    [r[column] for r in points],
-                    [r[spread] for r in points] if spread else None,
-                    label=", ".join(filter(None, words)),
-                    color=f"C{names.index((coupling, window))}",
-                    linestyle=("--", "-", ":")[methods.index(method)],
-                    marker="o",
-                )
-            for number, end in enumerate(r for r in records if not r["m"]):
-                label = f"window {end['window']} alone" if end["window"] else end["coupling"]
-                style = ("-", ":", "-.", "--")[min(number, 3)]
-                if end[column]:  # softmax has no attention error
-                    axis.axhline(end[column], color=report.INK, linestyle=style, label=label)
-            axis.set(ylabel=column)
-        sizes = sorted({r["m"] for r in records} - {0})
-        report.log_log(axes[1], sizes)
-        report.log_sizes(axes[0], sizes)
-        axes[1].get_legend().remove()
-        handles = axes[0].get_legend_handles_labels()
-        drawn.legend(*handles, loc="outside lower center", ncols=3)
-        report.save(drawn, out)
 
 
 def compare(
@@ -261,7 +223,6 @@ def convert(
             table = report.table(records, folder / "conversion")
             status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
             bar.update(progress, advance=1, status=status)
-        plot(records, folder / "conversion")
         if converted.heads:
             converted.heads.to_csv(folder / "heads.csv")
     return table

@@ -4,7 +4,6 @@
     python -m vit.evaluate --workdir=runs/pm --report=attention
     python -m vit.evaluate --workdir=runs/pm --report=classes
     python -m vit.evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
-    python -m vit.evaluate --workdir=runs/pm --real=real.json
 
 --report=attention writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run:
 the error of the random-feature attention of each layer and head on evaluation images, beside that
@@ -16,9 +15,6 @@ of `vit.convert` are not measured.
 
 --split, --name, --data_dir and --batch_size evaluate on other data: another split, or another data
 set with the same classes or some of them, matched by name. Nothing is written.
-
---real adds the accuracy by the reassessed labels of ImageNet's validation pictures (Beyer et al.
-2020, `vit.data.real_labels`).
 
 Without --report the command also runs on several hosts: on each with --distributed.
 """
@@ -37,11 +33,10 @@ from flax import nnx
 from vit import config as configs
 from vit import data, use
 from vit.config.arguments import launch
-from vit.data import real_labels
 from vit.model import classification
 from vit.reports import class_report, metrics
 from vit.reports.attention_report import report_attention
-from vit.run import devices, machine, runs, steps
+from vit.run import devices, runs, steps
 from vit.run.steps import evaluate
 from vit.task import Task, of_folder
 
@@ -69,8 +64,8 @@ def evaluate_run(
         step: as in `runs.restore`.
 
     Returns:
-        step, eval_loss, eval_accuracy, eval_top5 or the other measures of the task,
-        eval_examples and eval_bad_records.
+        step, eval_loss, eval_accuracy, eval_top5 or the other measures of the task, and
+        eval_examples.
 
     Raises:
         ValueError: as `runs.restore`.
@@ -83,7 +78,6 @@ def evaluate_run(
 def evaluate_on(
     workdir: Path,
     fields: Mapping[str, Any],
-    real: Path | None = None,
     step: int | str | None = None,
 ) -> metrics.Record:
     """Evaluate a run on other data than its evaluation split.
@@ -93,19 +87,18 @@ def evaluate_on(
     Args:
         workdir: folder of the run.
         fields: fields of the config to replace, among those of `FLAGS`.
-        real: file of the reassessed labels of ImageNet's validation pictures; pictures without
-            such a label are left out.
         step: as in `vit.load`.
 
     Returns:
-        As `evaluate_run`; with `real` eval_real_accuracy instead of loss and accuracies.
+        As `evaluate_run`.
 
     Raises:
-        ValueError: as `vit.use.load`, `vit.data.load` and `vit.data.real_labels.read`; or when the
-            data have a class that the run does not have.
+        ValueError: as `vit.use.load` and `vit.data.load`; or when the data have a class that the
+            run does not have.
     """
     trained = use.load(workdir, step)
-    config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
+    alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
+    config = configs.with_values(trained.config, alone | dict(fields))
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
@@ -118,21 +111,13 @@ def evaluate_on(
         raise ValueError(message) from error
     label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
     task = classification.task(classes, trained.channels, config.optim.loss)
-    if real is not None:
-        labels = real_labels.read(real, dataset.num_classes)
-        dataset = real_labels.with_labels(dataset, labels)
-        task = task._replace(count=real_labels.count, results=real_labels.results)
     mesh = devices.mesh(config)
     graph, state = nnx.split(trained.model)
     state = jax.device_put(state, devices.everywhere(mesh))
     count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
 
     def of_run(batch: data.Batch) -> data.Batch:
-        own = batch | {"label": label[batch["label"]]}
-        if real is not None:
-            rows = batch["real"] @ jax.nn.one_hot(label, classes, dtype=bool)
-            own |= {"real": rows, "mask": batch["mask"] * rows.any(axis=-1)}
-        return own
+        return batch | {"label": label[batch["label"]]}
 
     batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
     return {"step": trained.step, **evaluate(task, partial(count, state), map(of_run, batches))}
@@ -179,22 +164,17 @@ def main(_: list[str]) -> None:
     workdir, wanted, step = Path(str(_WORKDIR.value)), _REPORT.value, _STEP.value
     given = {field: flags.FLAGS[flag].value for field, flag in FLAGS.items()}
     fields = {name: value for name, value in given.items() if value is not None}
-    if (fields or _REAL.value) and wanted:
+    if fields and wanted:
         raise ValueError(
             f"--report={wanted} uses the run's own evaluation split: remove --split, --name,"
-            " --data_dir, --batch_size and --real"
+            " --data_dir and --batch_size"
         )
     _JOIN()
-    machine.keep_programs()
     if wanted and jax.process_count() > 1:
         raise ValueError(f"--report={wanted} requires a single process")
     if jax.process_index() == 0:
         print(f"loading {workdir} and compiling its evaluation", file=sys.stderr)
     record = evaluate_on(workdir, fields, step=step) if fields else evaluate_run(workdir, step=step)
-    if _REAL.value:
-        found = evaluate_on(workdir, fields, Path(_REAL.value), step)
-        record["real_accuracy"] = found["eval_real_accuracy"]
-        record["real_examples"] = found["eval_examples"]
     if jax.process_index() == 0:
         print("\n".join(f"{name:14} {value}" for name, value in record.items()))
     if wanted == "attention":
@@ -212,5 +192,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", None, "data set with the same classes, or some of them")
     flags.DEFINE_string("data_dir", None, "folder of that data set")
     flags.DEFINE_integer("batch_size", None, "images per batch; that of the run if none", 1)
-    _REAL = flags.DEFINE_string("real", None, "file of ImageNet's reassessed labels, real.json")
     launch(main)

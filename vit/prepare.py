@@ -18,8 +18,7 @@ models other than grey or RGB, and rotations noted in EXIF are converted. With -
 picture whose shorter side is longer is resized to it, a JPEG again at quality 95: training then
 decodes fewer pixels. Files that are no images, or truncated ones, are named and left out; more than
 `max_bad_files` of them are an error, and nothing is written then. Nor is it if the run is stopped,
-or the disk full. The next run removes what SIGKILL leaves, `OUT/NAME/incomplete.*`. Nothing in the
-source is executed.
+or the disk full; SIGKILL leaves `OUT/NAME/incomplete.*`. Nothing in the source is executed.
 """
 
 import collections
@@ -28,7 +27,6 @@ import io
 import itertools
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -45,10 +43,10 @@ from PIL import Image, ImageOps
 from vit.config.arguments import launch
 from vit.config.cli import command
 from vit.config.signature import define, given
+from vit.data import augment
 from vit.data.sources import forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
-from vit.run import bounded, machine
-from vit.run.files import alone
+from vit.run import machine
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
@@ -90,8 +88,8 @@ def prepare(
         The number of examples of each split, and under "skipped" the number of files left out.
 
     Raises:
-        ValueError: if the folder has none of the forms, files are inconsistent, the name is taken
-            or in use by another process, or too many files are bad.
+        ValueError: if the folder has none of the forms, files are inconsistent, the name is taken,
+            or too many files are bad.
         OSError: if the data set cannot be written; nothing stays then.
     """
     if min(max_bad_files, seed, max_side, files) < 0:
@@ -137,10 +135,7 @@ def prepare(
             raise ValueError(f"{source} has {written} readable images of split {split!r}{more}")
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _removed_if_empty(target.parent, out), alone(target.parent) as held:
-        for leftover in target.parent.glob(f"incomplete.*_{VERSION}") if held else ():
-            print(f"{leftover} is left from a run that was killed: removed", file=sys.stderr)
-            shutil.rmtree(leftover)
+    with _removed_if_empty(target.parent, out):
         builder = _Builder(name, opened, examples, out)
         parted = tfds.download.DownloadConfig(num_shards=files or None)
         silent = contextlib.redirect_stdout(io.StringIO())  # TFDS announces a download
@@ -170,7 +165,7 @@ def _with_channels(source: Source) -> Source:
     modes = set()
     for example in itertools.islice(train(), None, None, step):
         with contextlib.suppress(Exception):  # the file is named when it is written
-            modes.add(bounded.image(example.read()).mode)
+            modes.add(augment.open_image(example.read()).mode)
     return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
 
 
@@ -215,7 +210,7 @@ def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     Raises:
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
-    with bounded.image(image) as opened:
+    with augment.open_image(image) as opened:
         opened.load()
         kind = "JPEG" if opened.format == "JPEG" else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")

@@ -33,8 +33,8 @@ Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b
 
 
 def whole_batch(config: Config, key: Array, batch: Batch) -> Batch:
-    """Return the batch without `bad`."""
-    return {name: x for name, x in batch.items() if name != "bad"}
+    """Return the batch."""
+    return batch
 
 
 def means(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -93,10 +93,6 @@ class Task(NamedTuple):
     distances: Callable[[Any], Any] = no_distances
     """Tree of parameters -> number of layers between each parameter and the output, the exponent of
     `config.optim.layer_decay`."""
-    by_device: bool = False
-    """True if each device may compute `loss` of its own rows: only `vit.model.dropout.Dropout`,
-    `PerformerAttention` and `nnx.BatchNorm` draw for the rows of a batch or average over them.
-    `config.optim.accumulate` then accumulates gradients on each device and reduces them once."""
     noun: str = "example"
     """Noun for a row of a batch."""
     name: str = ""

@@ -6,7 +6,7 @@
 The folder of the run contains `config.json`, `metrics.jsonl`, `learning_curve.png` and
 `checkpoints/`. --dry_run only compiles the steps and prints parameters, memory, operations and
 collectives; the exit code is 1 if they do not fit into memory. --topology compiles for absent
-devices (`vit.run.topologies`) without reading data:
+devices (`vit.run.dry_run`) without reading data:
 
     python -m vit.train --config=imagenet --dry_run --topology=v5e:4x4
 
@@ -24,7 +24,7 @@ from vit import config as configs
 from vit.config.arguments import chosen_config, launch
 from vit.config.cli import command
 from vit.reports import metrics
-from vit.run import devices, dry_run, loggers, machine
+from vit.run import devices, dry_run, loggers
 from vit.run.loop import train
 from vit.task import SUBJECTS, of_folder
 from vit.weights import transfer
@@ -49,7 +49,6 @@ def main(_: list[str]) -> None:
         found = dry_run.plan(config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value))
         print(dry_run.text(found))
         sys.exit(found["fits"] is False)
-    machine.keep_programs()
     lead = jax.process_index() == 0
     loggers.check(_LOG.value)
     if _INIT_FROM.value:

@@ -23,8 +23,9 @@ from PIL import ImageOps
 
 from vit import config as configs
 from vit import data
+from vit.data import augment
 from vit.model import ViT, classification
-from vit.run import bounded, checkpoint, steps
+from vit.run import checkpoint, steps
 from vit.task import of_folder
 
 LARGEST = 64
@@ -133,7 +134,7 @@ class Trained:
         """
         is_file = isinstance(image, str | os.PathLike)
         try:
-            content = upright(bounded.content(Path(image))) if is_file else checked(image)
+            content = upright(Path(image).read_bytes()) if is_file else checked(image)
             return data.evaluated_pixels(content, self.config.data, self.channels)
         except Exception as error:  # PIL raises many kinds for broken files
             name = image if is_file else "an array"
@@ -198,7 +199,7 @@ def checked(image: Any) -> np.ndarray:
 
 def upright(content: bytes) -> Any:
     """Return an encoded image, or its upright pixels if an EXIF tag rotates it."""
-    with bounded.image(content) as opened:
+    with augment.open_image(content) as opened:
         if opened.getexif().get(ORIENTATION) in range(2, 9):
             return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
     return content

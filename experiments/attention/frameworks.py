@@ -1,17 +1,12 @@
 """One transformer in Flax linen, Equinox and Haiku, converted by `performer.linearize`.
 
-    python -m experiments.attention.frameworks --parts=digits,cost \\
-        --out=results/attention/frameworks
+    python -m experiments.attention.frameworks --out=results/attention/frameworks
 
-Part "digits": scikit-learn's digits as 16 patches of 2 x 2 pixels, one image of five held out. The
+scikit-learn's digits as 16 patches of 2 x 2 pixels, one image of five held out. The
 model has 2 layers with 2 heads of 16, written with the attention layer of each framework, and is
 trained once in each. The table has test accuracy and loss with exact attention, and after the
 conversion without further training: frequencies as drawn, calibrated, and calibrated and refined.
 The draws are those of `seed=0, 1, ...`; the standard errors are over them.
-
-Part "cost": time and peak memory of `performer.linearize`, and of compiling the new function and
-the old one, for 24 layers of width 256 (8 heads, 64 tokens, random parameters). The layers are a
-list that Python loops over, or are stacked for `jax.lax.scan`. Each case is a fresh process.
 
 Equinox and Haiku are no dependencies of this package: `pip install equinox dm-haiku`.
 """
@@ -19,14 +14,11 @@ Equinox and Haiku are no dependencies of this package: `pip install equinox dm-h
 import functools
 import importlib
 import itertools
-import multiprocessing
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,28 +44,16 @@ Parameters = Any
 Apply = Callable[[Parameters, jax.Array], jax.Array]
 
 
-class Cost(NamedTuple):
-    """Size of the model of part "cost"."""
-
-    layers: int = 24
-    width: int = 256
-    heads: int = 8
-    tokens: int = 64
-    examples: int = 8
-
-
 def main(
-    parts: Sequence[Literal["digits", "cost"]] = ("digits", "cost"),
     frameworks: Sequence[Literal["linen", "equinox", "haiku"]] = ("linen", "equinox", "haiku"),
     num_features: Sequence[int] = (16, 32, 64),
     epochs: int = 40,
     steps: int = 200,
     draws: int = 3,
     images: int = 512,
-    layers: int = 24,
     out: Path = Path("results/attention/frameworks"),
 ) -> None:
-    """Write and print the tables, `digits` and `cost` in `out`.
+    """Write and print the table `digits` in `out`.
 
     Args:
         frameworks: frameworks of the model.
@@ -81,17 +61,13 @@ def main(
         epochs: training epochs.
         steps: most steps of Adam to refine frequencies.
         images: training images for calibration and refinement.
-        layers: layers of the model of part "cost".
     """
     numbers: dict[str, Any] = dict(epochs=epochs, steps=steps, draws=draws, images=images)
-    launch.at_least(1, **numbers, layers=layers, num_features=min(num_features))
-    for name in frameworks if "digits" in parts else ():
+    launch.at_least(1, **numbers, num_features=min(num_features))
+    for name in frameworks:
         MODELS[name](jax.random.key(0))  # a missing package is reported before any work
-    if "cost" in parts:
-        print(report.table(costs(Cost(layers)), out / "cost"))
-    if "digits" in parts:
-        made = (converted(name, num_features=num_features, **numbers) for name in frameworks)
-        print(report.table([row for rows in made for row in rows], out / "digits"))
+    made = (converted(name, num_features=num_features, **numbers) for name in frameworks)
+    print(report.table([row for rows in made for row in rows], out / "digits"))
 
 
 # --- The same model in three frameworks: key -> parameters, and (parameters, patches) -> logits
@@ -192,7 +168,7 @@ MODELS: dict[str, Callable[[jax.Array], tuple[Parameters, Apply]]] = {
 }
 
 
-# --- Part "digits"
+# --- Training and conversion
 
 
 @functools.cache
@@ -278,94 +254,6 @@ def converted(
     return rows
 
 
-# --- Part "cost"
-
-
-def costs(size: Cost) -> list[dict[str, Any]]:
-    """Return a row for a list of layers, and one for layers in a scan."""
-    # Processes of a server that has computed nothing: peak memory is that of their own work.
-    context = multiprocessing.get_context("forkserver")
-    rows = []
-    for form in FORMS:
-        row: dict[str, Any] = {"layers": form}
-        for converted in (False, True):
-            with context.Pool(1) as pool:
-                row |= pool.apply(cost, (form, size, converted))
-        rows.append(row)
-        print(*row.values(), flush=True)
-    return rows
-
-
-def cost(form: str, size: Cost, converted: bool) -> dict[str, float]:
-    """Measure tracing, compiling and peak memory with exact attention, or of `linearize`."""
-    function, stack, x = deep(form, size)
-    row, name = {}, "new" if converted else "exact"
-    start = time.perf_counter()
-    if converted:
-        function, _ = performer.linearize(function, [(stack, x)], calibration="full")
-        jax.block_until_ready(function)
-        row["linearize, s"] = time.perf_counter() - start
-        row["linearize: peak memory, MiB"] = peak_memory()
-        start = time.perf_counter()
-    arguments = ((function,) if converted else ()) + (stack, x)
-    lowered = jax.jit((lambda f, *x: f(*x)) if converted else function).lower(*arguments)
-    middle = time.perf_counter()
-    program = lowered.compile()
-    row |= {f"{name}: trace, s": middle - start}
-    row |= {f"{name}: compile, s": time.perf_counter() - middle}
-    if not converted:
-        jax.block_until_ready(program(stack, x))
-        row["exact: peak memory, MiB"] = peak_memory()
-    return row
-
-
-def peak_memory() -> float:
-    """Return the largest resident memory of this process so far, in MiB."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
-def deep(form: str, size: Cost) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
-    """Return a transformer of many layers, its random parameters and tokens."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    wide = {"qkv": (size.width, 3 * size.width), "out": (size.width, size.width)}
-    wide |= {"first": (size.width, 4 * size.width), "second": (4 * size.width, size.width)}
-    stack: Any = {
-        name: jax.random.normal(key, (size.layers, *shape)) * shape[0] ** -0.5
-        for key, (name, shape) in zip(keys, wide.items(), strict=False)
-    }
-    x = jax.random.normal(keys[-1], (size.examples, size.tokens, size.width))
-    layer = partial(block, heads=size.heads)
-    if form == "list":
-        stack = [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(size.layers)]
-    return partial(FORMS[form], layer), stack, x
-
-
-def block(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:
-    """Apply attention and a multilayer perceptron, each after a normalisation."""
-    query, key, value = (
-        y.reshape(*y.shape[:2], heads, -1)
-        for y in jnp.split(jax.nn.standardize(x) @ layer["qkv"], 3, axis=-1)
-    )
-    scores = jnp.einsum("bqnh,bknh->bnqk", query, key) / query.shape[-1] ** 0.5
-    mixed = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), value)
-    x = x + mixed.reshape(x.shape) @ layer["out"]
-    return x + jax.nn.gelu(jax.nn.standardize(x) @ layer["first"]) @ layer["second"]
-
-
-def in_a_list(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """Apply one layer after another, in Python."""
-    return functools.reduce(layer, stack, x)
-
-
-def in_a_scan(layer: Callable[..., jax.Array], stack: Any, x: jax.Array) -> jax.Array:
-    """Apply all layers by `jax.lax.scan`, whose body is traced once."""
-    return jax.lax.scan(lambda x, each: (layer(x, each), None), x, stack)[0]
-
-
-FORMS = {"list": in_a_list, "scan": in_a_scan}
-
-
 if __name__ == "__main__":
-    quick = {"num_features": (16,), "epochs": 1, "steps": 2, "draws": 1, "images": 32, "layers": 2}
+    quick = {"num_features": (16,), "epochs": 1, "steps": 2, "draws": 1, "images": 32}
     launch.run(main, quick=quick)

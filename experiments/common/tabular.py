@@ -5,7 +5,7 @@ text is nominal: it becomes one column of zeros and ones for each of its distinc
 A text column whose values are nearly all distinct is an identifier (yeast's SequenceName) and is
 left out.
 
-Every error names the place (data set, column, row below the header) and the fix.
+Errors name the file, and the column of a cell that cannot be used.
 """
 
 import csv
@@ -29,9 +29,6 @@ BUNDLED: dict[str, tuple[str, ...]] = {
 
 MISSING = ("", "?", "na", "n/a", "nan", "null")
 """Cells without a value, in lower case."""
-
-LARGEST = 1e30
-"""Largest number accepted: float64 holds its square, float32 the number itself."""
 
 
 class Table(NamedTuple):
@@ -90,7 +87,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
 
     Raises:
         ValueError: for an unknown name, or a file whose header, rows, cells or target cannot be
-            used: the message names the place and the fix.
+            used.
     """
     names([name], kind, data_dir)
     path = _sources(kind, data_dir)[name]
@@ -100,10 +97,10 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
         columns = tuple(map(str, np.asarray(loaded.feature_names)[varying]))
         target = loaded.target.astype(int if kind == "classification" else np.float64)
         return Table(name, loaded.data[:, varying], target, columns)
-    header, columns = _read(f"data set {name!r} ({path})", path)
+    header, columns = _read(path)
     x = {}
     for column, cells in zip(header[:-1], columns, strict=False):
-        where = f"column {column!r} of data set {name!r}"
+        where = f"column {column!r} of {path}"
         values, is_text = _column(where, cells, nominal)
         if is_text and values.max() + 1 > 0.9 * len(cells):
             logging.warning("%s is left out: an identifier, not a feature", where)
@@ -112,18 +109,10 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
             x |= {f"{column}, value {rank}": 1.0 * (values == rank) for rank in ranks}
         else:
             x[column] = values
-    if not x:
-        raise ValueError(f"data set {name!r} has identifiers only: add a column of features")
-    where, cells = f"target {header[-1]!r} of data set {name!r}", columns[-1]
     classes = kind == "classification"
-    y, is_text = _column(where, cells, classes)
-    if not classes and is_text:
-        raise ValueError(f"{where} is text: regression needs numbers in the last column")
-    if classes and y.max() + 1 > len(cells) / 2 and None not in map(_number, cells):
-        raise ValueError(
-            f"{where} has {y.max() + 1:.0f} distinct values in {len(cells)} rows: these are no"
-            " classes; put the class last or read it as regression"
-        )
+    y, is_text = _column(f"target {header[-1]!r} of {path}", columns[-1], classes)
+    if is_text and not classes:
+        raise ValueError(f"the last column of {path} is text: regression needs numbers")
     y = y.astype(int if classes else np.float64)
     return Table(name, np.stack(list(x.values()), axis=1), y, tuple(x))
 
@@ -185,31 +174,22 @@ def _sources(kind: str, data_dir: Path | None) -> dict[str, Path | None]:
     return {**files}
 
 
-def _read(source: str, path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
+def _read(path: Path) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return the header and the columns of a csv file."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ValueError(f"{source} cannot be read: {error}") from error
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
     named = {column for column in header if column and _number(column) is None}
-    if len(named) < max(len(header), 2) or not rows:
+    if len(named) < max(len(header), 2) or {len(row) for row in rows} != {len(header)}:
         raise ValueError(
-            f"{source} must begin with the names of two columns or more, each there once, with"
-            f" commas between, and have rows below: it begins with {','.join(header)!r}"
+            f"{path} must begin with the names of two columns or more, with commas between, and"
+            f" have as many cells in each row: it begins with {','.join(header)!r}"
         )
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(header):
-            raise ValueError(
-                f"row {number} of {source} has {len(row)} cells, but its header has"
-                f" {len(header)}: correct or drop the row"
-            )
     return header, list(zip(*rows, strict=True))
 
 
 def _number(cell: str) -> float | None:
     try:
-        return None if "_" in cell else float(cell)  # Python's 1_000
+        return float(cell)
     except ValueError:
         return None
 
@@ -218,14 +198,10 @@ def _column(where: str, cells: Sequence[str], classes: bool = False) -> tuple[np
     """Return the column as float64, text and classes as ranks, and whether it is nominal."""
     values = [_number(cell) for cell in cells]
     is_text = classes or values.count(None) > 0.1 * len(cells)  # car's doors: 2, 3, 4, 5more
-    for number, (cell, value) in enumerate(zip(cells, values, strict=True), 1):
-        is_number = value is not None and abs(value) <= LARGEST
+    for cell, value in zip(cells, values, strict=True):
+        is_number = value is not None and np.isfinite(value)
         if cell.lower() in MISSING or not (is_text or is_number):
-            needed = "value" if is_text else f"number up to {LARGEST:g}"
-            raise ValueError(
-                f"{where} has {cell!r} in row {number}: fill in a {needed}, or drop the row or the"
-                " column"
-            )
+            raise ValueError(f"{where} has {cell!r}: fill in a value, or drop row or column")
     labels: Any = cells if None in values else values
     ranks = np.unique(labels, return_inverse=True)[1]
     if not ranks.any():

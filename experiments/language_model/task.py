@@ -34,7 +34,6 @@ def task(characters: int, settings: Settings) -> Task:
         projections=projections,
         replacement=replacement,
         is_causal=True,
-        by_device=True,
         noun="window",
         name=NAME,
         settings=settings,

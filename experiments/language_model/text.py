@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Int
 
 from vit.data import Batch, Dataset
-from vit.run import bounded
 
 HELD_OUT = 0.1
 """Share of the text that is evaluated on."""
@@ -36,7 +35,7 @@ def read(path: str = "") -> Text:
         topics = importlib.import_module("pydoc_data.topics").topics
         return numbered("\n\n".join(topics[name] for name in sorted(topics)))
     try:
-        return numbered(bounded.content(Path(path)).decode())
+        return numbered(Path(path).read_bytes().decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text={path} cannot be read as UTF-8: {error}") from error
 

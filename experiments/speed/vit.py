@@ -63,7 +63,7 @@ def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable
     mesh, task = devices.mesh(settings, jax.devices()[:1]), classification.task(1000, 3)
     program = steps.build(settings, task, 1000, mesh)
     image = np.random.default_rng(0).integers(0, 256, (1, pixels, pixels, 3), dtype=np.uint8)
-    arrays = {"image": image, "label": np.zeros(1, np.int32), "bad": np.full(1, -1, np.int32)}
+    arrays = {"image": image, "label": np.zeros(1, np.int32)}
     batch = devices.put(mesh, arrays)
     compiled = program.train.lower(program.abstract, batch).compile()
     state = program.initial()

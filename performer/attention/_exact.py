@@ -144,7 +144,8 @@ def with_rows(
         here = jax.lax.axis_index(axis_name)
         place = place + here * keys.key.shape[1]
         query = jax.lax.psum(jnp.where(here == 0, query, 0), axis_name)
-    later, same = place > jnp.arange(query.shape[1])[:, None], jnp.ones((1, 1, 1), bool)
+    later = place[None, None] > jnp.arange(query.shape[1])[None, :, None]
+    same = jnp.ones((1, 1, 1), bool)
     if pairs.segments is not None:
         ids, key_ids = pairs.segments
         key_ids = ids if key_ids is None else key_ids
@@ -166,7 +167,7 @@ def with_rows(
 
 def _between(
     log_decay: Float[Array, "b s k"],
-    later: Bool[Array, "r s"],
+    later: Bool[Array, "1 r s"],
     same: Bool[Array, "#b #r #s"],
     axis_name: str | None,
 ) -> Float[Array, "b r s k"]:

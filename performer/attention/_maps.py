@@ -89,7 +89,7 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
         query = transform_queries(calibration, query)
         w_query = w_key if given is None else own
     if exact and calibration.root is not None and tilt is not None:
-        tilt = tilt + log_determinant(calibration.root)[..., None]
+        tilt = sum(jnp.broadcast_arrays(tilt, log_determinant(calibration.root)[..., None]))
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias

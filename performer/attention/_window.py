@@ -90,37 +90,38 @@ def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k 
     state = _empty(keys, nothing, exact) if state is None else state
     if t == 0:
         return jnp.zeros((*query.shape[:-1], keys.value.shape[-1]), keys.value.dtype), state
-    place = state.position[:, None] + jnp.arange(t)
-    first = _either(state.first, _taken(keys, jnp.arange(f) - place[:, :1]))
+    position = state.position[:, None].astype(jnp.arange(0).dtype)  # int64 under x64
+    place = position + jnp.arange(t)[None]
+    first = _either(state.first, _taken(keys, jnp.arange(f)[None] - place[:, :1]))
     # The chunk before that of the first token, the filled part of its own, then the new tokens.
-    filled = state.position[:, None] % w
+    filled = position % w
     chunks = -(-(w - 1 + t) // w)  # the most that t tokens touch
-    index = jnp.arange((chunks + 2) * w)
+    index = jnp.arange((chunks + 2) * w)[None]
     joined = jax.tree.map(
         lambda *x: jnp.concatenate(x, axis=1), state.near, _without_first(keys, place, f)
     )
     around = _taken(joined, jnp.where(index < w + filled, index, index + w - filled))
     done = (filled + t) // w * w
-    near = _taken(around, done + jnp.arange(2 * w))
+    near = _taken(around, done + jnp.arange(2 * w)[None])
     folded = _where(index < done, around)  # keys that enter the state
     if t == 1:
         whole, part = _cut(around, 0, 2 * w), _cut(folded, 0, w)
         rows, after = _next(call, whole, part, jnp.any(done > 0), state)
     else:
-        places = jnp.arange((chunks + 1) * w) - w - filled
+        places = jnp.arange((chunks + 1) * w)[None] - w - filled
         queries = take(query, jnp.clip(places, 0, t - 1))
         whole, part = _cut((around, folded), 0, places.shape[-1])
         ends, whole = (state.far, None), Near(whole, w, scale)
         rows, after = sweep(maps, queries, part, ends, plan, near=whole)
-        rows = Rows(*(take(x, w + filled + jnp.arange(t)) for x in rows))
+        rows = Rows(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
     if f:
         fading, elapsed = None, state.first.log_decay
         if elapsed is not None:
-            places = state.position[:, None] - w - filled + index
+            places = position - w - filled + index
             per_token, gone = (
                 _faded_first(cast(Array, x.log_decay), places, f) for x in (around, folded)
             )
-            fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t))
+            fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t)[None])
             first = first._replace(log_decay=elapsed + gone[:, -1])
         rows = merge(rows, exact_rows(query, first, scale, _reached(place, f), fading))
     return ratio(rows), WindowState(after, near, first, state.position + t)
@@ -201,7 +202,7 @@ def _faded_first(
 ) -> Float[Array, "b t f k"]:
     """Log-decay of the first keys for each query."""
     log_decay, begins = log_decay[:, :, None], place == 0
-    after = (place[..., None] > jnp.arange(f))[..., None]
+    after = (place[..., None] > jnp.arange(f, dtype=place.dtype)[None, None])[..., None]
     later = jnp.where(after, log_decay, 0.0)
     fading = _decay.since_begin(later, begins) + of_others(later, jnp.less, axis_name)
     if not is_causal:  # queries before the key, too
@@ -240,7 +241,7 @@ def _first(keys: Keys, ids: Array | None, begin: Array, f: int, axis_name: str |
             keys = jax.tree.map(gather, _cut(keys, 0, f))
         return _cut(extended(keys, 0, max(f - keys.key.shape[1], 0)), 0, f)
     b, t = ids.shape
-    index = (begin[..., None] + jnp.arange(f)).reshape(b, t * f)
+    index = (begin[..., None] + jnp.arange(f)[None, None]).reshape(b, t * f)
     own = jnp.repeat(ids, f, axis=1) == take(ids, jnp.minimum(index, t - 1))
     first = _where(own, _taken(keys, index))
     return jax.tree.map(lambda x: x.reshape(b, t, f, *x.shape[2:]), first)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
 from vit.config.cli import command
-from vit.run import bounded
+from vit.data import augment
 
 EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
@@ -72,11 +72,8 @@ def for_images(
         values: given fields, as {"num_epochs": 5}; the other fields are derived from these too.
 
     Raises:
-        ValueError: for less than one picture, one pixel or two classes, or a value out of range.
+        ValueError: for less than two classes, or a value out of range.
     """
-    for name, value in [("num_examples", num_examples), ("side", side), ("channels", channels)]:
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     if num_classes < 2:
         raise ValueError(f"num_classes={num_classes}: a classifier needs at least 2 classes")
     values = values or {}
@@ -175,7 +172,7 @@ def _typical_side(records: Iterable[dict[str, Any]]) -> int:
     sides = []
     for record in records:
         with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
-            sides.append(min(bounded.image(record["image"]).size))
+            sides.append(min(augment.open_image(record["image"]).size))
     if not sides:
         raise ValueError("none of the sampled pictures can be read")
     return int(statistics.median(sides))

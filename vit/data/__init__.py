@@ -7,6 +7,7 @@ The stream of training batches depends on the seed only, not on the number of pr
 A resumed run continues with the batch of its step.
 """
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -30,23 +31,15 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms
-from vit.data.sources.source import reading
-from vit.run import bounded, machine
+from vit.run import machine
 
 Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: those of the examples, `bad`, and for evaluation `mask`."""
+"""Arrays by name, NumPy or JAX: those of the examples, and for evaluation `mask`."""
 
 THREADS = 16
 """Threads of each worker that read records: more than cores, since they wait for storage."""
 
-_TRIES = 100
-"""Records in a row that may fail to decode."""
-
 # --- Records become arrays
-
-
-class WrongLabelError(ValueError):
-    """A record that can be read but not used: it stops the run instead of being replaced."""
 
 
 def labelled_image(
@@ -55,7 +48,7 @@ def labelled_image(
     """Return the image and label of a record, augmented if there is a generator.
 
     Raises:
-        WrongLabelError: if the label is none of the data set's classes.
+        ValueError: if the label is none of the data set's classes.
         OSError, SyntaxError, ...: as `evaluated_pixels`.
     """
     image, channels = record["image"], dataset.channels
@@ -66,8 +59,8 @@ def labelled_image(
         image = evaluated_pixels(image, data, channels)
     label = int(record["label"])
     if not 0 <= label < dataset.num_classes:
-        raise WrongLabelError(
-            f"has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
+        raise ValueError(
+            f"it has the label {label}, but the classes are 0 to {dataset.num_classes - 1}"
             + " (-1 stands for a label that is kept secret)" * (label == -1)
         )
     if rng is not None:
@@ -147,7 +140,7 @@ def _pixels(
 
     A JPEG is decoded at a half, a quarter or an eighth if the part remains large enough.
     """
-    opened = bounded.image(image) if isinstance(image, bytes) else augment.to_pil(image)
+    opened = augment.open_image(image) if isinstance(image, bytes) else augment.to_pil(image)
     mode = "L" if channels == 1 else "RGB"
     width, height = opened.size
     left, top, right, bottom = box(width, height)
@@ -241,7 +234,7 @@ def _from_tfds(data: config.Data) -> Dataset:
             f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
             f" is not of images of 1 or 3 channels with a label: {type(error).__name__}: {error}"
         ) from error
-    sources, files = [], 0
+    sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         for name in (part.split("[")[0] for part in split.split("+")):
             if name not in known:
@@ -249,9 +242,6 @@ def _from_tfds(data: config.Data) -> Dataset:
                     f"config.data.{field}={split!r} is no split of {data.name!r};"
                     f" choices: {', '.join(known)}"
                 )
-            files += len(known[name].filepaths)
-            machine.allow_open_files(files)
-            _check_shards(known[name])
         try:
             source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
             len(source)
@@ -299,24 +289,6 @@ def _names(root: epath.Path) -> list[str]:
     return sorted({str(version.parent.relative_to(root)) for version in versions})
 
 
-def _check_shards(split: Any) -> None:
-    """Raise ValueError for a file that is damaged or has another number of records."""
-    from array_record.python.array_record_module import (  # pyright: ignore[reportMissingImports]
-        ArrayRecordReader,
-    )
-
-    def check(path: Any, announced: int) -> None:
-        with reading(path, " as an array_record file", Exception):
-            reader = ArrayRecordReader(os.fspath(path))
-            held = reader.num_records()
-            reader.close()
-            if held != announced:
-                raise ValueError(f"it holds {held} records, and dataset_info.json says {announced}")
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(check, split.filepaths, split.shard_lengths))
-
-
 # --- Batches
 
 
@@ -347,16 +319,21 @@ def train_batches(
 
     Returns:
         image (b, size, size, c) uint8 and label (b,) int32, or the arrays of the data set's
-        `decode`; and bad (b,) int32: -1, or the index of a record that cannot be decoded, whose
-        row has the next one that can.
+        `decode`.
 
     Raises:
-        ValueError: if the processes do not divide the batch; and while reading, if 100 records in a
-            row cannot be decoded, or a label is none of the data set's classes.
+        ValueError: if the processes do not divide the batch; and while reading, if a record cannot
+            be decoded, or its label is none of the data set's classes.
     """
-    batch = _training(dataset, data, seed, _local_size(data, processes), threads)
+    size = _local_size(data, processes)
+    batch = _training(dataset, data, seed, size, threads)
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
-    return _ahead(places.map(batch), dataset, data, processes, threads)
+    read = places.map(batch).to_iter_dataset(_read_ahead(threads))
+    workers = machine.workers(data.num_workers, batch_bytes(dataset, data, processes))
+    if workers:
+        options = grain.MultiprocessingOptions(num_workers=workers)
+        read = read.mp_prefetch(options, _start_worker)
+    return read
 
 
 def eval_batches(
@@ -373,87 +350,16 @@ def eval_batches(
     Args: as `train_batches`.
 
     Returns:
-        The examples as in `train_batches`; mask (b,) float32, 0 on the rows that pad the last
-        batch and on records that cannot be decoded; bad (b,) int32, the index of such a record or
-        -1.
+        The examples as in `train_batches`, and mask (b,) float32, 0 on the rows that pad the last
+        batch.
 
     Raises:
-        ValueError: if the processes do not divide the batch; and while reading, if a label is none
-            of the data set's classes.
+        ValueError: as `train_batches`.
     """
     batch = _evaluation(dataset, data, _local_size(data, processes), threads)
-    end = evaluation_length(dataset, data) * processes
+    end = math.ceil(len(dataset.evaluation) / data.batch_size) * processes
     places = grain.MapDataset.range(process, end, processes)
     return iter(places.map(batch).to_iter_dataset(_read_ahead(threads)))
-
-
-def evaluation_length(dataset: Dataset, data: config.Data) -> int:
-    """Return the number of batches of an evaluation."""
-    return math.ceil(len(dataset.evaluation) / data.batch_size)
-
-
-class Schedule(NamedTuple):
-    """Order of the batches of a run: those of `every` steps, then all of evaluation, ...
-
-    Evaluation follows the last step, too. The same workers read both kinds, and read ahead while
-    the devices are busy.
-    """
-
-    every: int
-    """Steps between evaluations."""
-    num_steps: int
-    evaluation_length: int
-    """Batches of an evaluation."""
-
-    def training(self, step: int) -> int:
-        """Return the place of the batch that leads from that step to the next."""
-        return step + self.evaluation_length * (step // self.every)
-
-    def evaluation(self, step: int) -> int:
-        """Return the place of the first batch of the evaluation after that step."""
-        return step + self.evaluation_length * ((step - 1) // self.every)
-
-    def at(self, place: int) -> tuple[bool, int]:
-        """Return (True, number of the training batch) or (False, number in the evaluation)."""
-        block, offset = divmod(place, self.every + self.evaluation_length)
-        steps = min(self.every, self.num_steps - block * self.every)
-        return (True, block * self.every + offset) if offset < steps else (False, offset - steps)
-
-    @property
-    def length(self) -> int:
-        """Number of batches of the whole run."""
-        return self.evaluation(self.num_steps) + self.evaluation_length
-
-
-def run_batches(
-    dataset: Dataset,
-    data: config.Data,
-    seed: int,
-    schedule: Schedule,
-    first: int = 0,
-    process: int = 0,
-    processes: int = 1,
-    threads: int = THREADS,
-) -> grain.IterDataset:
-    """Return the batches of `train_batches` and `eval_batches` in the order of a run.
-
-    Args: as `train_batches`, and
-        schedule: places of training and evaluation.
-        first: the place to begin with.
-
-    Raises:
-        ValueError: as these.
-    """
-    size = _local_size(data, processes)
-    train = _training(dataset, data, seed, size, threads)
-    evaluation = _evaluation(dataset, data, size, threads)
-
-    def batch(place: int) -> Batch:
-        training, number = schedule.at(place)
-        return (train if training else evaluation)(number * processes + process)
-
-    places = grain.MapDataset.range(first, schedule.length)
-    return _ahead(places.map(batch), dataset, data, processes, threads)
 
 
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
@@ -479,21 +385,8 @@ def _training(
 
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
-        """Return the record at `index`, or the next that decodes; bad is -1, or `index`."""
-        tried = [(index + i) % len(records) for i in range(min(_TRIES, len(records)))]
-        error = None
-        for i in tried:
-            try:
-                decoded = dataset.decode(records[i], rng, data, dataset)
-                return decoded | {"bad": np.int32(index if error else -1)}
-            except WrongLabelError as wrong:
-                raise ValueError(f"training record {i} {wrong}") from None
-            except Exception as broken:  # PIL and array_record raise many kinds for broken files
-                error = broken
-        raise ValueError(
-            f"{len(tried)} training records in a row cannot be decoded, {tried[0]} to {tried[-1]};"
-            f" the last one: {error}"
-        ) from error
+        with _named(f"training record {index}"):
+            return dataset.decode(records[index], rng, data, dataset)
 
     order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
     examples: Any = order.random_map(example)
@@ -507,19 +400,22 @@ def _evaluation(
     records = dataset.evaluation
 
     def example(index: int) -> Batch:
-        """Return the record at `index`; a blank one if it cannot be decoded or does not exist."""
-        bad = -1
-        try:
-            if index < len(records):
-                decoded = dataset.decode(records[index], None, data, dataset)
-                return decoded | {"mask": np.float32(1), "bad": np.int32(-1)}
-        except WrongLabelError as wrong:
-            raise ValueError(f"evaluation record {index} {wrong}") from None
-        except Exception:  # PIL and array_record raise many kinds for broken files
-            bad = index
-        return dataset.blank(data, dataset) | {"mask": np.float32(0), "bad": np.int32(bad)}
+        """Return the record at `index`, a blank one beyond the last."""
+        if index >= len(records):
+            return dataset.blank(data, dataset) | {"mask": np.float32(0)}
+        with _named(f"evaluation record {index}"):
+            return dataset.decode(records[index], None, data, dataset) | {"mask": np.float32(1)}
 
     return lambda number: _batch(example, number, size, threads)
+
+
+@contextlib.contextmanager
+def _named(record: str) -> Iterator[None]:
+    """Raise ValueError that names the record for any error of the block."""
+    try:
+        yield
+    except Exception as error:  # PIL and array_record raise many kinds for broken files
+        raise ValueError(f"{record} cannot be decoded: {error}") from error
 
 
 def _batch(example: Callable[[int], Batch], number: int, size: int, threads: int) -> Batch:
@@ -538,20 +434,6 @@ def _batch(example: Callable[[int], Batch], number: int, size: int, threads: int
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Return the pool of this process, for all batches."""
     return ThreadPoolExecutor(threads, thread_name_prefix="records")
-
-
-def _ahead(
-    batches: grain.MapDataset, dataset: Dataset, data: config.Data, processes: int, threads: int
-) -> grain.IterDataset:
-    """Return the batches, read by the workers before they are requested."""
-    read = batches.to_iter_dataset(_read_ahead(threads))
-    workers = data.num_workers
-    if workers < 0:
-        workers = machine.workers(workers, batch_bytes(dataset, data, processes))
-    if workers:
-        options = grain.MultiprocessingOptions(num_workers=workers)
-        read = read.mp_prefetch(options, _start_worker)
-    return read
 
 
 def _read_ahead(threads: int) -> grain.ReadOptions:

@@ -3,6 +3,7 @@
 `mixup` and `cutmix` blend batches, in JAX, in the training step.
 """
 
+import io
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageOps, UnidentifiedImageError
 
 Box = tuple[float, float, float, float]
 """Part of an image in pixels: left, top, right, bottom."""
@@ -157,6 +158,28 @@ def blended(
         lambda: mixup(key, images, targets, mixup_alpha),
         lambda: cutmix(key, images, targets, cutmix_alpha),
     )
+
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
+"""Image formats; some other formats of Pillow start programs (PostScript)."""
+
+
+def open_image(encoded: bytes) -> Image.Image:
+    """Open an image of one of the `FORMATS`; its pixels are not decoded yet.
+
+    Grey values of 16 bits become their higher 8 bits; Pillow's own conversion clips them.
+
+    Raises:
+        OSError, SyntaxError, ...: errors of Pillow for broken files, or for more than 178,956,970
+            pixels (DecompressionBombError).
+    """
+    try:
+        opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise OSError(f"it is none of {', '.join(FORMATS)}") from None
+    if opened.mode.startswith("I"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+    return opened
 
 
 def to_pil(image: np.ndarray) -> Image.Image:

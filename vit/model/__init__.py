@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, exact_layers, window
-from vit.model.dropout import Dropout
 from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
@@ -80,7 +80,7 @@ class ViT(nnx.Module):
         if model.registers:
             registers = 0.02 * jax.random.normal(rngs.params(), (model.registers, size.width))
             self.registers = nnx.Param(registers)
-        self.dropout = Dropout(model.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
@@ -113,13 +113,13 @@ class ViT(nnx.Module):
         x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
         if self.has_window:
             x = x[:, self.order]
-        x = self.dropout(self.with_prefix(x))
+        x = self.dropout(split(self.with_prefix(x)))
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         intermediates = {"embedded": x}
         apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for i, block in enumerate(self.blocks):
-            x, attention_input = apply(block, x)
+            x, attention_input = apply(block, split(x))
             intermediates[f"block{i:02d}/attention_input"] = attention_input
             intermediates[f"block{i:02d}/output"] = x
         pooled = self.pooled(self.norm(x) if self.norm and self.final_norm == "before" else x)
@@ -153,6 +153,14 @@ class ViT(nnx.Module):
         parts = [x[:, 0]] if self.has_token else []
         parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
         return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
+
+
+def split(x: Float[Array, "b s width"]) -> Float[Array, "b s width"]:
+    """Split tokens over the axis "seq" of the mesh in context, if it has one."""
+    if jax.sharding.get_abstract_mesh().shape.get("seq", 1) == 1:
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, "seq", free))
 
 
 def multi_head(
@@ -198,6 +206,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         calibration=own.calibration,
         implementation="pallas" if own.implementation == "pallas" else None,
         **window(config)._asdict(),
+        split="seq",
         transferred=own.transferred,
         rngs=rngs,
     )
@@ -225,10 +234,10 @@ class Block(nnx.Module):
             factors = jnp.full(width, model.layer_scale)
             self.attention_scale, self.mlp_scale = nnx.Param(factors), nnx.Param(factors)
         self.has_scale = model.layer_scale > 0
-        self.dropout = Dropout(model.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
         # Without a rate no stream of keys: it would change the state of saved models.
         stream = rngs if drop_path else None
-        self.drop_path = Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
+        self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2), rngs=stream)
 
     def __call__(
         self, x: Float[Array, "b s width"]

@@ -42,7 +42,6 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
         layers=layers,
         projections=projections,
         distances=distances,
-        by_device=True,
         noun="image",
         name=NAME,
         command="performer-vit",

@@ -71,7 +71,7 @@ def _lines(path: Path, *, report_damage: bool = False) -> list[Record]:
     return records
 
 
-def progress_bar(shown: bool = True) -> Progress:
+def progress_bar() -> Progress:
     """Return a progress bar with steps, `status` and the time left."""
     return Progress(
         TextColumn("step"),
@@ -80,7 +80,6 @@ def progress_bar(shown: bool = True) -> Progress:
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         TextColumn("left"),
-        disable=not shown,
     )
 
 
@@ -116,7 +115,7 @@ def results(record: Record) -> str:
 
 
 def status(record: Record, rate: str, waiting: float = 0.0) -> str:
-    """Return the status of the progress bar for a record.
+    """Return a record of the log as the line that a run prints.
 
     Args:
         record: record of the log.
@@ -124,8 +123,7 @@ def status(record: Record, rate: str, waiting: float = 0.0) -> str:
         waiting: share of the time without a batch; shown from a tenth on.
     """
     mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
-    bad = f"  {record['bad_records']} unreadable records" if record["bad_records"] else ""
     values = [f"{name} {record[f'train_{name}']:.3f}" for name in _loss_first(record)]
     noun = rate.removesuffix("_per_second")
     waits = f"  waiting for data {waiting:.0%}" if waiting > 0.1 else ""
-    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}{bad}"
+    return f"{'  '.join(values)}  {record[rate]:,.0f} {noun}/s{waits}{mfu}"

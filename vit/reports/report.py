@@ -78,24 +78,6 @@ def figure(path: Path, columns: int = 1) -> tuple[Any, Any]:
     return drawn, drawn.subplots(1, columns)
 
 
-def log_sizes(axis: Any, sizes: Sequence[float]) -> None:
-    """Make the axis of m logarithmic, with a tick at each size."""
-    axis.set(xscale="log", xlabel="m (features)")
-    axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
-    axis.minorticks_off()
-
-
-def log_log(axis: Any, sizes: Sequence[float]) -> None:
-    """Make both axes logarithmic, with a tick at each size and at plain decimals."""
-    from matplotlib.ticker import LogLocator
-
-    axis.set(yscale="log")
-    log_sizes(axis, sizes)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.legend()
-
-
 def save(drawn: Any, path: Path) -> None:
     """Write `path`.png with 256 colours, a third of the bytes."""
     content, small = io.BytesIO(), io.BytesIO()

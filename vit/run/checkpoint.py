@@ -1,7 +1,6 @@
 """Checkpoints: parameters, optimiser, random streams, frequencies and the step.
 
-The position in the data is not saved: the stream of batches is a function of the step. Each array
-has a checksum, because Orbax does not detect bytes that changed on disk.
+The position in the data is not saved: the stream of batches is a function of the step.
 """
 
 import contextlib
@@ -13,22 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Integer
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from vit.reports import metrics
 from vit.run import hosts
 
 KEEP = 2
 """Number of newest checkpoints that are kept."""
-
-PATTERN = "*?[\\"
-"""Characters that a path must not contain: Orbax reads the first three as a pattern, TensorStore
-the last as a slash."""
 
 
 class SaveError(OSError):
@@ -72,17 +63,12 @@ def found(workdir: Path) -> list[int]:
 
 
 def check_path(workdir: Path) -> None:
-    """Raise ValueError for the address of a bucket, or a path that Orbax misreads (`PATTERN`)."""
+    """Raise ValueError for the address of a bucket."""
     if ":/" in str(workdir):
         raise ValueError(
-            f"{workdir} is an address, and runs are written to a file system. Mount the bucket"
-            " (gcsfuse for gs://) and give its folder; config.data.dir may be an address"
-        )
-    path = str(workdir.resolve())
-    if signs := [repr(c) for c in path if c in PATTERN]:
-        raise ValueError(
-            f"{path} cannot hold checkpoints: its path contains {' and '.join(signs)}; choose"
-            " another folder"
+            f"{workdir} is an address, and a run needs what a bucket lacks: appending to a file"
+            " (metrics.jsonl), locks, and renaming a folder. Mount the bucket (gcsfuse for gs://)"
+            " and give its folder; config.data.dir may be an address"
         )
 
 
@@ -117,11 +103,10 @@ def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
     Raises:
         SaveError: when this or the previous one cannot be written; earlier checkpoints are intact.
     """
-    content = {"state": state, "checksums": checksums(state)}
     with _failing_as_save_error(checkpoints):
         _settle(checkpoints)
         checkpoints.saving = checkpoints.orbax.save_checkpointables_async(
-            step, content, force=True, overwrite=True
+            step, {"state": state}, force=True, overwrite=True
         )
 
 
@@ -189,8 +174,7 @@ def chosen_steps(workdir: Path, step: int | str | None) -> list[int]:
 def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[int, Any]:
     """Return step and state of the newest readable checkpoint; change nothing on disk.
 
-    A damaged checkpoint is reported and skipped. With several processes all must call this; they
-    restore the newest checkpoint that each of them can read.
+    A damaged checkpoint is reported and skipped. With several processes all must call this.
 
     Args:
         workdir: folder of the run.
@@ -201,65 +185,22 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
         ValueError: as `chosen_steps`, or when no checkpoint can be read.
     """
     failures: list[str] = []
-    leaves = jax.tree.leaves(state)
-    everywhere = leaves[0].sharding
-    if isinstance(everywhere, NamedSharding):
-        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
-    sums = jax.ShapeDtypeStruct((len(leaves),), jnp.uint32, sharding=everywhere)
-    content = {"state": state, "checksums": sums}
     check_path(workdir)
     chosen = json.loads(hosts.gathered(json.dumps(chosen_steps(workdir, step)))[0])
     for number in reversed(chosen):
         folder = workdir / "checkpoints" / str(number)
-        loaded, reason = _loaded(folder, content)
+        loaded, reason = {}, ""
+        try:
+            loaded = ocp.load_checkpointables(str(folder.resolve()), {"state": state})
+        except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         reasons = hosts.failures(reason)
-        _count_alike()
-        if not reasons:  # all processes compute a checksum together
-            same = jnp.array_equal(checksums(loaded["state"]), loaded["checksums"])
-            reasons = hosts.failures("" if same else "its checksums are wrong: files were changed")
         if not reasons:
             for failure in failures:
                 print(f"{failure}; going back to step {number}")
             return number, loaded["state"]
         failures.append(f"{folder} cannot be read ({'; '.join(reasons)})")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
-
-
-def _count_alike() -> None:
-    """Advance Orbax's operation number, part of its barriers' names, to that of all processes."""
-    number = int(OperationIdGenerator.get_current_operation_id())
-    for _ in range(max(map(int, hosts.gathered(str(number)))) - number):
-        OperationIdGenerator.next_operation_id()
-
-
-def _loaded(folder: Path, content: Any) -> tuple[Any, str]:
-    """Return a checkpoint as read by this process alone; or None, and the reason."""
-    alone: Any = contextlib.nullcontext()
-    if jax.process_count() > 1:
-        options = ocp.options.MultiprocessingOptions(
-            primary_host=None,
-            active_processes={jax.process_index()},
-            barrier_sync_key_prefix=str(jax.process_index()),
-        )
-        alone = ocp.Context(multiprocessing_options=options)
-    try:
-        with alone:
-            return ocp.load_checkpointables(str(folder.resolve()), content), ""
-    except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def shapes(workdir: Path) -> Any:
-    """Return the tree of the newest checkpoint: dicts with leaves that have shape and dtype.
-
-    Raises:
-        ValueError: when no checkpoint has a readable description.
-    """
-    for step in reversed(found(workdir)):
-        with contextlib.suppress(Exception):  # as in `_loaded`
-            folder = str((workdir / "checkpoints" / str(step)).resolve())
-            return ocp.checkpointables_metadata(folder).metadata["state"]
-    raise ValueError(f"{workdir} has no checkpoint with a readable description")
 
 
 def set_aside(workdir: Path, step: int) -> None:
@@ -273,19 +214,3 @@ def set_aside(workdir: Path, step: int) -> None:
                 (workdir / "checkpoints" / str(number)).rename(target)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("checkpoints set aside")
-
-
-def checksums(state: Any) -> Integer[Array, " arrays"]:
-    """Return the checksum of each array."""
-    return jnp.stack([_checksum(x) for x in jax.tree.leaves(state)])
-
-
-@jax.jit  # of each shape: one program of all arrays would take seconds to compile
-def _checksum(x: Array) -> Integer[Array, ""]:
-    """Return the sum of (2 i + 1) word_i mod 2^32: any changed word changes it."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    factors = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) * 2 + 1
-    return jnp.sum(words * factors, dtype=jnp.uint32)

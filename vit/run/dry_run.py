@@ -1,21 +1,29 @@
 """Cost of a run: its steps compiled, not run, for present or absent devices.
 
-For absent devices (`vit.run.topologies`) no data set is read: its size is in `KNOWN`, or given.
+Absent devices are TPU slices by name and shape, or GPUs of one host:
+
+    v5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
+
+Their compilers run on any machine: `libtpu` for TPUs, JAX's CUDA plugin for GPUs, which the files
+in `targets` describe. No data set is read then: its size is in `KNOWN`, or given.
 """
 
 import collections
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import topologies
 
 from vit import config as configs
 from vit import data
-from vit.run import devices, runs, topologies
+from vit.run import devices, runs
 from vit.run.steps import parameters
 from vit.task import Task
 
@@ -40,6 +48,53 @@ ADVICE = (
 )
 
 
+TARGETS = Path(__file__).parent / "targets"
+
+LIBTPU = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+"""Variables that libtpu reads without a TPU, instead of asking a metadata server."""
+
+
+def absent(topology: str) -> Sequence[Any]:
+    """Return the devices of a topology, as above.
+
+    Raises:
+        ValueError: for another word, or without the compiler; the message has the command that
+            installs it.
+    """
+    tpu = re.fullmatch(r"v(4|5e|5p|6e):(\d+(?:x\d+)+)", topology)
+    gpu = re.fullmatch(r"([a-z]\w*):([1-8])", topology)
+    gpus = sorted(path.stem for path in TARGETS.glob("*.txtpb"))
+    if not tpu and not (gpu and gpu[1] in gpus):
+        raise ValueError(
+            f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), or GPUs of one"
+            f" host, as h100:8 ({', '.join(gpus)})"
+        )
+    try:
+        if tpu:
+            os.environ |= LIBTPU | dict(os.environ)
+            options = {"chip_config_name": "megacore"} if tpu[1] == "4" else {}
+            return topologies.get_topology_desc(topology, "tpu", **options).devices
+        assert gpu
+        jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver
+        jax.devices()  # finds the plugin
+        target = (TARGETS / f"{gpu[1]}.txtpb").read_text()
+        options = {"topology": f"1x1x{gpu[2]}", "target_config": target}
+        return topologies.get_topology_desc("gpu", "cuda", **options).devices
+    except (RuntimeError, ValueError) as error:
+        extra = "libtpu" if tpu else "'jax[cuda13]'"
+        raise ValueError(
+            f"--topology={topology} requires its compiler, pip install {extra}, and an existing"
+            f" shape: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
 def dataset(
     config: configs.Config, topology: str = "", size: Sequence[str] = ()
 ) -> data.Dataset | None:
@@ -47,19 +102,14 @@ def dataset(
 
     Args:
         config: config of the run.
-        topology: as in `topologies.devices`; "" for the present devices.
+        topology: as above; "" for the present devices.
         size: numbers of training examples, evaluation examples, classes and channels.
 
     Raises:
-        ValueError: when the size is missing or invalid.
+        ValueError: when the size is missing.
     """
     if not topology and not size:
         return None
-    if size and not (len(size) == 4 and all(n.isdecimal() and int(n) for n in size)):
-        raise ValueError(
-            f"--data_size={','.join(size)}: must be four numbers above 0: training examples,"
-            " evaluation examples, classes, channels"
-        )
     if not size and config.data.name not in KNOWN:
         raise ValueError(
             f"the size of config.data.name={config.data.name!r} is not known (known are"
@@ -80,14 +130,14 @@ def plan(
 
     Args:
         config: config of the run.
-        topology: as in `topologies.devices`; "" for the present devices.
+        topology: as above; "" for the present devices.
         dataset: data set; only its sizes and a blank example are read. None for the config's.
         task: task; None for image classification.
 
     Raises:
         ValueError: as `vit.run.loop.train`, or for a config that does not fit the topology.
     """
-    there = topologies.devices(topology) if topology else jax.devices()
+    there = absent(topology) if topology else jax.devices()
     configs.validate(config)
     mesh = devices.mesh(config, there)
     dataset, task = runs.subject(config, dataset, task)

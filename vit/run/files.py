@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,46 +34,36 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder, or a file that is created, until the block or the process ends.
+def alone(path: Path) -> Iterator[None]:
+    """Lock a file, which is created, until the block or the process ends; also over NFS.
 
-    Yields False, and prints a line, on a file system without locks. Locks of files work over NFS,
-    those of folders do not.
+    On a file system without locks a line is printed instead.
 
     Args:
-        path: folder or file; a link is not followed.
-        wait: wait for another process instead of raising.
+        path: file; a link is not followed.
 
     Raises:
         ValueError: when another process holds the lock.
     """
-    is_folder = path.is_dir()
-    flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor, held = os.open(path, flags, 0o666), True
-    try:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o666), "r+", errors="replace") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = "" if is_folder else os.read(descriptor, 200).decode(errors="replace").strip()
             raise ValueError(
-                f"{path} is in use by {holder or 'another process'}; wait for it, stop it, or"
-                " choose another folder"
+                f"{path} is in use by {file.read().strip() or 'another process'}; wait for it, stop"
+                " it, or choose another folder"
             ) from None
         except OSError as error:
-            held = False
             print(f"{path} is not locked: the file system has no locks ({error.strerror})")
-        if not is_folder:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield held
-    finally:
-        os.close(descriptor)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def read(path: Path) -> str:
-    """Return the text of a file, with U+FFFD for invalid UTF-8; ValueError for a pipe."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is no file: move it away")
+    """Return the text of a file, with U+FFFD for invalid UTF-8."""
     return path.read_text("utf-8", errors="replace")
 
 

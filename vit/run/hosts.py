@@ -1,19 +1,11 @@
 """Several processes of a run: exchange of texts, and checks that they were started alike."""
 
 import json
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-
-from vit.run import files
-
-PATIENCE = 60.0
-"""Seconds to wait for a file of another host: NFS refreshes after 30 to 60."""
 
 
 def agree(value: bool) -> bool:
@@ -55,25 +47,4 @@ def check_same(values: dict[str, Any]) -> None:
         raise ValueError(
             "the processes were not started with the same command, data or packages:\n  "
             + "\n  ".join(different)
-        )
-
-
-def check_same_folder(workdir: Path) -> None:
-    """Raise ValueError in all processes unless all see a file that process 0 writes there."""
-    if jax.process_count() == 1:
-        return
-    path, lead = workdir / "hosts", jax.process_index() == 0
-    word = gathered(os.urandom(8).hex())[0]
-    if lead:
-        files.write(path, word)
-    deadline = time.monotonic() + PATIENCE
-    while not (seen := path.exists() and files.read(path) == word) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = failures("" if seen else f"{workdir.resolve()}")
-    if lead:
-        path.unlink(missing_ok=True)
-    if blind:
-        raise ValueError(
-            f"not all processes see the folder of the run of process 0, {workdir}: choose one on a"
-            " shared file system. Other folders:\n  " + "\n  ".join(blind)
         )

@@ -1,7 +1,6 @@
 """Training loop of any `Task`: steps, evaluations and checkpoints."""
 
 import contextlib
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -14,20 +13,20 @@ import jax
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import checkpoint, devices, files, hosts, loggers, machine, runs, safety, steps
-from vit.run.progress import Display, Progress, display
+from vit.run import checkpoint, devices, files, hosts, loggers, runs, safety, steps
+from vit.run.progress import Progress
 from vit.task import Task
 
 PROFILED = 5
 """Number of traced steps; viewers fail on files of many more."""
 
 
-def compiled(function: Any, state: Any, batch: Any, shown: Display) -> None:
-    """Compile a function of state and batch, arrays or shapes; show how long it takes."""
-    shown.status(f"compiling {function.__name__}")
+def compiled(function: Any, state: Any, batch: Any, progress: Progress) -> None:
+    """Compile a function of state and batch, arrays or shapes; report how long it takes."""
+    progress.line(f"compiling {function.__name__}")
     start = time.perf_counter()
     function.lower(state, batch).compile()
-    shown.status(f"compiled {function.__name__} in {time.perf_counter() - start:.1f} s")
+    progress.line(f"compiled {function.__name__} in {time.perf_counter() - start:.1f} s")
 
 
 def due(step: int, every: int, num_steps: int) -> bool:
@@ -64,8 +63,7 @@ def train(
 
     Raises:
         ValueError: for an invalid config; a workdir with another run, in use or without its
-            checkpoints; more unreadable records than `config.data.max_bad_records`; or hosts
-            with different settings or folders.
+            checkpoints; a record that cannot be decoded; or hosts with different settings.
         FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
@@ -76,8 +74,6 @@ def train(
     dataset, task = runs.subject(config, dataset, task, workdir)
     hosts.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)
-    batch_bytes = data.batch_bytes(dataset, config.data, jax.process_count())
-    machine.check_shared_memory(batch_bytes, machine.workers(config.data.num_workers, batch_bytes))
     steps_per_epoch, num_steps = runs.length(config, dataset)
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
     rate = runs.rate(config, dataset)
@@ -93,7 +89,6 @@ def train(
         stopping = stack.enter_context(safety.interruption())
 
         # Resume from the newest readable checkpoint.
-        hosts.check_same_folder(workdir)  # after process 0 has locked it
         first, state = runs.resume(workdir, program.abstract)
         if lead and state is not None:
             print(f"{workdir}: at step {first} of {num_steps}")
@@ -107,34 +102,32 @@ def train(
         evaluate_now = due(first, config.eval_every, num_steps) and not hosts.agree(
             bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]
         )
-        shown = stack.enter_context(display(lead, first, num_steps))
         names = list(steps.parameters(program.abstract))
-        progress = Progress(config, task, rate, steps_per_epoch, names, write, shown, start)
+        run = steps_per_epoch, num_steps
+        progress = Progress(config, task, rate, *run, names, write, lead, start)
         tracing = stack.enter_context(contextlib.ExitStack())
         step, saved, evaluated = first, first, False
         traced = first + config.log_every if profile else -1  # the step before the traced ones
 
         batches = iter(())
-        if evaluate_now or step < num_steps:
-            batches = stack.enter_context(
-                runs.batches(dataset, config, mesh, step, num_steps, evaluate_first=evaluate_now)
-            )
         if step < num_steps:
-            compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), shown)
+            batches = stack.enter_context(runs.batches(dataset, config, mesh, step))
+            compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), progress)
         while evaluate_now or step < num_steps:
             if evaluate_now:
                 record = {"step": step, "epoch": step / steps_per_epoch}
-                length = data.evaluation_length(dataset, config.data)
-                evaluation = safety.until(stopping, itertools.islice(batches, length))
+                evaluation = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
                 with contextlib.suppress(safety.Stopped):
                     if not evaluated:
                         masked = runs.abstract_batch(dataset, config, mesh, mask=True)
-                        compiled(program.evaluate, state, masked, shown)
+                        compiled(program.evaluate, state, masked, progress)
                         evaluated = True
                     record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
                     write(record | {"seconds": progress.seconds()})
                     evaluate_now = False
-                    shown.line(f"step {step}: {config.data.eval_split} {metrics.results(record)}")
+                    progress.line(
+                        f"step {step}: {config.data.eval_split} {metrics.results(record)}"
+                    )
             else:
                 if step == traced:
                     progress.read()
@@ -145,25 +138,18 @@ def train(
                 state, values = program.train(state, batch)
                 step += 1
                 progress.add(step, values, requested, waited)
-                shown.advance()
                 if step == traced + PROFILED:
                     progress.read()
                     tracing.close()
                 evaluate_now = due(step, config.eval_every, num_steps)
             saving = due(step, config.checkpoint_every, num_steps)
-            if saving or evaluate_now or progress.too_many_bad:
+            if saving or evaluate_now:
                 progress.read()
             if stop := stopping():
                 progress.read()
-            if step != saved and (stop or saving or progress.too_many_bad):
+            if step != saved and (stop or saving):
                 checkpoint.save(checkpoints, step, state)
                 saved = step
-            if progress.too_many_bad:
-                raise ValueError(
-                    f"{len(progress.bad)} records of {config.data.train_split!r} cannot be decoded,"
-                    f" more than config.data.max_bad_records={config.data.max_bad_records}; their"
-                    f" numbers are {sorted(progress.bad)[:20]}"
-                )
             if stop and (evaluate_now or step < num_steps):
                 checkpoint.finish(checkpoints)
                 print(f"stopped at step {step} of {num_steps}; the same command resumes")

@@ -1,22 +1,19 @@
-"""Progress of a run: its log, and a progress bar or plain lines.
+"""Progress of a run: its log, and a printed line every `EVERY` seconds.
 
-Values of a step are read, checked and logged while the next steps are computed. A terminal shows a
-bar; a log file gets a line every `EVERY` seconds.
+Values of a step are read, checked and logged while the next steps are computed.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from rich import progress as rich
 
 from vit import config as configs
 from vit.reports import metrics
@@ -28,55 +25,6 @@ EVERY = 10.0
 
 
 @dataclasses.dataclass
-class Display:
-    """Progress bar or plain lines, from `display`."""
-
-    bar: rich.Progress
-    task: rich.TaskID
-    shown: bool
-    plain: bool
-    """True unless standard output is a terminal."""
-    last: float = -math.inf
-    """Time of the last line of progress."""
-
-    def advance(self) -> None:
-        """Count a step."""
-        self.bar.advance(self.task)
-
-    def status(self, text: str) -> None:
-        """Show the current activity beside the bar, or as a line."""
-        self.bar.update(self.task, status=text)
-        if self.plain:
-            self.line(text)
-
-    def progress(self, text: str, seconds_per_step: float) -> None:
-        """Show measurements beside the bar, or as a line every `EVERY` seconds."""
-        self.bar.update(self.task, status=text)
-        now = time.monotonic()
-        if self.plain and now - self.last >= EVERY:
-            self.last, task = now, self.bar.tasks[self.task]
-            done, total = int(task.completed), int(task.total or 0)
-            left = datetime.timedelta(seconds=round((total - done) * seconds_per_step))
-            self.line(f"step {done} of {total}: {text}  {left} left")
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        if self.plain:
-            print(text, flush=True)  # rich would wrap it
-        elif self.shown:
-            self.bar.console.print(text)
-
-
-@contextlib.contextmanager
-def display(shown: bool, step: int, num_steps: int) -> Iterator[Display]:
-    """Yield the display of a run from a step on; one of several processes shows it."""
-    plain = shown and not metrics.progress_bar().console.is_terminal
-    with metrics.progress_bar(shown and not plain) as bar:
-        task = bar.add_task("train", total=num_steps, completed=step, status="")
-        yield Display(bar, task, shown, plain)
-
-
-@dataclasses.dataclass
 class Progress:
     """Log of a run from some step on."""
 
@@ -84,25 +32,27 @@ class Progress:
     task: Task
     rate: optax.Schedule
     steps_per_epoch: int
+    num_steps: int
     names: Sequence[str]
     """Names of the parameters."""
     write: loggers.Write
-    shown: Display
+    shown: bool
+    """True in the process that prints."""
     start: float
     """Start time of the run, as if it had not been interrupted."""
     running: deque[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=deque)
     """Steps that may be unfinished: number, values, seconds of waiting for the batch."""
     ended: list[tuple[int, dict[str, Any], float]] = dataclasses.field(default_factory=list)
     """Finished steps since the last line of the log."""
+    printed: float = -math.inf
+    """Time of the last printed line of progress."""
     mark: float = 0.0
     """Time of the last line of the log, or of the first step after a pause."""
-    bad: set[int] = dataclasses.field(default_factory=set)
-    """Records that cannot be decoded."""
 
-    @property
-    def too_many_bad(self) -> bool:
-        """True if more records cannot be decoded than the config allows."""
-        return len(self.bad) > self.config.data.max_bad_records
+    def line(self, text: str) -> None:
+        """Print a line."""
+        if self.shown:
+            print(text, flush=True)
 
     def seconds(self) -> float:
         """Return the duration of the run in seconds."""
@@ -148,10 +98,6 @@ class Progress:
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
         check_finite(self.config.optim, values, step, self.names)
-        bad = {int(i) for each in values for i in each["bad"] if i >= 0} - self.bad
-        if bad:
-            self.shown.line(f"records that cannot be decoded: {sorted(bad)}")
-        self.bad |= bad
         config, flops, peak = self.config, self.task.operations, devices.peak_flops()
         record = {"step": step, "epoch": step / self.steps_per_epoch, **means(values)}
         record["learning_rate"] = float(np.asarray(self.rate(step - 1)))
@@ -159,15 +105,18 @@ class Progress:
         record[self.task.rate] = examples / seconds
         if flops and peak:
             record["mfu"] = 3 * flops(config) * examples / seconds / peak
-        record |= {"bad_records": len(self.bad)} | devices.memory() | {"data_seconds": sum(waits)}
+        record |= devices.memory() | {"data_seconds": sum(waits)}
         self.write(record | {"seconds": self.seconds()})
-        status = metrics.status(record, self.task.rate, sum(waits) / seconds)
-        self.shown.progress(status, seconds / len(values))
+        if now - self.printed >= EVERY:
+            self.printed, left = now, round((self.num_steps - step) * seconds / len(values))
+            status = metrics.status(record, self.task.rate, sum(waits) / seconds)
+            left = datetime.timedelta(seconds=left)
+            self.line(f"step {step} of {self.num_steps}: {status}  {left} left")
 
 
 def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
     """Return the means of the values over the steps."""
-    names = [k for k in values[0] if k not in ("finite", "bad")]
+    names = [k for k in values[0] if k != "finite"]
     return {k: np.mean([v[k] for v in values], axis=0).astype(float).tolist() for k in names}
 
 

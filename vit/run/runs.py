@@ -121,26 +121,14 @@ def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
 
 @contextlib.contextmanager
 def batches(
-    dataset: data.Dataset,
-    config: configs.Config,
-    mesh: Mesh,
-    step: int,
-    num_steps: int,
-    *,
-    evaluate_first: bool = False,
+    dataset: data.Dataset, config: configs.Config, mesh: Mesh, step: int
 ) -> Iterator[Iterator[data.Batch]]:
-    """Yield the batches of a run from a step on, as `data.run_batches`, on the devices.
+    """Yield the training batches of a run from a step on, as `data.train_batches`, on the devices.
 
     Each process reads its own rows. Reading begins at once in a thread and ends with the block.
     """
     index, count = jax.process_index(), jax.process_count()
-    schedule = data.Schedule(
-        config.eval_every, num_steps, data.evaluation_length(dataset, config.data)
-    )
-    first = schedule.evaluation(step) if evaluate_first else schedule.training(step)
-    stream = iter(
-        data.run_batches(dataset, config.data, config.seed, schedule, first, index, count)
-    )
+    stream = iter(data.train_batches(dataset, config.data, config.seed, index, count, step))
 
     def in_order() -> Iterator[data.Batch]:
         yield begun.result()
@@ -155,7 +143,7 @@ def abstract_batch(
     dataset: data.Dataset, config: configs.Config, mesh: Mesh, *, mask: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a training batch, or with `mask` of an evaluation batch."""
-    extra = {"bad": np.int32(0)} | ({"mask": np.float32(0)} if mask else {})
+    extra = {"mask": np.float32(0)} if mask else {}
     sharding = devices.of_batch(mesh)
 
     def rows(x: Any) -> jax.ShapeDtypeStruct:
@@ -172,7 +160,7 @@ def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> I
 
 
 def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
-    """Return the first readable examples of the evaluation split as one batch."""
+    """Return the first examples of the evaluation split as one batch."""
     rows = (
         {name: x[i] for name, x in batch.items()}
         for batch in data.eval_batches(dataset, config.data)
@@ -188,9 +176,7 @@ def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
     size = min(number, run.config.data.batch_size)
     chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
     sizes = dataclasses.replace(run.config.data, batch_size=size)
-    for batch in data.eval_batches(run.dataset._replace(evaluation=chosen), sizes):
-        readable = batch["mask"] > 0
-        yield {name: x[readable] for name, x in batch.items()}
+    yield from data.eval_batches(run.dataset._replace(evaluation=chosen), sizes)
 
 
 def evaluated_on(run: Restored, number: int) -> Restored:
@@ -322,7 +308,8 @@ def restore(
     config = configs.of_run(workdir)
     configs.validate(config)
     dataset, task = subject(config, dataset, task, workdir)
-    config.fsdp = math.gcd(config.fsdp, jax.device_count())
+    config.seq = math.gcd(config.seq, jax.device_count())
+    config.fsdp = math.gcd(config.fsdp, jax.device_count() // config.seq)
     checkpoint.chosen_steps(workdir, step)
     mesh = devices.mesh(config)
     functions = program(config, dataset, task, mesh)

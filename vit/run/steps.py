@@ -12,11 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Integer
 
-from performer.nnx import PerformerAttention, redraw
+from performer.nnx import redraw
 from vit import config as configs
 from vit import data
 from vit.config import Config
-from vit.model.dropout import Dropout
 from vit.reports import metrics
 from vit.run import devices, optim
 from vit.task import Model, Sums, Task, random_streams
@@ -45,9 +44,6 @@ LOOP_ONLY = {
 
 AHEAD = 3
 """Maximum number of dispatched steps; their batches are in device memory."""
-
-OVER_ROWS = (Dropout, PerformerAttention, nnx.BatchNorm)
-"""Modules that draw for the rows of a batch, or average over them, along `axis_name`."""
 
 
 def build(config: Config, task: Task, num_steps: int, mesh: Mesh) -> Program:
@@ -117,7 +113,7 @@ def _build(fields: tuple, _: configs.Size, task: Task, num_steps: int, mesh: Mes
         ),
         initial=jax.jit(initial, out_shardings=shardings),
         train=jax.jit(
-            _on(mesh, partial(train_step, config, task, graph, mesh=mesh)),
+            _on(mesh, partial(train_step, config, task, graph)),
             donate_argnums=1,
             out_shardings=(shardings, everywhere),
         ),
@@ -157,7 +153,6 @@ def train_step(
     seed: Seed,
     state: nnx.State,
     batch: data.Batch,
-    mesh: Mesh | None = None,
 ) -> tuple[nnx.State, Sums]:
     """Return the state after one optimiser step on the mean loss of a batch, and its values.
 
@@ -165,8 +160,8 @@ def train_step(
 
     Returns:
         The new state, and a dict of values: train_loss; train_NAME, the mean of each sum of
-        `task.loss`; gradient_norm; `finite`, True for each parameter whose gradient and new value
-        are finite; and `bad`, as in `data.train_batches`.
+        `task.loss`; gradient_norm; and `finite`, True for each parameter whose gradient and new
+        value are finite.
     """
     model, optimizer = nnx.merge(graph, state)
     model.train()
@@ -174,8 +169,8 @@ def train_step(
     redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
-    parts = config.optim.accumulate
-    loss, sums, gradients = loss_and_gradients(task, model, examples, parts, mesh)
+    parts, rows = config.optim.accumulate, len(jax.tree.leaves(batch)[0])
+    loss, sums, gradients = loss_and_gradients(task, model, examples, parts)
     optimizer.update(model, gradients)
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
@@ -184,50 +179,22 @@ def train_step(
     )
     values = {
         "train_loss": loss,
-        **{f"train_{name}": total / len(batch["bad"]) for name, total in sums.items()},
+        **{f"train_{name}": total / rows for name, total in sums.items()},
         "gradient_norm": optax.tree.norm(gradients),
         "finite": jnp.stack(jax.tree.leaves(finite)),
-        "bad": batch["bad"],
     }
     return nnx.state((model, optimizer)), values
 
 
 def loss_and_gradients(
-    task: Task, model: Model, examples: Any, parts: int, mesh: Mesh | None = None
+    task: Task, model: Model, examples: Any, parts: int
 ) -> tuple[jax.Array, Sums, nnx.State]:
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
     Gradients are accumulated over `parts` parts of the batch, so that only the activations of one
-    part are in memory; the result is that of the whole batch. With whole parameters on each device
-    (`fsdp` 1) and `task.by_device`, each device accumulates the gradients of its own rows, and
-    they are reduced once, after the last part. With `fsdp` each part reduces them to shards.
+    part are in memory; the result is that of the whole batch.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    summed = partial(_summed, task, graph, parts)
-    if parts > 1 and task.by_device and mesh is not None and mesh.shape["fsdp"] == 1 < mesh.size:
-        whole, rows = devices.everywhere(mesh).spec, devices.of_batch(mesh).spec
-        summed = jax.shard_map(
-            partial(summed, axis_name=mesh.axis_names),
-            mesh=mesh,
-            in_specs=(whole, whole, rows),
-            out_specs=whole,
-            check_vma=False,
-        )
-    rest, loss, sums, gradients = summed(params, rest, examples)
-    nnx.update(model, rest)
-    return loss, sums, gradients
-
-
-def _summed(
-    task: Task,
-    graph: nnx.GraphDef,
-    parts: int,
-    params: nnx.State,
-    rest: nnx.State,
-    examples: Any,
-    axis_name: tuple[str, ...] | None = None,
-) -> tuple[nnx.State, jax.Array, Sums, nnx.State]:
-    """Return other state, loss, sums and gradients, reduced over the axes if any."""
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)
@@ -236,9 +203,6 @@ def _summed(
     def part(carry: Any, examples: Any) -> tuple[Any, Sums]:
         rest, total = carry
         model = nnx.merge(graph, nnx.as_pure(params), rest)
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, OVER_ROWS):
-                module.axis_name = axis_name  # pyright: ignore[reportAttributeAccessIssue]
         (loss, sums), gradients = nnx.value_and_grad(share, has_aux=True)(model, examples)
         rest = nnx.state(model, nnx.Not(nnx.Param))
         return (rest, jax.tree.map(jnp.add, total, (loss, gradients))), sums
@@ -247,11 +211,11 @@ def _summed(
         return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (rest, total), sums = jax.lax.scan(part, (rest, zeros), jax.tree.map(split, examples))
-    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-    if axis_name is not None:
-        total, sums = jax.lax.pmean(total, axis_name), jax.lax.psum(sums, axis_name)
-    return rest, total[0], sums, total[1]
+    (rest, (loss, gradients)), sums = jax.lax.scan(
+        part, (rest, zeros), jax.tree.map(split, examples)
+    )
+    nnx.update(model, rest)
+    return loss, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), gradients
 
 
 def eval_step(task: Task, graph: nnx.GraphDef, state: nnx.State, batch: data.Batch) -> Sums:
@@ -270,20 +234,16 @@ def evaluated_model(graph: nnx.GraphDef, state: nnx.State) -> Model:
 
 
 def count(task: Task, model: Model, batch: data.Batch) -> Sums:
-    """Return the sums of `task.count` and the numbers of unmasked examples and bad records."""
-    numbers = {"examples": jnp.sum(batch["mask"]), "bad": jnp.sum(batch["bad"] >= 0)}
-    return task.count(model, batch) | numbers
+    """Return the sums of `task.count` and the number of unmasked examples."""
+    return task.count(model, batch) | {"examples": jnp.sum(batch["mask"])}
 
 
 def evaluate(
     task: Task, count: Callable[[Any], Sums], batches: Iterable[data.Batch]
 ) -> metrics.Record:
-    """Return eval_NAME for each result of the task, and the numbers of examples and bad records.
+    """Return eval_NAME for each result of the task, and the number of examples.
 
     Sums over batches are in float64.
-
-    Raises:
-        ValueError: when no record can be decoded.
     """
     counts = []
     for batch in batches:
@@ -291,8 +251,5 @@ def evaluate(
         jax.block_until_ready(counts[-AHEAD:][0])
     counts = jax.device_get(counts)
     total = {k: np.asarray(sum(np.asarray(c[k], np.float64) for c in counts)) for k in counts[0]}
-    bad = int(total.pop("bad"))
-    if not total["examples"]:
-        raise ValueError(f"none of the {bad} records of config.data.eval_split can be decoded")
     results = {f"eval_{name}": float(value) for name, value in task.results(total).items()}
-    return results | {"eval_examples": int(total["examples"]), "eval_bad_records": bad}
+    return results | {"eval_examples": int(total["examples"])}

@@ -171,12 +171,6 @@ def _count(task, graph, state, batch):
     return count(task, nnx.merge(graph, state), batch)
 
 
-def accuracy(run: Any, model: Model, layers: Sequence[tuple[Callable[..., Array], tuple]]) -> float:
-    """Return the accuracy with (query, key, value, *arguments) -> output in each layer."""
-    new = exchanged(run.task, model, [Function(*layer) for layer in layers])
-    return results(run, new)["eval_accuracy"]
-
-
 def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
     """Return queries and keys of each layer of a model."""
     projections = nnx.jit(task.projections)

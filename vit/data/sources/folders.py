@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from vit.data.sources.source import SPLITS, Example, Source, by_split, is_picture
-from vit.run import bounded
 
 
 def read_splits(source: Path, _: str = "") -> Source | None:
@@ -52,4 +51,4 @@ def _pictures(folder: Path) -> list[Path]:
 
 def _examples(folder: Path) -> Iterator[Example]:
     for path in _pictures(folder):
-        yield Example(str(path), partial(bounded.content, path), path.parent.name)
+        yield Example(str(path), path.read_bytes, path.parent.name)
