@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from performer import performer_attention
 from performer.nnx import PerformerAttention, Statistics
 from tests.attention_inputs import inputs, random_decays
+from vit.run.dry_run import collectives
 
 BY_TOKEN, BY_HEAD = PartitionSpec(None, "sequence"), PartitionSpec("data", None, "heads")
 WINDOW = dict(exact_window=4, exact_first=11)  # of 8 tokens that each of four devices has
@@ -68,6 +69,33 @@ def test_split_over_devices(name, eight_devices):
     if exchanges is not None:
         text = jax.jit(split).lower(*tokens, frequencies, mask, log_decay).as_text()
         assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_layer_splits_the_tokens_of_one_program(is_causal, eight_devices):
+    """Over the mesh in context: m (v + 2) numbers cross for each head, whatever the length.
+
+    Causal attention gathers those of all devices, also along the axis of the batch.
+    """
+    layer = PerformerAttention(8, 4, num_heads=2, split="seq", rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), (AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("data", "seq"))
+
+    def call(*tokens):
+        output, pull = jax.vjp(partial(layer, is_causal=is_causal), *tokens)
+        return output, pull(jnp.cos(output))
+
+    exchanged = []
+    for length in (16, 64):
+        tokens = jax.random.normal(jax.random.key(1), (3, 2, length, 2, 4))
+        want = jax.jit(call)(*tokens)
+        with jax.set_mesh(mesh):
+            x = jax.device_put(tuple(tokens), split)
+            forward = jax.jit(partial(layer, is_causal=is_causal)).lower(*x).compile()
+            chex.assert_trees_all_close(jax.jit(call)(*x), want, rtol=2e-5, atol=2e-5)
+        exchanged.append(sum(size for _, size in collectives(forward.as_text()).values()))
+    numbers = 2 * 8 * (4 + 2)
+    assert exchanged == [4 * numbers * ((4 + 1) * 2 if is_causal else 1)] * 2
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

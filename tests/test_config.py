@@ -102,6 +102,11 @@ REFUSED = [
         {"data.eval_resize": 33},
         r"eval_resize \(33\) must be 0, or one to four times .*image_size \(8\)",
     ),
+    ({"seq": 3}, r"config.seq \(3\) must divide the number of tokens"),
+    (
+        {"seq": 2, "attention.exact_window": 2},
+        r"config.seq \(2\) must be 1 with config.attention.exact_window \(2\)",
+    ),
     ({"log_every": 2}, r"config.eval_every \(3\) must be a multiple of config.log_every \(2\)"),
 ]
 

@@ -30,17 +30,19 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
-    """Each copy of the parameters lies on four of them, small arrays too."""
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "seq": 4}, {"seq": 2}])
+def test_eight_devices_train_as_one(axes, one_device, tmp_path, monkeypatch, eight_devices):
+    """With each copy of the parameters, small arrays too, or the tokens split over some of them."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
     monkeypatch.setattr(devices, "SMALLEST", 1)
-    settings = small_config(attention=CALIBRATED, optim=STEADY, fsdp=4)
+    settings = small_config(attention=CALIBRATED, optim=STEADY, **axes)
     train.train(settings, tmp_path / "run")
     assert_same_losses(metrics.read(tmp_path / "run" / "metrics.jsonl"), one_device)
     run = runs.program(settings, *runs.subject(settings), devices.mesh(settings))
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
-    assert sum(not sharding.is_fully_replicated for sharding in shardings) > len(shardings) / 2
+    if settings.fsdp > 1:
+        assert sum(not x.is_fully_replicated for x in shardings) > len(shardings) / 2
 
 
 def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
@@ -85,6 +87,8 @@ def test_what_cannot_be_divided_is_named():
     for count, changes, message in [
         (3, {}, "batch_size=32 is not divisible by the 3 devices"),
         (8, {"fsdp": 3}, "config.fsdp=3 does not divide the 8 devices"),
+        (8, {"seq": 3}, "config.seq=3 does not divide the 8 devices"),
+        (8, {"seq": 4, "fsdp": 4}, "fsdp=4 does not divide the 8 devices / config.seq=4"),
         (8, in_parts, "not divisible by the 8 devices times config.optim.accumulate=8"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -228,7 +228,7 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
         )  # fmt: skip
         tokens = Tokens(*(jnp.asarray(np.tile(x, (draws, 1)))[None, :, None] for x in (q, k, v)))
         how = _checks.Estimate(jnp.asarray(w))
-        links = attention._links(*attention._phi(mask), M) if summed == "pairs" else None
+        links = attention.link(mask, M) if summed == "pairs" else None
         assert (links is None) == (summed == "visits")
         rows, tops = attention._sums(tokens, how, Pairs(), mask, links, True)
         rows = np.asarray(rows * jnp.exp(tops)[..., None]).reshape(draws, NUM_NODES, 2)
@@ -292,10 +292,18 @@ def test_hubs_are_summed_over_visits():
     mask = features.Estimate(
         features.Features(jnp.arange(99), jnp.zeros(99, jnp.int32), jnp.ones(99), 99)
     )
-    assert attention._links(*attention._phi(mask), 98) is None
-    links = attention._links(*attention._phi(mask), 99)
+    assert attention.link(mask, 98) is None
+    links = attention.link(mask, 99)
     assert links is not None
     assert int(links.exists.sum()) == 99**2
+
+
+def test_links_serve_traced_walks():
+    q, k, v, w = inputs()
+    mask = estimate()
+    call = jax.jit(partial(masked_attention, implementation="sparse"))
+    found = call(q, k, v, w, mask, links=attention.link(mask))
+    np.testing.assert_allclose(found, call(q, k, v, w, mask), rtol=1e-5, atol=1e-6)
 
 
 def test_negative_entries_of_the_mask():

@@ -97,7 +97,8 @@ def evaluate_on(
             run does not have.
     """
     trained = use.load(workdir, step)
-    config = configs.with_values(trained.config, {"fsdp": 1, "optim.accumulate": 1, **fields})
+    alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
+    config = configs.with_values(trained.config, alone | dict(fields))
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split

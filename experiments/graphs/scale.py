@@ -3,6 +3,7 @@
     python -m experiments.graphs.scale                       # a random graph of cora's size
     python -m experiments.graphs.scale --data_dir=DIR        # cora
     python -m experiments.graphs.scale --largest=1000000     # 5 million edges
+    python -m experiments.graphs.scale --attention=1000000   # attention masked by the graph, too
 
 Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 with draws of NumPy's
 generator into a dense array, and the same with Python's own lists, dictionary and `random`. Our
@@ -13,7 +14,12 @@ Time and memory for random graphs of N nodes and 5 N edges, at 4 walks from each
 the 2-regularised Laplacian, the product K v, and PageRank. Memory is the largest that the process
 has held so far.
 
-Writes graph_speed (csv, md) and graph_scale (csv, md, png) to --out.
+With --attention: one head of masked attention (h = m = 32) on a grid, a road-like graph (a grid
+without a third of its edges) and a random graph of mean degree 6: forward, and forward and backward
+to queries, keys, values and the modulation of the walks, by wall clock and by CPU time of all
+threads. "links" is the search for pairs of walks that meet, once for a graph.
+
+Writes graph_speed (csv, md), graph_scale (csv, md, png) and graph_attention (csv, md) to --out.
 """
 
 import random
@@ -30,7 +36,18 @@ import numpy as np
 
 from experiments.common import harness, launch, timing
 from experiments.graphs import data
-from performer.graphs import Graph, couplings, graph_random_features, kernels, pagerank, walks
+from performer import couplings as frequency_couplings
+from performer.graphs import (
+    Graph,
+    couplings,
+    features,
+    graph_random_features,
+    kernels,
+    masked_attention,
+    pagerank,
+    walks,
+)
+from performer.graphs.attention import link
 from vit.reports import report
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
@@ -134,16 +151,61 @@ def scale(num_nodes: int) -> dict:
     return row | seconds | {"memory, GiB": largest}
 
 
+def attention_graphs(num_nodes: int) -> dict[str, Graph]:
+    """Return a grid, a road-like graph and a random one, of about as many nodes."""
+    side = round(num_nodes**0.5)
+    index = np.arange(side**2).reshape(side, side)
+    pairs = [(index[:, :-1], index[:, 1:]), (index[:-1], index[1:])]
+    edges = np.concatenate([np.stack([a.ravel(), b.ravel()], axis=1) for a, b in pairs])
+    kept = np.random.default_rng(0).random(len(edges)) < 2 / 3
+    return {
+        "grid": Graph.from_edges(edges, side**2),
+        "road-like": Graph.from_edges(edges[kept], side**2),
+        "random": random_graph(num_nodes, 3 * num_nodes),
+    }
+
+
+def masked(name: str, graph: Graph, width: int = 32) -> dict:
+    """Time masked attention; every program is compiled before it is timed."""
+    n, edges = graph.num_nodes, len(graph.indices) // 2
+    drawn = features.sample(jax.random.key(0), graph, num_walks=NUM_WALKS, p_halt=P_HALT)
+    query, key, value = jax.random.normal(jax.random.key(1), (3, n, 1, width))
+    frequencies = frequency_couplings.get("pm")(jax.random.key(2), width, width)
+    f, begin = kernels.Diffusion(1.0)(16), time.perf_counter()
+    links = link(features.Estimate(features.modulate(drawn, kernels.Diffusion(1.0))))
+    row: dict = {"graph": name, "nodes": n, "edges": edges, "links, s": time.perf_counter() - begin}
+
+    def forward(query, key, value, f, drawn, links):
+        phi = features.modulate(drawn, lambda length: jnp.pad(f, (0, length - len(f))))
+        options: Any = dict(implementation="sparse", links=links)
+        return masked_attention(query, key, value, frequencies, features.Estimate(phi), **options)
+
+    def backward(*args):
+        return jax.grad(lambda *x: jnp.sum(forward(*x) ** 2), argnums=(0, 1, 2, 3))(*args)
+
+    for name, program in {"forward": forward, "forward + backward": backward}.items():
+        program = jax.jit(program)
+        jax.block_until_ready(program(query, key, value, f, drawn, links))
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(program(query, key, value, f, drawn, links))
+        row[f"{name}, s"] = time.perf_counter() - wall
+        row[f"{name}, CPU s"] = time.process_time() - cpu
+    row["CPU us per edge"] = row["forward + backward, CPU s"] / edges * 1e6
+    return row | {"memory, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
 def main(
     data_dir: Path | None = None,
     repeats: int = 10,
     largest: int = 10**5,
+    attention: int = 0,
     out: Path = Path("results/graphs/scale"),
 ) -> None:
     """Print both tables.
 
     Args:
         largest: nodes of the largest graph.
+        attention: nodes of the graphs of masked attention; 0 for none.
     """
     launch.at_least(1, repeats=repeats)
     launch.at_least(SIZES[0], largest=largest)
@@ -156,6 +218,9 @@ def main(
         rows.append(scale(size))
         print(rows[-1], flush=True)
     print(harness.write(rows, out / "graph_scale", FIGURES["graph_scale"], text))
+    if attention:
+        rows = [masked(*item) for item in attention_graphs(attention).items()]
+        print(report.table(rows, out / "graph_attention", timing.hardware()))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,42 @@
 
 A state is m (v + 2) numbers for each batch entry and head, whatever the length of the sequence.
 `performer_attention(..., axis_name=...)` calls these functions inside `jax.shard_map`. To shard
-batch and heads, shard the arrays, and frequencies of each head with the heads.
+batch and heads, shard the arrays, and frequencies of each head with the heads. `over_tokens` is for
+programs of `jax.jit` that are written as for one device.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from performer.attention import _decay
 from performer.attention.state import Keys, State, finite
+
+
+def over_tokens(attention: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """Split the tokens of attention(query, key, value, axis_name=...) over an axis of the mesh.
+
+    The mesh is that in context. Its other axes stay with the compiler; without the axis, or with
+    one device along it, nothing is split.
+    """
+    if jax.sharding.get_abstract_mesh().shape.get(axis_name, 1) == 1:
+        return attention
+
+    def split(*tokens: Array) -> Any:
+        spec = PartitionSpec(*[None] * (tokens[0].ndim - 3), axis_name)
+        mapped = jax.shard_map(
+            lambda *shards: attention(*shards, axis_name=axis_name),
+            in_specs=spec,
+            out_specs=spec,
+            axis_names={axis_name},
+        )
+        return mapped(*tokens)
+
+    return split
 
 
 def over_devices(state: State, axis_name: str) -> State:

@@ -40,7 +40,7 @@ from performer.features import FeatureMap, Split
 from performer.graphs.features import Estimate
 from performer.typing import float32_or_wider
 
-__all__ = ["masked_attention"]
+__all__ = ["Links", "link", "masked_attention"]
 
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
@@ -58,8 +58,8 @@ class _Visits(NamedTuple):
     value: Array
 
 
-class _Links(NamedTuple):
-    """Pairs of entries of Phi in one column, in the order of their queries, in blocks (., B)."""
+class Links(NamedTuple):
+    """Pairs of entries of Phi in one column, by query, in blocks (., B); made by `link`."""
 
     of_left: Array
     """Entry of each visit on the side of the queries (T,)."""
@@ -89,6 +89,7 @@ def masked_attention(
     calibration: Calibration | None = None,
     feature_map: str | FeatureMap = "positive",
     implementation: Literal["dense", "sparse"] | None = None,
+    links: Links | None = None,
 ) -> Float[Array, "*b t n v"]:
     """Estimate (softmax kernel x graph kernel) attention between the nodes of a graph.
 
@@ -119,6 +120,7 @@ def masked_attention(
             and keys of any norm. "dense" forms the mask: faster for small graphs, but rows whose
             unmasked keys are e^-80 below the best masked key are lost. None is "dense" up to
             `DENSE` nodes.
+        links: result of `link`, for a mask that `jit` traces; computed in each other call.
 
     Returns:
         (b, nodes, n, v) in the dtype of `value`; 0 in a row without mass. Sums are float32, or
@@ -152,9 +154,9 @@ def masked_attention(
     sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
     if not isinstance(mask, Estimate) and implementation == "sparse":
         raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
-    sparse, links = sparse and isinstance(mask, Estimate), None
-    if sparse:
-        links = _links(*_phi(cast(Estimate, mask)), min(frequencies.shape[-2], value.shape[-1]))
+    sparse = sparse and isinstance(mask, Estimate)
+    if sparse and links is None:
+        links = link(cast(Estimate, mask), min(frequencies.shape[-2], value.shape[-1]))
     output = _attention(tokens, estimate, Pairs(log_weights), mask, links, sparse)
     return output.reshape(*lead, *output.shape[1:])
 
@@ -176,7 +178,7 @@ def _attention(
     estimate: _checks.Estimate,
     pairs: Pairs,
     mask: Estimate | Array,
-    links: _Links | None,
+    links: Links | None,
     sparse: bool,
 ) -> Array:
     rows, _ = _sums(tokens, estimate, pairs, mask, links, sparse)  # (n, b, t, v + 1)
@@ -249,8 +251,20 @@ def _phi(mask: Estimate) -> tuple[_Visits, _Visits, int]:
     return beside(one, two), beside(two, one), 2 * nodes
 
 
-def _links(left: _Visits, right: _Visits, landmarks: int, most: int) -> _Links | None:
-    """Pairs that share a landmark; None while traced, and if there are `most` for each entry."""
+def link(mask: Estimate, most: int = 32) -> Links | None:
+    """Find the pairs of nodes whose walks meet, for sums over pairs.
+
+    The values of the mask are ignored: pairs serve all modulations of the same walks.
+
+    Args:
+        mask: estimate with concrete walks.
+        most: number of pairs for each entry of Phi up to which they are worth it, about the lesser
+            of m and v.
+
+    Returns:
+        The pairs; None if there are more, or if the walks are traced.
+    """
+    left, right, landmarks = _phi(mask)
     if any(isinstance(y, Tracer) for y in (*left[:2], *right[:2])):
         return None
 
@@ -273,7 +287,7 @@ def _links(left: _Visits, right: _Visits, landmarks: int, most: int) -> _Links |
     def blocks(y):
         return jnp.asarray(np.pad(y, (0, -total % BLOCK)).reshape(-1, BLOCK), jnp.int32)
 
-    return _Links(
+    return Links(
         jnp.asarray(of_left, jnp.int32),
         jnp.asarray(of_right, jnp.int32),
         blocks(entry),
@@ -285,7 +299,7 @@ def _links(left: _Visits, right: _Visits, landmarks: int, most: int) -> _Links |
 
 
 def _over_links(
-    query: Split, key: Split, value: Array, links: _Links, weights: Array
+    query: Split, key: Split, value: Array, links: Links, weights: Array
 ) -> tuple[Array, Array]:
     """As `_sparse`, pair by pair; the weights of the pairs are entries of M."""
     ends = links.query, links.key

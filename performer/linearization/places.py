@@ -314,14 +314,22 @@ def _run_body(
         call = lambda *inputs: run(body, inputs, settings, handle, at)  # noqa: E731
         options = {name: parameters[name] for name in ("prevent_cse", "policy")}
         return jax.checkpoint(call, **options)(*inputs)
-    first = parameters["num_consts"]
-    last = first + parameters["num_carry"]
-    constants, carry = inputs[:first], inputs[first:last]
+    # Inputs are constants, carry and slices; outputs carry and slices. JAX 0.11 has no numbers of
+    # them, but slices have an axis more outside than in the body.
+    inside = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    last, count = (
+        sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both, strict=True))
+        for both in (
+            (op.equation.invars, inside.invars),
+            (op.equation.outvars, inside.outvars),
+        )
+    )
+    constants, carry = inputs[: last - count], inputs[last - count : last]
 
     def step(carry, slices):
         of_step, own = slices
         outputs, kept = run(body, [*constants, *carry, *of_step], own, handle, at)
-        return outputs[: last - first], (outputs[last - first :], kept)
+        return outputs[:count], (outputs[count:], kept)
 
     options = {name: parameters[name] for name in ("length", "reverse", "unroll")}
     carry, (stacked, kept) = jax.lax.scan(step, carry, (inputs[last:], settings), **options)

@@ -1,6 +1,7 @@
 """Drop-in attention for Flax nnx."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
 from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
+from performer.attention.parallel import over_tokens
 from performer.attention.refinement import LEARNED
 from performer.typing import Coupling, Window
 
@@ -58,6 +60,9 @@ class PerformerAttention(nnx.Module):
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         axis_name: axis of `jax.shard_map` or `jax.pmap` for means over devices. `jax.jit` with
             sharded batches needs none.
+        split: axis of the mesh in context (`jax.set_mesh`, type Auto) over which the tokens of a
+            sequence are split: its devices exchange m (v + 2) numbers for each head. A mesh without
+            the axis, and calls with a mask or `sow_weights`, are left to the compiler.
         transferred: reserve `learned` for features of attention transfer, whose query frequencies
             and weights `performer.nnx.linearize` sets beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
@@ -91,6 +96,7 @@ class PerformerAttention(nnx.Module):
         num_queries: int = 64,
         use_running_average: bool = False,
         axis_name: str | None = None,
+        split: str | None = None,
         transferred: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
@@ -107,6 +113,7 @@ class PerformerAttention(nnx.Module):
         self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
+        self.split = split
         self.learned, self.statistics = nnx.Dict(), nnx.Dict()
         if transferred:
             w = self.frequencies[...]
@@ -194,10 +201,8 @@ class PerformerAttention(nnx.Module):
             ValueError: for a bias, attention dropout, or a mask that depends on the query or the
                 head, which linear attention cannot compute.
         """
-        output, weights = attention_fn(
-            query,
-            key,
-            value,
+        attend = partial(
+            attention_fn,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
@@ -208,6 +213,9 @@ class PerformerAttention(nnx.Module):
             return_weights=module is not None,
             **self.estimate,
         )
+        if self.split is not None and mask is segment_ids is module is None:
+            attend = over_tokens(attend, self.split)
+        output, weights = attend(query, key, value)
         if self.statistics and not self.use_running_average:
             self._measure(query, key, mask, is_causal)
         if module is not None:

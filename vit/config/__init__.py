@@ -300,7 +300,13 @@ class Config:
     fsdp: int = _count(
         1,
         """Devices that share one copy of the parameters and the optimiser's moments (fully sharded
-        data parallelism). The batch is always split over all devices.""",
+        data parallelism). The batch is split over all devices, divided by seq.""",
+        1,
+    )
+    seq: int = _count(
+        1,
+        """Devices that share the tokens of an image, for images of many tokens. Random features
+        exchange m (head_dim + 2) numbers for each head, whatever the number of tokens.""",
         1,
     )
     log_every: int = _count(10, "Steps between lines of metrics.jsonl.", 1)
@@ -359,6 +365,13 @@ RULES: dict[str, Callable[[Config], bool]] = {
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
+    ),
+    "config.seq must divide the number of tokens, with class token and registers": lambda c: (
+        ((c.data.image_size // c.model.patch_size) ** 2 + c.model.num_prefix) % c.seq == 0
+    ),
+    "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys,"
+    " config.attention.exact_rows and config.attention.mask": lambda c: (
+        c.seq == 1 or (any(window(c)), c.attention.mask) == (False, "none")
     ),
     "config.data.eval_resize must be 0, or one to four times config.data.image_size": lambda c: (
         not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4
@@ -524,6 +537,7 @@ PLACEMENT = (
     "data.dir",
     "data.num_workers",
     "fsdp",
+    "seq",
     "checkpoint_every",
     "keep_every",
 )

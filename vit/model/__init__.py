@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
@@ -112,13 +113,13 @@ class ViT(nnx.Module):
         x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.position[...].astype(x.dtype)
         if self.has_window:
             x = x[:, self.order]
-        x = self.dropout(self.with_prefix(x))
+        x = self.dropout(split(self.with_prefix(x)))
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         intermediates = {"embedded": x}
         apply = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for i, block in enumerate(self.blocks):
-            x, attention_input = apply(block, x)
+            x, attention_input = apply(block, split(x))
             intermediates[f"block{i:02d}/attention_input"] = attention_input
             intermediates[f"block{i:02d}/output"] = x
         pooled = self.pooled(self.norm(x) if self.norm and self.final_norm == "before" else x)
@@ -152,6 +153,14 @@ class ViT(nnx.Module):
         parts = [x[:, 0]] if self.has_token else []
         parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
         return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
+
+
+def split(x: Float[Array, "b s width"]) -> Float[Array, "b s width"]:
+    """Split tokens over the axis "seq" of the mesh in context, if it has one."""
+    if jax.sharding.get_abstract_mesh().shape.get("seq", 1) == 1:
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, "seq", free))
 
 
 def multi_head(
@@ -197,6 +206,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         calibration=own.calibration,
         implementation="pallas" if own.implementation == "pallas" else None,
         **window(config)._asdict(),
+        split="seq",
         transferred=own.transferred,
         rngs=rngs,
     )

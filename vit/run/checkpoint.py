@@ -66,8 +66,9 @@ def check_path(workdir: Path) -> None:
     """Raise ValueError for the address of a bucket."""
     if ":/" in str(workdir):
         raise ValueError(
-            f"{workdir} is an address, and runs are written to a file system. Mount the bucket"
-            " (gcsfuse for gs://) and give its folder; config.data.dir may be an address"
+            f"{workdir} is an address, and a run needs what a bucket lacks: appending to a file"
+            " (metrics.jsonl), locks, and renaming a folder. Mount the bucket (gcsfuse for gs://)"
+            " and give its folder; config.data.dir may be an address"
         )
 
 

@@ -1,8 +1,9 @@
-"""Devices: the mesh (data, fsdp), sharding of state and batches, and several processes.
+"""Devices: the mesh (data, fsdp, seq), sharding of state and batches, and several processes.
 
-A batch is split over all devices. Parameters, moments and running mean are split over the axis
-"fsdp" and repeated over "data"; `jit` gathers the parameters of each layer when needed (fully
-sharded data parallelism, Rajbhandari et al. 2020). Each host runs one process of the same program.
+A batch is split over "data" and "fsdp", and the tokens of an example over "seq" (by the model).
+Parameters, moments and running mean are split over "fsdp" and repeated over the others; `jit`
+gathers the parameters of each layer when needed (fully sharded data parallelism, Rajbhandari et al.
+2020). Each host runs one process of the same program.
 """
 
 import os
@@ -120,24 +121,31 @@ def check_alone(otherwise: str = "") -> None:
 
 
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return the mesh (data, fsdp) of all devices, or of those given.
+    """Return the mesh (data, fsdp, seq) of all devices, or of those given.
 
     Raises:
-        ValueError: when the number of devices does not fit `fsdp` or the batch size.
+        ValueError: when the number of devices does not fit `fsdp`, `seq` or the batch size.
     """
     devices = jax.devices() if devices is None else devices
-    count, parts = len(devices), config.optim.accumulate
+    seq, parts = config.seq, config.optim.accumulate
+    if (jax.local_device_count() % seq and jax.process_count() > 1) or len(devices) % seq:
+        raise ValueError(
+            f"config.seq={seq} does not divide the {len(devices)} devices, or those of a process"
+        )
+    count = len(devices) // seq
     if count % config.fsdp:
-        raise ValueError(f"config.fsdp={config.fsdp} does not divide the {count} devices")
+        over = f" / config.seq={seq}" * (seq > 1)
+        raise ValueError(
+            f"config.fsdp={config.fsdp} does not divide the {len(devices)} devices{over}"
+        )
     if config.data.batch_size % (count * parts):
         times = f" times config.optim.accumulate={parts}" if parts > 1 else ""
         raise ValueError(
-            f"config.data.batch_size={config.data.batch_size} is not divisible by the {count}"
-            f" devices{times}"
+            f"config.data.batch_size={config.data.batch_size} is not divisible by the"
+            f" {len(devices)} devices{f' / config.seq={seq}' * (seq > 1)}{times}"
         )
-    shape = (count // config.fsdp, config.fsdp)
-    axes = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh(shape, ("data", "fsdp"), axes, devices=devices)
+    shape = (count // config.fsdp, config.fsdp, seq)
+    return jax.make_mesh(shape, ("data", "fsdp", "seq"), (AxisType.Auto,) * 3, devices=devices)
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:
@@ -155,7 +163,7 @@ def of_state(mesh: Mesh, state: Any) -> Any:
 
 
 def of_batch(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a batch: its first axis over all devices."""
+    """Return the sharding of a batch: its first axis over "data" and "fsdp"."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
