@@ -33,7 +33,7 @@ def test_printed_commands_are_what_the_programs_take(name):
     [
         ("python -m experiments.graphs.sigma --repeat=3", "Unknown command line flag 'repeat'"),
         ("python -m experiments.graphs.sigma --repeats=3.5", "'3.5' is no integer"),
-        ("python -m experiments.benchmark attention --images", "Missing value for flag --images"),
+        ("python -m experiments.benchmark attention --lengths", "Missing value for flag --lengths"),
         ("performer-vit train --config=digit --workdir=x", "unknown config 'digit'"),
         ("python -m vit.train --config=digits --config.lr=1", "lr"),
         ("python -m vit.evaluate --workdir=x --report=heads", "heads"),
