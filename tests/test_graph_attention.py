@@ -241,12 +241,9 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
 @pytest.mark.parametrize("implementation", ["pairs", "visits"])
 @pytest.mark.parametrize("size", [1.0, 40.0])
 def test_sparse_sums_hold_for_any_norm(size, implementation):
-    """Neighbours with keys opposite to the query, in a graph of keys along it."""
-    nodes = NUM_NODES
+    """Long keys in one component, whose features are far below those of keys of 0 in another."""
     q, k, v, w = inputs(size=size)
-    one = jnp.asarray([1.0, 0, 0]) * size
-    q = q.at[:, 0].set(one)
-    k = jnp.broadcast_to(one, k.shape).at[:, :5].set(-one)  # of the component of node 0
+    k = k.at[:, 5:].set(0)
     mask = estimate()
     found = attend(q, k, v, w, mask, implementation=implementation)
     with jax.enable_x64(True):
@@ -261,7 +258,6 @@ def test_sparse_sums_hold_for_any_norm(size, implementation):
         weights = weights * gram[None, :, :, None]
         weights /= weights.sum(2, keepdims=True)
         expected = np.einsum("btsn,bsnv->btnv", weights, np.asarray(v))
-    assert nodes == found.shape[1]
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4)
 
 
