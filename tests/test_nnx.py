@@ -112,7 +112,7 @@ def test_places_of_fewer_queries_than_keys_are_those_of_a_cache_alone():
     module = layer(options=WINDOW, decode=False)
     with pytest.raises(ValueError, match="exact_window=2 needs one key for each query, got 1 and"):
         module(X[:, :1], X)  # cross attention: no mask says where the query stands
-    with pytest.raises(ValueError, match="exact_window=-1 and exact_first=0 must not be negative"):
+    with pytest.raises(ValueError, match="exact_window=-1 must not be negative"):
         layer(options=dict(exact_window=-1), decode=False)(X)
     with pytest.raises(TypeError, match="exact_windows"):
         layer(options=dict(exact_windows=2))
