@@ -259,7 +259,7 @@ def test_blocks_of_rows(monkeypatch):
     of_near = attention_error(*near, **options, exact_window=2, is_causal=True)
     function = analysis._measure.__wrapped__
     monkeypatch.setattr(
-        analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=8)
+        analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=(8, 9))
     )
     monkeypatch.setattr(analysis, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
@@ -326,8 +326,8 @@ def test_memory_at_4096():
     token = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
     w = jax.ShapeDtypeStruct((32, 1, 128, 64), jnp.float32)
-    args = token, token, token, exists, Calibration(), w, np.zeros(128, np.float32), None, False
-    compiled = analysis._measure.lower(*args).compile()
+    rest = Calibration(), w, np.zeros(128, np.float32), None, False, False
+    compiled = analysis._measure.lower(token, token, token, exists, *rest).compile()
     # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4
 
