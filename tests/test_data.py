@@ -46,10 +46,10 @@ def test_records_of_a_batch_are_waited_for_side_by_side(part):
 
     def decode(record, rng, section, dataset):
         together.wait(timeout=60)  # breaks where fewer are read at a time
-        return {"x": np.float32(record)}
+        return record
 
-    dataset = data.in_memory([{"x": np.float32(i)} for i in range(16)], [])
-    dataset = dataset._replace(train=range(16), evaluation=range(16), decode=decode)
+    records = [{"x": np.float32(i)} for i in range(16)]
+    dataset = data.in_memory(records, records)._replace(decode=decode)
     section = config.Data(batch_size=16)
     batches = {
         "train": lambda: take(dataset, section, 0, 1, threads=8)[0],

@@ -141,7 +141,7 @@ def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monke
         model.blocks[0].attention.query.kernel[...] *= 4  # at first it adds next to nothing
         if name in ("whole", "near"):
             window = model.blocks[0].attention.attention_fn.window
-            assert window == (attention.exact_window, 3)
+            assert window == (attention.exact_window, 3, 0, 0)
         outputs[name] = forward(model)[1]["pooled"]
     np.testing.assert_allclose(outputs["whole"], outputs["softmax"], atol=1e-4)
     near, none = (np.linalg.norm(outputs[x] - outputs["softmax"]) for x in ("near", "none"))
