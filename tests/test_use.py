@@ -102,42 +102,6 @@ def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
         evaluate.evaluate_on(workdir, fields)
 
 
-def test_reassessed_labels_of_imagenet(run, tmp_path):
-    """Any of several is right, a picture without one does not count; classes go by their names."""
-    other = shutil.copytree(run[0], tmp_path / "run")
-    named = {"class_names": list("jihgfedcba")}
-    files.note(other / "task.json", files.noted(other / "task.json") | named)
-    names = [f"ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(10)]
-    for i, name in enumerate(names):
-        for split, file in [("val", name), ("train", f"{name[:5]}.jpg")]:
-            folder = tmp_path / "raw" / split / "abcdefghij"[i]
-            folder.mkdir(parents=True)
-            Image.fromarray(noise(8, 8, seed=i)).save(folder / file)
-    prepare(tmp_path / "raw", tmp_path, "few")
-    fields = {"data.name": "few", "data.dir": str(tmp_path), "data.eval_split": "validation"}
-    files_of = [tmp_path / "raw" / "val" / c / n for c, n in zip("abcdefghij", names, strict=True)]
-    said = vit.load(other).predict(list(map(str, files_of)))
-    right = ["abcdefghij".index(label) for label in said.labels]
-    wrong = [(label + 1) % 10 for label in right]
-    labels = [[a] for a in right[:4]] + [[wrong[4], right[4]], [wrong[5]], [], [], [wrong[8]], []]
-    real = tmp_path / "real.json"
-    real.write_text(json.dumps(labels))
-    got = evaluate.evaluate_on(other, fields | {"data.batch_size": 4}, real)
-    assert got["eval_examples"] == 7
-    assert got["eval_real_accuracy"] == pytest.approx(5 / 7)
-    for content, message in [
-        ("[[0], [10]]", "must hold a list of lists of classes, each from 0 to 9"),
-        ("[[0], 1]", "must hold a list of lists"),
-        ("[", "must hold a list of lists .*Expecting value"),
-        (json.dumps(labels[:1]), "file_name 'ILSVRC2012_val_0.*ReaL labels are of .*_00000001$"),
-    ]:
-        real.write_text(content)
-        with pytest.raises(ValueError, match=message.replace("_00000001$", "")):
-            evaluate.evaluate_on(other, fields | {"data.batch_size": 4}, real)
-    with pytest.raises(ValueError, match="the file_name 'ILSVR.jpg', and ReaL labels are of"):
-        evaluate.evaluate_on(other, fields | {"data.eval_split": "train"}, real)
-
-
 def test_probabilities_and_names(model):
     images = noise(5, 8, 8)
     said = model.predict(images)
