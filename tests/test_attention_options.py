@@ -269,7 +269,7 @@ def arrays_of(case, size, rng):
 
 
 def pairs_of(case, size, arrays):
-    """What the oracle takes for the exact pairs and for place: exact pairs, and their biases."""
+    """Exact pairs, and biases of places, as the oracle takes them."""
     ids, pairs = arrays.get("segments", [np.zeros((size.b, size.t), int)])[0], {}
     if case["exact"] != "none" or case["exact_rows"] or case["exact_keys"]:
         pairs["exact"] = np.broadcast_to(np.arange(size.t) < case["exact_rows"], ids.shape)

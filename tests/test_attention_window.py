@@ -62,7 +62,7 @@ def test_all_keys_exact_are_softmax_attention():
 
 
 def test_gradients_beside_exact_keys():
-    """Those of a constant choice: central differences in float64."""
+    """Gradients for a constant choice: central differences in float64."""
     with jax.enable_x64(True):
         tokens = [jnp.asarray(x, jnp.float64) for x in inputs()]
         ways = [jnp.asarray(x, jnp.float64) for x in inputs(seed=1)]

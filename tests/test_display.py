@@ -1,4 +1,4 @@
-"""What a run prints: a line every so often."""
+"""Output of a run: a line every so often."""
 
 import numpy as np
 

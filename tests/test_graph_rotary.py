@@ -17,7 +17,7 @@ def projector(vectors):
 
 
 def test_coordinates_are_the_lowest_eigenvectors():
-    """Of D - W written out, without the constants on the three components."""
+    """Eigenvectors of D - W written out, without the constants on the three components."""
     weights = weights_matrix()
     values, vectors = np.linalg.eigh(np.diag(weights.sum(axis=1)) - weights)
     assert np.abs(values[:3]).max() < 1e-12 < values[3]

@@ -55,7 +55,7 @@ def test_search_finds_the_best_of_few_nodes(tmp_path):
 
 
 def test_errors_of_stretches():
-    """Of one stretch: those of two ensembles of ordinary walks of as many visits."""
+    """Errors of one stretch: those of two ensembles of ordinary walks of as many visits."""
     found = stretches.errors(karate(), 1.0, 1, 0.5, 10)
     options = dict(num_walks=32, p_halt=0.5, unbiased_diagonal=True)
     exact, errors = np.asarray(kernels.Diffusion(1.0).dense(karate())), []
