@@ -23,10 +23,9 @@ the seed.
 from pathlib import Path
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from experiments.training import comparison
-from vit.config.arguments import chosen_config, launch
+from vit.config.arguments import chosen_config, define_config, launch
 from vit.run import devices
 
 
@@ -37,9 +36,9 @@ def main(_: list[str]) -> None:
     _JOIN()
     if _RUNS.value:
         text = comparison.of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
-    elif flags.FLAGS["config"].present:
+    elif config := chosen_config():
         text = comparison.compare(
-            chosen_config(),
+            config,
             out,
             couplings=_COUPLINGS.value,
             num_seeds=_SEEDS.value,
@@ -54,7 +53,7 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", help_string="file with get_config()")
+    define_config("bundled config or file with get_config()")
     _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
     _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
     _SEEDS = flags.DEFINE_integer("seeds", 5, "number of seeds of each setting")

@@ -1,15 +1,12 @@
 """The command line: what --help says, what a flag is called elsewhere, configs by name."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
 from tests import commands
-from vit import config, evaluate
+from vit import config
 from vit.config import arguments, bundled
 
 FIELDS = config.flatten(config.Config())
@@ -17,9 +14,8 @@ FIELDS = config.flatten(config.Config())
 
 def program(*given):
     """The flags of a program that takes a config, as its command line sets them."""
-    sys.modules.pop("config_config", None)
     argv, values = ["program", *given], flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    arguments.define_config("file", values)
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("steps_shown", 3, "of them", flag_values=values)
     return argv, values
@@ -27,8 +23,13 @@ def program(*given):
 
 def message(*given):
     argv, values = program(*given)
-    with pytest.raises(SystemExit) as error:
+
+    def run():
         arguments.parse_flags(argv, values)
+        arguments.chosen_config(values)
+
+    with pytest.raises(SystemExit) as error:
+        run()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -63,12 +64,10 @@ def test_what_is_missing_or_out_of_place_is_told():
     flags.mark_flag_as_required("workdir", values)
     with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
         arguments.parse_flags(argv, values)
-    assert message("--config.seed=3") == (
-        "--config.seed is a field of a config: give --config=NAME, too"
-    )
-    assert message("--config.seed=3", "--config=digits").startswith(
-        "Found --config.seed=3 in argv before a value for --config"
-    )
+    argv, values = program("--config.seed=3")
+    arguments.parse_flags(argv, values)
+    with pytest.raises(ValueError, match=r"^--config.seed is a field of a config: give --config="):
+        arguments.chosen_config(values)
     assert message("--config=digits", "runs/a") == "'runs/a' is no flag: see --help"
 
 
@@ -110,9 +109,11 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
 
 def test_a_config_that_there_is_not_lists_those_that_there_are():
     told = message("--config=digit")
-    assert told.startswith("--config: unknown config 'digit'; did you mean 'digits'? Choices: ")
+    assert told.startswith(
+        "--config: ValueError: unknown config 'digit'; did you mean 'digits'? Choices: "
+    )
     assert "imagenet_simrf, inaturalist2021, my_images" in told
-    assert "give the folder of the data set, as in --config=my_images:data" in message(
+    assert "--config=my_images:data/photos gives the folder of a prepared data set" in message(
         "--config=my_images"
     )
     assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
@@ -136,7 +137,7 @@ def test_a_failure_is_one_line(tmp_path):
     places = "--config=places365 --dry_run --config.data.dir"
     trained = {
         "--config=digits": "--workdir is missing: folder of the run; created if missing\n",
-        f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
+        f"{places}={tmp_path}": "ValueError: unknown config.data.name 'places365'",
         "--workdir=nowhere": "ValueError: nowhere holds no run",
         "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
         "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology requires",
@@ -160,19 +161,3 @@ def test_an_empty_flag_is_not_a_default():
     assert arguments.parse_flags(["program", "--name="], values) == ["program"]
     with pytest.raises(SystemExit, match="--out= is empty: leave it out"):
         arguments.parse_flags(["program", "--out="], values)
-
-
-def test_another_split_is_refused_by_the_flag_that_was_given(monkeypatch):
-    """`vit.evaluate --name=birds --split=nope` blamed config.data.train_split."""
-
-    def load(data):
-        raise ValueError(
-            f"config.data.train_split={data.eval_split!r} is no split of {data.name!r}"
-        )
-
-    trained = type("Trained", (), {"config": config.Config()})
-    monkeypatch.setattr(evaluate.use, "load", lambda workdir, step=None: trained)
-    monkeypatch.setattr(evaluate.data, "load", load)
-    fields = {"data.name": "birds", "data.eval_split": "nope"}
-    with pytest.raises(ValueError, match="^--split='nope' is no split of 'birds'$"):
-        evaluate.evaluate_on(Path("run"), fields)

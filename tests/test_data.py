@@ -351,7 +351,7 @@ def test_a_label_that_is_no_class_is_an_error():
         (dict(eval_split="train"), r"config\.data\.eval_split='train' must be 'test'"),
         (dict(dir="data"), r"config\.data\.dir='data' must be ''"),
         (dict(batch_size=1438), "batch_size=1438 is larger .* 1437 records"),
-        (dict(name="mnist", dir="docs"), "holds no data set; make one of pictures by"),
+        (dict(name="mnist", dir="docs"), "data.dir='docs'; make a data set of pictures by"),
     ],
 )
 def test_data_that_are_not_there_are_refused(fields, message):

@@ -3,15 +3,15 @@
 import numpy as np
 
 from tests.small import small_config
-from vit.run import progress, runs
+from vit.run import loop, runs
 
 
 def test_there_is_a_line_every_so_often(capsys, monkeypatch):
     now, settings = [0.0], small_config(log_every=1)
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     task = runs.subject(settings)[1]
     logs = [
-        progress.Progress(settings, task, lambda _: 0.0, 44, 100, ["x"], lambda _: None, shown, 0.0)
+        loop.Progress(settings, task, lambda _: 0.0, 44, 100, ["x"], lambda _: None, shown, 0.0)
         for shown in (True, False)  # of two processes one prints
     ]
     for step, seconds in enumerate((1, 4, 4, 4, 10), 11):

@@ -41,13 +41,12 @@ def images(number):
     return np.random.default_rng(number).integers(0, 256, (number, 8, 8, 1), np.uint8)
 
 
-def served(written, number):
+def served(folder, loader, number):
     """The logits and the printed line of the loader, in a process where most is missing."""
-    folder = written.program.parent
     np.save(folder / "images.npy", images(number))
     lines = [
         f"import sys; sys.modules |= dict.fromkeys({ABSENT})",
-        *written.loader().splitlines(),
+        *loader.splitlines(),
         "np.save('logits.npy', logits)",
     ]
     zeros = next(i for i, line in enumerate(lines) if line.startswith("images = "))
@@ -64,9 +63,7 @@ def served(written, number):
 
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
-    written = export.named(tmp_path / "birds.stablehlo")
-    export.export(model, written)
-    got, said = served(written, 3)
+    got, said = served(tmp_path, export.export(model, tmp_path / "birds.stablehlo"), 3)
     want, _ = model.outputs(images(3))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -101,9 +98,8 @@ def test_every_model_for_every_number_of_images(sections):
 
 def test_what_stands_beside_it(tmp_path):
     data = config.Data(eval_resize=10)
-    written = export.named(tmp_path / "new" / "birds.stablehlo")
-    export.export(trained(data=data), written)
-    about = json.loads(written.about.read_text())
+    export.export(trained(data=data), tmp_path / "new" / "birds.stablehlo")
+    about = json.loads((tmp_path / "new" / "birds.json").read_text())
     assert about["class_names"] == list(NAMES)
     assert (about["image_size"], about["channels"], about["step"]) == (8, 1, 3)
     assert about["preprocessing"]["shorter_side"] == 10
@@ -113,17 +109,9 @@ def test_what_stands_beside_it(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     for name in ("bees", "bees.json"):
         with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
-            export.named(tmp_path / name)
+            export.beside(tmp_path / name)
     for name in ("birds.json", "birds.stablehlo"):
         (tmp_path / name).touch()
         with pytest.raises(ValueError, match=rf"already there: .*{name}; remove it or take anoth"):
-            export.named(tmp_path / "birds.stablehlo")
+            export.beside(tmp_path / "birds.stablehlo")
         (tmp_path / name).unlink()
-
-
-def test_too_many_parameters_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "LARGEST", 1000)
-    written = export.named(tmp_path / "birds.stablehlo")
-    with pytest.raises(ValueError, match="at most 1,000 of them"):
-        export.export(trained(), written)
-    assert not any(tmp_path.iterdir())

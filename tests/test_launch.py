@@ -14,7 +14,7 @@ from absl import flags
 from experiments.common import launch
 from tests import commands
 from tests.pages import code
-from vit.config import cli, signature
+from vit.config import arguments, cli
 from vit.config.arguments import parse_flags
 
 
@@ -95,7 +95,7 @@ def test_a_bad_value_ends_in_one_line(given, said):
 
 
 def test_the_help_is_that_of_the_docstring():
-    assert signature.meanings(example)["sizes"] == "each m; even numbers"
+    assert arguments.meanings(example)["sizes"] == "each m; even numbers"
 
 
 def test_at_least():
@@ -156,7 +156,7 @@ def test_every_experiment_starts_and_explains_its_flags():
     assert len(LAUNCHED) >= 18
     for module in LAUNCHED:
         main = importlib.import_module(module).main
-        values, told = flags.FlagValues(), signature.meanings(main)
+        values, told = flags.FlagValues(), arguments.meanings(main)
         parameters = launch.define(main, None, values)
         assert list(told) == [p.name for p in parameters]
         assert all(told.values())

@@ -9,9 +9,8 @@ from PIL import Image
 
 import vit
 from tests.test_sources import write_idx
-from vit import config, data
+from vit import config, data, use
 from vit.config import bundled, recipe
-from vit.data import arrays
 from vit.prepare import prepare
 from vit.run import optim, runs
 
@@ -105,7 +104,7 @@ def test_fit_derives_its_config_after_the_given_values(monkeypatch, tmp_path):
     def train(*arguments):
         raise InterruptedError(arguments)
 
-    monkeypatch.setattr(arrays.loop, "train", train)
+    monkeypatch.setattr(use.loop, "train", train)
     images = np.zeros((60, 8, 8), np.uint8)
     with pytest.raises(InterruptedError) as reached:
         vit.fit(images, [0, 1] * 30, workdir=tmp_path, values={"num_epochs": 2})
@@ -131,24 +130,23 @@ def test_a_wrong_folder_says_what_is_wrong_with_it(photos):
             data.load(config.Data(name=name, dir=str(directory)))
         return str(error.value)
 
-    assert told(photos / "nowhere") == f"config.data.dir='{photos}/nowhere' does not exist"
     for directory, name in [(photos / "raw", "photos"), (photos, "raw")]:
         assert re.search(
             rf"raw holds raw pictures \(class folders .*\): .* -m vit.prepare --source={photos}/raw"
             " --out=data",
             told(directory, name),
         )
-    itself = f"is a data set itself: give --config.data.dir={photos}/data --config.data.name=photos"
-    assert itself in told(photos / "data" / "photos", "other")
-    assert "holds no data set; make one of pictures by" in told(photos / "raw" / "cat")
+    for folder in (photos / "nowhere", photos / "raw" / "cat"):
+        assert f"data.dir='{folder}'; make a data set of pictures by" in told(folder)
     assert "unknown config.data.name 'photo'; did you mean 'photos'? Choices: digits, photos" in (
         told(photos / "data", "photo")
     )
     with pytest.raises(
-        ValueError, match=rf"raw is no prepared .*vit.prepare --source={photos}/raw"
+        ValueError, match=rf"my_images:.*raw gives the folder .*vit.prepare --source={photos}/raw"
     ):
         recipe.for_data_set(f"{photos}/raw")
     with pytest.raises(
-        ValueError, match="^nosuch does not exist; make it from pictures by .*vit.prepare"
+        ValueError,
+        match="^--config=my_images:nosuch gives the folder .*vit.prepare",
     ):
         recipe.for_data_set("nosuch")

@@ -42,9 +42,8 @@ from flax import nnx
 
 from performer import couplings
 from vit import config as configs
-from vit.config.arguments import launch
+from vit.config.arguments import define, given, launch
 from vit.config.cli import command
-from vit.config.signature import define, given
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
 from vit.task import SUBJECTS, Model, of_folder, random_streams
@@ -212,7 +211,10 @@ def convert(
     configs.validate(new_config)
     new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
-    run = runs.evaluated_on(run, eval_images)
+    if eval_images:
+        split = run.dataset.evaluation
+        first = [split[i] for i in range(min(eval_images, len(split)))]
+        run = run._replace(dataset=run.dataset._replace(evaluation=first))
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
         runs.begin(folder, new, new_config, run.dataset, run.task)

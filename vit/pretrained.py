@@ -30,13 +30,12 @@ from functools import partial
 from pathlib import Path
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from vit import config as configs
 from vit import data
 from vit import weights as published
 from vit.config import cli
-from vit.config.arguments import chosen_config, launch
+from vit.config.arguments import chosen_config, define_config, launch
 from vit.model import ViT
 from vit.run import devices
 from vit.task import Task
@@ -152,7 +151,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     devices.check_alone()
-    config = chosen_config() if _CONFIG.value else None
+    config = chosen_config()
     report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
     following = cli.command("evaluate" if config else "predict", workdir=workdir)
@@ -163,8 +162,6 @@ if __name__ == "__main__":
     _WEIGHTS = flags.DEFINE_string(
         "weights", None, "file .safetensors or .npz of a ViT", required=True
     )
-    _CONFIG = config_flags.DEFINE_config_file(
-        "config", help_string="file with get_config(); none makes a run without data"
-    )
+    define_config("bundled config or file with get_config(); none makes a run without data")
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
     launch(main)
