@@ -20,7 +20,7 @@ from vit.model import ViT, random_streams
 from vit.reports import metrics
 from vit.run import runs
 from vit.weights import transfer
-from vit.weights.files import as_float32
+from vit.weights.encoder import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -197,7 +197,7 @@ def test_half_precision(file):
     arrays = weights()
     for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
         path = file({name: array.astype(dtype) for name, array in arrays.items()})
-        got = as_float32(dict(np.load(path)), path)
+        got = as_float32(dict(np.load(path)))
         for name, array in arrays.items():
             assert got[name].dtype == np.float32
             np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)

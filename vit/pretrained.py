@@ -40,8 +40,7 @@ from vit.model import ViT
 from vit.run import devices
 from vit.task import Task
 from vit.weights import transfer
-from vit.weights.encoder import Encoder, resampled
-from vit.weights.files import Arrays
+from vit.weights.encoder import Arrays, Encoder, resampled
 
 HEAD = ("head/kernel", "head/bias")
 OWN = ("blocks", "embed", "token", "position", "norm", "head")

@@ -411,11 +411,6 @@ def validate(config: Config) -> None:
             raise ValueError(
                 re.sub(r"config\.([\w.]+)", lambda x: f"{x[0]} ({flat[x[1]]!r})", message)
             )
-    if own.coupling == "softmax":
-        raise ValueError(
-            "config.attention.coupling='softmax' is no coupling: did you mean"
-            " config.attention.kind=softmax?"
-        )
     try:
         performer.calibration.parts(own.calibration)
         draw, head_dim = performer.couplings.get(own.coupling), config.model.size.head_dim

@@ -313,7 +313,7 @@ def train_batches(
         ValueError: if the processes do not divide the batch; and while reading, if a record cannot
             be decoded, or its label is none of the data set's classes.
     """
-    size = _local_size(data, processes)
+    size = data.batch_size // processes
     batch = _training(dataset, data, seed, size, threads)
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
     read = places.map(batch).to_iter_dataset(_read_ahead(threads))
@@ -343,7 +343,7 @@ def eval_batches(
     Raises:
         ValueError: as `train_batches`.
     """
-    batch = _evaluation(dataset, data, _local_size(data, processes), threads)
+    batch = _evaluation(dataset, data, data.batch_size // processes, threads)
     end = math.ceil(len(dataset.evaluation) / data.batch_size) * processes
     places = grain.MapDataset.range(process, end, processes)
     return iter(places.map(batch).to_iter_dataset(_read_ahead(threads)))
@@ -370,16 +370,7 @@ def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
     """Return the bytes of a batch of one of so many processes."""
     example = dataset.blank(data, dataset).values()
-    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example)
-
-
-def _local_size(data: config.Data, processes: int) -> int:
-    if data.batch_size % processes:
-        raise ValueError(
-            f"config.data.batch_size={data.batch_size} is not divisible by the {processes}"
-            " processes"
-        )
-    return data.batch_size // processes
+    return data.batch_size // processes * sum(np.asarray(x).nbytes for x in example)
 
 
 def _training(

@@ -22,7 +22,7 @@ not need the other one any more.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,16 +42,6 @@ Fill = Callable[[Model, Task, data.Dataset], list[str]]
 
 Resample = Callable[[Any, int], Any]
 """(positions of a square grid, new side) -> new positions."""
-
-
-class Source(NamedTuple):
-    """A trained run."""
-
-    config: configs.Config
-    step: int
-    class_names: tuple[str, ...]
-    model: Model
-    """In evaluation mode."""
 
 
 ORIGIN = "origin.json"
@@ -103,12 +93,12 @@ def init_from(
         )
     configs.validate(config)
     if task is None:  # images: no data are needed
-        own = use.load(source)
-        trained = Source(own.config, own.step, own.class_names, own.model)
+        trained = use.load(source)
     else:
         of_folder(source, task.name)
         run = runs.restore(source)
-        trained = Source(run.config, run.step, run.dataset.class_names, run.model())
+        known = run.dataset.class_names, run.dataset.channels
+        trained = use.Trained(source, run.config, run.step, *known, run.model())
     old, new = trained.config.model, config.model
     if old.size != new.size:
         raise ValueError(
@@ -174,7 +164,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    trained: Source,
+    trained: use.Trained,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -265,7 +255,9 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
 """Fields of `config.attention` that determine the draw of frequencies."""
 
 
-def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
+def _take_attention(
+    trained: use.Trained, model: Model, task: Task, config: configs.Config
+) -> list[str]:
     """Copy frequencies and running moments into the new model, and return a report."""
     attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
