@@ -16,7 +16,7 @@ from absl import flags
 
 from experiments.common import launch
 from vit import config as configs
-from vit.config import bundled, cli
+from vit.config import cli
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
@@ -64,7 +64,7 @@ def check(module: str, given: list[str]) -> None:
     own = [x for x in given if not re.match(r"--config\b", x)]
     for argument in given:
         if argument.startswith("--config="):
-            assert bundled.path(argument.split("=")[1].split(":")[0])
+            assert configs.bundled_path(argument.split("=")[1].split(":")[0])
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:

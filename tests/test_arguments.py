@@ -7,7 +7,7 @@ from absl import flags
 
 from tests import commands
 from vit import config
-from vit.config import arguments, bundled
+from vit.config import arguments
 
 FIELDS = config.flatten(config.Config())
 
@@ -94,7 +94,7 @@ def test_help_lists_every_field(flag, capsys):
 
 
 def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
-    expected = bundled.config("digits")
+    expected = config.bundled("digits")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments" / "configs").mkdir(parents=True)
     (tmp_path / "experiments" / "configs" / "digits.py").write_text("def get_config(): return 3")
@@ -102,7 +102,7 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
         argv, values = program(*given, "--config.seed=5")
         arguments.parse_flags(argv, values)
         assert arguments.chosen_config(values) == config.with_values(expected, {"seed": 5})
-    assert bundled.config("places365").data.name == "places365"
+    assert config.bundled("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
 

@@ -10,7 +10,6 @@ from absl import flags
 
 from tests.small import small_config
 from vit import config, data
-from vit.config import bundled
 from vit.config.arguments import chosen_config, define_config, parse_flags
 from vit.run import devices, runs
 
@@ -205,7 +204,7 @@ BOUNDS = re.compile(
 def refusal(flag, text):
     """The message about the flag before the first step of a run; "" where it is accepted."""
     try:
-        settings = parsed(bundled.path("digits"), f"--{flag}={text}")
+        settings = parsed(config.bundled_path("digits"), f"--{flag}={text}")
         config.validate(settings)
         devices.mesh(settings)
         runs.rate(settings, runs.subject(settings)[0])

@@ -38,7 +38,6 @@ from vit.config import cli
 from vit.config.arguments import chosen_config, define_config, launch
 from vit.model import ViT
 from vit.run import devices
-from vit.task import Task
 from vit.weights import transfer
 from vit.weights.encoder import Arrays, Encoder, resampled
 
@@ -70,16 +69,11 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     """
     encoder = published.read(weights)
     dataset = _no_data(encoder) if config is None else None
-    fill = partial(_fill, weights, encoder)
     origin = {"weights": str(weights.resolve())}
-    return transfer.start(of_encoder(config, encoder), workdir, fill, origin, dataset)
-
-
-def _fill(
-    weights: Path, encoder: Encoder, model: ViT, task: Task, dataset: data.Dataset
-) -> list[str]:
-    named, lines = fitted(encoder, model, dataset)
-    return [*encoder.lines, *lines, *load(model, named, str(weights))]
+    run = transfer.begun(of_encoder(config, encoder), workdir, origin, dataset)
+    with run as (model, _, dataset):
+        named, lines = fitted(encoder, model, dataset)
+        return [*encoder.lines, *lines, *load(model, named, str(weights))]
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:

@@ -27,7 +27,7 @@ from PIL import ImageOps
 from performer.choices import unknown
 from vit import config as configs
 from vit import data
-from vit.config import bundled, recipe
+from vit.config import recipe
 from vit.data import augment
 from vit.data.sources.source import holdout
 from vit.model import ViT, classification
@@ -261,7 +261,7 @@ def fit(
     if config is None:
         config = recipe.for_images(len(records), len(class_names), side, channels, given)
     else:
-        config = bundled.config(config) if isinstance(config, str) else config
+        config = configs.bundled(config) if isinstance(config, str) else config
         config = config.overridden(given)
     if isinstance(evaluation, tuple):
         held_out, _ = examples(*evaluation, class_names)

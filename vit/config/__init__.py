@@ -10,6 +10,7 @@ import dataclasses
 import json
 import operator
 import re
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from vit.run import files
 
 LARGEST = 2**31 - 1
 """Largest integer: seeds, steps and labels are int32 on the devices."""
+
+BUNDLED = Path(__file__).parents[2] / "experiments" / "configs"
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
@@ -493,6 +496,33 @@ def parse(name: str, text: str, like: Any) -> Any:
         return words[text.lower()] if isinstance(like, bool) else type(like)(text)
     except (KeyError, ValueError):
         raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
+
+
+def bundled_path(name: str) -> Path:
+    """Return the file of a bundled config, or the path of an existing file as it is.
+
+    They are found beside this package from any working directory, even one with its own
+    `experiments`.
+
+    Raises:
+        ValueError: for neither; the message lists the names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    paths = {path.stem: path for path in sorted(BUNDLED.glob("[a-z]*.py"))}
+    if name not in paths:
+        raise ValueError(f"{unknown('config', name, paths)}; and no such file exists")
+    return paths[name]
+
+
+def bundled(name: str) -> Config:
+    """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
+
+    Raises:
+        ValueError: as `bundled_path`, or as the file.
+    """
+    stem, *argument = name.split(":", 1)
+    return runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
 
 
 def save(config: Config, path: Path) -> None:

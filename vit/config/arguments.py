@@ -136,7 +136,7 @@ def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
     if name is None:
         return None
     try:
-        config = bundled.config(name)
+        config = bundled(name)
     except Exception as error:  # a config file may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({Path(place.filename).name}, line {place.lineno})"

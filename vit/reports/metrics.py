@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vit.reports import report
 from vit.run import files
@@ -61,18 +60,6 @@ def _lines(path: Path) -> list[Record]:
             record = json.loads(line)
             records += [record] if isinstance(record, dict) and "step" in record else []
     return records
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar with steps, `status` and the time left."""
-    return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
 
 
 def plot_learning_curve(log: Path, png: Path) -> None:
