@@ -88,9 +88,8 @@ def defined(module: str) -> flags.FlagValues:
         main = importlib.import_module(module).main
         launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
     else:
-        for function, names in re.findall(r"    define\((\w+)(.*)\)", source(module)):
-            own = importlib.import_module(module)
-            launch.define(getattr(own, function), None, values, **(own.FLAGS if names else {}))
+        for function in re.findall(r"    define\((\w+)\)", source(module)):
+            launch.define(getattr(importlib.import_module(module), function), None, values)
         for text in (source(module), Path("vit/run/devices.py").read_text()):
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -31,8 +31,6 @@ from vit.run.safety import lasting
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
 """Packages whose own flags are accepted but not listed."""
 HEADING = "Fields of the config, each set by a flag:"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell (128 + SIGINT)."""
 
 
 def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
@@ -55,7 +53,7 @@ def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
             sys.exit(f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+            sys.exit(130)  # 128 + SIGINT, as of a shell
 
     app.run(guarded, flags_parser=partial(parse_flags, words=words))
 
@@ -237,7 +235,6 @@ def define(
     main: Callable[..., Any],
     quick: Mapping[str, Any] | None = None,
     values: flags.FlagValues = flags.FLAGS,
-    **names: str,
 ) -> list[inspect.Parameter]:
     """Define a flag for each parameter that is no positional word, and return all parameters.
 
@@ -245,29 +242,26 @@ def define(
         main: function to run.
         quick: as in `experiments.common.launch.run`.
         values: flags to add to.
-        names: names of flags, by parameter, where they differ.
     """
     help_texts = meanings(main)
     parameters = list(inspect.signature(main, eval_str=True).parameters.values())
     for p in parameters:
         default: Any = None if p.default is p.empty else p.default
-        flag = names.get(p.name, p.name)
         if p.annotation is bool:
-            flags.DEFINE_bool(flag, default, help_texts[p.name], values)
+            flags.DEFINE_bool(p.name, default, help_texts[p.name], values)
         elif p.kind is not p.POSITIONAL_ONLY:
             parser: Any = Parser(p.annotation)
             options = dict(serializer=parser, required=p.default is p.empty)
-            flags.DEFINE(parser, flag, default, help_texts[p.name], values, **options)
+            flags.DEFINE(parser, p.name, default, help_texts[p.name], values, **options)
     if quick is not None:
         small = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
         flags.DEFINE_bool("quick", False, f"a quick trial: {small}", values)
     return parameters
 
 
-def given(main: Callable[..., Any], **names: str) -> dict[str, Any]:
+def given(main: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of a function from the flags of `define`."""
-    parameters = inspect.signature(main).parameters
-    return {name: flags.FLAGS[names.get(name, name)].value for name in parameters}
+    return {name: flags.FLAGS[name].value for name in inspect.signature(main).parameters}
 
 
 class Parser(flags.ArgumentParser):
