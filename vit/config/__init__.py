@@ -519,10 +519,14 @@ def bundled(name: str) -> Config:
     """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
 
     Raises:
-        ValueError: as `bundled_path`, or as the file.
+        ValueError: as `bundled_path`, as the file, or if it returns no config.
     """
     stem, *argument = name.split(":", 1)
-    return runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
+    config = runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
+    if not isinstance(config, Config):
+        kind = type(config).__name__
+        raise ValueError(f"get_config() must return a vit.config.Config, it returned a {kind}")
+    return config
 
 
 def save(config: Config, path: Path) -> None:

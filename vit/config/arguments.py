@@ -140,9 +140,6 @@ def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
         where = f" ({Path(place.filename).name}, line {place.lineno})"
         where = "" if isinstance(error, ValueError | OSError) else where
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))}{where}")
-    if not isinstance(config, Config):
-        kind = type(config).__name__
-        sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
     return config.overridden(given)
 
 

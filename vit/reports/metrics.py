@@ -1,4 +1,4 @@
-"""Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
+"""Metrics: the log `metrics.jsonl` and the learning curve."""
 
 import contextlib
 import json
@@ -58,7 +58,8 @@ def _lines(path: Path) -> list[Record]:
     for line in files.read(path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            records += [record] if isinstance(record, dict) and "step" in record else []
+            is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+            records += [record] * is_record
     return records
 
 

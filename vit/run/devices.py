@@ -72,7 +72,7 @@ def define_flags() -> Callable[[], None]:
             return check_alone("; or start it on every worker, with --distributed")
         try:
             jax.distributed.initialize(*processes)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{error}: give --coordinator=HOST:PORT, --num_processes and --process_id, or"
                 " --distributed alone on a cluster (TPU pods, Slurm, Open MPI)"

@@ -116,8 +116,9 @@ def _source(folder: Path, found: list[tuple[str, Arrays]], names: list[str]) -> 
                 f"{list(labels.shape)}: a text or an integer from 0 on for each is needed"
             )
     labels = np.unique(np.concatenate([arrays.labels for arrays in splits.values()]))
-    numbers = labels.dtype.kind in "iu"
-    implied = [str(x) for x in (range(1 + min(labels[-1], MOST_CLASSES)) if numbers else labels)]
+    if labels.dtype.kind in "iu":
+        labels = range(1 + min(int(labels[-1]), MOST_CLASSES))
+    implied = [str(label) for label in labels]
     if (names and len(names) < len(implied)) or len(implied) > MOST_CLASSES:
         most = len(names) or MOST_CLASSES
         raise ValueError(f"{folder}: labels up to {labels[-1]} for at most {most} class_names")
