@@ -22,7 +22,7 @@ not need the other one any more.
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,16 @@ from vit.task import Model, Task, of_folder, random_streams
 
 Resample = Callable[[Any, int], Any]
 """(positions of a square grid, new side) -> new positions."""
+
+
+class Source(NamedTuple):
+    """A trained run."""
+
+    config: configs.Config
+    step: int
+    class_names: tuple[str, ...]
+    model: Model
+    """In evaluation mode."""
 
 
 ORIGIN = "origin.json"
@@ -89,12 +99,12 @@ def init_from(
         )
     configs.validate(config)
     if task is None:  # images: no data are needed
-        trained = use.load(source)
+        own = use.load(source)
+        trained = Source(own.config, own.step, own.class_names, own.model)
     else:
         of_folder(source, task.name)
         run = runs.restore(source)
-        known = run.dataset.class_names, run.dataset.channels
-        trained = use.Trained(source, run.config, run.step, *known, run.model())
+        trained = Source(run.config, run.step, run.dataset.class_names, run.model())
     old, new = trained.config.model, config.model
     if old.size != new.size:
         raise ValueError(
@@ -158,7 +168,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 def take(
     source: Path,
-    trained: use.Trained,
+    trained: Source,
     model: Model,
     task: Task,
     dataset: data.Dataset,
@@ -249,9 +259,7 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
 """Fields of `config.attention` that determine the draw of frequencies."""
 
 
-def _take_attention(
-    trained: use.Trained, model: Model, task: Task, config: configs.Config
-) -> list[str]:
+def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
     """Copy frequencies and running moments into the new model, and return a report."""
     attention, measured = (trained.config.attention, config.attention), False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
