@@ -87,9 +87,9 @@ def init_from(
     if (workdir / "config.json").exists():
         if origin.get("init_from") == place:
             return []
-        begun = f"from {origin['init_from']}" if origin else "without --init_from"
+        start = f"from {origin['init_from']}" if origin else "without --init_from"
         raise ValueError(
-            f"{workdir} holds a run that was begun {begun}, not from {place}; take another"
+            f"{workdir} holds a run that was begun {start}, not from {place}; take another"
             " --workdir, or resume the run by the same command without --init_from"
         )
     if jax.process_count() > 1:
