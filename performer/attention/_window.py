@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import _decay
 from performer.attention import state as states
-from performer.attention._checks import Exact, Plan
+from performer.attention._checks import Plan
 from performer.attention._sweep import Near, Rows, far_rows, merge, ratio, softmax_rows, sweep
 from performer.attention.parallel import beside, earlier_devices, later_devices
 from performer.attention.state import Features, Keys, State, WindowState, dot, extended, pad, take
-from performer.typing import float32_or_wider
+from performer.typing import Window, float32_or_wider
 
 
 class Call(NamedTuple):
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     nothing: State
     """State (k, b, m) of no keys."""
     scale: float
-    exact: Exact
+    exact: Window
     is_causal: bool
     plan: Plan
     chosen: Keys | None = None
@@ -57,7 +57,7 @@ def attention(
         state: state of earlier keys.
     """
     call = call._replace(keys=counted(call.keys))
-    query, keys, f, is_causal, plan = *call[1:3], call.exact.first, call.is_causal, call.plan
+    query, keys, f, is_causal, plan = *call[1:3], call.exact.exact_first, call.is_causal, call.plan
     t = query.shape[1]
     if state is not None or plan.return_state or t == 0:
         return _stream(call, state)
@@ -69,7 +69,7 @@ def attention(
     if plan.axis_name is not None:
         rows = _over_devices(call, others)
     else:
-        near = Near(others, min(call.exact.window, t), call.scale)
+        near = Near(others, min(call.exact.exact_window, t), call.scale)
         ends = call.nothing, None if is_causal else call.nothing
         rows, _ = sweep(call.maps, query, others, ends, plan, ids=ids, near=near)
     if f:
@@ -86,7 +86,7 @@ def attention(
 def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k g v"], WindowState]:
     """The output after earlier keys, and the state after all; causal."""
     maps, query, keys, nothing, scale, exact, _, plan, _ = call
-    w, f, t = exact.window, exact.first, query.shape[1]
+    (w, f), t = exact[:2], query.shape[1]
     state = _empty(keys, nothing, exact) if state is None else state
     if t == 0:
         return jnp.zeros((*query.shape[:-1], keys.value.shape[-1]), keys.value.dtype), state
@@ -149,7 +149,7 @@ def _next(
 
 def _over_devices(call: Call, keys: Keys) -> Rows:
     """Rows of a sharded sequence, with the chunks of the neighbouring devices."""
-    name, t, w = cast(str, call.plan.axis_name), call.query.shape[1], call.exact.window
+    name, t, w = cast(str, call.plan.axis_name), call.query.shape[1], call.exact.exact_window
     sides = w, 0 if call.is_causal else w
     around = beside(extended(keys, *sides), *sides, name)
 
@@ -252,11 +252,11 @@ def _reached(place: Int[Array, "#b t"], f: int) -> Bool[Array, "#b t f"]:
     return jnp.arange(f, dtype=place.dtype)[None, None] <= place[..., None]
 
 
-def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:
+def _empty(keys: Keys, nothing: State, exact: Window) -> WindowState:
     """The state before any key."""
     none, (b, s) = _where(False, keys), keys.key.shape[:2]
     near, first = (
-        _cut(extended(none, 0, length), s, length) for length in (2 * exact.window, exact.first)
+        _cut(extended(none, 0, length), s, length) for length in (2 * exact[0], exact[1])
     )
     return WindowState(nothing, near, first, jnp.zeros((b,), jnp.int32))
 
