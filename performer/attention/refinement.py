@@ -15,6 +15,7 @@ features all of whose parameters move (`Far`). Near pairs are exact in A^ and do
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,15 +39,16 @@ from performer.attention.calibration import (
 from performer.attention.state import finite
 from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import Coupling, Window, float32_or_wider
+from performer.typing import NO_WINDOW, Coupling, Window, float32_or_wider
 
 __all__ = [
     "LOSSES",
     "Far",
+    "Linear",
     "Sample",
     "calibrated_far",
     "divergence",
-    "hybrid_estimate",
+    "learned_estimate",
     "performer_estimate",
     "refine_far",
     "softmax_attention",
@@ -122,26 +124,14 @@ def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "
     return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
 
 
-def performer_estimate(
-    frequencies: Float[Array, "k m h"],
-    calibration: Calibration | None,
-    sample: Sample,
-    is_causal: bool = False,
-) -> Float[Array, "b n t s"]:
-    """A^ with these frequencies."""
-    options: Any = dict(calibration=calibration, is_causal=is_causal)
-    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
-    return attention_weights(*sample[:2], frequencies, **options)
-
-
 class Far(NamedTuple):
     """Features of far pairs; for each key head they estimate e^{q.k}, after the factor sqrt(scale).
 
         e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
 
-    In `hybrid_estimate` the factor e^{-|q|^2 / 2 - |k|^2 / 2} stands before the sum. With the
-    factor, w = u of a coupling, bias 0 and weight 0 are unbiased. Learned features do better
-    without it, for they would have to undo it. With a weight of -inf only the window attends.
+    With the factor e^{-|q|^2 / 2 - |k|^2 / 2} before the sum, w = u of a coupling, bias 0 and
+    weight 0 are unbiased. Learned features do better without it, for they would have to undo it.
+    With a weight of -inf only the window attends.
     """
 
     of_query: Float[Array, "k m h"]
@@ -171,21 +161,44 @@ def _learned(projections: Array, half: Array) -> tuple[Array, None]:
 LEARNED = FeatureMap(_learned, kernel="softmax")
 """exp(w.x), the feature map of `learned_estimate`: it estimates e^{q.k} once it has learned to."""
 
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Linear:
+    """Random-feature attention in the place of one layer."""
+
+    frequencies: Float[Array, "*l k m h"]
+    calibration: Calibration | None = None
+    query_frequencies: Float[Array, "*l k m h"] | None = None
+    """With `weights`, learned features (`refine_far`)."""
+    weights: Float[Array, "*l k m"] | None = None
+    window: Window = field(default=NO_WINDOW, metadata={"static": True})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`."""
+        own = {name: x for name, x in vars(self).items() if name != "window" and x is not None}
+        learned = {} if self.weights is None else {"feature_map": LEARNED}
+        return own | learned | self.window._asdict()
+
+
+def performer_estimate(
+    frequencies: Float[Array, "k m h"], attention: Linear, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """A^ of this attention, with other frequencies."""
+    options: Any = replace(attention, frequencies=frequencies).options
+    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
+    return attention_weights(*sample[:2], is_causal=is_causal, **options)
+
+
 Fixed = tuple[Calibration | None, Window]
 """Shift and scale of a calibration, and the exact window."""
 
 
-def hybrid_estimate(
-    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False, *, half: float = 0.5
+def learned_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ with exact near pairs and positive features for the others, in quadratic time.
-
-    Args:
-        far: features.
-        fixed: calibration of shift and scale, and exact window.
-        sample: queries and keys.
-        is_causal: query i sees the keys up to i.
-        half: factor on |q|^2 and |k|^2 in the exponents; 0 for the features `LEARNED`.
+    """A^ with exact near pairs and the features `LEARNED` for the others, in quadratic time.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
@@ -206,8 +219,7 @@ def hybrid_estimate(
     far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
 
     def exponents(x, w):  # (b, t, n, h), (n, m, h) -> (b, n, t, m)
-        squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
-        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
 
     bias = (far.bias + far.weight[:, None])[None, :, None]
     of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
@@ -215,10 +227,6 @@ def hybrid_estimate(
     logits = jnp.where(sample.near(window), logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
-
-
-learned_estimate = partial(hybrid_estimate, half=0.0)
-"""`hybrid_estimate` with the features `LEARNED`."""
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -241,7 +249,7 @@ def calibrated_far(
     coupling: str | Coupling | None = None,
     is_causal: bool = False,
 ) -> tuple[Far, Calibration]:
-    """Features with these frequencies for `hybrid_estimate`, calibrated to the far pairs.
+    """Features with these frequencies, calibrated to the far pairs.
 
     Args:
         frequencies: draw of a coupling.
@@ -335,7 +343,9 @@ def transfer(
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
-        >>> refined = transfer(performer_estimate, frequencies, None, Sample.of(q, k), steps=2)
+        >>> refined = transfer(
+        ...     performer_estimate, frequencies, Linear(frequencies), Sample.of(q, k), steps=2
+        ... )
     """
     if loss not in LOSSES:
         raise ValueError(unknown("loss", loss, tuple(LOSSES)))
