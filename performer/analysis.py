@@ -48,8 +48,6 @@ from performer.attention.refinement import is_near
 from performer.attention.state import finite
 from performer.typing import Coupling, Window, jit_static
 
-__all__ = ["AttentionError", "Estimate", "Recommendation", "attention_error", "recommend"]
-
 BLOCK = 256
 """Rows of the attention matrix that exist at a time."""
 FEATURES = 64

@@ -35,11 +35,6 @@ from performer.choices import unknown
 from performer.couplings import Antithetic, Blocks, directions, norms
 from performer.typing import Coupling
 
-__all__ = [
-    "NAMES", "conformity", "kernel_mse", "orthogonality_gap", "pair_length_pdf",
-    "transport_cost",
-]  # fmt: skip
-
 Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes
 NAMES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
 """Couplings with a theory, each also with "-antithetic"."""

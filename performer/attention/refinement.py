@@ -41,21 +41,6 @@ from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import NO_WINDOW, Coupling, Window, float32_or_wider
 
-__all__ = [
-    "LOSSES",
-    "Far",
-    "Linear",
-    "Sample",
-    "calibrated_far",
-    "divergence",
-    "learned_estimate",
-    "performer_estimate",
-    "refine_far",
-    "softmax_attention",
-    "squared",
-    "transfer",
-]
-
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """Default optimizer, and its learning rate at the start."""
 EXAMPLES = 16

@@ -40,8 +40,6 @@ from performer.features import FeatureMap, Split
 from performer.graphs.features import Estimate
 from performer.typing import NO_WINDOW, float32_or_wider
 
-__all__ = ["Links", "link", "masked_attention"]
-
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
 CHUNK = 4
