@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _checks, _decay, _exact, _fused, _maps, _masks, _sizes, _window
+from performer.attention import _checks, _decay, _fused, _maps, _masks, _sizes, _window
 from performer.attention import state as states
 from performer.attention._checks import Estimate, Plan, Tokens
 from performer.attention._maps import Arguments
@@ -334,7 +334,7 @@ def _sums(
     chosen = None
     if f and t:
         fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate, exact)
-        chosen, keys = _exact.heaviest(fixed, query, keys, nothing, f, plan)
+        chosen, keys = _window.heaviest(fixed, query, keys, nothing, f, plan)
     if window:
         assert not isinstance(state, State)
         how = estimate.scale, exact, pairs.is_causal, plan
@@ -357,12 +357,12 @@ def _sums(
                 state = states.summarise(maps[1], keys, state, plan.block)
             operands, look_up = states.operand_dtype(keys.value), maps[0]
             if chosen is not None:
-                look_up, state = _exact.beside(look_up, state, chosen, estimate.scale)
+                look_up, state = _window.beside_exact(look_up, state, chosen, estimate.scale)
             output = states.attend(look_up, query, state, operands, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     if rows:
-        output = _exact.with_rows(output, x, estimate.scale, rows, pairs, plan.axis_name)
+        output = _window.with_rows(output, x, estimate.scale, rows, pairs, plan.axis_name)
     return output.reshape(b, t, n, v), state
 
 
