@@ -62,14 +62,13 @@ def test_the_losses_are_those_of_the_equations(is_causal):
     np.testing.assert_allclose(divergence(estimate, exact, pairs), divergences / rows, rtol=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["divergence", "squared"])
-def test_refining_lowers_the_error(loss):
+def test_refining_lowers_the_error():
     """On other examples than those it was done with; in two of four directions, few features."""
     seen, unseen = sample(64), sample(16, seed=2)
     fitted = calibration.calibrate(*seen[:2])
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     attention = Linear(frequencies, fitted)
-    refined = transfer(performer_estimate, frequencies, attention, seen, steps=100, loss=loss)
+    refined = transfer(performer_estimate, frequencies, attention, seen, steps=100)
 
     def error(frequencies):
         estimate = performer_estimate(frequencies, attention, unseen)
@@ -84,11 +83,6 @@ def test_what_gets_worse_where_it_is_held_out_is_not_kept():
     options = dict(steps=40, rate=1e3)
     refined = transfer(performer_estimate, frequencies, Linear(frequencies), sample(16), **options)
     np.testing.assert_array_equal(refined, frequencies)
-
-
-def test_an_unknown_loss():
-    with pytest.raises(ValueError, match="unknown loss 'squares'"):
-        transfer(learned_estimate, FAR, None, sample(2), steps=1, loss="squares")
 
 
 FAR = Far(

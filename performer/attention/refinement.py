@@ -2,12 +2,11 @@
 
 Kasai et al. 2021 and Zhang et al. 2024 train feature maps in this way; here frequencies move. Only
 queries and keys are needed: A is softmax attention on them, A^ its estimate. Adam on minibatches
-lowers, for each head,
+lowers, for each head, the `divergence`,
 
-    squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
-    divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
+    mean over rows of sum_j A_ij log(A_ij / A^_ij)
 
-A part of the examples is held out. Each head keeps the parameters with the lowest held-out loss,
+which led to better models than the squared error. A part of the examples is held out. Each head keeps the parameters with the lowest held-out loss,
 and the search stops early when no head improves. The result is no longer unbiased.
 
 Beside an exact window (`exact_window` of `performer_attention`) only far pairs are estimated, by
@@ -37,12 +36,11 @@ from performer.attention.calibration import (
     transform_queries,
 )
 from performer.attention.state import finite
-from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import NO_WINDOW, Coupling, Window, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
-"""Default optimizer, and its learning rate at the start."""
+"""Optimizer, and its learning rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
 ENTRIES = 2**24
@@ -290,9 +288,6 @@ def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> 
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
 
 
-LOSSES = {"squared": squared, "divergence": divergence}
-
-
 def transfer(
     estimate: Callable[..., Float[Array, "b n t s"]],
     start: Parameters,
@@ -301,13 +296,10 @@ def transfer(
     *,
     steps: int,
     is_causal: bool = False,
-    loss: str = "divergence",
     rate: float = RATE,
-    optimizer: optax.GradientTransformation = ADAM,
-    seed: int = 0,
     examples: int = EXAMPLES,
 ) -> Parameters:
-    """Parameters with a lower loss than `start`, on examples that they have not seen.
+    """Parameters with a lower divergence than `start`, on examples that they have not seen.
 
     Args:
         estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
@@ -317,14 +309,8 @@ def transfer(
         sample: of the layer, its first axis the examples; one of eight is held out.
         steps: at most.
         is_causal: query i sees the keys up to i.
-        loss: "divergence" or "squared"; the first led to better models.
         rate: that of the first step; it falls as half a cosine.
-        optimizer: of optax, for a rate of -1.
-        seed: of the order of the examples.
         examples: of a step, at most.
-
-    Raises:
-        ValueError: for an unknown loss.
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
@@ -332,10 +318,7 @@ def transfer(
         ...     performer_estimate, frequencies, Linear(frequencies), Sample.of(q, k), steps=2
         ... )
     """
-    if loss not in LOSSES:
-        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
-    return _transfer(*static, rate, jax.random.key(seed), start, fixed, sample)
+    return _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample)
 
 
 def refine_far(
@@ -360,7 +343,7 @@ def refine_far(
         sample: queries and keys of the layer.
         steps: largest number of steps of Adam.
         is_causal: query i sees the keys up to i.
-        options: loss, rate, optimizer, seed and examples, as of `transfer`.
+        options: rate and examples, as of `transfer`.
 
     Returns:
         Features of queries and keys as they are, without the calibration (see `absorbed`).
@@ -408,23 +391,22 @@ def at_least_near(
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def _transfer(
-    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
-):
-    training, held_out = parted(sample)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample):
+    (training, held_out), key = parted(sample), jax.random.key(0)
     size, length = _size(training, examples), -(-steps // ROUNDS)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
     rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
-    mean_losses = partial(_mean_losses, estimate, loss, is_causal, fixed, held_out, examples)
+    mean_losses = partial(_mean_losses, estimate, divergence, is_causal, fixed, held_out, examples)
 
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs
         chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
         batch = _rows(training, chosen)
-        total = lambda trained: jnp.sum(_losses(estimate, loss, is_causal, fixed, batch, trained))  # noqa: E731
-        updates, state = optimizer.update(jax.grad(total)(trained), state)
+        losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
+        gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
+        updates, state = ADAM.update(gradient, state)
         trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
         return (trained, state), None
 
@@ -442,7 +424,7 @@ def _transfer(
         number, since, *_ = search
         return (number < rounds) & (since < PATIENCE)
 
-    moving = start, optimizer.init(start)
+    moving = start, ADAM.init(start)
     search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
     *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
     return best
