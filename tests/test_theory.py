@@ -138,7 +138,7 @@ def test_pair_lengths(name, d):
 
 
 def test_transport_cost_averages_to_the_conformity():
-    """The cost of VRC Eq. 6 times Gamma(d / 2), of two orthogonal frequencies with these lengths."""
+    """The cost is VRC Eq. 6 times Gamma(d / 2), of two orthogonal frequencies of these lengths."""
     d = 4
     lengths = stats.chi(d).rvs(size=(100_000, 2), random_state=0)
     costs = 2 * special.hyp0f1(d / 2, np.sum(lengths**2, axis=-1) / 4)

@@ -6,8 +6,9 @@ lowers, for each head, the `divergence`,
 
     mean over rows of sum_j A_ij log(A_ij / A^_ij)
 
-which led to better models than the squared error. A part of the examples is held out. Each head keeps the parameters with the lowest held-out loss,
-and the search stops early when no head improves. The result is no longer unbiased.
+which led to better models than the squared error. A part of the examples is held out. Each head
+keeps the parameters with the lowest held-out loss, and the search stops early when no head
+improves. The result is no longer unbiased.
 
 Beside an exact window (`exact_window` of `performer_attention`) only far pairs are estimated, by
 features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
