@@ -315,8 +315,6 @@ def _check(query, key, value, coupling, m, options) -> None:
     """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
     if m < 1:
         raise ValueError(f"num_features must be at least 1, got {m}")
-    if options["scale"] is not None and not options["scale"] > 0:
-        raise ValueError(f"scale must be positive, got {options['scale']}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
             f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"
