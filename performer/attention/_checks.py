@@ -53,6 +53,8 @@ class Estimate:
     scale: float = field(default=1.0, metadata=STATIC)
     google: bool = field(default=False, metadata=STATIC)
     """Stabiliser of Choromanski et al. 2021 instead of the exact one."""
+    itself: bool = field(default=False, metadata=STATIC)
+    """The estimate is of the kernel itself, not of a multiple, as beside exact pairs."""
 
     @property
     def num_features(self) -> Size:

@@ -209,6 +209,7 @@ def performer_attention(
         if calibration is not None:
             raise ValueError("a calibration has its own shift: pass shift or calibration")
         calibration = Calibration(shift=shift.astype(dtype) * max(scale, 0.0) ** 0.5)
+    exact = Window(exact_window, exact_first, exact_keys, exact_rows)
     estimate = Estimate(
         frequencies,
         query_frequencies,
@@ -217,6 +218,7 @@ def performer_attention(
         features.get(feature_map),
         scale=scale,
         google=stabilizer == "google",
+        itself=any(exact),
     )
     _checks.check_estimate(estimate, tokens)
     exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
@@ -226,7 +228,6 @@ def performer_attention(
         _masks.segments(segment_ids, *shapes),
         is_causal,
     )
-    exact = Window(exact_window, exact_first, exact_keys, exact_rows)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
     streams = return_state or initial_state is not None
     _checks.check_together(tokens, estimate, exact, pairs, streams, plan)
@@ -294,7 +295,7 @@ def _attention(
     pairs: Pairs,
     state: State | WindowState | None,
 ) -> tuple[Array, State | WindowState | None]:
-    arguments, wide = _maps.arguments(tokens, estimate, exact, pairs), float32_or_wider(*tokens)
+    arguments, wide = _maps.arguments(tokens, estimate, pairs), float32_or_wider(*tokens)
     if plan.kernel is not None:
 
         def ordinary(x: Arguments) -> Array:  # kernels support neither states nor segments
@@ -327,13 +328,13 @@ def _sums(
     if s == 0:
         x = x._replace(keys=(keys := extended(keys, 0, 1)))
     query = x.query.reshape(b, t, k, n // k, h)
-    maps = _maps.feature_maps(x, estimate, exact)
+    maps = _maps.feature_maps(x, estimate)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
     chosen = None
     if f and t:
-        fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate, exact)
+        fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate)
         chosen, keys = _window.heaviest(fixed, query, keys, nothing, f, plan)
     if window:
         assert not isinstance(state, State)

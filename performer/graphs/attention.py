@@ -38,7 +38,7 @@ from performer.attention.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
 from performer.graphs.features import Estimate
-from performer.typing import NO_WINDOW, float32_or_wider
+from performer.typing import float32_or_wider
 
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
@@ -186,8 +186,8 @@ def _attention(
 
 def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
     """Numerators and normalisers (n, b, t, v + 1), and the exponents taken out (n, b, t)."""
-    x = _maps.arguments(tokens, estimate, NO_WINDOW, pairs)
-    query_map, key_map = _maps.feature_maps(x, estimate, NO_WINDOW)
+    x = _maps.arguments(tokens, estimate, pairs)
+    query_map, key_map = _maps.feature_maps(x, estimate)
     (b, t, n, h), (k, v) = x.query.shape, x.keys.value.shape[2:]
     dtype = float32_or_wider(*tokens)
     # (b, t, n, h) -> (k, b, n / k, t, h)
