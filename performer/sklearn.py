@@ -5,6 +5,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy.sparse import issparse
 
@@ -17,12 +18,24 @@ with extra("sklearn"):
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 
-@partial(jax.jit, static_argnames="kernel")
-def _features(x, frequencies, lengthscale, *, kernel):
-    """Columns of the feature map of points, or of the projections of sparse ones."""
-    if isinstance(x, tuple):
-        return kernel.feature_map.from_projections(*x)
-    return kernel.feature_map(x, frequencies, lengthscale=lengthscale)
+@partial(jax.jit, static_argnames=("kernel", "odd"))
+def _features(x, frequencies, phase, lengthscale, *, kernel, odd):
+    """Columns of the feature map; if odd the last frequency has one, cos(w.x + phase), not two.
+
+    With a uniform phase its mean is half of that of two columns. The mean over n such halves is
+    unbiased for any n.
+    """
+    m = len(frequencies)
+    weights = jnp.full(m, 2 / (2 * m - odd))
+    if isinstance(x, tuple):  # the projections of sparse points
+        phi = kernel.feature_map.from_projections(*x, weights=weights)
+    else:
+        phi = kernel.feature_map(x, frequencies, weights=weights, lengthscale=lengthscale)
+    if not odd:
+        return phi
+    sines, cosines = phi[:, :m], phi[:, m:]
+    last = jnp.cos(phase) * cosines[:, -1:] - jnp.sin(phase) * sines[:, -1:]
+    return jnp.concatenate([sines[:, :-1], cosines[:, :-1], last], axis=1)
 
 
 _CHECKS: dict[str, Any] = dict(dtype=(np.float64, np.float32), accept_sparse="csr")
@@ -32,8 +45,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     """Random features: a linear model on them approximates one with the kernel.
 
     For the kernel "rbf", phi(x).phi(y) is an unbiased estimate of exp(-gamma |x - y|^2). The
-    columns are the m sines, then the m cosines, of m = n_components / 2 frequencies. Couplings have
-    a lower error than `RBFSampler` with as many columns.
+    columns are the m sines, then the m cosines, of m = n_components / 2 frequencies. (If
+    n_components is odd, the last of (n_components + 1) / 2 frequencies has only a cosine, with a
+    random phase.) Couplings have a lower error than `RBFSampler` with as many columns.
 
     Sources: Rahimi and Recht 2007; Reid et al. (VRC), Def. 3.3, for the coupling "pnc".
 
@@ -41,7 +55,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         coupling: joint law of the frequencies: a name in `performer.couplings` ("pnc", "orf",
             "simrf+", "iid", ...) or any function (key, m, d) -> (m, d). Antithetic couplings waste
             half of the trigonometric columns: those of w and -w are equal up to signs.
-        n_components: number of output columns, even for kernels with sines and cosines.
+        n_components: number of output columns.
         gamma: positive, in 1 / (units of X)^2; the lengthscale is 1 / sqrt(2 gamma). Or "scale":
             1 / (n_features * X.var()) of the X in `fit`, 1 if X is constant.
         random_state: an integer for the same draw in every `fit`; or a `RandomState`, or None.
@@ -51,6 +65,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     Attributes:
         frequencies_: the draw of the coupling, (m, n_features); gamma is not in it.
+        phase_: uniform on [0, 2 pi); used if n_components is odd.
         gamma_: gamma as a number.
         n_features_in_, feature_names_in_: width and column names of the X in `fit`.
 
@@ -83,10 +98,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Draw the frequencies, given the width of X and, with gamma="scale", its variance."""
         X = validate_data(self, X, **_CHECKS)
         kernel, d, gamma = kernels.get(self.kernel), X.shape[1], self._number_gamma(X)
-        m = self._num_frequencies(kernel, d)
+        m, odd = self._num_frequencies(kernel, d)
         if not (isinstance(self.coupling, str) or callable(self.coupling)):
             raise ValueError(f"coupling must be a name or a function, got {self.coupling!r}")
-        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
+        random = check_random_state(self.random_state)
+        seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
         with jax.enable_x64(False):  # one draw, whatever the global setting
             key = jax.random.key(seed)
             frequencies = np.array(kernel.coupled(self.coupling)(key, m, d))
@@ -96,7 +112,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             count = np.sum(~np.isfinite(frequencies))
             raise ValueError(f"coupling returned {count} values that are not finite")
         self.frequencies_, self.gamma_ = frequencies, gamma
-        self._kernel = kernel
+        self._kernel, self._odd = kernel, odd
         self._n_features_out = int(self.n_components)
         return self
 
@@ -105,9 +121,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         check_is_fitted(self)
         X = validate_data(self, X, **_CHECKS, reset=False)
         with jax.enable_x64(X.dtype == np.float64):
-            lengthscale = (2 * self.gamma_) ** -0.5
+            draw, lengthscale = (self.frequencies_, self.phase_), (2 * self.gamma_) ** -0.5
             x = self._project(X / lengthscale) if issparse(X) else X
-            phi = _features(x, self.frequencies_, lengthscale, kernel=self._kernel)
+            phi = _features(x, *draw, lengthscale, kernel=self._kernel, odd=self._odd)
         phi = np.array(phi)  # a copy: arrays of JAX are read-only
         if not np.isfinite(phi).all():
             raise ValueError(
@@ -129,16 +145,16 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         half = np.asarray(X.multiply(X).sum(axis=1)).reshape(-1, 1) / 2
         return X @ self.frequencies_.T.astype(X.dtype), half
 
-    def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> int:
-        """Return the number of frequencies, each of which has as many columns."""
+    def _num_frequencies(self, kernel: kernels.Kernel, d: int) -> tuple[int, bool]:
+        """Return the number of frequencies, and True if the last has one column, not two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
             raise ValueError(f"n_components must be a positive integer, got {n!r}, such as 100")
         one = jax.ShapeDtypeStruct((1, d), np.float32)
         width = jax.eval_shape(kernel.feature_map, one, one).shape[1]  # columns of a frequency
-        if n % width:
+        if n % width and kernel.feature_map != features.trigonometric:
             raise ValueError(f"n_components must be a multiple of {width} for {kernel}, got {n}")
-        return int(n) // width
+        return -(-int(n) // width), bool(n % width)
 
     def _number_gamma(self, X: Any) -> float:
         gamma: Any = self.gamma
