@@ -55,9 +55,6 @@ def main(
         exact_window: near keys that are exact; by default that of the run, or 16 for one coupling
             of the part vit.
     """
-    launch.at_least(3, draws=draws)
-    launch.at_least(1, num_features=min(num_features, default=1))
-    launch.at_least(0, exact_window=min(exact_window, default=0))
     for name in couplings:  # refuse before any work
         if workdir or "figure7" in parts or name not in errors.LEARNED:
             known.get(name)
@@ -67,23 +64,21 @@ def main(
         windows = exact_window or [None]
         for name, m, w in itertools.product(couplings or [""], num_features or [0], windows):
             target = f"{workdir.name}_{name or 'own'}" + f"_{m}" * (len(num_features) > 1)
-            if w is not None:
-                target += f"_window{w}"
-                print(f"exact_window={w}\n")
+            target += f"_window{w}" * (w is not None)
             options: Any = dict(coupling=name, num_features=m, draws=draws, exact_window=w)
             print(report_attention(workdir, out / target.replace("*", "_"), **options))
         return
     if "figure7" in parts:
         names, sizes = couplings or ("orf", "pnc", "pm"), num_features or errors.SIZES
-        print(errors.figure7(names, sizes, 40 * draws, out / "figure7"))
+        errors.figure7(names, sizes, 40 * draws, out / "figure7")
     if "vit" in parts:
         for m in num_features or (128,):
             target = out / ("vit" + f"_{m}" * (len(num_features) > 1))
             windows = exact_window or (16,)
-            print(errors.vit(couplings, calibrations, squared_norms, windows, m, draws, target))
+            errors.vit(couplings, calibrations, squared_norms, windows, m, draws, target)
     if "features" in parts:
         sizes = num_features or errors.FEATURES
-        print(errors.against_features(couplings, sizes, draws, out / "features"))
+        errors.against_features(couplings, sizes, draws, out / "features")
 
 
 if __name__ == "__main__":

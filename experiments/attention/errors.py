@@ -16,7 +16,6 @@ from performer.analysis import attention_error
 from performer.attention.calibration import calibrate
 from performer.kernels import copula
 from performer.typing import Coupling
-from vit.reports import report
 
 SIZES = (16, 32, 48, 64)
 COLUMNS = ("variance", "covariance", "attention error")
@@ -102,7 +101,7 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
                 line[column] = float(estimate.value.mean())
                 line[f"{column} ±"] = float(estimate.standard_error.mean())
             rows.append(line | {"uniform": float(found.uniform_attention.mean())})
-    return harness.write(rows, out, FIGURES["figure7"])
+    return harness.show(rows, out, FIGURES)
 
 
 def vit(
@@ -129,16 +128,16 @@ def vit(
         found = {s: errors(kind, norm, s, m, draws)[0] if s != ORF else reference for s in schemes}
         for scheme, values in (found | {("uniform", "", 0): uniform}).items():
             case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
-            ratio = float(np.exp(np.mean(np.log(values / reference))))
-            rows.append(case | harness.estimated(values) | {"ratio": ratio})
+            case["ratio"] = float(np.exp(np.mean(np.log(values / reference))))
+            rows += harness.rows_of(case, values)
         print(kind, f"{norm:g}", flush=True)
     ratios = [
         {key: group[0][key] for key in keys}
         | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
         for group in harness.grouped(rows, SCHEME).values()
     ]
-    report.table(ratios, out.with_name(f"{out.name}_ratios"))
-    return harness.write(harness.wide(rows, f"{{kind}} {{{NORM}:g}}"), out, FIGURES["vit"])
+    harness.show(ratios, out.with_name(f"{out.name}_ratios"))
+    return harness.show(rows, out, {out.name: FIGURES["vit"]}, column=f"{{kind}} {{{NORM}:g}}")
 
 
 def errors(
@@ -177,12 +176,12 @@ def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
     """Measure the error against m on anisotropic data of squared norm 2."""
-    rows, uniform = [], np.zeros(0)
+    rows, baseline = [], []
     for name, method in [(name, "none") for name in names] or CURVES:
         label = name if method == "none" else f"{name}, calibrated"
-        for m in sizes:
-            values, uniform = errors("anisotropic", 2.0, (name, method, 0), m, draws)
-            rows.append({"coupling": label, "m": m} | harness.estimated(values))
+        found = [errors("anisotropic", 2.0, (name, method, 0), m, draws) for m in sizes]
+        own, baseline = np.stack(found, axis=-1)  # (2, data sets, sizes)
+        rows += harness.rows_of({"coupling": label}, own, m=sizes)
         print(label, flush=True)
-    rows += [{"coupling": "uniform", "m": m} | harness.estimated(uniform) for m in sizes]
-    return harness.write(harness.wide(rows, "m = {m}"), out, FIGURES["features"])
+    rows += harness.rows_of({"coupling": "uniform"}, baseline, m=sizes)
+    return harness.show(rows, out, FIGURES, column="m = {m}")

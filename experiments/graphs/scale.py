@@ -48,7 +48,6 @@ from performer.graphs import (
     walks,
 )
 from performer.graphs.attention import link
-from vit.reports import report
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
@@ -207,21 +206,16 @@ def main(
         largest: nodes of the largest graph.
         attention: nodes of the graphs of masked attention; 0 for none.
     """
-    launch.at_least(1, repeats=repeats)
-    launch.at_least(SIZES[0], largest=largest)
     text = f"{timing.hardware()}. The best of {repeats} repeats (loops: the second call)."
     graph = data.load("cora", data_dir) if data_dir else random_graph(2708, 5278)
     rows = [speed(graph, m, p_halt, repeats) for p_halt in (0.5, 0.1) for m in (4, 16)]
-    print(report.table(rows, out / "graph_speed", text), flush=True)
-    rows = []
-    for size in (n for n in SIZES if n <= largest):
-        rows.append(scale(size))
-        print(rows[-1], flush=True)
-    print(harness.write(rows, out / "graph_scale", FIGURES["graph_scale"], text))
+    harness.show(rows, out / "graph_speed", text=text)
+    rows = [scale(size) for size in SIZES if size <= largest]
+    harness.show(rows, out / "graph_scale", FIGURES, text)
     if attention:
         rows = [masked(*item) for item in attention_graphs(attention).items()]
-        print(report.table(rows, out / "graph_attention", timing.hardware()))
+        harness.show(rows, out / "graph_attention", text=timing.hardware())
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"repeats": 1, "largest": 1000})
+    launch.run(main, quick={"repeats": 2, "largest": 1000})

@@ -23,7 +23,6 @@ import numpy as np
 
 from experiments.common import harness, launch, timing
 from performer.graphs import Graph, gp, graph_random_features, kernels
-from vit.reports import report
 
 MEMBERS, JOINED, NOISE = 1000, 3, 0.1
 FIGURES: harness.Figures = {
@@ -56,7 +55,6 @@ def main(
         rounds: number of rounds.
         batch: nodes observed in each round.
     """
-    launch.at_least(10, nodes=nodes)
     graph, values = members(nodes)
     begin = time.perf_counter()
     kernel = graph_random_features(
@@ -88,8 +86,7 @@ def main(
         )
         print(*rows[-1].values(), flush=True)
     text = f"{timing.hardware()}. The best node is worth {best:.2f}."
-    print(report.table(rows, out / "search", text))
-    harness.figure(out / "search", **FIGURES["search"])
+    harness.show(rows, out / "search", FIGURES, text)
 
 
 if __name__ == "__main__":

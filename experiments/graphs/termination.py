@@ -33,7 +33,6 @@ from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, theory
 from performer.graphs.theory import Group
-from vit.reports import report
 
 WALKS, TOLERANCE = 60, 0.1
 P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)
@@ -120,7 +119,6 @@ def main(
     Args:
         draws: draws of each pair of ensembles.
     """
-    launch.at_least(2, draws=draws)
     chosen = data.chosen(graphs, DEFAULT, data_dir)
     rows = []
     for name, graph in chosen.items():
@@ -128,11 +126,11 @@ def main(
             row = {"graph": name, "N": graph.num_nodes, "sigma": sigma}
             rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
         print(name, flush=True)
-    print(harness.write(rows, out / "ratios", FIGURES["ratios"]))
-    print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
+    harness.show(rows, out / "ratios", FIGURES)
+    harness.show([recommended(*pair) for pair in chosen.items()], out / "recommended")
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:
-        print(report.table([*drawn_rows(some, draws)], out / "draws"))
+        harness.show([*drawn_rows(some, draws)], out / "draws")
 
 
 if __name__ == "__main__":

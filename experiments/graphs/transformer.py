@@ -246,7 +246,6 @@ def main(
         repeats: number of seeds.
         steps: steps of training.
     """
-    launch.at_least(2, repeats=repeats)
     names = data_sets or ((*CITATIONS, *MESHES) if data_dir else ("made up",))
     rows = []
     for name in names:
@@ -258,10 +257,8 @@ def main(
                 [fit(problem, case["line"], seed, steps, positions) for seed in range(repeats)]
             ),
         )
-    drawn = FIGURES["transformer"]
-    print(
-        harness.show(rows, out / "transformer", "{line}", drawn, case="{data set}", tested="line")
-    )
+    tests: Any = dict(case="{data set}", tested="line")
+    harness.show(rows, out / "transformer", FIGURES, column="{line}", **tests)
 
 
 if __name__ == "__main__":

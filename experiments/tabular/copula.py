@@ -29,7 +29,6 @@ from experiments.tabular import uci
 from performer import couplings
 from performer.kernels import copula
 from performer.typing import Coupling
-from vit.reports import report
 
 SMOOTHING, EVERY = 0.98, 10
 """The running mean of the losses in the figure, and every how many steps it has a point."""
@@ -78,7 +77,6 @@ def of_scheme(
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
     learn = jax.jit(lambda start: copula.learn(jax.random.key(2), train, start, **options))
     theta, losses = learn(start)
-    uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
     chosen = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     chosen |= {"copula, at the start": build(start), "copula, learned": build(theta)}
     on_test = {word: errors(test, coupling) for word, coupling in chosen.items()}
@@ -125,8 +123,6 @@ def main(
         train_draws: draws in each step.
         draws: for the table.
     """
-    launch.at_least(2, points=points, draws=draws)
-    launch.at_least(1, steps=steps, train_draws=train_draws)
     rows, curves, correlations = [], [], {}
     numbers = dict(num_steps=steps, train_draws=train_draws, draws=draws)
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
@@ -135,8 +131,8 @@ def main(
             curves += curve(lines, losses)
             correlations[f"{name}_{scheme.name}"] = correlation
             rows += lines
-    print(report.table(rows, out / "copula"))
-    harness.write(curves, out / "figure_6", FIGURES["figure_6"])
+    harness.show(rows, out / "copula")
+    harness.show(curves, out / "figure_6", FIGURES)
     np.savez(out / "correlations.npz", **correlations)
 
 
