@@ -98,13 +98,6 @@ def test_the_help_is_that_of_the_docstring():
     assert signature.meanings(example)["sizes"] == "each m; even numbers"
 
 
-def test_at_least():
-    launch.at_least(2, draws=2, repeats=3)
-    for value in (1, float("nan")):
-        with pytest.raises(ValueError, match=f"^--draws={value} must be at least 2$"):
-            launch.at_least(2, repeats=3, draws=value)
-
-
 PROGRAM = '''
 """What it does."""
 from pathlib import Path
@@ -119,7 +112,6 @@ def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> 
         draws: how many.
         out: folder.
     """
-    launch.at_least(2, draws=draws)
     print(what, draws, out)
 
 if __name__ == "__main__":

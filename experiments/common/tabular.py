@@ -94,9 +94,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
     with path.open(encoding="utf-8-sig", newline="") as file:
         header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
     if {len(row) for row in rows} != {len(header)}:
-        raise ValueError(
-            f"{path} must have as many cells in each row as names, with commas between"
-        )
+        raise ValueError(f"{path} must have as many cells in each row as names in its header")
     *columns, target = zip(*rows, strict=True)
     x = {}
     for column, cells in zip(header[:-1], columns, strict=True):

@@ -59,8 +59,6 @@ def main(
         seed: seed of parameters, data and draws.
         quick: a smaller model, 150 steps of 128 characters.
     """
-    launch.at_least(1, window=window, steps=steps, batch_size=batch_size)
-    launch.at_least(2, num_features=num_features, length=length)
     if quick:
         length, steps = min(128, length), min(150, steps)
     source = str(text or "")

@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from experiments.common import harness, timing
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
