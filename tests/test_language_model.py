@@ -18,7 +18,7 @@ from performer.attention.refinement import LEARNED, Far, Sample, learned_estimat
 from performer.typing import Window
 from tests.small import read_csv
 from vit import convert, evaluate
-from vit.config import Size, of_run, validate
+from vit.config import Attention, Size, of_run, validate
 from vit.run import loop, runs
 from vit.task import random_streams
 from vit.weights.conversion import Case, exchanged
@@ -29,12 +29,20 @@ SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 
 
+ATTENTION = {
+    "softmax": Attention("softmax"),
+    "performer": Attention("performer", "orf-antithetic", 8),
+    "window": Attention("performer", "orf", 1, exact_window=4),
+    "both": Attention("performer", "orf-antithetic", 8, exact_window=4),
+}
+
+
 @cache
-def decoder(kind, window=4, depth=2):
+def decoder(kind, depth=2):
     dataset = text.dataset(text.numbered(WORDS), 32)
-    own = configs.attention(kind, 8, window)
     size = SIZE._replace(depth=depth)
-    config = configs.of_run(own, dataset, size=size, rate=1e-3, steps=4, batch_size=4)
+    options = dict(size=size, rate=1e-3, steps=4, batch_size=4)
+    config = configs.of_run(ATTENTION[kind], dataset, **options)
     validate(config)
     learned = task(dataset.num_classes, configs.Settings(32))
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
@@ -80,7 +88,7 @@ def test_rotations_leave_what_depends_on_the_distance_alone():
     assert not np.allclose(first[:, 1:], x[:, 1:], atol=0.1)
 
 
-@pytest.mark.parametrize("kind", configs.ATTENTION)
+@pytest.mark.parametrize("kind", ATTENTION)
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
     model, *_ = decoder(kind)
@@ -225,19 +233,19 @@ def test_heads_of_the_window_alone_are_trained_on():
 
 
 def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
-    """With other attention its features are new, and all else is taken."""
+    """All of them; the second call resumes."""
     (tmp_path / "words").write_text(WORDS)
     (tmp_path / "other").write_text(WORDS.upper())
     monkeypatch.setattr(configs, "SIZE", SIZE)
     options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
     train.main(tmp_path / "short", **options)
-    new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)
+    new = dict(init_from=tmp_path / "short")
     with pytest.raises(ValueError, match="has other characters than the text"):
         train.main(tmp_path / "new", **options | new | {"text": tmp_path / "other"})
-    for _ in range(2):  # the second call resumes
+    for _ in range(2):
         train.main(tmp_path / "new", **options | new)
     printed = capsys.readouterr().out
-    assert printed.count("short at step 2: 19 of 27 arrays of parameters are copied") == 1
+    assert printed.count("short at step 2: ") == 1
     assert runs.restore(tmp_path / "new").step == 2
 
 
@@ -263,12 +271,3 @@ def test_the_likeliest_text(kind):
     np.testing.assert_array_equal(said[7:], likeliest[6:])
     drawn = [next(generate.continued(model, begun(i), 1.0))[0].tolist() for i in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_attention_by_words():
-    assert configs.attention("window", 64, 16).exact_window == 16
-    assert configs.attention("performer", 64, 16).exact_window == 0
-    with pytest.raises(ValueError, match="unknown attention 'boht'"):
-        configs.attention("boht", 64, 16)
-    with pytest.raises(ValueError, match="a window of at least 1, got 0"):
-        configs.attention("both", 64, 0)

@@ -13,7 +13,6 @@ Writes search (csv, md, png) to --out; time is that of all rounds so far, memory
 the process has held.
 """
 
-import resource
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import harness, launch, timing
+from experiments.graphs.scale import memory
 from performer.graphs import Graph, gp, graph_random_features, kernels
 
 MEMBERS, JOINED, NOISE = 1000, 3, 0.1
@@ -74,15 +74,11 @@ def main(
         new = jnp.argmax(paths, axis=1).astype(jnp.int32)
         noise = NOISE * jax.random.normal(noise_key, new.shape)
         observed, y = jnp.append(observed, new), jnp.append(y, values[new] + noise)
+        seen = {"Thompson sampling": observed, "random": random[: len(observed)]}
         rows.append(
-            {
-                "nodes": nodes,
-                "observed": len(observed),
-                "Thompson sampling": best - float(values[observed].max()),
-                "random": best - float(values[random[: len(observed)]].max()),
-                "time, s": time.perf_counter() - begin,
-                "memory, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            }
+            {"nodes": nodes, "observed": len(observed)}
+            | {name: best - float(values[at].max()) for name, at in seen.items()}
+            | {"time, s": time.perf_counter() - begin, "memory, GiB": memory()}
         )
         print(*rows[-1].values(), flush=True)
     text = f"{timing.hardware()}. The best node is worth {best:.2f}."

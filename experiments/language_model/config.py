@@ -2,14 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from performer.choices import unknown
 from vit.config import Attention, Config, Data, Model, Optim, Size
 from vit.data import Dataset
 
-NAME, COUPLING = "text", "orf-antithetic"
 SIZE = Size(width=128, depth=4, num_heads=4, mlp_dim=512)
 QUICK = Size(width=64, depth=2, num_heads=2, mlp_dim=256)
-ATTENTION = ("softmax", "performer", "window", "both")
 
 
 class Settings(NamedTuple):
@@ -17,25 +14,6 @@ class Settings(NamedTuple):
 
     length: int = 512
     """Characters of a window of the text."""
-
-
-def attention(kind: str, num_features: int, window: int) -> Attention:
-    """Return one kind of `ATTENTION`: exact, features alone, a window alone, or both.
-
-    Raises:
-        ValueError: for another word, or a window where there must be one.
-    """
-    if kind not in ATTENTION:
-        raise ValueError(unknown("attention", kind, ATTENTION))
-    if kind == "softmax":
-        return Attention(kind)
-    if kind == "performer":
-        return Attention(kind, COUPLING, num_features)
-    if window < 1:
-        raise ValueError(f"attention {kind!r} needs a window of at least 1, got {window}")
-    # The window alone has one feature, of weight 0
-    features = ("orf", 1) if kind == "window" else (COUPLING, num_features)
-    return Attention("performer", *features, exact_window=window)
 
 
 def of_run(
@@ -51,7 +29,7 @@ def of_run(
         steps: steps of the optimiser.
         data: fields of that section.
     """
-    section = Data(name=NAME, **data)
+    section = Data(name="text", **data)
     every = max(1, steps // 10)
     return Config(
         model=Model("XS/1", *size),

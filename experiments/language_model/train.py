@@ -2,9 +2,9 @@
 
     python -m experiments.language_model train --workdir=runs/lm
 
-Four blocks of width 128 with four heads of 32, on windows of 512 characters of --text, or of the
-help topics that come with Python. The folder is that of a run of `vit.train`. Most is learned from
-short windows, and sooner; a run of long ones then begins with what they gave:
+Four blocks of width 128 with four heads of 32 and softmax attention, on windows of 512 characters
+of --text, or of the help topics that come with Python. The folder is that of a run of `vit.train`.
+Most is learned from short windows, and sooner; a run of long ones then begins with what they gave:
 
     python -m experiments.language_model train --workdir=runs/short --length=128 --batch_size=24
     python -m experiments.language_model train --workdir=runs/lm --init_from=runs/short \\
@@ -17,13 +17,12 @@ short windows, and sooner; a run of long ones then begins with what they gave:
 """
 
 from pathlib import Path
-from typing import Literal
 
 from experiments.common import launch
 from experiments.language_model import config as configs
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, task
-from vit.config import of_run
+from vit.config import Attention, of_run
 from vit.reports import metrics
 from vit.run import loop
 from vit.task import of_folder
@@ -34,9 +33,6 @@ def main(
     workdir: Path,
     text: Path | None = None,
     init_from: Path | None = None,
-    attention: Literal["softmax", "performer", "window", "both"] = "softmax",
-    num_features: int = 64,
-    window: int = 16,
     length: int = 512,
     steps: int = 1500,
     batch_size: int = 16,
@@ -49,9 +45,6 @@ def main(
     Args:
         text: a file in UTF-8; Python's help topics if none.
         init_from: run whose parameters a new run begins with.
-        attention: attention of all layers.
-        num_features: m of performer and both.
-        window: tokens of a chunk of window and both.
         length: characters of a window of the text.
         steps: steps of the optimiser.
         batch_size: windows of a step.
@@ -64,7 +57,7 @@ def main(
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
     config = configs.of_run(
-        configs.attention(attention, num_features, window),
+        Attention("softmax"),
         dataset,
         size=configs.QUICK if quick else configs.SIZE,
         rate=learning_rate,

@@ -172,13 +172,13 @@ def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
     Raises:
         ValueError: for a coupling without runs, or without runs at some point.
     """
-    couplings = list(dict.fromkeys(setting.coupling for setting in chosen))
-    name = name or next((each for each in couplings if each != SOFTMAX), couplings[0])
-    if name not in couplings:
-        raise ValueError(unknown("--baseline", name, couplings))
-    there = {setting.point for setting in chosen if setting.coupling == name}
-    missing = sorted({setting.point for setting in chosen} - there)
-    if missing:
+    points: dict[str, set[str]] = {}
+    for setting in chosen:
+        points.setdefault(setting.coupling, set()).add(setting.point)
+    name = name or next((each for each in points if each != SOFTMAX), SOFTMAX)
+    if name not in points:
+        raise ValueError(unknown("--baseline", name, points))
+    if missing := sorted(set().union(*points.values()) - points[name]):
         raise ValueError(f"--baseline={name} has no run with {missing[0] or 'the other values'}")
     return name
 
@@ -291,24 +291,15 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
     """Measure the attention errors of the first runs and of uniform attention."""
     found = []
-    try:
-        for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
-            run = runs.restore(each.folder)
-            attention = run.config.attention
-            rows = attention_report.rows(
-                run.task,
-                run.model(),
-                runs.evaluation_examples(run.dataset, run.config, IMAGES),
-                coupling=attention.coupling,
-                num_features=attention.num_features,
-                draws=DRAWS,
-            )
-            names = "attention error", "uniform attention"
-            error, uniform = (means.fmean(row[name] for row in rows) for name in names)
-            found.append((error, uniform))
-    except ValueError as error:  # finished runs may have outlived their data
-        print(f"{result.setting.name}: attention errors are not measured: {error}")
-        return []
+    for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
+        run = runs.restore(each.folder)
+        own = run.config.attention
+        options: Any = dict(coupling=own.coupling, num_features=own.num_features, draws=DRAWS)
+        images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
+        rows = attention_report.rows(run.task, run.model(), images, **options)
+        names = "attention error", "uniform attention"
+        error, uniform = (means.fmean(row[name] for row in rows) for name in names)
+        found.append((error, uniform))
     return found
 
 
@@ -337,8 +328,9 @@ def verdict(results: Sequence[Result]) -> str:
     tested = [r for r in results if not np.isnan(r.corrected)]
     if not tested:
         return "No test is possible: that takes two seeds or more, with different results."
-    counts = sorted({len(r.differences) for r in tested})
-    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    number = " to ".join(
+        str(end) for end in dict.fromkeys(f(len(r.differences) for r in tested) for f in (min, max))
+    )
     comparisons = f"{total} comparison{'s' * (total > 1)}"
     significant = [r for r in tested if r.corrected < LEVEL]
     if not significant:
@@ -388,9 +380,10 @@ def curves(results: Sequence[Result]) -> list[harness.Row]:
         for epoch in sorted(set.intersection(*map(set, logs))):
             row: harness.Row = {"setting": result.setting.name, "epoch": epoch}
             for key in CURVES:
-                values = [log[epoch][key] for log in logs if key in log[epoch]]
-                found = statistics.mean_and_error(values) if len(values) == len(logs) else ("", "")
-                row |= dict(zip((key, f"{key} ±"), found, strict=True))
+                row |= {key: "", f"{key} ±": ""}
+                if all(key in log[epoch] for log in logs):
+                    found = statistics.mean_and_error([log[epoch][key] for log in logs])
+                    row |= zip((key, f"{key} ±"), found, strict=True)
             table.append(row)
     return table
 
@@ -418,11 +411,11 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         out: the folder.
     """
     results = compared(results, baseline)
-    table = reports.table(rows(results), out / "results")
+    tables = {"results": rows(results), "curves": curves(results), "seeds": seeds(results, out)}
+    table, *_ = [reports.table(lines, out / name) for name, lines in tables.items()]
     if any(result.baseline for result in results):
         harness.figure(out / "results", **FIGURES["results"])
-    harness.write(curves(results), out / "curves", FIGURES["curves"])
-    reports.table(seeds(results, out), out / "seeds")
+    harness.figure(out / "curves", **FIGURES["curves"])
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
     diverged = "; ".join(
         f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
