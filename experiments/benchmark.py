@@ -21,12 +21,52 @@ Tables and figures go to --out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from experiments.common import harness, launch, timing
-from experiments.speed import attention, samplers, vit
+from experiments.speed import attention, vit
 from experiments.speed import lengths as by_length
+from performer import couplings
+from performer.couplings import structured
+
+M, D, HEADS = 128, 64, 144
+REPEATS = 7
+
+
+def samplers() -> list[dict[str, Any]]:
+    """Time each coupling."""
+    rows = []
+    keys = jax.random.split(jax.random.key(0), HEADS)
+    for name in couplings.names():
+        coupling: Any = couplings.get(name)
+        draw = partial(coupling, m=M, d=D)
+        one, many = jax.jit(draw), jax.jit(jax.vmap(draw))
+        best = timing.race({"one": partial(one, keys[0]), "many": partial(many, keys)}, REPEATS)
+        times = {"one draw, ms": best["one"], f"{HEADS} draws, ms": best["many"]}
+        rows.append({"coupling": name} | {k: 1e3 * seconds.wall for k, seconds in times.items()})
+    return rows
+
+
+def products() -> list[dict[str, Any]]:
+    """Time dense W x and structured W x, m = d."""
+    rows = []
+    dense, fast = jax.jit(lambda W, x: x @ W.T), jax.jit(lambda f, x: f.apply(x))
+    for d in (256, 512, 1024, 2048, 4096):
+        x = jax.random.normal(jax.random.key(1), (1024, d))
+        for name in ("sorf", "fast-simrf"):
+            frequencies = structured.draw(jax.random.key(0), d, d, simplex=name == "fast-simrf")
+            calls = {"dense": partial(dense, frequencies.matrix(), x)}
+            calls |= {"structured": partial(fast, frequencies, x)}
+            best = timing.race(calls, REPEATS)
+            row = {"coupling": name, "d": d}
+            row |= {f"{kind}, ms": 1e3 * seconds.wall for kind, seconds in best.items()}
+            ratio = best["dense"].wall / best["structured"].wall
+            rows.append(row | {"dense / structured": ratio})
+    return rows
 
 
 def of_attention(quick: bool, out: Path) -> None:
@@ -59,8 +99,8 @@ def main(
         print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
         out /= "quick"
     if what == "couplings":
-        harness.show(samplers.samplers(), out / "samplers")
-        harness.show(samplers.products(), out / "products")
+        harness.show(samplers(), out / "samplers")
+        harness.show(products(), out / "products")
     elif what == "attention" and lengths:
         by_length.measure(lengths, out, minutes)
     elif what == "attention":

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import attention_mse
+from experiments import attention_mse as errors
 from experiments.attention import data as attention_data
-from experiments.attention import errors
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
@@ -97,6 +96,6 @@ def test_each_number_of_features_has_its_table(tmp_path, monkeypatch):
     """The command of the README: --couplings=iid,orf --num_features=16,32."""
     asked = []
     monkeypatch.setattr(errors, "vit", lambda *a: asked.append((a[3], a[4], a[6].name)) or "")
-    attention_mse.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
-    attention_mse.main(parts=["vit"], exact_window=(0,), out=tmp_path)
+    errors.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
+    errors.main(parts=["vit"], exact_window=(0,), out=tmp_path)
     assert asked == [((16,), 16, "vit_16"), ((16,), 32, "vit_32"), ((0,), 128, "vit")]

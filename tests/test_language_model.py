@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import config as configs
 from experiments.language_model import conversion, generate, text, train
 from experiments.language_model.attention import SILENT, Hybrid, Softmax
 from experiments.language_model.model import losses, rotated
-from experiments.language_model.task import layers, task
+from experiments.language_model.task import Settings, layers, task
 from performer.attention.calibration import calibrate
 from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
 from performer.typing import Window
@@ -42,9 +41,9 @@ def decoder(kind, depth=2):
     dataset = text.dataset(text.numbered(WORDS), 32)
     size = SIZE._replace(depth=depth)
     options = dict(size=size, rate=1e-3, steps=4, batch_size=4)
-    config = configs.of_run(ATTENTION[kind], dataset, **options)
+    config = train.config_of(ATTENTION[kind], dataset, **options)
     validate(config)
-    learned = task(dataset.num_classes, configs.Settings(32))
+    learned = task(dataset.num_classes, Settings(32))
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
 
 
@@ -212,7 +211,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
         convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
-    monkeypatch.setattr(configs, "SIZE", SIZE)
+    monkeypatch.setattr(train, "SIZE", SIZE)
     options = dict(length=32, batch_size=4, steps=2, text=source)
     with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
         train.main(tmp_path / "y", init_from=out, **options)
@@ -236,7 +235,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, caps
     """All of them; the second call resumes."""
     (tmp_path / "words").write_text(WORDS)
     (tmp_path / "other").write_text(WORDS.upper())
-    monkeypatch.setattr(configs, "SIZE", SIZE)
+    monkeypatch.setattr(train, "SIZE", SIZE)
     options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
     train.main(tmp_path / "short", **options)
     new = dict(init_from=tmp_path / "short")

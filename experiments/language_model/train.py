@@ -17,16 +17,53 @@ Most is learned from short windows, and sooner; a run of long ones then begins w
 """
 
 from pathlib import Path
+from typing import Any
 
 from experiments.common import launch
-from experiments.language_model import config as configs
 from experiments.language_model import text as texts
-from experiments.language_model.task import NAME, task
-from vit.config import Attention, of_run
+from experiments.language_model.task import NAME, Settings, task
+from vit.config import Attention, Config, Data, Model, Optim, Size, of_run
+from vit.data import Dataset
 from vit.reports import metrics
 from vit.run import loop
 from vit.task import of_folder
 from vit.weights import transfer
+
+SIZE = Size(width=128, depth=4, num_heads=4, mlp_dim=512)
+QUICK = Size(width=64, depth=2, num_heads=2, mlp_dim=256)
+
+
+def config_of(
+    own: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
+) -> Config:
+    """Return the config of a run of AdamW, as language models are trained.
+
+    Args:
+        own: attention of all layers.
+        dataset: windows of the text.
+        size: size of the model.
+        rate: peak learning rate.
+        steps: steps of the optimiser.
+        data: fields of that section.
+    """
+    section = Data(name="text", **data)
+    every = max(1, steps // 10)
+    return Config(
+        model=Model("XS/1", *size),
+        attention=own,
+        data=section,
+        optim=Optim(
+            learning_rate=rate,
+            final_learning_rate=rate / 10,
+            warmup_steps=min(100, steps // 5),
+            b2=0.99,
+            weight_decay=0.1,
+        ),
+        num_epochs=steps / max(1, len(dataset.train) // section.batch_size),
+        log_every=every,
+        eval_every=5 * every,
+        checkpoint_every=every,
+    )
 
 
 def main(
@@ -56,17 +93,17 @@ def main(
         length, steps = min(128, length), min(150, steps)
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
-    config = configs.of_run(
+    config = config_of(
         Attention("softmax"),
         dataset,
-        size=configs.QUICK if quick else configs.SIZE,
+        size=QUICK if quick else SIZE,
         rate=learning_rate,
         steps=steps,
         dir=source,
         batch_size=batch_size,
     )
     config.seed = seed
-    learned = task(dataset.num_classes, configs.Settings(length))
+    learned = task(dataset.num_classes, Settings(length))
     if init_from:
         check_source(init_from, list(dataset.class_names))
         print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
