@@ -145,15 +145,10 @@ def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray)
 
 
 def _estimate(
-    key: Key,
-    graph: Graph,
-    kernel: kernels.Modulation,
-    num_walks: int,
-    coupling: str,
-    count: int = 1,
+    key: Key, graph: Graph, kernel: kernels.Modulation, m: int, coupling: str, count: int = 1
 ) -> Estimate:
-    """Estimate the kernel of `count` copies of the graph."""
-    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    """Estimate the kernel of `count` copies of the graph by m walks from each node."""
+    options: Any = dict(num_walks=m, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 

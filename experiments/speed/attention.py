@@ -84,15 +84,10 @@ def measured(
     }
 
 
-def row(quantity: str, case: str, measured: float, cpu: float | str = "") -> Row:
-    """Return a row of the summary."""
-    return {"quantity": quantity, "case": case, "measured": float(measured), "by CPU time": cpu}
-
-
 def versus(names: str, case: str, above: Row, below: Row) -> Row:
     """Return a row of the summary with the ratio of two times."""
     wall, cpu = (above[key] / below[key] for key in ("wall, ms", "CPU, ms"))
-    return row(f"time: {names}", case, wall, cpu)
+    return {"quantity": f"time: {names}", "case": case, "measured": wall, "by CPU time": cpu}
 
 
 def feasible(names: Iterable[str], tokens: int) -> list[str]:
@@ -115,7 +110,8 @@ def rounds(scale: Scale) -> tuple[list[Row], list[Row]]:
         for name in names[1:]:
             rows.append(versus(f"{name} / {base}", case, here[name], here[base]))
             ratio = here[base]["temporary, MiB"] / here[name]["temporary, MiB"]
-            rows.append(row(f"temporary memory: {base} / {name}", case, ratio))
+            quantity = {"quantity": f"temporary memory: {base} / {name}", "case": case}
+            rows.append(quantity | {"measured": ratio, "by CPU time": ""})
     return rows, times
 
 
