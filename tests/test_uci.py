@@ -142,13 +142,10 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_copulas(splits):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
-    rows, losses, correlation = copula.of_scheme(
-        "toy", scheme, splits, num_steps=100, train_draws=8, draws=400
-    )
+    rows, losses = copula.of_scheme("toy", scheme, splits, num_steps=100, train_draws=8, draws=400)
     pnc, start, learned = (row["training RMSE"] for row in rows)
     assert learned < 0.95 * start
     assert learned < 1.15 * pnc
-    np.testing.assert_allclose(np.diag(correlation), 1, rtol=1e-5)
     points = copula.curve(rows, losses)
     assert [row["step"] for row in points] == [*range(0, 100, copula.EVERY), ""]
     assert points[0]["training RMSE"] == pytest.approx(losses[0])

@@ -247,16 +247,20 @@ def main(
         steps: steps of training.
     """
     names = data_sets or ((*CITATIONS, *MESHES) if data_dir else ("made up",))
-    rows = []
-    for name in names:
-        problem = load(name, data_dir)
-        positions = rotary.coordinates(problem.graph, COORDINATES)
-        rows += harness.sweep(
-            [{"data set": name, "nodes": problem.graph.num_nodes, "line": m} for m in methods],
-            lambda case, problem=problem, positions=positions: np.array(
-                [fit(problem, case["line"], seed, steps, positions) for seed in range(repeats)]
-            ),
-        )
+    problems = {name: load(name, data_dir) for name in names}
+    positions = {k: rotary.coordinates(x.graph, COORDINATES) for k, x in problems.items()}
+
+    def measure(case: harness.Row) -> list[float]:
+        name, method = case["data set"], case["line"]
+        seeds = range(repeats)
+        return [fit(problems[name], method, seed, steps, positions[name]) for seed in seeds]
+
+    cases = [
+        {"data set": name, "nodes": problem.graph.num_nodes, "line": method}
+        for name, problem in problems.items()
+        for method in methods
+    ]
+    rows = harness.sweep(cases, measure)
     tests: Any = dict(case="{data set}", tested="line")
     harness.show(rows, out / "transformer", FIGURES, column="{line}", **tests)
 

@@ -22,7 +22,7 @@ from typing import Any
 from experiments.common import launch
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, Settings, task
-from vit.config import Attention, Config, Data, Model, Optim, Size, of_run
+from vit.config import Attention, Config, Data, Model, Optim, Size
 from vit.data import Dataset
 from vit.reports import metrics
 from vit.run import loop
@@ -105,23 +105,11 @@ def main(
     config.seed = seed
     learned = task(dataset.num_classes, Settings(length))
     if init_from:
-        check_source(init_from, list(dataset.class_names))
+        if of_folder(init_from, NAME).get("class_names") != list(dataset.class_names):
+            raise ValueError(f"--init_from={init_from} has other characters than the text")
         print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
     record = loop.train(config, workdir, dataset, learned)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
-
-
-def check_source(source: Path, characters: list[str]) -> None:
-    """Raise ValueError for a run of other characters, or one with features of its own task."""
-    found = of_folder(source, NAME)
-    if found.get("class_names", characters) != characters:
-        raise ValueError(f"--init_from={source} has other characters than the text")
-    own = of_run(source).attention
-    if found and (own.transferred or own.calibration != "none"):
-        raise ValueError(
-            f"--init_from={source} is a converted run, whose features are fitted to its layers:"
-            f" train it on in its own folder (resume --workdir={source}), or take its softmax run"
-        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ those of `experiments.tabular.uci`. The figure has the running mean of the loss 
 of the fixed couplings. The table has the mean errors of fresh draws on training and test points,
 and the difference to "+ pnc" in its standard errors.
 
-Writes copula and figure_6 (csv, md, png) and correlations.npz, the learned matrices, to --out.
+Writes copula and figure_6 (csv, md, png) to --out.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def of_scheme(
     num_steps: int,
     train_draws: int,
     draws: int,
-) -> tuple[list[dict], np.ndarray, np.ndarray]:
-    """Learn the copula for one kind of features; return rows, training losses and correlations."""
+) -> tuple[list[dict], np.ndarray]:
+    """Learn the copula for one kind of features; return rows and training losses."""
     splits = tabular.Split(*(part[:1] for part in splits))
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
@@ -90,8 +90,7 @@ def of_scheme(
         row |= {"to + pnc": apart / pnc.mean(), "±": error / pnc.mean()}
         rows.append(row | {"standard errors apart": apart / error if error else 0.0})
         print(f"{name} {scheme.name} {word} {mean:.4f}", flush=True)
-    factor = copula.cholesky(theta)
-    return rows, np.asarray(losses), np.asarray(factor @ factor.T)
+    return rows, np.asarray(losses)
 
 
 def curve(rows: list[harness.Row], losses: np.ndarray) -> list[harness.Row]:
@@ -123,17 +122,15 @@ def main(
         train_draws: draws in each step.
         draws: for the table.
     """
-    rows, curves, correlations = [], [], {}
+    rows, curves = [], []
     numbers = dict(num_steps=steps, train_draws=train_draws, draws=draws)
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
         for scheme in uci.SCHEMES:
-            lines, losses, correlation = of_scheme(name, scheme, splits, **numbers)
+            lines, losses = of_scheme(name, scheme, splits, **numbers)
             curves += curve(lines, losses)
-            correlations[f"{name}_{scheme.name}"] = correlation
             rows += lines
     harness.show(rows, out / "copula")
     harness.show(curves, out / "figure_6", FIGURES)
-    np.savez(out / "correlations.npz", **correlations)
 
 
 if __name__ == "__main__":
