@@ -17,7 +17,7 @@ from performer.attention.refinement import LEARNED, Far, Sample, learned_estimat
 from performer.typing import Window
 from tests.small import read_csv
 from vit import convert, evaluate
-from vit.config import Attention, Size, of_run, validate
+from vit.config import Size, of_run, validate
 from vit.run import loop, runs
 from vit.task import random_streams
 from vit.weights.conversion import Case, exchanged
@@ -29,10 +29,7 @@ WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 
 
 ATTENTION = {
-    "softmax": Attention("softmax"),
-    "performer": Attention("performer", "orf-antithetic", 8),
-    "window": Attention("performer", "orf", 1, exact_window=4),
-    "both": Attention("performer", "orf-antithetic", 8, exact_window=4),
+    kind: train.attention_of(kind, 8, 4) for kind in ("softmax", "performer", "window", "both")
 }
 
 
@@ -228,19 +225,19 @@ def test_heads_of_the_window_alone_are_trained_on():
 
 
 def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
-    """All of them; the second call resumes."""
+    """With other attention its features are new, and all else is taken."""
     (tmp_path / "words").write_text(WORDS)
     (tmp_path / "other").write_text(WORDS.upper())
     monkeypatch.setattr(train, "SIZE", SIZE)
     options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
     train.main(tmp_path / "short", **options)
-    new = dict(init_from=tmp_path / "short")
+    new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)
     with pytest.raises(ValueError, match="has other characters than the text"):
         train.main(tmp_path / "new", **options | new | {"text": tmp_path / "other"})
-    for _ in range(2):
+    for _ in range(2):  # the second call resumes
         train.main(tmp_path / "new", **options | new)
     printed = capsys.readouterr().out
-    assert printed.count("short at step 2: ") == 1
+    assert printed.count("short at step 2: 19 of 27 arrays of parameters are copied") == 1
     assert runs.restore(tmp_path / "new").step == 2
 
 

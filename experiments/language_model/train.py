@@ -2,8 +2,8 @@
 
     python -m experiments.language_model train --workdir=runs/lm
 
-Four blocks of width 128 with four heads of 32 and softmax attention, on windows of 512 characters
-of --text, or of the help topics that come with Python. The folder is that of a run of `vit.train`.
+Four blocks of width 128 with four heads of 32, on windows of 512 characters of --text, or of the
+help topics that come with Python. The folder is that of a run of `vit.train`.
 Most is learned from short windows, and sooner; a run of long ones then begins with what they gave:
 
     python -m experiments.language_model train --workdir=runs/short --length=128 --batch_size=24
@@ -17,7 +17,7 @@ Most is learned from short windows, and sooner; a run of long ones then begins w
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.common import launch
 from experiments.language_model import text as texts
@@ -31,6 +31,15 @@ from vit.weights import transfer
 
 SIZE = Size(width=128, depth=4, num_heads=4, mlp_dim=512)
 QUICK = Size(width=64, depth=2, num_heads=2, mlp_dim=256)
+
+
+def attention_of(kind: str, num_features: int, window: int) -> Attention:
+    """Return softmax attention, or features alone, a window alone, or both."""
+    if kind == "softmax":
+        return Attention(kind)
+    # The window alone has one feature, of weight 0
+    features = ("orf", 1) if kind == "window" else ("orf-antithetic", num_features)
+    return Attention("performer", *features, exact_window=window * (kind != "performer"))
 
 
 def config_of(
@@ -70,6 +79,9 @@ def main(
     workdir: Path,
     text: Path | None = None,
     init_from: Path | None = None,
+    attention: Literal["softmax", "performer", "window", "both"] = "softmax",
+    num_features: int = 64,
+    window: int = 16,
     length: int = 512,
     steps: int = 1500,
     batch_size: int = 16,
@@ -82,6 +94,9 @@ def main(
     Args:
         text: a file in UTF-8; Python's help topics if none.
         init_from: run whose parameters a new run begins with.
+        attention: attention of all layers.
+        num_features: m of performer and both.
+        window: tokens of a chunk of window and both.
         length: characters of a window of the text.
         steps: steps of the optimiser.
         batch_size: windows of a step.
@@ -94,7 +109,7 @@ def main(
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
     config = config_of(
-        Attention("softmax"),
+        attention_of(attention, num_features, window),
         dataset,
         size=QUICK if quick else SIZE,
         rate=learning_rate,
