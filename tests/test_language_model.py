@@ -170,7 +170,7 @@ def test_conversion(method, steps, m):
         replaced(Case("orf", method, steps, 4, 6, keep=1))
 
 
-def test_a_run_and_what_it_is_converted_to(tmp_path):
+def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
     _, config, learned, dataset = decoder("softmax", depth=1)
     source, out = tmp_path / "text", tmp_path / "converted"
@@ -208,6 +208,10 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
         convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
+    monkeypatch.setattr(train, "SIZE", SIZE)
+    options = dict(length=32, batch_size=4, steps=2, text=source)
+    with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
+        train.main(tmp_path / "y", init_from=out, **options)
     shorter = task(dataset.num_classes, learned.settings._replace(length=16))
     with pytest.raises(ValueError, match="holds another run: settings was {'length': 32"):
         loop.train(config, tmp_path / "run", dataset, shorter)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from experiments.common import launch
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, Settings, task
-from vit.config import Attention, Config, Data, Model, Optim, Size
+from vit.config import Attention, Config, Data, Model, Optim, Size, of_run
 from vit.data import Dataset
 from vit.reports import metrics
 from vit.run import loop
@@ -122,6 +122,12 @@ def main(
     if init_from:
         if of_folder(init_from, NAME).get("class_names") != list(dataset.class_names):
             raise ValueError(f"--init_from={init_from} has other characters than the text")
+        source_attention = of_run(init_from).attention
+        if source_attention.transferred or source_attention.calibration != "none":
+            raise ValueError(
+                f"--init_from={init_from} is a converted run, whose features are fitted to its"
+                " layers: train it on in its own folder, or take its softmax run"
+            )
         print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
     record = loop.train(config, workdir, dataset, learned)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
