@@ -120,9 +120,9 @@ def main(
     config.seed = seed
     learned = task(dataset.num_classes, Settings(length))
     if init_from:
+        source_attention = of_run(init_from).attention
         if of_folder(init_from, NAME).get("class_names") != list(dataset.class_names):
             raise ValueError(f"--init_from={init_from} has other characters than the text")
-        source_attention = of_run(init_from).attention
         if source_attention.transferred or source_attention.calibration != "none":
             raise ValueError(
                 f"--init_from={init_from} is a converted run, whose features are fitted to its"
