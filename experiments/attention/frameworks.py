@@ -12,7 +12,6 @@ Equinox and Haiku are no dependencies of this package: `pip install equinox dm-h
 """
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -70,18 +69,9 @@ def main(
 # --- The same model in three frameworks: key -> parameters, and (parameters, patches) -> logits
 
 
-def optional(name: str) -> Any:
-    """Import a framework that is no dependency; the ImportError says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        message = f"{name} is not installed: pip install equinox dm-haiku"
-        raise ImportError(message) from error
-
-
 def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model with `linen.MultiHeadDotProductAttention`."""
-    linen = optional("flax.linen")
+    from flax import linen
 
     class Classifier(linen.Module):
         @linen.compact
@@ -100,7 +90,8 @@ def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
 
 def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
-    eqx = optional("equinox")
+    import equinox as eqx  # pyright: ignore[reportMissingImports]
+
     nn = eqx.nn
     biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 
@@ -137,7 +128,7 @@ def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
 
 def in_haiku(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model with `hk.MultiHeadAttention`."""
-    hk = optional("haiku")
+    import haiku as hk  # pyright: ignore[reportMissingImports]
 
     def classifier(x):
         def normed(x):
