@@ -38,7 +38,7 @@ METHODS = {
 """Calibration, and whether frequencies are refined."""
 
 Parameters = Any
-Apply = Callable[[Parameters, jax.Array], jax.Array]
+Apply = Callable[[Parameters, jax.Array], Any]
 
 
 def main(

@@ -132,7 +132,7 @@ def scale(num_nodes: int) -> dict:
     """Time a random graph; every program is compiled before it is timed."""
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
-    row = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": 0}
+    row: dict = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": 0}
     row["graph, s"] = time.perf_counter() - begin
     key, options = jax.random.key(0), dict[str, Any](num_walks=NUM_WALKS, p_halt=P_HALT)
     multiply, v = jax.jit(lambda kernel, v: kernel @ v), jnp.ones(num_nodes)
