@@ -74,6 +74,7 @@ REFUSED = [  # (read as, text, message)
     ("regression", "a,y\n1,u\n2,v\n", "the last column of .*t.csv is text: regression needs"),
     ("regression", "a,y\n1,3\n2,3\n", "target 'y' of .*t.csv is constant"),
     ("classification", "a,y\n1,u\n2,u\n", "target 'y' .* is constant: .* another target"),
+    ("regression", "a,b,y\n" + rows([1, "NA"] * 6, range(12), range(12)), "'a' .* a cell without"),
     ("classification", "a,y\n1,u\n2,\n3,v\n", "target 'y' .* has a cell without a value"),
 ]
 

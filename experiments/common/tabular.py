@@ -26,6 +26,10 @@ BUNDLED: dict[str, tuple[str, ...]] = {
 """Data sets of scikit-learn, by kind."""
 
 
+MISSING = {"", "?", "na", "n/a", "nan", "null"}
+"""Cells without a value, in lower case."""
+
+
 class Table(NamedTuple):
     """A data set of n rows and d columns, in raw units."""
 
@@ -169,7 +173,7 @@ def _column(where: str, cells: Sequence[str], classes: bool = False) -> tuple[np
     is_text = classes or numbers.count(None) > 0.1 * len(cells)  # car's doors: 2, 3, 4, 5more
     ranks = np.unique(cells if None in numbers else numbers, return_inverse=True)[1]  # pyright: ignore
     values = np.array(ranks if is_text else numbers, np.float64)  # None becomes NaN
-    if "" in cells or "?" in cells or not np.isfinite(values).all():
+    if MISSING & {cell.lower() for cell in cells} or not np.isfinite(values).all():
         raise ValueError(f"{where} has a cell without a value: fill it in, or drop row or column")
     if not ranks.any():
         raise ValueError(f"{where} is constant: drop it, or choose another target")
