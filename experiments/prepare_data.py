@@ -103,7 +103,7 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     """Return the content of the csv file, the target last.
 
     Raises:
-        ValueError: for a column that is not there.
+        ValueError: for a column that is not there, or another number of cells in a row.
     """
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
@@ -112,6 +112,8 @@ def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]
     rows = [[cell.strip() for cell in row] for row in table]
     header = list(columns) or rows.pop(0)
     target = target or header[-1]
+    if wrong := [row for row in rows if len(row) != len(header)]:
+        raise ValueError(f"{source} has {len(header)} columns, but a row {wrong[0]}: see --columns")
     if missing := sorted({target, *drop} - {*header}):
         raise ValueError(f"{source} has no column {missing[0]!r}: it has {', '.join(header)}")
     order = [i for i, name in enumerate(header) if name not in (*drop, target)]

@@ -133,6 +133,7 @@ def test_a_folder_and_nothing_written_over(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
+        ("a.csv", "a,y\n1,2\n3,4,5\n", {}, "a.csv has 2 columns, but a row .*'3', '4', '5'"),
         ("a.csv", "a,y\n1,2\n3,4\n", {"target": "z"}, "has no column 'z': it has a, y"),
         ("a.csv", "a,y\n1,2\n3,?\n", {}, r"target 'y' of .*a.csv has a cell without a value"),
         ("a.npz", "", {}, "has no file that ends in .gml, .stl"),

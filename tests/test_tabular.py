@@ -61,6 +61,10 @@ def test_classes_are_numbered_in_order(tmp_path, targets, expected):
 
 LONG = rows(range(1, 12), range(11), range(11))
 REFUSED = [  # (read as, text, message)
+    ("regression", "1,2,3\n4,5,6\n", "t.csv must begin with the names of two columns"),
+    ("regression", "a,b,y\n", "t.csv must begin with"),
+    ("regression", "a;b;y\n1;2;3\n", "t.csv must begin with .*commas between"),
+    ("regression", "a,a,y\n1,2,3\n", "t.csv must begin with"),
     ("regression", GOOD + "\n7,8\n", "as many cells in each row"),
     ("regression", GOOD + "7,8,9,10\n", "as many cells in each row"),
     ("regression", GOOD + "7,,9\n", "column 'b' of .*t.csv has a cell without a value: fill"),

@@ -97,8 +97,12 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
         return Table(name, loaded.data[:, varying], target, columns)
     with path.open(encoding="utf-8-sig", newline="") as file:
         header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-    if {len(row) for row in rows} != {len(header)}:
-        raise ValueError(f"{path} must have as many cells in each row as names in its header")
+    named = {column for column in header if column and _number(column) is None}
+    if len(named) < max(len(header), 2) or {len(row) for row in rows} != {len(header)}:
+        raise ValueError(
+            f"{path} must begin with the names of two columns or more, with commas between, and"
+            " have as many cells in each row"
+        )
     *columns, target = zip(*rows, strict=True)
     x = {}
     for column, cells in zip(header[:-1], columns, strict=True):
