@@ -88,7 +88,7 @@ def test_pagerank_errors(coupled):
 def test_nodes_without_edges_are_refused():
     graph = Graph.from_edges([(0, 1)], 3)
     with pytest.raises(ValueError, match="graph 'mine' has nodes without edges"):
-        graph_sigma.pagerank_errors({"mine": graph}, 2, "independent", 0.5)
+        graph_sigma.require_edges({"mine": graph})
 
 
 def test_cayley_distance():

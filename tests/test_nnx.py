@@ -14,6 +14,7 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
+from performer.linearization.layers import Options
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
 from vit.config import Attention
 
@@ -49,7 +50,7 @@ def test_heads_and_layers_draw_their_own():
 
 
 def test_one_default_coupling():
-    of = (PerformerAttention.__init__, performer.linearize, performer.nnx.linearize)
+    of = (PerformerAttention.__init__, performer.linearize, Options)
     of += (performer.analysis.attention_error, performer.analysis.recommend)
     defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
     assert defaults == {performer.couplings.DEFAULT, Attention().coupling}
