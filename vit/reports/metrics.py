@@ -42,6 +42,9 @@ def keep_up_to(path: Path, step: int) -> list[Record]:
     """Drop damaged lines and the records after `step`, which a resumed run will write again."""
     kept = [line for line in _lines(path) if line["step"] <= step]
     files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
+    last = kept[-1]["step"] if kept else 0
+    if last < step:
+        print(f"{path} ends at step {last}, the checkpoint is of step {step}: records are missing")
     return _merged(kept)
 
 
