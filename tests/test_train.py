@@ -171,8 +171,8 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
     assert not (workdir / "checkpoints").exists()
 
 
-def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path, capsys):
-    """Or with a damaged one, which is named."""
+def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path):
+    """Or with a damaged one."""
     workdir = shutil.copytree(finished[0], tmp_path / "run")
     log = workdir / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -180,7 +180,6 @@ def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path, caps
     record = train.train(small_config(), workdir)
     assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
     assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
-    assert f"line {len(lines)} is damaged and left out" in capsys.readouterr().out
     log.unlink()
     assert train.train(small_config(), workdir)["eval_accuracy"] == record["eval_accuracy"]
 
