@@ -199,19 +199,19 @@ def test_an_exact_window_is_that_of_the_package():
     query = jnp.concatenate([query, query], axis=1)[:, :S]
     repeated = jnp.repeat(key, N // K, axis=-2)
     logits = jnp.einsum("bthx,bshx->bhts", query, repeated, precision="highest") / H**0.5
-    for calibration, is_causal in ((None, False), (full_calibration(), False), (None, True)):
+    for calibration, is_causal, window, first, keys in (
+        (None, False, 0, 0, 2), (full_calibration(), False, 2, 1, 0), (None, True, 2, 1, 0)
+    ):  # fmt: skip
         A = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool) | (not is_causal), logits, -jnp.inf))
         options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
         both = dict(calibration=calibration, is_causal=is_causal)
-        for window, first, keys in ((0, 0, 0), (2, 1, 0), (0, 0, 2)):
-            near = dict(exact_window=window, exact_first=first, exact_rows=first + keys // 2)
-            near |= dict(exact_keys=0 if is_causal else keys)
-            error = attention_error(query, key, value, **options, **both, **near)
-            measure = partial(attention_weights, query, key, **both, **near)
-            measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))
-            want = np.mean(np.sum((measured - A) ** 2, (-2, -1)), axis=0)
-            want = want / np.sum(A**2, axis=(-2, -1))
-            np.testing.assert_allclose(error.attention.value, want, rtol=2e-4)
+        near = dict(exact_window=window, exact_first=first, exact_keys=keys, exact_rows=1)
+        error = attention_error(query, key, value, **options, **both, **near)
+        measure = partial(attention_weights, query, key, **both, **near)
+        measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))
+        want = np.mean(np.sum((measured - A) ** 2, (-2, -1)), axis=0)
+        want = want / np.sum(A**2, axis=(-2, -1))
+        np.testing.assert_allclose(error.attention.value, want, rtol=2e-4)
         whole = attention_error(query, key, value, **options, **both, exact_window=S)
         assert whole.attention.value.max() < 1e-10
         assert whole.row_sum.value.max() < 1e-5
@@ -354,6 +354,7 @@ def test_recommend():
     assert str(none).startswith("No number of features up to 2 is enough with gaussian.\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("coupling", ["orf-antithetic", "halton", "simplex*monotone"])
 def test_what_is_recommended_has_the_error_of_its_own_draws(coupling):
     """Of which those of fewer features are no part: blocks are cut, pairs and points differ."""
@@ -366,6 +367,7 @@ def test_what_is_recommended_has_the_error_of_its_own_draws(coupling):
         assert line == f"{m} features: relative attention error {error:.3g}, 1e-09 is asked for"
 
 
+@pytest.mark.thorough
 def test_numbers_up_to_64_are_measured_by_one_program(caplog, capsys, monkeypatch):
     """As are other tokens, scales and seeds. Progress is shown on a terminal alone."""
     query, key, _ = inputs(norm=0.5)

@@ -2,14 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from absl import flags
 from ml_collections import config_flags
 
 from tests import commands
-from vit import config, evaluate
+from vit import config
 from vit.config import arguments, bundled
 
 FIELDS = config.flatten(config.Config())
@@ -58,25 +57,6 @@ def test_the_flag_that_is_meant(given, meant):
     assert told == f"{word!r} is no flag: did you mean '{meant}={word.split('=')[1]}'?"
 
 
-def test_what_is_missing_or_out_of_place_is_told():
-    argv, values = program("--config=digits")
-    flags.mark_flag_as_required("workdir", values)
-    with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
-        arguments.parse_flags(argv, values)
-    assert message("--config.seed=3") == (
-        "--config.seed is a field of a config: give --config=NAME, too"
-    )
-    assert message("--config.seed=3", "--config=digits").startswith(
-        "Found --config.seed=3 in argv before a value for --config"
-    )
-    assert message("--config=digits", "runs/a") == "'runs/a' is no flag: see --help"
-
-
-def test_words_are_taken_where_they_are_files():
-    argv, values = program("--workdir=x", "a.jpg", "b.jpg")
-    assert arguments.parse_flags(argv, values, words=True) == ["program", "a.jpg", "b.jpg"]
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_field(flag, capsys):
     argv, values = program(flag)
@@ -106,16 +86,6 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     assert bundled.config("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
-
-
-def test_a_config_that_there_is_not_lists_those_that_there_are():
-    told = message("--config=digit")
-    assert told.startswith("--config: unknown config 'digit'; did you mean 'digits'? Choices: ")
-    assert "imagenet_simrf, inaturalist2021, my_images" in told
-    assert "give the folder of the data set, as in --config=my_images:data" in message(
-        "--config=my_images"
-    )
-    assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
 
 
 def test_a_failure_is_one_line(tmp_path):
@@ -160,19 +130,3 @@ def test_an_empty_flag_is_not_a_default():
     assert arguments.parse_flags(["program", "--name="], values) == ["program"]
     with pytest.raises(SystemExit, match="--out= is empty: leave it out"):
         arguments.parse_flags(["program", "--out="], values)
-
-
-def test_another_split_is_refused_by_the_flag_that_was_given(monkeypatch):
-    """`vit.evaluate --name=birds --split=nope` blamed config.data.train_split."""
-
-    def load(data):
-        raise ValueError(
-            f"config.data.train_split={data.eval_split!r} is no split of {data.name!r}"
-        )
-
-    trained = type("Trained", (), {"config": config.Config()})
-    monkeypatch.setattr(evaluate.use, "load", lambda workdir, step=None: trained)
-    monkeypatch.setattr(evaluate.data, "load", load)
-    fields = {"data.name": "birds", "data.eval_split": "nope"}
-    with pytest.raises(ValueError, match="^--split='nope' is no split of 'birds'$"):
-        evaluate.evaluate_on(Path("run"), fields)

@@ -43,24 +43,6 @@ def test_the_kernel_estimate_is_unbiased():
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
 
 
-def test_all_keys_exact_are_softmax_attention():
-    """With its gradients, and whatever the frequencies."""
-    query, key, value, frequencies = inputs(t=7, s=9, v=8)
-
-    def loss(attend, *tokens):
-        return jnp.sum(attend(*tokens) ** 2)
-
-    def exact(query, key, value):
-        return performer_attention(query, key, value, frequencies, exact_keys=20)
-
-    got, want = (
-        jax.value_and_grad(partial(loss, attend), argnums=(0, 1, 2))(query, key, value)
-        for attend in (exact, jax.nn.dot_product_attention)
-    )
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        close(x, y, 2e-5)
-
-
 def test_gradients_beside_exact_keys():
     """Gradients for a constant choice: central differences in float64."""
     with jax.enable_x64(True):
@@ -131,14 +113,6 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     assert max(ratios["robust"]) < 4
     assert "log-weights" in case or ratios[None][0] < 4
     assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
-
-
-def test_windows_lose_no_rows_at_long_norms():
-    """Chunks need no second look: what is far goes through the state, which is exact."""
-    tokens, exact = inputs(t=14, scale=30.0), oracles.exact_pairs(np.zeros((2, 14), int), 2)
-    got = performer_attention(*tokens, is_causal=True, exact_window=2, scale=1.0)
-    want, _ = oracles.full_attention(*tokens, exact=exact, is_causal=True, scale=1.0)
-    close(got, want, 1e-3)
 
 
 @pytest.mark.optimised("asserts bits")

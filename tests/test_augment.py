@@ -102,11 +102,6 @@ def test_where_nothing_fits_it_is_the_centre(size, want):
         assert 0 <= top < bottom <= 2
 
 
-def test_an_image_that_no_rectangle_fits_stays():
-    image = np.full((1, 1000, 1), 7, np.uint8)
-    assert augment.random_erasing(image, np.random.default_rng(0)) is image
-
-
 # --- RandAugment
 
 

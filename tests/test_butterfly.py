@@ -249,30 +249,6 @@ def test_gradients():
         assert float(in_angles[index]) == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-4)
 
 
-def test_dtypes():
-    """float64 in float64, and orthogonal to its precision; bfloat16 in float32."""
-    butterfly = example(12, 3)
-    half = jax.eval_shape(APPLY, butterfly, jnp.ones(12, jnp.bfloat16))
-    assert half[0].dtype == half[1].dtype == jnp.float32
-    with jax.enable_x64(True):
-        there, back = APPLY(butterfly, jnp.asarray(np.eye(12)))
-        assert there.dtype == back.dtype == jnp.float64
-        np.testing.assert_allclose(there.T, dense(butterfly), atol=1e-14)
-        np.testing.assert_allclose(back, dense(butterfly), atol=1e-14)
-        drawn = jax.eval_shape(lambda: random_butterfly(jax.random.key(9), 12))
-        assert drawn.angles.dtype == drawn.signs.dtype == jnp.float32
-
-
-def test_no_matrix_is_formed():
-    """For 8 vectors at d = 4096, memory and operations far below those of a d x d matrix."""
-    d = 4096
-    butterfly, x = example(d, 1), jax.ShapeDtypeStruct((8, d), jnp.float32)
-    for method in (Butterfly.apply, Butterfly.apply_transpose):
-        compiled = jax.jit(method).lower(butterfly, x).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < 16 * 8 * d * 4 < d * d * 4 / 16
-        assert compiled.cost_analysis()["flops"] < 10 * 8 * d * 12 < 8 * d * d / 4
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

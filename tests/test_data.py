@@ -90,7 +90,6 @@ def few(n=19):
 AUGMENTED = config.Data(
     batch_size=8, image_size=8, crop="inception", flip=True, max_shift=1, randaugment_layers=1
 )
-PLAIN = config.Data(batch_size=8, image_size=8)
 
 
 @pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2)])
@@ -119,15 +118,6 @@ def test_processes_share_every_batch_of_one():
             assert np.array_equal(whole[name], np.concatenate([part[name] for part in parts])), name
     with pytest.raises(ValueError, match="batch_size=8 is not divisible by the 3 processes"):
         data.train_batches(dataset, AUGMENTED, 0, processes=3)
-
-
-def test_a_process_decodes_its_own_rows_only():
-    decoded = []
-    dataset = few()._replace(
-        decode=lambda record, *_: decoded.append(record["label"]) or {"x": np.zeros(1)}
-    )
-    take(dataset, PLAIN, 0, 5, process=1, processes=2, threads=0)
-    assert len(decoded) == 5 * 4
 
 
 @pytest.mark.parametrize("image", BROKEN.values(), ids=BROKEN)

@@ -8,7 +8,6 @@ import re
 import traceback
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -200,23 +199,6 @@ def test_examples_run(module, test, x64, monkeypatch):
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
         run(module, test)
     assert not rounded
-
-
-def test_attributes_have_no_stray_types_in_the_reference(monkeypatch):
-    """Napoleon takes what stands before a colon in an attribute's first line for its type."""
-    pytest.importorskip("sphinx")
-    monkeypatch.syspath_prepend("docs")
-    from docstrings import process
-    from sphinx.ext.napoleon import Config, _process_docstring
-
-    app = SimpleNamespace(config=Config(napoleon_use_rtype=False))
-    for text, shown in (("A ratio: b over c.", "b over c"), ("Slow: d\n\nMore: e", "More: e")):
-        lines = text.splitlines()
-        process(app, "attribute", "x", None, None, lines)
-        _process_docstring(app, "attribute", "x", None, None, lines)
-        assert any(shown in line for line in lines)
-        assert text.splitlines()[0] in lines
-        assert not any(line.startswith(":type") for line in lines)
 
 
 def test_public_names_exist():

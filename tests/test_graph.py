@@ -1,7 +1,5 @@
 """The graph container: three ways in, what it multiplies, what it refuses."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import networkx
@@ -27,19 +25,6 @@ def test_edges_scipy_and_networkx_give_the_same_graph():
         np.testing.assert_allclose(graph.to_dense(), weights_matrix(), rtol=1e-7)
         assert graph.num_nodes == NUM_NODES
         assert graph.degrees.tolist() == (weights_matrix() != 0).sum(axis=1).tolist()
-
-
-def test_its_repr_is_one_line():
-    assert repr(example()) == "Graph(9 nodes, 7 edges, weighted)"
-    loops = Graph.from_edges([(0, 1), (1, 2), (3, 3)], num_nodes=4)
-    assert repr(loops) == "Graph(4 nodes, 3 edges, unweighted)"
-    assert jax.eval_shape(lambda graph: repr(graph) == "x" or graph.weights, loops).shape == (5,)
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "networkx", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'performer-jax\[graphs\]'"):
-        Graph.from_networkx.__wrapped__(Graph, None)
 
 
 def test_it_is_a_pytree_that_multiplies_under_jit():

@@ -53,17 +53,6 @@ def test_fitted_scales_maximise_the_dense_likelihood():
     assert float(misfits[-20:].mean()) == pytest.approx(1, abs=0.05)
 
 
-def test_a_kernel_that_is_no_pytree():
-    class Own:
-        shape = (34, 34)
-
-        def __matmul__(self, v):
-            return estimate() @ v
-
-    law, same = (gp.condition(k, OBSERVED, NEW, Y, 0.3) for k in (Own(), estimate()))
-    np.testing.assert_allclose(law.mean, same.mean, atol=1e-5)
-
-
 def test_a_scale_that_is_fixed():
     sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
     key, start = jax.random.key(3), gp.Scales(1.0, 1.0, 0.5)

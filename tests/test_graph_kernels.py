@@ -153,15 +153,6 @@ def test_spectral_radius(graph, radius):
     np.testing.assert_allclose(kernels.spectral_radius(graph), radius, rtol=1e-6)
 
 
-def test_a_spectral_radius_that_is_not_found(monkeypatch):
-    def give_up(*_, **__):
-        raise scipy.sparse.linalg.ArpackNoConvergence("no", np.zeros(0), np.zeros((0, 0)))
-
-    monkeypatch.setattr(scipy.sparse.linalg, "eigsh", give_up)
-    with pytest.raises(ValueError, match="not found, only that it is at most 2 "):
-        kernels.spectral_radius(Graph.from_edges(RING, 152))
-
-
 @pytest.mark.parametrize("parameter", [1, 2, 3, 4, 8])
 def test_convergence_on_both_sides_of_the_radius(parameter):
     """Binomial series: R = 1, (1 + sigma^2) / sigma^2 and alpha - 1; for an even p a polynomial."""

@@ -104,19 +104,6 @@ def test_weights_of_one_component_do_not_touch_another():
     assert stats.binomtest(int(to_four), count, 0.75).pvalue > ALARM
 
 
-def test_a_place_is_found_among_all_that_int32_numbers():
-    class Thresholds:
-        """Place i has i + 1, without 8 GiB of memory."""
-
-        def __getitem__(self, place):
-            return place.astype(jnp.uint32) + 1
-
-    target = jnp.array([0, 5, 2**30, 2**31 - 3], jnp.uint32)
-    low, high = jnp.zeros(4, jnp.int32), jnp.full(4, 2**31 - 2, jnp.int32)
-    found = walks._first_above(Thresholds(), low, high, target)
-    assert found.tolist() == target.tolist()
-
-
 ONES = np.ones((9, 2), np.int32)
 NEGATIVE = Graph.from_edges([(0, 1)], 2, [-1.0])
 

@@ -94,17 +94,6 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
-def test_the_help_is_that_of_the_docstring():
-    assert signature.meanings(example)["sizes"] == "each m; even numbers"
-
-
-def test_at_least():
-    launch.at_least(2, draws=2, repeats=3)
-    for value in (1, float("nan")):
-        with pytest.raises(ValueError, match=f"^--draws={value} must be at least 2$"):
-            launch.at_least(2, repeats=3, draws=value)
-
-
 PROGRAM = '''
 """What it does."""
 from pathlib import Path

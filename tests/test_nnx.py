@@ -1,6 +1,5 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
-import inspect
 import itertools
 from functools import partial
 
@@ -15,7 +14,6 @@ from flax import nnx
 import performer
 from performer import performer_attention
 from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
-from vit.config import Attention
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -46,22 +44,6 @@ def test_heads_and_layers_draw_their_own():
     # Parameters do not depend on the coupling.
     params = [nnx.state(layer(c, decode=False), nnx.Param) for c in ("iid", "pm-antithetic")]
     jax.tree.map(np.testing.assert_array_equal, *params)
-
-
-def test_one_default_coupling():
-    of = (PerformerAttention.__init__, performer.linearize, performer.nnx.linearize)
-    of += (performer.analysis.attention_error, performer.analysis.recommend)
-    defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
-    assert defaults == {performer.couplings.DEFAULT, Attention().coupling}
-
-
-def test_the_dtype_of_the_layer_is_that_of_its_attention():
-    heads = [X.reshape(3, 5, 2, 4)] * 3
-    attention_fn = layer(decode=False).attention_fn
-    got = attention_fn(*heads, dtype=jnp.bfloat16)
-    want = attention_fn(*(x.astype(jnp.bfloat16) for x in heads))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, want)
 
 
 WINDOW: dict = dict(exact_window=2, exact_first=1)

@@ -14,13 +14,11 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, sized, small_config
-from vit import config, data, evaluate, pretrained, train, use
+from vit import config, data, evaluate, pretrained, train
 from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.reports import metrics
 from vit.run import runs
-from vit.weights import transfer
-from vit.weights.files import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -193,16 +191,6 @@ def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
         jax.tree.map(np.testing.assert_array_equal, params(model), plain)
 
 
-def test_half_precision(file):
-    arrays = weights()
-    for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
-        path = file({name: array.astype(dtype) for name, array in arrays.items()})
-        got = as_float32(dict(np.load(path)), path)
-        for name, array in arrays.items():
-            assert got[name].dtype == np.float32
-            np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)
-
-
 def test_a_file_without_positions_has_fixed_ones(file):
     arrays = weights("mean", "big_vision")
     del arrays["pos_embedding"]
@@ -211,18 +199,6 @@ def test_a_file_without_positions_has_fixed_ones(file):
     table = model.position[...][None]
     want = reference(arrays | {"pos_embedding": table}, IMAGES, "mean")
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
-
-
-def test_a_run_without_data_has_the_numbers_of_the_head_as_classes(file, tmp_path):
-    arrays = weights()
-    lines = pretrained.pretrained(file(arrays), None, tmp_path / "run")
-    assert lines[0] == (
-        "google-research's ViT: width 16, 2 blocks, 2 heads, MLP 32, gelu_tanh, patches of 4,"
-        " pictures of 8"
-    )
-    trained, want = use.load(tmp_path / "run"), reference(arrays, IMAGES)
-    np.testing.assert_allclose(trained.outputs(IMAGES)[0], want, rtol=1e-4, atol=1e-4)
-    assert trained.class_names == tuple("0123456789")
 
 
 def test_runs_evaluate_and_train_on(file, tmp_path):
@@ -322,16 +298,3 @@ def test_values_that_are_no_weights_are_named(file):
         "cls: not finite",
         "head/bias: not finite",
     ]
-
-
-def test_classes_that_are_numbers_fit_any_names():
-    """A head is taken over between runs of equal classes, or if one side only has numbers."""
-    numbers, names = ("0", "1"), ("cat", "dog")
-    for old, new, same in [
-        (names, names, True),
-        (numbers, names, True),
-        (names, numbers, True),
-        (names, names[::-1], False),
-        (numbers, (*names, "emu"), False),
-    ]:
-        assert transfer._same_classes(old, new) == same

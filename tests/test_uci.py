@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.stats import qmc
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
 from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
 from performer import gp, kernels
-from performer.couplings import directions
 from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
@@ -61,13 +59,6 @@ def test_ratio():
     assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
 
 
-def test_halton_points_are_plain_shifted_and_rotated():
-    _, rotation_key = jax.random.split(jax.random.key(0))
-    halton = uci.halton(jax.random.key(0), 7, 5) @ directions.haar(rotation_key, 5, 5).T
-    shift = (stats.norm.cdf(halton) - qmc.Halton(5, scramble=False).random(7)) % 1
-    np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
-
-
 def test_scores_match_the_equations(splits):
     """VRC Eqs 42 and 43 in NumPy."""
     with jax.enable_x64(True):
@@ -108,12 +99,6 @@ def test_scores_match_the_equations(splits):
         kl(*priors) / len(new),
     ]
     np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-def test_units():
-    """Values x = 3 y: errors triple, densities fall by log 3."""
-    found = uci_gp.in_units(np.ones((1, 2, 5)), np.array([3.0]))
-    np.testing.assert_allclose(found[0], [[1, 1, 3, 1 + np.log(3), 1]] * 2)
 
 
 @pytest.mark.thorough

@@ -132,19 +132,6 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     np.testing.assert_allclose(one.probabilities, jax.nn.softmax(alone[:1]), atol=1e-6)
 
 
-def test_a_turned_photograph_is_seen_upright(model):
-    """As `vit.prepare` stores it. 6: the right side is the top."""
-    picture = Image.fromarray(noise(8, 8, seed=2))
-    turned = io.BytesIO()
-    tags = Image.Exif()
-    tags[use.ORIENTATION] = 6
-    picture.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=tags)
-    np.testing.assert_array_equal(use.upright(turned.getvalue())[..., 0], np.asarray(picture))
-    plain = io.BytesIO()
-    picture.save(plain, "PNG")
-    assert use.upright(plain.getvalue()) == plain.getvalue()
-
-
 @pytest.mark.parametrize(
     ("images", "message"),
     [
