@@ -11,6 +11,7 @@ from jax import export
 from performer import calibration, performer_attention
 from performer.attention import _sizes
 from tests.attention_inputs import close, inputs
+from tests.tiers import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ PROGRAMS = {
 LARGE = pytest.param("packed", marks=pytest.mark.slow)  # its program
 
 
-@pytest.mark.parametrize("name", [*list(PROGRAMS)[:-1], LARGE])
+@pytest.mark.parametrize("name", [*tiers(list(PROGRAMS)[:-1], 1), LARGE])
 def test_exported_attention_is_attention(name):
     function, arguments, axes, sizes = PROGRAMS[name]
     program = exported(function, arguments(), axes)

@@ -164,6 +164,7 @@ except checkpoint.SaveError as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     """Files of more than 4 KiB cannot be written in that process: what a full disk does."""
     done = subprocess.run(

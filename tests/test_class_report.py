@@ -88,6 +88,7 @@ def test_ties_and_nan_are_counted_as_the_metrics_do():
         assert int(rank[row] < 5) == int(counts["top5"])
 
 
+@pytest.mark.thorough
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
     settings = small_config(attention=SOFTMAX)

@@ -11,6 +11,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
 
 from tests.small import PATIENCE, small_config
+from tests.tiers import tiers
 from vit import config, data, prepare
 from vit.data import augment
 
@@ -92,7 +93,7 @@ AUGMENTED = config.Data(
 )
 
 
-@pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("process", "processes"), tiers([(1, 2), (0, 1)], 1))
 def test_stream_goes_on_from_a_saved_position(digits, process, processes):
     section, share = small_config().data, dict(process=process, processes=processes)
     whole, _ = take(digits, section, 0, 6, **share)
@@ -349,7 +350,7 @@ def test_data_that_are_not_there_are_refused(fields, message):
         data.load(config.Data(**fields))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", tiers([0.0, 1.0, 0.3], 2))
 def test_as_many_images_are_erased_as_the_config_says(share):
     """Of 1,000: false-alarm rate 6e-7. Without it nothing is drawn: all else stays as it was."""
     number = 1000 if 0 < share < 1 else 20

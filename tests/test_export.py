@@ -63,29 +63,33 @@ def served(written, number):
 
 
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
-    model = trained(model=config.Model(variant="XS/4", pooling="token"))
-    written = export.named(tmp_path / "birds.stablehlo")
+    data = config.Data(eval_resize=10)
+    model = trained(model=config.Model(variant="XS/4", pooling="token"), data=data)
+    written = export.named(tmp_path / "new" / "birds.stablehlo")
     export.export(model, written)
     got, said = served(written, 3)
     want, _ = model.outputs(images(3))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert said.strip() == str([NAMES[i] for i in want.argmax(-1)])
-    assert {path.suffix for path in tmp_path.glob("birds.*")} == {".stablehlo", ".json"}
+    assert {path.suffix for path in written.about.parent.glob("birds.*")} == {".stablehlo", ".json"}
+    about = json.loads(written.about.read_text())
+    assert about["class_names"] == list(NAMES)
+    assert (about["image_size"], about["channels"], about["step"]) == (8, 1, 3)
+    assert about["preprocessing"]["shorter_side"] == 10
+    assert about["program"] == "birds.stablehlo"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections",
     [
         dict(attention=config.Attention(kind="softmax")),
         dict(attention=config.Attention(num_features=8, calibration="shift")),
         dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
-        pytest.param(
-            dict(
-                model=config.Model(variant="XS/2", pooling="token"),
-                attention=config.Attention(num_features=8, exact_window=4),
-            ),
-            marks=pytest.mark.thorough,
+        dict(
+            model=config.Model(variant="XS/2", pooling="token"),
+            attention=config.Attention(num_features=8, exact_window=4),
         ),
     ],
     ids=["softmax", "calibrated", "bfloat16 and remat", "window"],
@@ -99,17 +103,6 @@ def test_every_model_for_every_number_of_images(sections):
         np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
 
 
-def test_what_stands_beside_it(tmp_path):
-    data = config.Data(eval_resize=10)
-    written = export.named(tmp_path / "new" / "birds.stablehlo")
-    export.export(trained(data=data), written)
-    about = json.loads(written.about.read_text())
-    assert about["class_names"] == list(NAMES)
-    assert (about["image_size"], about["channels"], about["step"]) == (8, 1, 3)
-    assert about["preprocessing"]["shorter_side"] == 10
-    assert about["program"] == "birds.stablehlo"
-
-
 def test_nothing_is_overwritten(tmp_path):
     for name in ("bees", "bees.json"):
         with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
@@ -121,6 +114,7 @@ def test_nothing_is_overwritten(tmp_path):
         (tmp_path / name).unlink()
 
 
+@pytest.mark.thorough
 def test_too_many_parameters_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "LARGEST", 1000)
     written = export.named(tmp_path / "birds.stablehlo")

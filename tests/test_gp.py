@@ -13,6 +13,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as of_sklearn
 
 from performer import gp, kernels
+from tests.tiers import tiers
 
 RNG = np.random.default_rng(0)
 X, NEW = RNG.normal(size=(30, 3)), RNG.normal(size=(12, 3))
@@ -258,7 +259,7 @@ WHOLE = RNG.integers(-2, 3, size=(9, 4)).astype(float)  # exact in every dtype
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "compiled"), [(6, 3, True), (6, 3, False), (0, 3, True), (6, 0, True)]
+    ("n", "k", "compiled"), tiers([(6, 3, True), (0, 3, True), (6, 0, True), (6, 3, False)], 3)
 )
 def test_all_dtypes_of_all_arguments(n, k, compiled):
     """Each beside another one, of the kernel and of the values, against the equations."""

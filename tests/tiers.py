@@ -11,7 +11,8 @@ def tiers(values, core, ids=str):
         core: a collection of them, or how many of the first.
         ids: a function that names a value.
     """
-    core = list(values)[:core] if isinstance(core, int) else core
+    values = list(values)
+    core = values[:core] if isinstance(core, int) else core
     return [
         pytest.param(
             *(x if isinstance(x, tuple) else (x,)),
