@@ -112,19 +112,6 @@ def test_learning_on_attention_goes_to_pm():
     assert float(losses[-50:].mean()) < 0.9 * float(losses[:20].mean())
 
 
-def test_any_coupling_of_theta():
-    theta, losses = copula.learn(
-        jax.random.key(9),
-        copula.kernel_rmse(jnp.eye(D), features.positive, lengthscale=2.0),
-        THETA,
-        num_features=2 * D,
-        coupling=lambda theta: couplings.Antithetic(copula.orthogonal(theta)),
-        num_steps=2,
-    )
-    assert bool(jnp.isfinite(losses).all())
-    assert not bool((theta == THETA).any())
-
-
 def test_bad_input():
     with pytest.raises(ValueError, match=r"theta has 4 parameters; m lengths .* as 3 for m = 3"):
         copula.cholesky(jnp.ones(4))

@@ -53,16 +53,6 @@ def test_fitted_scales_maximise_the_dense_likelihood():
     assert float(misfits[-20:].mean()) == pytest.approx(1, abs=0.05)
 
 
-def test_a_scale_that_is_fixed():
-    sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
-    key, start = jax.random.key(3), gp.Scales(1.0, 1.0, 0.5)
-    options = dict(fixed=("lengthscale",), num_steps=2)
-    scales, misfits = gp.fit(key, sampled, OBSERVED, Y, start, **options)
-    assert float(scales.lengthscale) == 1
-    assert float(scales.noise_scale) != 0.5
-    assert misfits.shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("noise_scale", "options", "message"),
     [
@@ -74,21 +64,6 @@ def test_a_scale_that_is_fixed():
 def test_a_posterior_that_is_refused(noise_scale, options, message):
     with pytest.raises(ValueError, match=message):
         gp.condition(estimate(), OBSERVED, NEW, Y, noise_scale, **options)
-
-
-@pytest.mark.parametrize(
-    ("y", "start", "message"),
-    [
-        (Y, (0.0, 1.0, 0.5), "lengthscale must be positive"),
-        (Y, (1.0, 1.0, -1.0), "noise_scale must be positive"),
-        (Y, (np.ones(2), 1.0, 1.0), "lengthscale must be one number, got .* shape .2,"),
-        (Y[:0], (1.0, 1.0, 1.0), "nothing to fit: y is empty"),
-    ],
-)
-def test_scales_and_values_that_a_fit_refuses(y, start, message):
-    sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
-    with pytest.raises(ValueError, match=message):
-        gp.fit(jax.random.key(3), sampled, OBSERVED[: len(y)], y, gp.Scales(*start))
 
 
 def law_of(gram, observed, y, nodes, output_scale, noise_scale):
@@ -211,13 +186,3 @@ def test_one_sample_is_that_of_the_equations():
     system = gram[np.ix_(observed, observed)] + noise_scale**2 * np.eye(4)
     gain = np.linalg.solve(system, y[:, None] - prior[observed] - noise_scale * noise)
     np.testing.assert_allclose(found, (prior + gram[:, observed] @ gain).T, atol=1e-10)
-
-
-def test_samples_that_are_refused():
-    two = features.Estimate(estimate().left, estimate().left)
-    with pytest.raises(ValueError, match="one ensemble: unbiased_diagonal=False"):
-        gp.sample(jax.random.key(0), two, OBSERVED, Y, 0.3)
-    with pytest.raises(ValueError, match="noise_scale must be positive"):
-        gp.sample(jax.random.key(0), estimate(), OBSERVED, Y, 0.0)
-    with pytest.raises(ValueError, match="relative residual of .* for a tolerance of 1e-20"):
-        gp.sample(jax.random.key(0), estimate(), OBSERVED, Y, 1e-4, tolerance=1e-20)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
-from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
+from performer.nnx import PerformerAttention, redraw
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -186,19 +186,6 @@ def calibrated(num_heads: int | None = 2, method="full", **kwargs):
     )
 
 
-def test_frequencies_and_statistics_are_state_but_no_parameters():
-    module = calibrated()
-    _, params, frequencies, state, _ = nnx.split(module, nnx.Param, Frequencies, Statistics, ...)
-    assert len(jax.tree.leaves(params)) == 8
-    assert len(jax.tree.leaves(frequencies)) == 1
-    assert len(jax.tree.leaves(state)) == 5  # moments, shift, scale, its inverse, root
-    gradients = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
-    assert jax.tree.structure(gradients) == jax.tree.structure(params)
-    assert np.all([np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients)])
-    assert np.any(module.attention_fn.statistics["moments"][...])  # the grad call measured, too
-    assert not nnx.state(layer(decode=False), Statistics)
-
-
 def test_calibrated_causal_attention_does_not_see_the_future_in_training():
     """Not even through its statistics: they are used from the next call on."""
     one, two = calibrated(), calibrated()
@@ -251,18 +238,3 @@ def test_a_learned_coupling_trains_a_model():
     assert losses[-1] < 0.8 * losses[0]
     assert len(traces) == 1
     assert not np.array_equal(model.attention_fn.frequencies[...], drawn)
-
-
-def test_redraw_of_layers_that_vmap_stacks():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stacked(rngs):
-        return PerformerAttention(4, 2, coupling="iid", num_heads=2, redraw_every=1, rngs=rngs)
-
-    model = stacked(nnx.Rngs(frequencies=0))
-    before = np.asarray(model.frequencies[...])
-    redraw(jax.random.key(0), model, 1)
-    after = np.asarray(model.frequencies[...])
-    assert after.shape == before.shape == (3, 2, 4, 2)
-    assert not np.isin(after, before).any()
-    assert len(np.unique(after)) == after.size

@@ -205,21 +205,6 @@ def test_gauss_hermite_moments():
         assert abs(values.mean() - stats.norm.moment(order)) < 5 * error
 
 
-def test_jit_vmap_and_gradients():
-    x = jax.random.normal(jax.random.key(11), (3, 4))
-
-    @jax.jit
-    def error(lengthscale, key):
-        rule = spherical_radial(key, 2, 4, orthogonal=BUTTERFLY, reflect=False)
-        estimate = gram(x, x, rule, lengthscale=lengthscale)
-        return jnp.sum((estimate - kernels.gaussian(x, x, lengthscale=lengthscale)) ** 2)
-
-    keys = jax.random.split(jax.random.key(12), 3)
-    values, gradients = jax.vmap(jax.value_and_grad(error), in_axes=(None, 0))(2.0, keys)
-    assert bool(jnp.isfinite(values).all() & jnp.isfinite(gradients).all())
-    assert len(set(values.tolist())) == 3
-
-
 def test_bad_input():
     key = jax.random.key(0)
     with pytest.raises(ValueError, match="num_rules must be a positive integer, got 0"):

@@ -85,11 +85,6 @@ def test_what_gets_worse_where_it_is_held_out_is_not_kept():
     np.testing.assert_array_equal(refined, frequencies)
 
 
-def test_an_unknown_loss():
-    with pytest.raises(ValueError, match="unknown loss 'squares'"):
-        transfer(performer_estimate, jnp.ones((2, 8, 4)), None, sample(2), steps=1, loss="squares")
-
-
 FAR = Far(
     *(
         jax.random.normal(jax.random.key(i), shape)
@@ -150,13 +145,6 @@ def test_the_operator_makes_the_same_rows(window, estimate, method):
     )
     want = estimate(FAR, (fitted, Window(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
-
-
-def test_a_law_of_frequencies_has_no_place_beside_learned_ones():
-    of = sample(2)
-    fitted = calibration.calibrate(of.query, of.key, method="full")
-    with pytest.raises(ValueError, match="leave out its mean and root"):
-        refine_far(FAR, fitted, Window(3), of, steps=1)
 
 
 def test_refining_what_is_far():
