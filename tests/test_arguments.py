@@ -37,16 +37,10 @@ def message(*given):
     [
         ("--config.learning_rate=1", "--config.optim.learning_rate"),
         ("--coupling=pm", "--config.attention.coupling"),
-        ("--attention.coupling=pm", "--config.attention.coupling"),
-        ("--config.coupling=pm", "--config.attention.coupling"),
         ("--batch-size=8", "--config.data.batch_size"),
-        ("--batch=8", "--config.data.batch_size"),
         ("--epochs=8", "--config.num_epochs"),
-        ("--heads=8", "--config.model.num_heads"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
-        ("--work-dir=x", "--workdir"),
-        ("--learning_rat=1", "--config.optim.learning_rate"),
     ],
 )
 def test_the_flag_that_is_meant(given, meant):

@@ -339,8 +339,6 @@ def test_a_label_that_is_no_class_is_an_error():
             dict(train_split="train[:50%]"),
             r"train_split='train\[:50%\]' must be 'train' for 'digits'",
         ),
-        (dict(eval_split="train"), r"config\.data\.eval_split='train' must be 'test'"),
-        (dict(dir="data"), r"config\.data\.dir='data' must be ''"),
         (dict(batch_size=1438), "batch_size=1438 is larger .* 1437 records"),
         (dict(name="mnist", dir="docs"), "holds no data set; make one of pictures by"),
     ],

@@ -64,24 +64,17 @@ NOT_INTEGER = r"g.npz: n_nodes must be a positive integer, got "
 UNREADABLE = "g.npz cannot be read as an .npz file: "
 REFUSED = [  # (read by, arrays, message)
     ("load", dict(edges=PATH, n_nodes=[3, 3]), NOT_INTEGER + r"\[3, 3\]"),
-    ("load", dict(edges=PATH, n_nodes=3.5), NOT_INTEGER + "3.5"),
-    ("load", dict(edges=PATH, n_nodes=-3), NOT_INTEGER + "-3"),
     ("load", dict(edges=PATH, n_nodes=2**40), "g.npz: 1099511627776 nodes are more than int32"),
     ("load", dict(edges=PATH, n_nodes=2), r"g.npz: edge 1, \(1, 2\), names a node outside"),
     ("load", dict(edges=["a"], n_nodes=2), r"g.npz: edges must be pairs"),
     ("load", TRAFFIC | dict(weights=["a", "b"]), "g.npz: weights must be real numbers, got <U1"),
     ("load", dict(edges=np.array([{}]), n_nodes=2), "g.npz cannot be read .*: Object arrays"),
     ("load", b"", UNREADABLE),
-    ("load", b"PK", UNREADABLE),
     ("mesh_faces", SQUARE | {"faces": [[0, 1, 9]]}, "faces of .*g.npz must be"),
-    ("mesh_faces", SQUARE | {"faces": [0, 1, 2]}, "faces of .*g.npz must be"),
-    ("mesh_faces", SQUARE | {"faces": 3}, "faces of .*g.npz must be"),
     ("mesh_faces", SQUARE | {"faces": [[0, 1, 2], [0, 1, 1]]}, r"face 1 of .*g\.npz has no area"),
     ("mesh_faces", SQUARE | {"vertices": [[0.0, 1]]}, "vertices of .*g.npz must be"),
     ("mesh", dict(edges=PATH, vertex_normals=[[1.0, np.nan, 0]]), "normals of .*g.npz"),
     ("traffic", TRAFFIC | {"obs_nodes": [0, 3]}, "obs_nodes of .*g.npz must be"),
-    ("traffic", TRAFFIC | {"obs_nodes": [0, -1]}, "obs_nodes of .*g.npz must be"),
-    ("traffic", TRAFFIC | {"obs_speed": [0.0]}, "obs_speed of .*g.npz must be"),
     ("traffic", TRAFFIC | {"obs_speed": [0.0, np.inf]}, "obs_speed of .*g.npz must be"),
 ]
 

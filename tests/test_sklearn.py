@@ -140,18 +140,12 @@ def test_random_state():
     ("parameters", "message"),
     [
         ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
-        ({"n_components": 10.0}, "n_components must be.*integer.*got 10.0, such as 100"),
         ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
-        ({"gamma": float("inf")}, "gamma must be .*got inf"),
-        ({"gamma": float("nan")}, "gamma must be .*got nan"),
-        ({"gamma": "foo"}, "gamma must be a positive, finite number or 'scale', got 'foo'"),
         ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
-        ({"coupling": 3}, "coupling must be a name or a function.*got 3"),
         ({"kernel": "rgb"}, "unknown kernel 'rgb'; did you mean 'rbf'"),
         ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
         ({"kernel": HYPERBOLIC, "n_components": 3}, "n_components must be a multiple of 2 for ker"),
         ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
-        ({"coupling": "pnc-antithetic", "n_components": 102}, "even number .* m = 51"),
     ],
 )
 def test_bad_parameters_are_refused_in_fit(parameters, message):
@@ -164,11 +158,8 @@ def test_bad_parameters_are_refused_in_fit(parameters, message):
     ("parameters", "factor", "message"),
     [
         (dict(gamma="scale"), 1e200, r"gamma='scale' has no value for X.var\(\) = inf: scale X"),
-        (dict(gamma="scale"), 1e-160, r"gamma='scale' has no value for X.var\(\) = .*: scale X"),
         (dict(gamma=1.0), 1e200, r"X, up to .*e\+200 with gamma = 1, is too large for float64"),
-        (dict(gamma=1e300), 1e20, "is too large for float64: scale it"),
         (dict(coupling=lambda key, m, d: np.full((m, d), np.nan)), 1, "150 values that are not fi"),
-        (dict(coupling=lambda key, m, d: np.full((m, d), np.inf)), 1, "150 values that are not fi"),
     ],
 )
 def test_what_is_not_finite_is_refused(parameters, factor, message):

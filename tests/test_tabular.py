@@ -62,24 +62,15 @@ def test_classes_are_numbered_in_order(tmp_path, targets, expected):
 LONG = rows(range(1, 12), range(11), range(11))
 REFUSED = [  # (read as, text, message)
     ("regression", "1,2,3\n4,5,6\n", "t.csv must begin with the names of .* '1,2,3'"),
-    ("regression", "a,b,y\n", "t.csv must begin with .*: it begins with 'a,b,y'"),
     ("regression", "a;b;y\n1;2;3\n", "with commas between, .* begins with 'a;b;y'"),
-    ("regression", "a,a,y\n1,2,3\n", "t.csv must begin with the names of .* 'a,a,y'"),
-    ("regression", ",b,y\n1,2,3\n", "t.csv must begin with the names of .* ',b,y'"),
     ("regression", GOOD + "\n7,8\n", "as many cells in each row"),
-    ("regression", GOOD + "7,8,9,10\n", "as many cells in each row"),
     ("regression", GOOD + "7,,9\n", "column 'b' of .*t.csv has '': fill in a"),
     ("regression", GOOD + "?,1,9\n", r"column 'a' of .*t.csv has '\?': fill in a"),
-    ("regression", GOOD + "4,1,nan\n", "target 'y' of .*t.csv has 'nan': fill in a"),
-    ("regression", GOOD + "1,-inf,9\n", "column 'b' .* has '-inf': .*or drop row"),
-    ("regression", f"a,b,y\n{LONG}1.2.3,4,5\n", "column 'a' .* has '1.2.3': fill in"),
     ("regression", "a,b,y\nu,2,3\nu,3,4\n", "column 'a' of .*t.csv is constant: drop it"),
     # The standard deviation of eleven times 0.3 is not 0.
     ("regression", "a,b,y\n" + rows([0.3] * 11, range(11), range(11)), "'a' .* is constant: drop"),
     ("regression", "a,y\n1,u\n2,v\n", "the last column of .*t.csv is text: regression needs"),
     ("regression", "a,y\n1,3\n2,3\n", "target 'y' of .*t.csv is constant"),
-    ("classification", "a,y\n1,u\n2,u\n", "target 'y' .* is constant: .* another target"),
-    ("classification", "a,y\n1,u\n2,\n3,v\n", "target 'y' .* has '': fill in a value"),
 ]
 
 
