@@ -56,6 +56,7 @@ def test_what_a_device_has_decides(plan):
     assert f"{32 / bound:,.0f} images per second, bounded by memory traffic" in dry_run.text(exact)
 
 
+@pytest.mark.thorough
 def test_a_batch_in_parts_costs_as_much_as_whole(plan):
     """XLA counts the inside of a loop once."""
     settings = small_config(model=SETTINGS.model, optim=config.Optim(warmup_steps=1, accumulate=4))

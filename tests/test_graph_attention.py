@@ -160,7 +160,9 @@ def test_keys_that_do_not_exist_have_no_part(implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "relu", "elu+1"])
+@pytest.mark.parametrize(
+    "name", tiers(["hyperbolic", "trigonometric", "positive", "relu", "elu+1"], 2)
+)
 def test_feature_maps(implementation, name):
     """The attention of the feature map, times M."""
     with jax.enable_x64(True):
@@ -210,7 +212,7 @@ def test_exact_features_of_both_kernels_give_masked_softmax_attention():
 
 
 @pytest.mark.parametrize("summed", ["pairs", "visits"])
-@pytest.mark.parametrize("coupling", ["independent", "antithetic", "sigma"])
+@pytest.mark.parametrize("coupling", tiers(["antithetic", "independent", "sigma"], 1))
 def test_numerator_and_normaliser_are_unbiased(coupling, summed):
     """z-tests of 9 rows and 2 columns over 3,000 draws of the walks, for given frequencies.
 

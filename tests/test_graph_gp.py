@@ -23,6 +23,7 @@ def estimate():
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_fitted_scales_maximise_the_dense_likelihood():
     """Of the same walks; the optimum by L-BFGS on the dense likelihood in float64."""
     sampled = features.sample(jax.random.key(2), karate(), num_walks=20, p_halt=0.3)

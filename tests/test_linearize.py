@@ -13,6 +13,7 @@ import performer
 from performer import calibration, couplings
 from performer.attention.refinement import Sample, softmax_attention
 from performer.nnx import PerformerAttention, linearize, measure
+from tests.tiers import tiers
 
 B, T, WIDTH, HEADS = 3, 6, 8, 2
 X = jax.random.normal(jax.random.key(0), (2, B, T, WIDTH)) * jnp.linspace(2, 0.2, WIDTH)
@@ -66,13 +67,15 @@ def by_op(query, key, value, *, pairs=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_heads": 4, "num_kv_heads": 2},
-        {"normalize_qk": True},
-        {"dropout_rate": 0.3, "deterministic": False},
-    ],
-    ids=["self", "grouped", "normalised", "dropout in training alone"],
+    tiers(
+        [
+            {"num_heads": 4, "num_kv_heads": 2},
+            {},
+            {"normalize_qk": True},
+            {"dropout_rate": 0.3, "deterministic": False},
+        ],
+        1,
+    ),
 )
 def test_a_layer_is_the_op_on_its_queries_and_keys(options):
     model = Model(**options)
@@ -93,7 +96,7 @@ def test_cross_attention():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_window(is_causal):
     """By the op; the errors of the report are those with it, and it decodes with a cache."""
     model, window = Model(), dict(exact_window=2, exact_first=1, exact_rows=1)
@@ -333,6 +336,7 @@ def test_a_replaced_layer_with_dropout_trains():
     assert (model.attention.dropout_rate, new.attention.dropout_rate) == (0.1, 0.0)
 
 
+@pytest.mark.thorough
 def test_layers_are_kept_by_their_errors_after_refinement():
     _, report = linearize(Stack(), BATCHES, num_features=4, refine_steps=30, keep=1)
     _, unrefined = linearize(Stack(), BATCHES, num_features=4)
@@ -352,6 +356,7 @@ def test_the_original_and_its_arrays_stay():
     assert nnx.graphdef(model) == graph
 
 
+@pytest.mark.thorough
 def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
     model = Stack()
     x = jax.random.normal(jax.random.key(5), (4, 16, T, WIDTH)) * jnp.linspace(3, 0.2, WIDTH)

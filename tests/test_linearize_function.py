@@ -12,16 +12,20 @@ import performer
 from performer import calibration, couplings
 from performer.linearization import layers
 from tests import zoo
+from tests.tiers import tiers
 from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
 EXACT = dict(exact_window=1000, num_features=4)
 """All keys are exact: the new function is the old one."""
-SLOW = {zoo.nnx_remat, zoo.nnx_scan, zoo.linen_remat, zoo.linen_scan, zoo.haiku_layer}
+CORE = [zoo.plain, zoo.batch_of_heads, zoo.gemma, zoo.jax_lengths, zoo.nnx_vit, zoo.encoder_decoder]
+CORE += [zoo.checkpointed, zoo.packed_causal, zoo.alibi, zoo.vmapped, zoo.bfloat16]
+CORE += [zoo.t5_bias, zoo.sliding_window, zoo.soft_cap, zoo.dropout, zoo.conditional]
+CORE += [zoo.flash_kernel, zoo.cross]
+"""Models of the core; the others, whose ways to write attention are like theirs, are thorough."""
 
 
-def named(models, slow=()):
-    marks = {True: pytest.mark.thorough, False: ()}
-    return [pytest.param(x, id=x.__name__, marks=marks[x in slow]) for x in models]
+def named(models, core=CORE):
+    return tiers(models, core, lambda model: model.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +81,7 @@ def both(new, old, arguments):
     return compute(new, arrays)
 
 
-@pytest.mark.parametrize("model", named(LINEAR, SLOW))
+@pytest.mark.parametrize("model", named(LINEAR))
 def test_with_all_keys_exact_it_is_the_same_function(model):
     """Outputs and gradients, but for cross attention, which has no window."""
     function, batches = model()

@@ -238,6 +238,7 @@ def gradients(**model):
     return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(net, Statistics))
 
 
+@pytest.mark.thorough
 def test_remat_changes_nothing_but_memory():
     """Dropout masks and running statistics are those of one pass, not of two."""
     for kept, again in zip(gradients(), gradients(remat=True), strict=True):

@@ -85,6 +85,7 @@ def test_maps_leave_out_tokens_without_a_place():
             np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_maps_with_a_window_lie_as_the_picture_does():
     """The exact ones are those of the model without one; its own are those of its attention."""
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)

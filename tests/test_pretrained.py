@@ -3,6 +3,7 @@
 The reference is the original network written from its definition in float64 NumPy.
 """
 
+import itertools
 import zipfile
 
 import jax
@@ -14,6 +15,7 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, sized, small_config
+from tests.tiers import tiers
 from vit import config, data, evaluate, pretrained, train
 from vit import weights as published
 from vit.model import ViT, random_streams
@@ -159,8 +161,9 @@ def params(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-@pytest.mark.parametrize("pooling", ["token", "mean"])
-@pytest.mark.parametrize("layout", ["augreg", "big_vision"])
+@pytest.mark.parametrize(
+    ("pooling", "layout"), tiers(itertools.product(["token", "mean"], ["augreg", "big_vision"]), 2)
+)
 def test_the_loaded_model_is_the_original_function(file, pooling, layout):
     """Pooling and sizes are the file's, whatever the config says."""
     arrays = weights(pooling, layout)
@@ -201,6 +204,7 @@ def test_a_file_without_positions_has_fixed_ones(file):
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.thorough
 def test_runs_evaluate_and_train_on(file, tmp_path):
     """The softmax twin and a Performer with the same parameters, from one file."""
     path = file(weights())

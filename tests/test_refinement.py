@@ -24,6 +24,7 @@ from performer.attention.refinement import (
     transfer,
 )
 from performer.typing import Window
+from tests.tiers import tiers
 
 STRETCH = jnp.array([2.0, 1.5, 0.1, 0.1])
 
@@ -62,7 +63,7 @@ def test_the_losses_are_those_of_the_equations(is_causal):
     np.testing.assert_allclose(divergence(estimate, exact, pairs), divergences / rows, rtol=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["divergence", "squared"])
+@pytest.mark.parametrize("loss", tiers(["divergence", "squared"], 1))
 def test_refining_lowers_the_error(loss):
     """On other examples than those it was done with; in two of four directions, few features."""
     seen, unseen = sample(64), sample(16, seed=2)
@@ -93,7 +94,7 @@ FAR = Far(
 )
 
 
-@pytest.mark.parametrize(("window", "first"), [(3, 1), (1, 2), (0, 0)])
+@pytest.mark.parametrize(("window", "first"), tiers([(3, 1), (1, 2), (0, 0)], 1))
 @pytest.mark.parametrize("estimate", [hybrid_estimate, learned_estimate])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_hybrid_in_numpy(window, first, is_causal, estimate):

@@ -338,7 +338,6 @@ def labels(*values, column="label", name="x"):
 FEW = idx(np.zeros(4, np.uint8))
 UNPRINTABLE = "has a line break, an outer blank or an unprintable"
 TRAINING = partial(write_folders, train=slice(17), val=slice(3))
-EMPTY = idx(np.zeros(0, np.uint8))
 DAMAGED = [
     (write_idx, cut("train-images-idx3-ubyte", -1), "announces 420 values, 419 follow"),
     (write_idx, written("train-labels-idx1-ubyte", FEW), r"are uint8\[4\]"),

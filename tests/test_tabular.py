@@ -59,7 +59,6 @@ def test_classes_are_numbered_in_order(tmp_path, targets, expected):
     assert y.tolist() == expected
 
 
-LONG = rows(range(1, 12), range(11), range(11))
 REFUSED = [  # (read as, text, message)
     ("regression", "1,2,3\n4,5,6\n", "t.csv must begin with the names of .* '1,2,3'"),
     ("regression", "a;b;y\n1;2;3\n", "with commas between, .* begins with 'a;b;y'"),

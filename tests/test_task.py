@@ -77,6 +77,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
         evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
 
 
+@pytest.mark.thorough
 def test_the_report_has_the_calibration_of_the_layer():
     attention = dataclasses.replace(CALIBRATED, num_features=16)
     model = TASK.create(small_config(attention=attention), rngs=random_streams(0))
@@ -121,6 +122,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
 
 
+@pytest.mark.thorough
 def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
     """Once its module has said how: no data set or task is handed over."""
     monkeypatch.setitem(SUBJECTS, "regression", lambda config, described: (DATASET, OTHER))

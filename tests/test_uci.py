@@ -33,6 +33,7 @@ def test_performer_lengthscale_is_the_mean_distance(splits):
     assert uci.performer_lengthscale(x) == pytest.approx(want)
 
 
+@pytest.mark.thorough
 def test_hyperparameters(splits):
     """The scales are those to which the paper's descent (Adam at 1e-2) converges."""
     two = tabular.Split(*(part[:2] for part in splits))
@@ -140,6 +141,7 @@ def test_copulas(splits):
     assert points[-1]["training RMSE"] == pnc
 
 
+@pytest.mark.thorough
 def test_matern(monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))

@@ -59,6 +59,7 @@ def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, tmp_path):
     """Those of each class by itself, from the very checkpoint."""
     workdir = shutil.copytree(run[0], tmp_path / "run")
@@ -71,6 +72,7 @@ def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, t
     assert said.labels == model.predict(images).labels
 
 
+@pytest.mark.thorough
 def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
     """Of two of its ten classes, in another order; and on its own data in other batches."""
     workdir, record = run
