@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from experiments.speed import attention as benchmark
 from performer import calibration, performer_attention
 from performer.attention import _fused, _sizes
 from tests import attention_inputs, oracles
@@ -238,26 +237,6 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
         text = jax.export.export(function, platforms=[platform])(*args).mlir_module()
         assert text.count("@tpu_custom_call") == kernels
         assert ("stablehlo.exponential" in text) == (kernels == 0)
-
-
-@pytest.mark.thorough
-def test_the_benchmark_compares_before_it_times(monkeypatch):
-    """Both ways at a sixteenth of a size; and what is further away than bfloat16 is refused."""
-    rounds = [
-        benchmark.Round(which, "kernel, causal", ("ours, causal",), ((1, 256, 2),))
-        for which in (benchmark.FORWARD, benchmark.BOTH)
-    ]
-    monkeypatch.setitem(benchmark.ROUNDS, "tpu", rounds)
-    rows, times = benchmark.rounds("tpu", benchmark.Scale(repeats=1, divisor=16))
-    assert [row["quantity"] for row in rows] == 2 * [
-        "relative difference: kernel, causal / ours, causal",
-        "time: ours, causal / kernel, causal",
-        "temporary memory: kernel, causal / ours, causal",
-    ]
-    assert 0 < rows[3]["measured"] < benchmark.DIFFERENCE
-    assert len(times) == 4
-    with pytest.raises(ValueError, match="do not use implementation='pallas' here"):
-        benchmark.difference([np.ones(3), np.ones(3)], [np.ones(3), np.full(3, 1.05)])
 
 
 COMPILE = """

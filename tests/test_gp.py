@@ -13,7 +13,6 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as of_sklearn
 
 from performer import gp, kernels
-from tests.tiers import tiers
 
 RNG = np.random.default_rng(0)
 X, NEW = RNG.normal(size=(30, 3)), RNG.normal(size=(12, 3))
@@ -159,11 +158,6 @@ def normal_log_density(y, covariance):
     return stats.multivariate_normal(np.zeros(len(y)), covariance, allow_singular=False).logpdf(y)
 
 
-def exact_law(gram, cross, test_gram, y, noise):
-    inverse = np.linalg.inv(gram + noise**2 * np.eye(len(gram)))
-    return cross @ inverse @ y, test_gram - cross @ inverse @ cross.T
-
-
 @pytest.mark.parametrize("noise", [0.1, 0.02])
 def test_features_in_float32_are_as_sure_as_they_may_be(noise):
     """4,000 points, 64 features; far from the data, too. By the singular values in float64."""
@@ -252,72 +246,6 @@ def test_derivatives_of_the_likelihoods():
         np.testing.assert_allclose(gradient[1], of_phi, atol=1e-6)
         np.testing.assert_allclose(gradient[2], of_y, atol=1e-6)
         assert float(second) == pytest.approx(curvature, abs=1e-4)
-
-
-DTYPES = [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32]
-WHOLE = RNG.integers(-2, 3, size=(9, 4)).astype(float)  # exact in every dtype
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "compiled"), tiers([(6, 3, True), (0, 3, True), (6, 0, True), (6, 3, False)], 3)
-)
-def test_all_dtypes_of_all_arguments(n, k, compiled):
-    """Each beside another one, of the kernel and of the values, against the equations."""
-    phi, new, y = WHOLE[:n], WHOLE[n : n + k], WHOLE[:n, 0] - WHOLE[:n, 1] ** 2
-    gram, cross, test_gram = phi @ phi.T, new @ phi.T, new @ new.T
-    mean, covariance = exact_law(gram, cross, test_gram, y, 0.5)
-    eye, zeros = np.eye(n), np.zeros(n)
-    log_density = normal_log_density(y, gram + eye / 4) if n else 0.0
-    variance = np.diag(gram) + 1 / 4
-    density = np.mean(y**2 / variance + np.log(2 * np.pi * variance)) / 2 if n else 0.0
-    divergence = (np.trace(gram + eye) - n - np.linalg.slogdet(gram + eye)[1]) / 2
-
-    def all_of(gram, cross, test_gram, phi, new, y):
-        prior = gp.observed(gp.Gaussian(zeros, gram), 1)
-        return (
-            gp.condition(gram, cross, test_gram, y, 0.5),
-            gp.condition_features(phi, new, y, np.float32(0.5)),
-            gp.log_marginal_likelihood(gram, y, np.float64(0.5)),
-            gp.log_marginal_likelihood_features(phi, y, jnp.asarray(0.5)),
-            gp.kl(prior, gp.Gaussian(zeros, eye)),
-            *([gp.negative_log_density(gp.observed(gp.Gaussian(zeros, gram), 0.5), y)] * (n > 0)),
-        )
-
-    of_dtypes = jax.jit(all_of) if compiled else all_of
-    pairs = [(jnp.float32, jnp.int32), (jnp.float64, jnp.bfloat16)]
-    if compiled and n and k:
-        pairs = zip(DTYPES, DTYPES[1:] + DTYPES[:1], strict=True)
-    for of_kernel, of_values in pairs:
-        kernel = [jnp.asarray(a, of_kernel) for a in (gram, cross, test_gram, phi, new)]
-        found = of_dtypes(*kernel, jnp.asarray(y, of_values))
-        wide = jnp.float64 in (of_kernel, of_values)
-        assert found[0].mean.dtype == (jnp.float64 if wide else jnp.float32)
-        want = (mean, covariance), (mean, covariance), log_density, log_density, divergence, density
-        for got, value in zip(found, want, strict=False):
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(value), strict=True):
-                assert np.shape(a) == np.shape(b)
-                np.testing.assert_allclose(a, b, rtol=1e-8 if wide else 2e-4, atol=2e-4)
-
-
-def test_fit_takes_any_dtype():
-    """The same fit for points and values that are the same numbers, with and without float64."""
-    x, y = WHOLE[:, :2], WHOLE[:, 2]
-    start = gp.Scales(1, np.float64(1.0), 1)
-    want = None
-    for of_x, of_y, wide in [
-        (np.float64, np.float64, True),
-        (np.float32, np.int32, True),
-        (np.int64, np.int64, False),
-        (jnp.bfloat16, np.float64, False),
-    ]:
-        with jax.enable_x64(wide):
-            process = gp.GaussianProcess(scales=start).fit(
-                x.astype(of_x), y.astype(of_y), num_steps=3
-            )
-        scales, losses = process.scales, process.losses
-        assert losses.dtype == (jnp.float64 if wide and np.float64 in (of_x, of_y) else jnp.float32)
-        want = want or scales
-        np.testing.assert_allclose(np.array(scales), np.array(want), rtol=1e-5)
 
 
 ONE = np.eye(30)

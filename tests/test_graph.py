@@ -91,17 +91,6 @@ def test_nothing_of_the_caller_is_edited():
     assert (edges.tolist(), weights.tolist()) == ([[0, 1], [1, 1]], [0, 2])
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_a_scipy_matrix_of_a_graph_is_a_copy(x64):
-    with jax.enable_x64(x64):
-        graph = example()
-        matrix = graph.to_scipy()
-        matrix.data[:], matrix.indices[:], matrix.indptr[:] = 0, 0, 0
-        np.testing.assert_allclose(graph.to_dense(), weights_matrix(), rtol=1e-7)
-        expected = np.eye(NUM_NODES) - laplacian(weights_matrix())
-        np.testing.assert_allclose(graph.normalised().to_dense(), expected, atol=1e-7)
-
-
 def many_arcs():
     """A matrix that says it has 2^31 entries; it has none."""
     matrix = scipy.sparse.csr_array((2, 2))
