@@ -94,6 +94,7 @@ def test_learning_recovers_pnc_from_a_random_start():
     assert of(copula.orthogonal(theta)) < 1.02 * of(couplings.get("pnc"))
 
 
+@pytest.mark.thorough
 def test_learning_on_attention_goes_to_pm():
     """All correlations above 0.7 from independent lengths, and attention's error is lower."""
     query, key = 0.4 * jax.random.normal(jax.random.key(7), (2, 12, D))

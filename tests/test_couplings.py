@@ -10,6 +10,7 @@ from scipy import special, stats
 
 from performer import copula, couplings, directions, norms, testing, theory
 from tests.draws import drawn, serve
+from tests.tiers import tiers
 
 NAMES = couplings.names()
 # Of [W, -W] the tests of shapes, of rows and of the mean say nothing else than of W. That it is
@@ -86,7 +87,7 @@ def test_weighted_simplices_have_lower_errors():
     testing.assert_lower_mse("simrf+", "orf", 4, 4, draws=400_000)
 
 
-@pytest.mark.parametrize("d", [16, 20])
+@pytest.mark.parametrize("d", tiers([16, 20], 1))
 def test_hadamard_couplings_are_nearly_gaussian(d, monkeypatch):
     """Mean 0 and covariance I exactly (5 standard errors); unbiased within what 10^4 draws see."""
     names = "sorf", "fast-simrf"
@@ -123,6 +124,7 @@ def test_matern_kernel_from_another_radial_law():
         assert abs(estimates.mean() - want) < 5 * estimates.std() / np.sqrt(draws)
 
 
+@pytest.mark.thorough
 def test_equal_couplings_are_one_program(caplog):
     """A name looked up again, and its parts put together again, have what the first compiled."""
     size = 12, 7
@@ -260,7 +262,7 @@ def test_what_is_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize(("lead", "dtype"), [((2, 3), jnp.float32), ((), jnp.bfloat16)])
+@pytest.mark.parametrize(("lead", "dtype"), tiers([((2, 3), jnp.float32), ((), jnp.bfloat16)], 1))
 def test_redraw_of_stacked_layers_and_of_other_dtypes(lead, dtype):
     """All leading axes are of independent draws; the dtype stays."""
     old, key = jnp.zeros((*lead, 4, 3), dtype), jax.random.key(0)

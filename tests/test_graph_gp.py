@@ -11,6 +11,7 @@ import scipy.optimize
 
 from performer.graphs import features, gp, graph_random_features, kernels
 from tests.graph_examples import karate
+from tests.tiers import tiers
 
 OBSERVED, NEW = jnp.arange(0, 28), jnp.arange(26, 34)
 Y = jnp.sin(OBSERVED / 4.0) + 0.2 * jax.random.normal(jax.random.key(0), (28,))
@@ -75,7 +76,7 @@ def law_of(gram, observed, y, nodes, output_scale, noise_scale):
     return cross @ inverse @ y, gram[np.ix_(nodes, nodes)] - cross @ inverse @ cross.T
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", tiers([True, False], 1))
 @pytest.mark.parametrize(
     ("observed", "nodes"),
     [([3, 0, 3, 5, 3, 33], [3, 4, 4]), ([], [0, 1]), ([1, 2, 2], [])],
@@ -146,7 +147,7 @@ def test_observations_that_are_refused(observed, y, nodes, message):
             )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", tiers([True, False], 1))
 @pytest.mark.parametrize("observed", [[3, 0, 3, 5, 12, 33], []], ids=["seen twice", "nothing seen"])
 def test_samples_have_the_mean_and_covariance_of_the_posterior(observed, compiled):
     """Each of 34 means and 595 covariances within 5.5 errors of 3,000 samples: 1 alarm in 4e4."""

@@ -224,6 +224,7 @@ def test_derivatives_at_equal_close_and_far_points():
                     np.testing.assert_allclose(one[i], want, **close)
 
 
+@pytest.mark.thorough
 def test_second_derivatives_of_the_arc_cosine_kernel():
     """Of order 1, by its gradient (|y| sin t x / |x| + (pi - t) y) / pi in float64 differences."""
     x = np.array([0.3, -0.7, 1.1])

@@ -87,6 +87,7 @@ def test_a_layer_is_the_op_on_its_queries_and_keys(options):
     assert model.attention.attention_fn is nnx.dot_product_attention
 
 
+@pytest.mark.thorough
 def test_cross_attention():
     others = jax.random.normal(jax.random.key(1), (2, B, T + 3, WIDTH))
     model = Model()
@@ -302,6 +303,7 @@ def test_packed_sequences_of_another_pattern():
         new(X[0], mask=CAUSAL)
 
 
+@pytest.mark.thorough
 def test_layers_in_a_stack_or_not_called_are_left():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
@@ -326,6 +328,7 @@ def test_a_mask_of_another_kind_later_is_an_error():
     np.testing.assert_allclose(compiled(new, CAUSAL), new(X[0], mask=CAUSAL), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_replaced_layer_with_dropout_trains():
     """Its attention dropout is off, in the copy alone."""
     model = Model(dropout_rate=0.1)

@@ -218,6 +218,7 @@ def test_a_flag_that_changes_attention(by):
         assert jnp.isnan(got).any() or jnp.max(jnp.abs(got - want)) < 1e-5
 
 
+@pytest.mark.thorough
 def test_other_documents_and_lengths_than_measured():
     for model, other in ((zoo.packed_causal, zoo.OTHER_SEGMENTS), (zoo.jax_lengths, LENGTHS[::-1])):
         function, [(params, _, x), *_] = model()
@@ -266,6 +267,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     )
 
 
+@pytest.mark.thorough
 def test_keep_where_and_seed():
     function, batches = zoo.linen_encoder()
     _, report = performer.linearize(function, batches, num_features=4)
@@ -282,6 +284,7 @@ def test_keep_where_and_seed():
     assert len(jax.tree.leaves(other)) == len(jax.tree.leaves(new))
 
 
+@pytest.mark.thorough
 def test_refining_lowers_the_errors_of_the_report():
     function, batches = zoo.matmuls()
     plain, refined = (
@@ -313,6 +316,7 @@ def test_refining_beside_a_window(model, way, monkeypatch):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new(*batches[0])))
 
 
+@pytest.mark.thorough
 def test_the_function_is_a_tree_of_its_frequencies():
     """Gradients in them are finite; it works without and with `jax.jit`, and its copies do."""
     function, batches = zoo.plain()
@@ -351,6 +355,7 @@ def test_invalid_arguments(batches, options, error):
         performer.linearize(function, batches(*arguments), **options)
 
 
+@pytest.mark.thorough
 def test_batches_of_other_lengths_are_measured_together():
     function, [(params, x), *_] = zoo.gpt()
     batches = [(params, x), (params, x[:1, :5])]

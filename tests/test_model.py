@@ -10,6 +10,7 @@ from flax import nnx
 
 from performer.nnx import Frequencies, Statistics
 from tests.small import CALIBRATED, SHALLOW, TINY, new_vit, shapes, small_config
+from tests.tiers import tiers
 from vit import config
 from vit.model import sincos_positions, z_order
 
@@ -108,7 +109,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["token"]))
 def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
     """Logits and what the head reads, of images of patches that all differ."""
     outputs, side = [], 8 // KINDS[kind].patch_size
@@ -127,6 +128,7 @@ def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
         np.testing.assert_allclose(ordered[name], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monkeypatch):
     """16 patches; class token and registers are exact for all."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
@@ -148,6 +150,7 @@ def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monke
     assert 0 < near < none
 
 
+@pytest.mark.thorough
 def test_options_of_the_head_and_the_mlp(monkeypatch):
     """scenic's: tanh before the head, classes that are unlikely at first, Glorot's scale."""
     monkeypatch.setitem(config.SIZES, "XS", TINY._replace(depth=1, mlp_dim=2048))
@@ -247,6 +250,7 @@ def test_remat_changes_nothing_but_memory():
         )
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32():
     exact, half = gradients(), gradients(dtype="bfloat16")
     assert float(half[0]) == pytest.approx(float(exact[0]), rel=0.05)

@@ -14,6 +14,7 @@ from flax import nnx
 import performer
 from performer import performer_attention
 from performer.nnx import PerformerAttention, redraw
+from tests.tiers import tiers
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -52,7 +53,7 @@ PLACES = WINDOW | SLOPES
 OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 @pytest.mark.parametrize(
     "options", [dict(feature_map="hyperbolic"), OF_FOUR], ids=["map", "places"]
 )
@@ -74,7 +75,7 @@ def test_options_are_those_of_the_operator(options, is_causal):
         np.testing.assert_array_equal(changed[:, :4], got[:, :4])
 
 
-@pytest.mark.parametrize("options", [{}, PLACES], ids=["plain", "places"])
+@pytest.mark.parametrize("options", tiers([PLACES, {}], 1))
 def test_decoding_is_causal_attention(options):
     """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
     module = layer(options=options, decode=True)
@@ -211,6 +212,7 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
         calibrated(method="ful")
 
 
+@pytest.mark.thorough
 def test_a_learned_coupling_trains_a_model():
     """A coupling as a value: drawn, redrawn and calibrated with, in one program."""
     learned = performer.copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2, 0.1, 0.5, -0.2]))

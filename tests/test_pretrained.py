@@ -173,6 +173,7 @@ def test_the_loaded_model_is_the_original_function(file, pooling, layout):
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.thorough
 def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
     arrays = weights(layout="big_vision")
     plain = params(loaded(file(arrays))[0])
@@ -194,6 +195,7 @@ def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
         jax.tree.map(np.testing.assert_array_equal, params(model), plain)
 
 
+@pytest.mark.thorough
 def test_a_file_without_positions_has_fixed_ones(file):
     arrays = weights("mean", "big_vision")
     del arrays["pos_embedding"]
@@ -224,6 +226,7 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
 
+@pytest.mark.thorough
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
     told = "head/kernel: (16, 10) new, "
     more = weights(classes=21)

@@ -11,6 +11,7 @@ from scipy import stats
 
 from performer import kernels, quadrature
 from performer.kernels.quadrature import gram, spherical_radial, structured
+from tests.tiers import tiers
 
 HAAR, BUTTERFLY = "haar", "butterfly"
 STATIC = ("num_rules", "d", "orthogonal", "reflect", "reject")
@@ -82,6 +83,7 @@ def test_unbiased(d):
         assert abs(off(samples, [cosine, exponential])).max() < limit  # exp without the constant
 
 
+@pytest.mark.thorough
 def test_rejection_is_biased():
     """Quad Sec. 8 at d = 8, |z| = 2: 0.199 where the kernel is 0.135."""
 
@@ -95,7 +97,7 @@ def test_rejection_is_biased():
     assert (draws(8, 1000, lambda rule: rule.constant) < 0).mean() > 0.3
 
 
-@pytest.mark.parametrize("d", [4, 16])
+@pytest.mark.parametrize("d", tiers([4, 16], 1))
 def test_variance_is_below_the_bounds(d):
     """Prop. 2.2, and the bound of the module in the place of Prop. 2.1's, for the Gaussian kernel.
 
@@ -145,7 +147,7 @@ def test_the_sign_of_the_constant_is_on_one_side():
         np.testing.assert_allclose(left[0] @ right[1], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("d", [1, 3, 16, 784])
+@pytest.mark.parametrize("d", tiers([1, 3, 784, 16], 2))
 def test_structured_rules(d):
     """Products are those of the points, which are simplices of the lengths, and their negatives."""
 

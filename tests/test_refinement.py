@@ -37,7 +37,7 @@ def sample(number, seed=0, is_padded=False):
     return of._replace(queries=exists, keys=exists)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_the_losses_are_those_of_the_equations(is_causal):
     """In NumPy, query by query, over what exists."""
     of = sample(2, is_padded=True)

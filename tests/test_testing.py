@@ -152,6 +152,7 @@ def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
 
 
+@pytest.mark.thorough
 def test_estimates_raise_the_stated_alarms(monkeypatch):
     """1% of 3000 samples stated, at most 52 alarms allowed (1e-4); of a z test 4% fail."""
     pairs = np.array([*testing._points(3).values()])
@@ -166,7 +167,7 @@ def test_estimates_raise_the_stated_alarms(monkeypatch):
     assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
 
 
-@pytest.mark.parametrize("m", [1, 2, 24])
+@pytest.mark.parametrize("m", tiers([24, 1, 2], 1))
 def test_errors_that_are_off_are_found(m):
     """By 7 standard errors and more, in either direction."""
     expected = float(theory.kernel_mse("orf", *testing.general_points(D), m))
