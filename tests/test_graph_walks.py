@@ -20,7 +20,6 @@ from performer.graphs import (
     walks,
 )
 from tests.graph_examples import (
-    EDGES,
     NUM_NODES,
     blocks,
     copies,
@@ -188,19 +187,6 @@ def test_a_draw_depends_on_walker_and_step_alone():
     assert paths(a) != paths(other)
 
 
-def test_every_kernel_is_estimated():
-    """By the same walks: two ensembles of them."""
-    graph, options = copies(example(), COPIES), dict(num_walks=4, p_halt=P_HALT)
-    pair = [features.sample(jax.random.key(seed), graph, **options) for seed in (6, 7)]
-    for name in ("RegularisedLaplacian", "Diffusion", "RandomWalk", "Matern"):
-        kernel = getattr(kernels, name)()
-        left, right = (features.modulate(sampled, kernel).to_scipy() for sampled in pair)
-        product = left @ right.T
-        expected = np.asarray(kernel.dense(example()))
-        scores = z_scores(blocks((product + product.T) / 2, COPIES), expected)
-        assert np.abs(scores).max() < limit(scores), name
-
-
 def test_one_ensemble_is_too_large_on_the_diagonal_alone():
     """qGRF App. 8.7."""
     graph = copies(example(), COPIES)
@@ -213,20 +199,6 @@ def test_one_ensemble_is_too_large_on_the_diagonal_alone():
     assert (np.diag(scores)[connected] > 3).all()
     off = scores[~np.eye(NUM_NODES, dtype=bool)]
     assert np.abs(off).max() < limit(off)
-
-
-def test_weights_as_they_are():
-    """(I - U)^{-2} of a graph with a negative weight."""
-    graph = Graph.from_edges(np.array(EDGES), NUM_NODES, 0.1 * np.array([1, -2, 1, 3, 1, 2, 1]))
-    estimate = graph_random_features(
-        jax.random.key(8), copies(graph, COPIES), kernels.Resolvent(2), num_walks=4,
-        p_halt=P_HALT, adjacency="weights", unbiased_diagonal=True,
-    )  # fmt: skip
-    assert estimate.right is not None
-    product = estimate.left.to_scipy() @ estimate.right.to_scipy().T
-    inverse = np.linalg.inv(np.eye(NUM_NODES) - np.asarray(graph.to_dense(), np.float64))
-    scores = z_scores(blocks((product + product.T) / 2, COPIES), inverse @ inverse)
-    assert np.abs(scores).max() < limit(scores)
 
 
 def test_products_are_those_of_the_gram_matrix():
