@@ -237,7 +237,7 @@ FINITE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "feature_map"), tiers(FINITE, 3, "-".join))
+@pytest.mark.parametrize(("name", "feature_map"), tiers(FINITE, 3))
 def test_finite_for_any_finite_input(name, feature_map, small_chunks):
     """Outputs and gradients, norms from 0 to 10^4, equal keys; rows that see keys sum to 1."""
     query, key, value, frequencies = inputs(t=9, k=4)

@@ -52,9 +52,8 @@ def step_by_step(rng, count, num_walks, p_halt, offset):
     return lengths
 
 
-@pytest.mark.parametrize(
-    "p_halt", tiers([0.7, 0.1], 1)
-)  # above 1 / 2 two antithetic walks may halt at once
+# Above 1 / 2 two antithetic walks may halt at once.
+@pytest.mark.parametrize("p_halt", tiers([0.7, 0.1], 1))
 @pytest.mark.parametrize("case", CASES)
 def test_every_length_is_geometric(case, p_halt):
     lengths = draw(CASES[case], 5, p_halt)
