@@ -1,4 +1,4 @@
-"""The pages with code run, in a process of their own each; those that teach name all couplings."""
+"""The pages with code run, in a process of their own each."""
 
 import os
 import subprocess
@@ -9,8 +9,7 @@ import pytest
 
 from tests.pages import code
 
-LEARN = Path("docs/learn")
-PAGES = [*LEARN.glob("*.md"), *Path("docs/howto").glob("*.md")]
+PAGES = [path for name in ("learn", "howto") for path in Path("docs", name).glob("*.md")]
 SLOW = {"calibrate", "couplings", "gp", "graphs", "linearize"}
 SLOW |= {"add-a-coupling", "add-a-kernel", "add-a-task"}
 """Pages whose code takes longer than some 15 s."""
