@@ -61,7 +61,7 @@ PARTS = {
 }
 """Public modules of a folder, which share its page."""
 SHOWN = {"vit.use": ("Trained", "Prediction"), "vit.task": ("Task",)}
-"""Names for users of a module without `__all__`."""
+"""Names for users of a module that has others, too."""
 ELSEWHERE = {("performer.attention", "performer_attention")}
 """Names that another page has."""
 

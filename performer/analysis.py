@@ -48,8 +48,6 @@ from performer.attention.refinement import is_near
 from performer.attention.state import finite
 from performer.typing import Coupling, Window, jit_static
 
-__all__ = ["AttentionError", "Estimate", "Recommendation", "attention_error", "recommend"]
-
 BLOCK = 256
 """Rows of the attention matrix that exist at a time."""
 FEATURES = 64
@@ -169,11 +167,9 @@ def attention_error(
     scale: float | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
-    exact_window: int = 0,
-    exact_first: int = 0,
-    exact_keys: int = 0,
-    exact_rows: int = 0,
     seed: int = 0,
+    most: int | None = None,
+    **exact: int,
 ) -> AttentionError:
     """Measure the error of random-feature attention on these queries and keys.
 
@@ -195,11 +191,10 @@ def attention_error(
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
         is_causal: query i sees the keys up to i; uniform attention is then the mean over these.
-        exact_window: near keys are exact, as there; 0 for none.
-        exact_first: so are the first keys.
-        exact_keys: number of exact keys of a head, those with the largest weights, for each draw.
-        exact_rows: number of exact rows.
         seed: of the draws.
+        most: number of features up to which one program serves all; `num_features` if None.
+        exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, as there; keys are
+            chosen for each draw.
 
     Returns:
         Arrays (..., n).
@@ -212,11 +207,44 @@ def attention_error(
         >>> error = attention_error(query, key, value, num_features=128)
         >>> error.attention.value, error.attention.standard_error, error.worse_than_uniform
     """
-    options: Any = dict(draws=draws, calibration=calibration, scale=scale, mask=mask, seed=seed)
-    options |= dict(is_causal=is_causal)
-    options |= dict(exact_window=exact_window, exact_first=exact_first)
-    options |= dict(exact_keys=exact_keys, exact_rows=exact_rows)
-    return _error(query, key, value, coupling, num_features, num_features, **options)
+    if draws < 3:
+        raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
+    lead, h = query.shape[:-3], query.shape[-1]
+    window, most = Window(**exact), most or num_features
+    options = window._asdict() | dict(calibration=calibration, scale=scale, is_causal=is_causal)
+    _check(query, key, value, coupling, num_features, options)
+    tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
+    m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
+    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
+    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, most + -most % FEATURES - m), (0, 0)])
+    used = np.arange(frequencies.shape[-2]) < m
+    log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
+    if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
+        log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
+        log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
+    near, chooses = window if any(window) else None, window.exact_keys > 0
+    static = is_causal, chooses
+    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
+    sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
+        lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
+    )
+
+    def estimate(name: str, size: Any, first: int = 0) -> Estimate:
+        sample = sums[name][..., first:] / np.asarray(size)[..., None]
+        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
+
+    square, its_error = estimate("row_sum", norms["rows"])
+    row_sum = np.sqrt(square)
+    return AttentionError(
+        attention=estimate("attention", norms["attention"]),
+        output=None if value is None else estimate("output", norms["output"]),
+        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
+        variance=estimate("variance", norms["rows"], 1),
+        covariance=estimate("covariance", norms["rows"], 1),
+        predicted=estimate("predicted", norms["attention"], 1),
+        uniform_attention=norms["uniform_attention"] / norms["attention"],
+        uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
+    )
 
 
 def recommend(
@@ -242,8 +270,8 @@ def recommend(
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all of them.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, is_causal, exact_window, exact_first, exact_keys,
-            exact_rows and seed, as for `attention_error`.
+        options: draws, calibration, scale, mask, is_causal, seed and exact pairs, as for
+            `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, and as `attention_error`.
@@ -257,7 +285,8 @@ def recommend(
     if limit < 2:
         raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
     for m in (2**i for i in range(1, limit.bit_length())):
-        error = _error(query, key, None, coupling, m, limit, **options)
+        how: Any = dict(coupling=coupling, num_features=m, most=limit)
+        error = attention_error(query, key, **how, **options)
         mean = float(error.attention.value.mean())
         show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
         if mean <= tolerance:
@@ -282,72 +311,10 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _error(
-    query,
-    key,
-    value,
-    coupling,
-    num_features,
-    most,
-    *,
-    draws=32,
-    calibration=None,
-    scale=None,
-    mask=None,
-    is_causal=False,
-    exact_window=0,
-    exact_first=0,
-    exact_keys=0,
-    exact_rows=0,
-    seed=0,
-) -> AttentionError:
-    """`attention_error` by a program that serves all numbers of features up to `most`."""
-    if draws < 3:
-        raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
-    lead, h = query.shape[:-3], query.shape[-1]
-    window = Window(exact_window, exact_first, exact_keys, exact_rows)
-    options = window._asdict() | dict(calibration=calibration, scale=scale, is_causal=is_causal)
-    _check(query, key, value, coupling, num_features, options)
-    tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
-    m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
-    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
-    frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, most + -most % FEATURES - m), (0, 0)])
-    used = np.arange(frequencies.shape[-2]) < m
-    log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
-    if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
-        log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
-        log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
-    near, chooses = window if any(window) else None, exact_keys > 0
-    static = is_causal, chooses
-    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
-    sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
-        lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
-    )
-
-    def estimate(name: str, size: Any, first: int = 0) -> Estimate:
-        sample = sums[name][..., first:] / np.asarray(size)[..., None]
-        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
-
-    square, its_error = estimate("row_sum", norms["rows"])
-    row_sum = np.sqrt(square)
-    return AttentionError(
-        attention=estimate("attention", norms["attention"]),
-        output=None if value is None else estimate("output", norms["output"]),
-        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
-        variance=estimate("variance", norms["rows"], 1),
-        covariance=estimate("covariance", norms["rows"], 1),
-        predicted=estimate("predicted", norms["attention"], 1),
-        uniform_attention=norms["uniform_attention"] / norms["attention"],
-        uniform_output=None if value is None else norms["uniform_output"] / norms["output"],
-    )
-
-
 def _check(query, key, value, coupling, m, options) -> None:
     """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
     if m < 1:
         raise ValueError(f"num_features must be at least 1, got {m}")
-    if options["scale"] is not None and not options["scale"] > 0:
-        raise ValueError(f"scale must be positive, got {options['scale']}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
             f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"

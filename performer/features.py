@@ -23,11 +23,6 @@ from jaxtyping import Array, ArrayLike, Float, Num
 from performer.choices import positive_values, unknown
 from performer.typing import Value, float32_or_wider
 
-__all__ = [
-    "MAPS", "FeatureMap", "arc_cosine", "elu", "get", "hyperbolic", "positive", "relu",
-    "trigonometric",
-]  # fmt: skip
-
 Kernel = Literal["softmax", "gaussian"]
 Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
 

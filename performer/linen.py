@@ -11,8 +11,6 @@ from performer.choices import extra
 with extra("flax"):
     from flax import linen
 
-__all__ = ["performer_attention_fn"]
-
 
 def performer_attention_fn(
     query: Float[Array, "*b t n h"],

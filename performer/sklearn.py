@@ -17,8 +17,6 @@ with extra("sklearn"):
     from sklearn.utils import check_random_state
     from sklearn.utils.validation import check_is_fitted, validate_data
 
-__all__ = ["RandomFeatures"]
-
 
 @partial(jax.jit, static_argnames=("kernel", "odd"))
 def _features(x, frequencies, phase, lengthscale, *, kernel, odd):

@@ -34,11 +34,6 @@ from scipy import special, stats
 from performer import couplings, features
 from performer.typing import Coupling, hashable, jit_static
 
-__all__ = [
-    "FALSE_ALARM_RATE", "assert_gaussian_marginals", "assert_lower_mse", "assert_mse",
-    "assert_unbiased", "general_points", "samples",
-]  # fmt: skip
-
 FALSE_ALARM_RATE = 1e-4
 Kernel = Literal["softmax", "gaussian"]
 _BATCH = 2000

@@ -35,11 +35,6 @@ from performer.choices import unknown
 from performer.couplings import Antithetic, Blocks, directions, norms
 from performer.typing import Coupling
 
-__all__ = [
-    "NAMES", "conformity", "kernel_mse", "orthogonality_gap", "pair_length_pdf",
-    "transport_cost",
-]  # fmt: skip
-
 Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes
 NAMES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
 """Couplings with a theory, each also with "-antithetic"."""
@@ -130,26 +125,6 @@ def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) 
     log_pdf = special.xlogy(2 * d - 1, r[..., None]) - r[..., None] ** 2 / (2 * spread)
     log_pdf = log_pdf - d * np.log(spread) - (d - 1) * np.log(2) - special.gammaln(d)
     return np.exp(log_pdf) @ weights
-
-
-def transport_cost(lengths: ArrayLike, t: ArrayLike, d: int) -> Array:
-    """Return the cost whose mean a coupling of the lengths of orthogonal frequencies minimises.
-
-    VRC Eq. 6 times Gamma(d/2):  sum_{i != j} 0F1(; d/2; t (l_i^2 + l_j^2) / 4).
-
-    Args:
-        lengths: (..., m), the lengths of m <= d orthogonal frequencies.
-        t: v^2 for random Laplace (positive) features, -z^2 for random Fourier features; broadcast
-            against the leading axes of `lengths`.
-        d: dimension.
-
-    Returns:
-        The cost, float64.
-    """
-    squares = np.asarray(lengths, np.float64) ** 2
-    t = np.asarray(t, np.float64)[..., None, None] / 4
-    pairs = special.hyp0f1(d / 2, t * (squares[..., :, None] + squares[..., None, :]))
-    return np.sum(pairs, axis=(-2, -1), where=~np.eye(squares.shape[-1], dtype=bool))
 
 
 def _parts_of_mse(

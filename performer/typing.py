@@ -108,12 +108,19 @@ def jit_static(*static: int) -> Callable[[Callable], Callable]:
 
 
 class Window(NamedTuple):
-    """Pairs with exact attention, by the arguments of `performer.performer_attention`."""
+    """Pairs with exact attention, by the arguments of `performer.performer_attention`.
+
+    If any of them is not 0, features estimate the kernel itself and not a multiple.
+    """
 
     exact_window: int = 0
+    """Tokens of a chunk whose keys are exact for it and its neighbours."""
     exact_first: int = 0
+    """Number of first keys that are exact for all queries."""
     exact_keys: int = 0
+    """Number of keys of a head, those with the largest weights, that are exact for all queries."""
     exact_rows: int = 0
+    """Number of first queries that are exact against all keys."""
 
 
 NO_WINDOW = Window()

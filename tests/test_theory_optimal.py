@@ -83,9 +83,9 @@ def test_simrf_corollary_4_6(z, m):
 
 def optimal_plan(t, d, n=60):
     """Where the optimal plan between n equally likely lengths and themselves sends each."""
-    lengths = stats.chi(d).ppf((np.arange(n) + 0.5) / n)
-    pairs = np.stack(np.broadcast_arrays(lengths[:, None], lengths), axis=-1)
-    return optimize.linear_sum_assignment(theory.transport_cost(pairs, t, d))[1]
+    squares = stats.chi(d).ppf((np.arange(n) + 0.5) / n) ** 2
+    cost = special.hyp0f1(d / 2, t / 4 * (squares[:, None] + squares))  # VRC Eq. 6
+    return optimize.linear_sum_assignment(cost)[1]
 
 
 @pytest.mark.parametrize("d", [2, 5, 64])

@@ -17,8 +17,7 @@ global maximum, which changes the estimate.) The queries depend on the keys thro
     maps       tokens and frequencies -> features, after shift, calibration, scale and weights
     state      the state, its monoid, keys -> state, state -> queries
     sweep      causal and packed attention, chunk by chunk
-    window     near keys exactly, beside the states of far ones
-    exact      keys with the largest weights exactly, and the first rows
+    window     near, first and heavy keys exactly, beside the states of the others
     parallel   sequences sharded over devices
     pallas     kernels for TPU
 """

@@ -1,7 +1,7 @@
 """The values that a call of `performer_attention` is made of, and what it refuses.
 
     Estimate   the estimate of e^{q.k}
-    Exact      pairs that have e^{q.k} itself
+    Window     pairs that have e^{q.k} itself (`performer.typing`)
     Pairs      weights of pairs by their places (`_masks`)
 
 They are made once and passed on whole: a new option is a field of one of them. `Plan` is how the
@@ -22,7 +22,7 @@ from performer.attention._masks import Pairs
 from performer.attention.calibration import Calibration
 from performer.attention.state import State, WindowState
 from performer.features import FeatureMap
-from performer.typing import Size
+from performer.typing import Size, Window
 
 STATIC: Any = {"static": True}
 """Metadata of a field that belongs to the structure."""
@@ -53,30 +53,13 @@ class Estimate:
     scale: float = field(default=1.0, metadata=STATIC)
     google: bool = field(default=False, metadata=STATIC)
     """Stabiliser of Choromanski et al. 2021 instead of the exact one."""
+    itself: bool = field(default=False, metadata=STATIC)
+    """The estimate is of the kernel itself, not of a multiple, as beside exact pairs."""
 
     @property
     def num_features(self) -> Size:
         """Number of features of a token."""
         return self.frequencies.shape[-2] * self.feature_map.features_per_frequency
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Exact:
-    """The pairs that have e^{scale q.k} itself."""
-
-    window: int = field(default=0, metadata=STATIC)
-    """Tokens of a chunk whose keys are exact for it and its neighbours; 0 for none."""
-    first: int = field(default=0, metadata=STATIC)
-    """Number of first keys that are exact for all queries."""
-    keys: int = field(default=0, metadata=STATIC)
-    """Number of keys of a head, those with the largest weights, that are exact for all queries."""
-    rows: int = field(default=0, metadata=STATIC)
-    """Number of first queries that are exact against all keys."""
-
-    def __bool__(self) -> bool:
-        """True if any pair is exact: the estimate is then that of the kernel itself."""
-        return any((self.window, self.keys, self.rows))
 
 
 class Kernel(NamedTuple):
@@ -184,7 +167,7 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
         )
     if estimate.calibration is None:
         return
-    got = f"got {feature_map} and {_stabilizer(estimate)}"
+    got = f"got {_given(estimate)}"
     more = any(leaf is not None for leaf in calibration[1:])
     if (estimate.google and more) or not feature_map.estimates_softmax:
         raise ValueError(
@@ -199,101 +182,83 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
         )
 
 
-def _stabilizer(estimate: Estimate) -> str:
-    return repr("google" if estimate.google else "exact")
-
-
-def check_exact(exact: Exact, tokens: Tokens, estimate: Estimate, pairs: Pairs) -> None:
-    """Raise ValueError for exact pairs with options that exclude them."""
-    w, f, (t, s) = exact.window, exact.first, (x.shape[1] for x in tokens[:2])
-    given = ", ".join(f"exact_{name}={x}" for name, x in vars(exact).items() if x)
-    if min(vars(exact).values()) < 0:
-        raise ValueError(f"{given} must not be negative")
-    if f and not w:
-        raise ValueError(f"exact_first={f} goes with an exact_window; give that one, too")
-    if exact and (not estimate.feature_map.estimates_softmax or estimate.google):
-        raise ValueError(
-            f"{given} needs an estimate of softmax beside it: a feature_map such as"
-            f" {features.positive} and stabilizer='exact', got {estimate.feature_map} and"
-            f" {_stabilizer(estimate)}"
-        )
-    if exact.keys and pairs.is_causal:
-        raise ValueError(
-            f"exact_keys={exact.keys} does not go with is_causal=True: the weight of a key is a sum"
-            " over all queries, so the choice would depend on the future; use exact_window and"
-            " exact_first"
-        )
-    if exact.keys and (pairs.segments is not None or pairs.log_decay is not None):
-        raise ValueError(
-            f"exact_keys={exact.keys} does not go with segment_ids, alibi_slopes or log_decay: keys"
-            " are chosen for a whole sequence, by their content"
-        )
-    if not w:
-        return
-    if t != s:
-        raise ValueError(f"exact_window={w} needs one key for each query, got {t} and {s}")
-    if pairs.segments is not None and pairs.segments[1] is not None:
-        raise ValueError(f"exact_window={w} needs the same segment_ids for queries and keys")
-
-
 def check_together(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
+    tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs, streams: bool, plan: Plan
 ) -> None:
-    """Raise ValueError for states, decay and sharded sequences with options that exclude them.
+    """Raise ValueError for options that exclude each other: exact pairs, decay, states, devices.
 
     `streams` is True if the call has a state before or after it.
     """
-    (t, s), is_causal, segments = (x.shape[1] for x in tokens[:2]), pairs.is_causal, pairs.segments
-    decays = pairs.log_decay is not None
-    if decays and (t != s or (segments and segments[1] is not None)):
-        raise ValueError(
+    (t, s), is_causal, split = (x.shape[1] for x in tokens[:2]), pairs.is_causal, plan.axis_name
+    w, f, chosen, rows = exact
+    packed, decays = pairs.segments is not None, pairs.log_decay is not None
+    apart = pairs.segments is not None and pairs.segments[1] is not None
+    given = ", ".join(f"{name}={x}" for name, x in exact._asdict().items() if x)
+    _refuse(
+        {
+            f"{given} must not be negative": min(exact) < 0,
+            f"exact_first={f} goes with an exact_window; give that one, too": f and not w,
+            f"{given} needs an estimate of softmax beside it: a feature_map such as"
+            f" {features.positive} and stabilizer='exact', got {_given(estimate)}": (
+                any(exact) and (not estimate.feature_map.estimates_softmax or estimate.google)
+            ),
+            f"exact_keys={chosen} does not go with is_causal=True: the weight of a key is a sum"
+            " over all queries, so the choice would depend on the future; use exact_window and"
+            " exact_first": chosen and is_causal,
+            f"exact_keys={chosen} does not go with segment_ids, alibi_slopes or log_decay: keys"
+            " are chosen for a whole sequence, by their content": chosen and (packed or decays),
+            f"exact_window={w} needs one key for each query, got {t} and {s}": w and t != s,
+            f"exact_window={w} needs the same segment_ids for queries and keys": w and apart,
             f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
-            " (or segments of their own); for other keys there is key_log_weights"
-        )
-    if decays and estimate.google:
-        raise ValueError("alibi_slopes and log_decay need stabilizer='exact', got 'google'")
-    if is_causal and t != s and (streams or segments is not None):
-        raise ValueError(
-            f"causal segments and a causal state need one key for each query, got {t} queries and"
-            f" {s} keys"
-        )
-    if streams and segments is not None:
-        raise ValueError("segment_ids and states do not go together: a segment ends with its call")
-    if streams and (exact.keys or exact.rows):
-        raise ValueError(
-            f"exact_keys={exact.keys} and exact_rows={exact.rows} need all queries and keys at"
-            " once: leave out initial_state and return_state"
-        )
-    if streams and not is_causal and (exact.window or decays):
-        raise ValueError(
-            f"exact_window={exact.window}, alibi_slopes and log_decay have a state in causal"
-            " attention alone: pass is_causal=True"
-        )
-    if estimate.google and (streams or plan.axis_name is not None):
-        raise ValueError(
+            " (or segments of their own); for other keys there is key_log_weights": (
+                decays and (t != s or apart)
+            ),
+            "alibi_slopes and log_decay need stabilizer='exact', got 'google'": (
+                decays and estimate.google
+            ),
+            "causal segments and a causal state need one key for each query, got"
+            f" {t} queries and {s} keys": is_causal and t != s and (streams or packed),
+            "segment_ids and states do not go together: a segment ends with its call": (
+                streams and packed
+            ),
+            f"exact_keys={chosen} and exact_rows={rows} need all queries and keys at once: leave"
+            " out initial_state and return_state": streams and (chosen or rows),
+            f"exact_window={w}, alibi_slopes and log_decay have a state in causal attention alone:"
+            " pass is_causal=True": streams and not is_causal and (w or decays),
             "stabilizer='google' needs the maximum over all keys at once: it has no state to keep,"
-            " or to exchange over an axis_name; use stabilizer='exact' for streaming"
-        )
-    if plan.axis_name is None:
-        return
-    if exact.window and t % exact.window:
-        raise ValueError(
-            f"exact_window={exact.window} does not divide the {t} tokens of a device: choose one"
-            " that does"
-        )
-    if exact.rows > t:
-        raise ValueError(
-            f"exact_rows={exact.rows} must be on the first device of axis_name, which has {t}"
-            " queries"
-        )
-    if segments is not None:
-        raise ValueError("segment_ids do not go with axis_name: a segment stays on its device")
-    if is_causal and streams:
-        raise ValueError("a causal state is that of one device; leave it out with axis_name")
+            " or to exchange over an axis_name; use stabilizer='exact' for streaming": (
+                estimate.google and (streams or split)
+            ),
+            f"exact_window={w} does not divide the {t} tokens of a device: choose one that does": (
+                split and w and t % w
+            ),
+            f"exact_rows={rows} must be on the first device of axis_name, which has {t} queries": (
+                split and rows > t
+            ),
+            "segment_ids do not go with axis_name: a segment stays on its device": (
+                split and packed
+            ),
+            "a causal state is that of one device; leave it out with axis_name": (
+                split and is_causal and streams
+            ),
+        }
+    )
+
+
+def _refuse(reasons: dict[str, Any]) -> None:
+    """Raise ValueError with the first reason that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+
+
+def _given(estimate: Estimate) -> str:
+    """The feature map and the stabiliser of a call."""
+    return f"{estimate.feature_map} and {'google' if estimate.google else 'exact'!r}"
 
 
 def check_state(
-    state: State | WindowState, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs
+    state: State | WindowState, tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs
 ) -> None:
     """Raise ValueError for a state of calls with other frequencies, heads or exact keys.
 
@@ -309,10 +274,10 @@ def check_state(
                 "initial_state and this call must both have alibi_slopes or log_decay, or neither:"
                 " the state holds the decay of near keys"
             )
-    if sizes != (exact.window, exact.first):
+    if sizes != exact[:2]:
         raise ValueError(
             "initial_state comes from a call with exact_window, exact_first ="
-            f" {sizes}, this one has {(exact.window, exact.first)}: they must be the same"
+            f" {sizes}, this one has {exact[:2]}: they must be the same"
         )
     heads = heads_of_keys(n, k, estimate, pairs)
     want = (*lead, heads, estimate.num_features, tokens.value.shape[-1])

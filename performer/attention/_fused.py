@@ -19,11 +19,12 @@ from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import _sizes
-from performer.attention._checks import Estimate, Exact, Kernel, Plan, Tokens
+from performer.attention._checks import Estimate, Kernel, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
 from performer.attention._sizes import LANES, ROWS
 from performer.attention.state import varying
+from performer.typing import Window
 
 INTERPRET = False
 """Interpret kernels, for tests without a TPU: slow."""
@@ -49,10 +50,10 @@ class Wanted:
 
 
 def with_kernels(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, state: object, plan: Plan
+    tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs, streams: bool, plan: Plan
 ) -> Plan:
     """The plan with the kernels if they support the call; else unchanged, with a warning."""
-    streams = state is not None or plan.return_state or plan.axis_name is not None
+    streams |= plan.axis_name is not None
     reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
     if reason is None:
         sizes = heads_and_block(tokens, estimate, pairs.is_causal)
@@ -66,7 +67,7 @@ def with_kernels(
 
 
 def _refused(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
+    tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs, streams: bool
 ) -> str | None:
     """Reason why the kernels do not support the call; None if they do."""
     sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
@@ -79,7 +80,7 @@ def _refused(
             estimate.feature_map != features.positive or estimate.google
         ),
         "segment_ids": pairs.segments is not None,
-        "exact_window, exact_keys or exact_rows": bool(exact),
+        "exact_window, exact_keys or exact_rows": any(exact),
         "alibi_slopes or log_decay": pairs.log_decay is not None,
         "initial_state, return_state or axis_name": streams,
         f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),

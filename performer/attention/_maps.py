@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import state as states
-from performer.attention._checks import Estimate, Exact, Tokens, heads_of_keys
+from performer.attention._checks import Estimate, Tokens, heads_of_keys
 from performer.attention._masks import Pairs
 from performer.attention.calibration import (
     fold,
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
     feature_bias: Float[Array, "*k m"] | None
 
 
-def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> Arguments:
+def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
     """Apply shift and calibration to tokens and frequencies."""
     query, key, value = tokens
     if (wide := float32_or_wider(*tokens)) == jnp.float64:
@@ -47,7 +47,7 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
         # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(pairs.log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    query, key, *per_head = _transformed(query, key, estimate, exact)
+    query, key, *per_head = _transformed(query, key, estimate)
     keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
     t, n, k = *query.shape[1:3], key.shape[2]
     heads = heads_of_keys(n, k, estimate, pairs)
@@ -63,14 +63,14 @@ def arguments(tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) ->
     return Arguments(query, keys, *cast(Any, per_head))
 
 
-def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
+def _transformed(query: Array, key: Array, estimate: Estimate):
     frequencies, calibration = estimate.frequencies, estimate.calibration
     wide = float32_or_wider(key)
     w_key = frequencies.astype(wide)
     given = estimate.query_frequencies
     own = w_key if given is None else given.astype(wide)
     feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if exact:  # the kernel itself, not a multiple
+    if estimate.itself:
         m, weight = w_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
@@ -84,18 +84,18 @@ def _transformed(query: Array, key: Array, estimate: Estimate, exact: Exact):
     w_query, w_key, tilt = fold(calibration, w_key)
     if given is not None:
         w_query = fold(calibration, own)[0]
-    if exact and calibration.scale is not None:
+    if estimate.itself and calibration.scale is not None:
         # e^{q.k} itself and the half norm need the queries.
         query = transform_queries(calibration, query)
         w_query = w_key if given is None else own
-    if exact and calibration.root is not None and tilt is not None:
+    if estimate.itself and calibration.root is not None and tilt is not None:
         tilt = sum(jnp.broadcast_arrays(tilt, log_determinant(calibration.root)[..., None]))
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias
 
 
-def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Features, Features]:
+def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
     feature_map, keys = estimate.feature_map, x.keys
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
@@ -114,7 +114,7 @@ def feature_maps(x: Arguments, estimate: Estimate, exact: Exact) -> tuple[Featur
         if estimate.google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
-        if feature_map.estimates_softmax and not exact:  # |q|^2 / 2 cancels
+        if feature_map.estimates_softmax and not estimate.itself:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
         return feature_map.split(projections, half)
 

@@ -51,18 +51,6 @@ from performer.attention._masks import key_mask
 from performer.choices import unknown
 from performer.typing import Coupling, float32_or_wider
 
-__all__ = [
-    "METHODS",
-    "Calibration",
-    "calibrate",
-    "fit",
-    "fold",
-    "pair_moments",
-    "parts",
-    "transform_keys",
-    "transform_queries",
-]
-
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
 SAMPLING = ("tilt", "traceless", "proposal")
 METHODS = {  # names of combinations; others are written out, as "scale+proposal"

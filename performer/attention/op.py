@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _checks, _decay, _exact, _fused, _maps, _masks, _sizes, _window
+from performer.attention import _checks, _decay, _fused, _maps, _masks, _sizes, _window
 from performer.attention import state as states
-from performer.attention._checks import Estimate, Exact, Plan, Tokens
+from performer.attention._checks import Estimate, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
 from performer.attention._sweep import ratio, sweep
@@ -26,7 +26,7 @@ from performer.attention.parallel import earlier_devices, later_devices, over_de
 from performer.attention.state import Keys, State, WindowState, extended, pad, take
 from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import float32_or_wider
+from performer.typing import Window, float32_or_wider
 
 IMPLEMENTATIONS = ("direct", "blocked", "robust", "pallas")
 
@@ -209,6 +209,7 @@ def performer_attention(
         if calibration is not None:
             raise ValueError("a calibration has its own shift: pass shift or calibration")
         calibration = Calibration(shift=shift.astype(dtype) * max(scale, 0.0) ** 0.5)
+    exact = Window(exact_window, exact_first, exact_keys, exact_rows)
     estimate = Estimate(
         frequencies,
         query_frequencies,
@@ -217,6 +218,7 @@ def performer_attention(
         features.get(feature_map),
         scale=scale,
         google=stabilizer == "google",
+        itself=any(exact),
     )
     _checks.check_estimate(estimate, tokens)
     exists = _masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
@@ -226,18 +228,16 @@ def performer_attention(
         _masks.segments(segment_ids, *shapes),
         is_causal,
     )
-    exact = Exact(exact_window, exact_first, exact_keys, exact_rows)
-    _checks.check_exact(exact, tokens, estimate, pairs)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
     streams = return_state or initial_state is not None
     _checks.check_together(tokens, estimate, exact, pairs, streams, plan)
     if initial_state is not None:
         _checks.check_state(initial_state, given, estimate, exact, pairs)
     state = jax.tree.map(lambda x: _checks.one_axis(x, len(lead)), initial_state)
-    call = tokens, estimate, exact, pairs, state
     if implementation == "pallas":
-        plan = _fused.with_kernels(*call, plan)
-    output, state = _where_it_runs(call, plan, implementation == "direct")
+        plan = _fused.with_kernels(tokens, estimate, exact, pairs, streams, plan)
+    call = tokens, estimate, pairs, state
+    output, state = _where_it_runs(call, exact, plan, implementation == "direct")
     if len(lead) != 1:
         output, state = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (output, state))
     return cast(Any, (output, state) if return_state else output)
@@ -269,9 +269,9 @@ def attention_weights(
     return jnp.moveaxis(output, -2, -3)  # (b, t, n, s) -> (b, n, t, s)
 
 
-def _where_it_runs(call, plan: Plan, direct: bool):
+def _where_it_runs(call, exact: Window, plan: Plan, direct: bool):
     """Attention in chunks and blocks for this machine; for the one that runs it if exported."""
-    (query, key, _), estimate, _, pairs, _ = call
+    (query, key, _), estimate, pairs, _ = call
     sweeping = pairs.is_causal or pairs.segments is not None
     batch_and_heads = key.shape[0] * key.shape[2]
 
@@ -279,23 +279,23 @@ def _where_it_runs(call, plan: Plan, direct: bool):
         sizes = platform, batch_and_heads, estimate.num_features, sweeping
         whole = 2 * (query.shape[1] + key.shape[1])
         chunk, block = (whole, whole) if direct else _sizes.chunk_and_block(*sizes)
-        return partial(_attention, plan=replace(plan, chunk=chunk, block=block))
+        return partial(_attention, exact, replace(plan, chunk=chunk, block=block))
 
     if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms
         return jax.lax.platform_dependent(*call, cpu=on("cpu"), default=on("other"))
     return on(_sizes.platform())(*call)
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=0)
 def _attention(
+    exact: Window,
+    plan: Plan,
     tokens: Tokens,
     estimate: Estimate,
-    exact: Exact,
     pairs: Pairs,
     state: State | WindowState | None,
-    plan: Plan,
 ) -> tuple[Array, State | WindowState | None]:
-    arguments, wide = _maps.arguments(tokens, estimate, exact, pairs), float32_or_wider(*tokens)
+    arguments, wide = _maps.arguments(tokens, estimate, pairs), float32_or_wider(*tokens)
     if plan.kernel is not None:
 
         def ordinary(x: Arguments) -> Array:  # kernels support neither states nor segments
@@ -317,26 +317,26 @@ def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):
 def _sums(
     x: Arguments,
     estimate: Estimate,
-    exact: Exact,
+    exact: Window,
     pairs: Pairs,
     state: State | WindowState | None,
     plan: Plan,
 ) -> tuple[Array, State | WindowState | None]:
     """The output (b, t, n, v), and the state after the earlier and these keys."""
-    keys, ids, order = x.keys, None, None
+    (window, _, f, rows), keys, ids, order = exact, x.keys, None, None
     (b, t, n, h), (_, s, k, v) = x.query.shape, keys.value.shape
     if s == 0:
         x = x._replace(keys=(keys := extended(keys, 0, 1)))
     query = x.query.reshape(b, t, k, n // k, h)
-    maps = _maps.feature_maps(x, estimate, exact)
+    maps = _maps.feature_maps(x, estimate)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     if pairs.segments is not None and s and t:
         order, query, keys, ids = _sorted(query, keys, pairs.segments)
     chosen = None
-    if exact.keys and t:
-        fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate, exact)
-        chosen, keys = _exact.heaviest(fixed, query, keys, nothing, exact.keys, plan)
-    if exact.window:
+    if f and t:
+        fixed = _maps.feature_maps(jax.lax.stop_gradient(x), estimate)
+        chosen, keys = _window.heaviest(fixed, query, keys, nothing, f, plan)
+    if window:
         assert not isinstance(state, State)
         how = estimate.scale, exact, pairs.is_causal, plan
         call = _window.Call(maps, query, keys, nothing, *how, chosen)
@@ -350,20 +350,20 @@ def _sums(
         both_ways = ids is not None or (keys.log_decay is not None and not pairs.is_causal)
         if t and (both_ways or (pairs.is_causal and t != 1)):
             ends = state, None if pairs.is_causal else later
-            rows, state = sweep(maps, query, keys, ends, plan, ids=ids)
-            output = ratio(rows)
+            sums, state = sweep(maps, query, keys, ends, plan, ids=ids)
+            output = ratio(sums)
         else:
             state = _decay.faded(state, _decay.total(keys))  # at most one token
             if plan.axis_name is None or pairs.is_causal:
                 state = states.summarise(maps[1], keys, state, plan.block)
             operands, look_up = states.operand_dtype(keys.value), maps[0]
             if chosen is not None:
-                look_up, state = _exact.beside(look_up, state, chosen, estimate.scale)
+                look_up, state = _window.beside_exact(look_up, state, chosen, estimate.scale)
             output = states.attend(look_up, query, state, operands, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
-    if exact.rows:
-        output = _exact.with_rows(output, x, estimate.scale, exact.rows, pairs, plan.axis_name)
+    if rows:
+        output = _window.with_rows(output, x, estimate.scale, rows, pairs, plan.axis_name)
     return output.reshape(b, t, n, v), state
 
 

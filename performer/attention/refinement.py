@@ -2,19 +2,20 @@
 
 Kasai et al. 2021 and Zhang et al. 2024 train feature maps in this way; here frequencies move. Only
 queries and keys are needed: A is softmax attention on them, A^ its estimate. Adam on minibatches
-lowers, for each head,
+lowers, for each head, the `divergence`,
 
-    squared      sum (A^ - A)^2 / sum A^2             sums over examples, queries and keys
-    divergence   mean over rows of sum_j A_ij log(A_ij / A^_ij)
+    mean over rows of sum_j A_ij log(A_ij / A^_ij)
 
-A part of the examples is held out. Each head keeps the parameters with the lowest held-out loss,
-and the search stops early when no head improves. The result is no longer unbiased.
+which led to better models than the squared error. A part of the examples is held out. Each head
+keeps the parameters with the lowest held-out loss, and the search stops early when no head
+improves. The result is no longer unbiased.
 
 Beside an exact window (`exact_window` of `performer_attention`) only far pairs are estimated, by
 features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,26 +37,11 @@ from performer.attention.calibration import (
     transform_queries,
 )
 from performer.attention.state import finite
-from performer.choices import unknown
 from performer.features import FeatureMap
-from performer.typing import Coupling, Window, float32_or_wider
-
-__all__ = [
-    "LOSSES",
-    "Far",
-    "Sample",
-    "calibrated_far",
-    "divergence",
-    "hybrid_estimate",
-    "performer_estimate",
-    "refine_far",
-    "softmax_attention",
-    "squared",
-    "transfer",
-]
+from performer.typing import NO_WINDOW, Coupling, Window, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
-"""Default optimizer, and its learning rate at the start."""
+"""Optimizer, and its learning rate at the start."""
 EXAMPLES = 16
 """The most in a step."""
 ENTRIES = 2**24
@@ -122,26 +108,14 @@ def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "
     return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
 
 
-def performer_estimate(
-    frequencies: Float[Array, "k m h"],
-    calibration: Calibration | None,
-    sample: Sample,
-    is_causal: bool = False,
-) -> Float[Array, "b n t s"]:
-    """A^ with these frequencies."""
-    options: Any = dict(calibration=calibration, is_causal=is_causal)
-    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
-    return attention_weights(*sample[:2], frequencies, **options)
-
-
 class Far(NamedTuple):
     """Features of far pairs; for each key head they estimate e^{q.k}, after the factor sqrt(scale).
 
         e^weight sum_j exp(w_j.q + u_j.k + bias_j) / m
 
-    In `hybrid_estimate` the factor e^{-|q|^2 / 2 - |k|^2 / 2} stands before the sum. With the
-    factor, w = u of a coupling, bias 0 and weight 0 are unbiased. Learned features do better
-    without it, for they would have to undo it. With a weight of -inf only the window attends.
+    With the factor e^{-|q|^2 / 2 - |k|^2 / 2} before the sum, w = u of a coupling, bias 0 and
+    weight 0 are unbiased. Learned features do better without it, for they would have to undo it.
+    With a weight of -inf only the window attends.
     """
 
     of_query: Float[Array, "k m h"]
@@ -171,21 +145,44 @@ def _learned(projections: Array, half: Array) -> tuple[Array, None]:
 LEARNED = FeatureMap(_learned, kernel="softmax")
 """exp(w.x), the feature map of `learned_estimate`: it estimates e^{q.k} once it has learned to."""
 
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Linear:
+    """Random-feature attention in the place of one layer."""
+
+    frequencies: Float[Array, "*l k m h"]
+    calibration: Calibration | None = None
+    query_frequencies: Float[Array, "*l k m h"] | None = None
+    """With `weights`, learned features (`refine_far`)."""
+    weights: Float[Array, "*l k m"] | None = None
+    window: Window = field(default=NO_WINDOW, metadata={"static": True})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `performer_attention`."""
+        own = {name: x for name, x in vars(self).items() if name != "window" and x is not None}
+        learned = {} if self.weights is None else {"feature_map": LEARNED}
+        return own | learned | self.window._asdict()
+
+
+def performer_estimate(
+    frequencies: Float[Array, "k m h"], attention: Linear, sample: Sample, is_causal: bool = False
+) -> Float[Array, "b n t s"]:
+    """A^ of this attention, with other frequencies."""
+    options: Any = replace(attention, frequencies=frequencies).options
+    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
+    return attention_weights(*sample[:2], is_causal=is_causal, **options)
+
+
 Fixed = tuple[Calibration | None, Window]
 """Shift and scale of a calibration, and the exact window."""
 
 
-def hybrid_estimate(
-    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False, *, half: float = 0.5
+def learned_estimate(
+    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ with exact near pairs and positive features for the others, in quadratic time.
-
-    Args:
-        far: features.
-        fixed: calibration of shift and scale, and exact window.
-        sample: queries and keys.
-        is_causal: query i sees the keys up to i.
-        half: factor on |q|^2 and |k|^2 in the exponents; 0 for the features `LEARNED`.
+    """A^ with exact near pairs and the features `LEARNED` for the others, in quadratic time.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
@@ -206,8 +203,7 @@ def hybrid_estimate(
     far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
 
     def exponents(x, w):  # (b, t, n, h), (n, m, h) -> (b, n, t, m)
-        squares = jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None]
-        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest") - half * squares
+        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
 
     bias = (far.bias + far.weight[:, None])[None, :, None]
     of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
@@ -215,10 +211,6 @@ def hybrid_estimate(
     logits = jnp.where(sample.near(window), logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
-
-
-learned_estimate = partial(hybrid_estimate, half=0.0)
-"""`hybrid_estimate` with the features `LEARNED`."""
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -241,7 +233,7 @@ def calibrated_far(
     coupling: str | Coupling | None = None,
     is_causal: bool = False,
 ) -> tuple[Far, Calibration]:
-    """Features with these frequencies for `hybrid_estimate`, calibrated to the far pairs.
+    """Features with these frequencies, calibrated to the far pairs.
 
     Args:
         frequencies: draw of a coupling.
@@ -297,9 +289,6 @@ def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> 
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
 
 
-LOSSES = {"squared": squared, "divergence": divergence}
-
-
 def transfer(
     estimate: Callable[..., Float[Array, "b n t s"]],
     start: Parameters,
@@ -308,13 +297,10 @@ def transfer(
     *,
     steps: int,
     is_causal: bool = False,
-    loss: str = "divergence",
     rate: float = RATE,
-    optimizer: optax.GradientTransformation = ADAM,
-    seed: int = 0,
     examples: int = EXAMPLES,
 ) -> Parameters:
-    """Parameters with a lower loss than `start`, on examples that they have not seen.
+    """Parameters with a lower divergence than `start`, on examples that they have not seen.
 
     Args:
         estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
@@ -324,23 +310,16 @@ def transfer(
         sample: of the layer, its first axis the examples; one of eight is held out.
         steps: at most.
         is_causal: query i sees the keys up to i.
-        loss: "divergence" or "squared"; the first led to better models.
         rate: that of the first step; it falls as half a cosine.
-        optimizer: of optax, for a rate of -1.
-        seed: of the order of the examples.
         examples: of a step, at most.
-
-    Raises:
-        ValueError: for an unknown loss.
 
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
-        >>> refined = transfer(performer_estimate, frequencies, None, Sample.of(q, k), steps=2)
+        >>> refined = transfer(
+        ...     performer_estimate, frequencies, Linear(frequencies), Sample.of(q, k), steps=2
+        ... )
     """
-    if loss not in LOSSES:
-        raise ValueError(unknown("loss", loss, tuple(LOSSES)))
-    static = estimate, LOSSES[loss], optimizer, is_causal, steps, examples
-    return _transfer(*static, rate, jax.random.key(seed), start, fixed, sample)
+    return _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample)
 
 
 def refine_far(
@@ -365,7 +344,7 @@ def refine_far(
         sample: queries and keys of the layer.
         steps: largest number of steps of Adam.
         is_causal: query i sees the keys up to i.
-        options: loss, rate, optimizer, seed and examples, as of `transfer`.
+        options: rate and examples, as of `transfer`.
 
     Returns:
         Features of queries and keys as they are, without the calibration (see `absorbed`).
@@ -413,23 +392,22 @@ def at_least_near(
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def _transfer(
-    estimate, loss, optimizer, is_causal, steps, examples, rate, key, start, fixed, sample
-):
-    training, held_out = parted(sample)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample):
+    (training, held_out), key = parted(sample), jax.random.key(0)
     size, length = _size(training, examples), -(-steps // ROUNDS)
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
     rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
-    mean_losses = partial(_mean_losses, estimate, loss, is_causal, fixed, held_out, examples)
+    mean_losses = partial(_mean_losses, estimate, divergence, is_causal, fixed, held_out, examples)
 
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs
         chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
         batch = _rows(training, chosen)
-        total = lambda trained: jnp.sum(_losses(estimate, loss, is_causal, fixed, batch, trained))  # noqa: E731
-        updates, state = optimizer.update(jax.grad(total)(trained), state)
+        losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
+        gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
+        updates, state = ADAM.update(gradient, state)
         trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
         return (trained, state), None
 
@@ -447,7 +425,7 @@ def _transfer(
         number, since, *_ = search
         return (number < rounds) & (since < PATIENCE)
 
-    moving = start, optimizer.init(start)
+    moving = start, ADAM.init(start)
     search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
     *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
     return best

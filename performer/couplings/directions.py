@@ -17,10 +17,6 @@ from jaxtyping import Array, Float, Int
 from performer.couplings import hadamard as hd
 from performer.typing import Frequencies, Key, Lengths
 
-__all__ = [
-    "hadamard", "hadamard_simplex", "independent", "orthogonal", "simplex", "simplex_weighted",
-]  # fmt: skip
-
 TOLERANCE = 1e-5
 MAX_SWEEPS = 200
 _product = partial(jnp.matmul, precision="highest")  # the default of GPUs costs three digits

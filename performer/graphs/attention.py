@@ -32,15 +32,13 @@ from jaxtyping import Array, Float
 from performer import features as feature_maps
 from performer.attention import _checks, _maps, _masks
 from performer.attention import state as states
-from performer.attention._checks import Exact, Tokens
+from performer.attention._checks import Tokens
 from performer.attention._masks import Pairs
 from performer.attention.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
 from performer.graphs.features import Estimate
 from performer.typing import float32_or_wider
-
-__all__ = ["Links", "link", "masked_attention"]
 
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
@@ -188,8 +186,8 @@ def _attention(
 
 def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
     """Numerators and normalisers (n, b, t, v + 1), and the exponents taken out (n, b, t)."""
-    x = _maps.arguments(tokens, estimate, Exact(), pairs)
-    query_map, key_map = _maps.feature_maps(x, estimate, Exact())
+    x = _maps.arguments(tokens, estimate, pairs)
+    query_map, key_map = _maps.feature_maps(x, estimate)
     (b, t, n, h), (k, v) = x.query.shape, x.keys.value.shape[2:]
     dtype = float32_or_wider(*tokens)
     # (b, t, n, h) -> (k, b, n / k, t, h)

@@ -26,10 +26,6 @@ from jaxtyping import Array, Float, Int
 from performer import choices
 from performer.typing import Key
 
-__all__ = [
-    "COUPLINGS", "Coupling", "antithetic", "ensemble", "get", "independent", "lengths", "sigma",
-]  # fmt: skip
-
 Coupling = Callable[[Key, int, float], Int[Array, " m"]]
 """coupling(key, num_walks, p_halt) -> lengths."""
 

@@ -26,8 +26,6 @@ from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph
 from performer.typing import Key
 
-__all__ = ["Estimate", "Features", "graph_random_features", "merged", "modulate", "sample"]
-
 FOREVER = -1
 """Step of the visit to a node without edges: it stands for all steps, with the factor sum_t f_t."""
 ENDLESS = 1024

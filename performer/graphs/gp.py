@@ -33,8 +33,6 @@ from performer.graphs import features, kernels, walks
 from performer.kernels.gp import Gaussian, Scales, fit_scales
 from performer.typing import Key
 
-__all__ = ["condition", "fit", "sample"]
-
 TOLERANCE = 1e-5
 """Default relative residual of a system of equations."""
 

@@ -19,8 +19,6 @@ from performer import choices
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Graph"]
-
 
 class Graph(NamedTuple):
     """An undirected graph, made by `from_edges`, `from_scipy` or `from_networkx`."""

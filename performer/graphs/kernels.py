@@ -44,11 +44,6 @@ from performer.choices import positive_values
 from performer.graphs.graph import Graph
 from performer.typing import Value
 
-__all__ = [
-    "Diffusion", "FromSeries", "InverseCosine", "Kernel", "Matern", "Modulation", "RandomWalk",
-    "RegularisedLaplacian", "Resolvent", "require_convergence", "spectral_radius",
-]  # fmt: skip
-
 Modulation = Callable[[int], Float[Array, " length"]]
 """modulation(length) -> (f_0, ..., f_{length-1}): a `Kernel`, or any other function."""
 Gram = Float[Array, "n n"]

@@ -30,11 +30,6 @@ from performer.graphs import couplings
 from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
 
-__all__ = [
-    "assign", "enumerate_all", "learn", "linear_costs", "objective", "project", "reduced",
-    "series", "spectral_edges", "spectral_responses",
-]  # fmt: skip
-
 Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 10
 """Largest order whose permutations can be enumerated, in less than a second."""

@@ -18,8 +18,6 @@ from jaxtyping import Array, Float
 from performer import choices
 from performer.graphs.graph import Graph, require_nonnegative
 
-__all__ = ["coordinates", "rotate"]
-
 DENSE = 300
 """Number of nodes up to which all eigenvectors are computed."""
 

@@ -23,8 +23,6 @@ from performer.graphs.features import Features
 from performer.graphs.graph import Graph
 from performer.typing import Key
 
-__all__ = ["Stitched", "root", "stitched"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -32,10 +32,6 @@ from performer.graphs.graph import Graph
 from performer.graphs.kernels import Modulation
 from performer.graphs.walks import Steps
 
-__all__ = [
-    "Group", "Recommendation", "expected_error", "pagerank_variance", "recommend", "survival",
-]  # fmt: skip
-
 SMALL = 1e-12
 """Relative size of the terms at which a series is truncated."""
 TERMS = 512

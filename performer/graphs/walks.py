@@ -28,8 +28,6 @@ from performer.graphs import couplings
 from performer.graphs.graph import Graph, require_nonnegative
 from performer.typing import Key
 
-__all__ = ["Steps", "Walks", "sample", "transition"]
-
 Steps = Literal["uniform", "weighted"]
 STRETCH = 4
 """Length of a lane relative to the longest walk expected; at 4 a sixth of the steps is idle."""

@@ -33,18 +33,6 @@ from performer.choices import checked_arrays, positive_number, positive_values, 
 from performer.couplings import norms
 from performer.typing import Coupling, Frequencies, Key, Value
 
-__all__ = [
-    "KERNELS",
-    "Kernel",
-    "arc_cosine",
-    "frequencies",
-    "gaussian",
-    "get",
-    "matern",
-    "random_features",
-    "softmax",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class Kernel(Value):

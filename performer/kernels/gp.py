@@ -45,12 +45,6 @@ from performer.choices import checked_arrays, finite_arrays, positive_number, po
 from performer.kernels import Kernel
 from performer.typing import Key
 
-__all__ = [
-    "Gaussian", "GaussianProcess", "Scales", "condition", "condition_features", "kl",
-    "log_marginal_likelihood", "log_marginal_likelihood_features", "negative_log_density",
-    "observed",
-]  # fmt: skip
-
 _dot = partial(jnp.matmul, precision="highest")
 _whiten = partial(solve_triangular, lower=True)
 

@@ -57,11 +57,6 @@ from performer.couplings import butterfly, directions, norms
 from performer.kernels import Kernel
 from performer.typing import Key
 
-__all__ = [
-    "METHODS", "Rule", "StructuredRule", "feature_maps", "gram", "spherical_radial",
-    "structured",
-]  # fmt: skip
-
 Matrices = Literal["haar", "butterfly"]
 _GRID = 8  # nodes in each dimension of the Gauss-Hermite grid: exact to degree 15
 

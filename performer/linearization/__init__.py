@@ -8,5 +8,3 @@ report    the attention error of every layer and head
 
 from performer.linearization.function import linearize as linearize
 from performer.linearization.report import Report as Report
-
-__all__ = ["Report", "linearize"]

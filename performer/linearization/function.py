@@ -11,15 +11,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
-from performer.linearization.layers import (
-    Linear,
-    Measured,
-    check,
-    draw,
-    errors_of,
-    report_of,
-    worst,
-)
+from performer.linearization.layers import Linear, Measured, Options, replacements
 from performer.linearization.measure import (
     alibi_slopes,
     examples,
@@ -34,7 +26,7 @@ from performer.linearization.measure import (
 )
 from performer.linearization.places import MASKED, Named, Place, Values, named, run
 from performer.linearization.report import Report
-from performer.typing import Coupling, Window, float32_or_wider
+from performer.typing import Coupling, float32_or_wider
 
 UNCHOSEN = "not chosen by where"
 LINEAR = "linear already"
@@ -66,12 +58,9 @@ def linearize(
     calibration: str = "full",
     refine_steps: int = 0,
     keep: int = 0,
-    exact_window: int = 0,
-    exact_first: int = 0,
-    exact_keys: int = 0,
-    exact_rows: int = 0,
     where: Callable[[str], bool] | None = None,
     seed: int = 0,
+    **exact: int,
 ) -> tuple[Callable[..., Any], Report]:
     """Replace exact attention in a function by random-feature attention.
 
@@ -101,15 +90,12 @@ def linearize(
             feature and a weight of the far part. Of both, what has the lower error on held-out
             examples serves all layers.
         keep: number of places, those with the largest errors, that stay exact. A scan is one place.
-        exact_window: window of exact keys, as in `performer.performer_attention`. It applies where
-            there are as many queries as keys.
-        exact_first: number of first keys that are exact.
-        exact_keys: number of keys of a head that are exact, those with the largest weights, in
-            layers without causality, segments and ALiBi.
-        exact_rows: number of first queries that are exact, as class tokens.
         where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
         seed: of the frequencies.
+        exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, pairs with exact
+            attention as in `performer.performer_attention`. A window applies where there are as
+            many queries as keys, exact keys in layers without causality, segments and ALiBi.
 
     Returns:
         The new function and the report. The function is a pytree (`jax.tree_util.Partial`) whose
@@ -131,8 +117,9 @@ def linearize(
         >>> new, report = linearize(attend, [(q[:, :, 0],)], num_features=8)
         >>> output = jax.jit(new)(q[:, :, 0])
     """
-    window = Window(exact_window, exact_first, exact_keys, exact_rows)
-    check(batches, coupling, calibration, refine_steps, keep, window)
+    given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
+    given |= dict(refine_steps=refine_steps, keep=keep, seed=seed)
+    options = Options.of(batches, **given, **exact)
     seen = observe(function, batches, lambda place: where is None or where(place.name))
     layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
     for number, place in enumerate(seen.places):
@@ -151,32 +138,18 @@ def linearize(
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
         raise ValueError(f"no attention can be replaced:\n{lines}")
     warn(measured)
-    drawn = draw(
-        layers,
-        partial(examples, function, batches),
-        coupling=coupling,
-        num_features=num_features,
-        calibration=calibration,
-        refine_steps=refine_steps,
-        seed=seed,
-        window=window,
-    )
-    errors = list(map(errors_of, layers, drawn))
-    of_place = [layer.calls[0][0] for layer in layers]  # a scan is one place of several layers
-    ranked = dict.fromkeys(of_place[i] for i in worst(errors))
-    kept = set(list(ranked)[:keep])
-    settings, replacements = {}, {}
-    for number in ranked.keys() - kept:
-        own = [i for i, place in enumerate(of_place) if place == number]
-        each = [Replacement(drawn[i], layers[i].scale, layers[i].slopes) for i in own]
-        first, padded = layers[own[0]], any(layers[i].padded for i in own)
-        square = is_square(seen.places[number])
-        settings[number] = Setting(first.kind, padded, square)
-        replacements[number] = _stacked(each, seen.places[number].lengths)
+    new, report = replacements(measured, partial(examples, function, batches), options)
+    by_place: dict[int, list[int]] = {}  # a scan is one place of several layers
+    for i in new:
+        by_place.setdefault(layers[i].calls[0][0], []).append(i)
+    settings, arrays = {}, {}
+    for number, own in by_place.items():
+        each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
+        padded, square = any(layers[i].padded for i in own), is_square(seen.places[number])
+        settings[number] = Setting(layers[own[0]].kind, padded, square)
+        arrays[number] = _stacked(each, seen.places[number].lengths)
     words = tuple(words_of(seen.places))
-    new = jax.tree_util.Partial(partial(_call, function, settings, words), replacements)
-    exact = {i for i, number in enumerate(of_place) if number in kept}
-    return new, report_of(measured, errors, exact)
+    return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
 
 
 def is_square(place: Named) -> bool:

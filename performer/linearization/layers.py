@@ -1,7 +1,7 @@
 """Measured layers, their calibration, draws and errors: shared by all fronts of `linearize`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.attention import attention_weights
 from performer.attention import calibration as calibrations
-from performer.attention.calibration import Calibration
 from performer.attention.refinement import (
-    LEARNED,
     START,
     Far,
+    Linear,
     Sample,
     calibrated_far,
     parted,
+    performer_estimate,
     refine_far,
     softmax_attention,
     squared,
@@ -30,26 +29,6 @@ from performer.typing import NO_WINDOW, Coupling, Window
 
 EXAMPLES = 8
 """Examples of the first batch whose queries and keys are kept to measure errors on."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Linear:
-    """Random-feature attention in the place of one layer."""
-
-    frequencies: Float[Array, "*l k m h"]
-    calibration: Calibration | None = None
-    query_frequencies: Float[Array, "*l k m h"] | None = None
-    """With `weights`, learned features (`performer.refinement.refine_far`)."""
-    weights: Float[Array, "*l k m"] | None = None
-    window: Window = field(default=NO_WINDOW, metadata={"static": True})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keywords of `performer_attention`."""
-        own = {name: x for name, x in vars(self).items() if name != "window" and x is not None}
-        learned = {} if self.weights is None else {"feature_map": LEARNED}
-        return own | learned | self.window._asdict()
 
 
 class Layer(NamedTuple):
@@ -84,50 +63,69 @@ class Measured(NamedTuple):
     left: dict[str, str]
 
 
-def check(
-    batches: Any,
-    coupling: str | Coupling,
-    calibration: str,
-    refine_steps: int,
-    keep: int,
-    window: Window = NO_WINDOW,
-) -> None:
-    """Raise ValueError for invalid arguments of `linearize`."""
-    calibrations.parts(calibration, coupling)
-    counts = dict(refine_steps=refine_steps, keep=keep) | window._asdict()
-    for name, count in counts.items():
-        if count < 0:
-            raise ValueError(f"{name} must not be negative, got {count}")
-    if window.exact_first and not window.exact_window:
-        raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
-    if hasattr(batches, "shape"):
-        raise ValueError(
-            f"batches must be a list of batches, and this is one array of shape {batches.shape}:"
-            " pass [x]"
-        )
-    if refine_steps and iter(batches) is batches:
-        raise ValueError(
-            "refine_steps reads the batches once for each layer, and these can be read only once:"
-            " pass a list of them"
-        )
+@dataclass(frozen=True)
+class Options:
+    """Attention that replaces softmax, by the keywords of `performer.linearize`."""
+
+    coupling: str | Coupling = couplings.DEFAULT
+    num_features: int | None = None
+    calibration: str = "full"
+    refine_steps: int = 0
+    keep: int = 0
+    seed: int = 0
+    window: Window = NO_WINDOW
+
+    @classmethod
+    def of(cls, batches: Any, **keywords: Any) -> "Options":
+        """Check the keywords, with exact pairs by the names of `Window`, and the batches.
+
+        Raises:
+            ValueError: for invalid ones.
+        """
+        window = Window(**{x: keywords.pop(x) for x in Window._fields if x in keywords})
+        own = cls(**keywords, window=window)
+        calibrations.parts(own.calibration, own.coupling)
+        counts = dict(refine_steps=own.refine_steps, keep=own.keep) | window._asdict()
+        for name, count in counts.items():
+            if count < 0:
+                raise ValueError(f"{name} must not be negative, got {count}")
+        if window.exact_first and not window.exact_window:
+            raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
+        if hasattr(batches, "shape"):
+            raise ValueError(
+                "batches must be a list of batches, and this is one array of shape"
+                f" {batches.shape}: pass [x]"
+            )
+        if own.refine_steps and iter(batches) is batches:
+            raise ValueError(
+                "refine_steps reads the batches once for each layer, and these can be read only"
+                " once: pass a list of them"
+            )
+        return own
+
+
+def replacements(
+    measured: Measured, examples: Callable[[Layer], Sample], options: Options
+) -> tuple[dict[int, Linear], Report]:
+    """Attention of the layers that do not stay exact, by number, and the report of all."""
+    layers, drawn = measured.layers, draw(measured.layers, examples, options)
+    errors = list(map(errors_of, layers, drawn))
+    places = [layer.calls[0][0] for layer in layers]  # a scan is one place of several layers
+    kept = list(dict.fromkeys(places[i] for i in worst(errors)))[: options.keep]
+    exact = {i for i, place in enumerate(places) if place in kept}
+    new = {i: linear for i, linear in enumerate(drawn) if i not in exact}
+    return new, report_of(measured, errors, exact)
 
 
 def draw(
-    layers: list[Layer],
-    examples: Callable[[Layer], Sample],
-    *,
-    coupling: str | Coupling,
-    num_features: int | None,
-    calibration: str,
-    refine_steps: int,
-    seed: int,
-    window: Window = NO_WINDOW,
+    layers: list[Layer], examples: Callable[[Layer], Sample], options: Options
 ) -> list[Linear]:
     """Attention for each layer: drawn, calibrated, and refined on all its `examples`.
 
     Beside a window there are two ways to refine: the frequencies move, or all parameters of `Far`
     do. The way with the lower error on held-out examples serves all layers.
     """
+    coupling, m, calibration, steps, _, seed, window = vars(options).values()
     drawn, learned, gain = [], [], 0.0
     for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
         heads, head_dim = layer.sample.key.shape[-2:]
@@ -137,18 +135,18 @@ def draw(
             own = own._replace(exact_keys=0)
         if calibrations.parts(calibration):
             fitted = calibrations.fit(layer.moments.astype(jnp.float32), calibration, coupling)
-        w = couplings.draw(key, coupling, num_features or 2 * head_dim, head_dim, heads)
+        w = couplings.draw(key, coupling, m or 2 * head_dim, head_dim, heads)
         linear = far = Linear(w, fitted, window=own)
-        if refine_steps:
+        if steps:
             sample = examples(layer)
-            options: Any = dict(steps=refine_steps, is_causal=layer.is_causal)
-            moved = transfer(_moved, w, linear, sample, **options)
+            how: Any = dict(steps=steps, is_causal=layer.is_causal)
+            moved = transfer(performer_estimate, w, linear, sample, **how)
             linear = far = replace(linear, frequencies=moved)
             if own.exact_window:
                 kind: Any = dict(method=calibration, coupling=coupling, is_causal=layer.is_causal)
                 start, fitted = calibrated_far(w, own, sample, **kind)
                 start = Far.of(START * start.of_key)
-                best = refine_far(start, fitted, own, sample, **options)
+                best = refine_far(start, fitted, own, sample, **how)
                 far = Linear(best.of_key, None, best.of_query, best.weights, own)
                 unseen = layer._replace(sample=parted(sample)[1])
                 errors = (jnp.mean(errors_of(unseen, x)["attention error"]) for x in (linear, far))
@@ -156,18 +154,6 @@ def draw(
         drawn.append(linear)
         learned.append(far)
     return learned if gain > 0 else drawn
-
-
-def _moved(frequencies: Array, attention: Linear, sample: Sample, is_causal: bool) -> Array:
-    return estimated(replace(attention, frequencies=frequencies), sample, is_causal)
-
-
-def estimated(
-    attention: Linear, sample: Sample, is_causal: bool = False
-) -> Float[Array, "b n t s"]:
-    """Estimated attention matrix."""
-    options: Any = attention.options | dict(mask=sample.keys[:, None, None], is_causal=is_causal)
-    return attention_weights(*sample[:2], segment_ids=sample.segments, **options)
 
 
 def worst(errors: list[dict[str, Array]]) -> list[int]:
@@ -192,7 +178,7 @@ def head_errors(
     e to the mean entropy of a row of A.
     """
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = estimated(attention, sample, is_causal)
+    estimate = performer_estimate(attention.frequencies, attention, sample, is_causal)
     entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
     rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
     groups = sample.query.shape[2] // sample.key.shape[2]

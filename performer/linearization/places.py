@@ -531,15 +531,8 @@ MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 
 def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis]]:
     """Names of the axes of each operation that comes from the scores, where they can be told."""
-    equation = program.ops[scores].equation
-    _, (left_batch, right_batch) = equation.params["dimension_numbers"]
-    left, right = (x.aval.ndim for x in equation.invars)
-    atoms = [("batch", i) for i in range(len(left_batch))]
-    atoms += [("left", i) for i in range(left - len(left_batch) - 1)]
-    atoms += [("right", i) for i in range(right - len(right_batch) - 1)]
-    shape = equation.outvars[0].aval.shape
-    sizes = dict(zip(atoms, shape, strict=False))
-    names = {scores: [(atom,) if sizes[atom] != 1 else () for atom in sizes]}
+    sizes = _atoms(program.ops[scores].equation)
+    names = {scores: [(atom,) if n != 1 else () for atom, n in sizes.items()]}
     for number in range(scores + 1, output):
         op = program.ops[number]
         known = [names.get(ref[1]) if ref[0] == "op" else None for ref in op.inputs]
@@ -548,6 +541,15 @@ def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis
             if moved is not None:
                 names[number] = moved
     return names
+
+
+def _atoms(equation: Any) -> dict:
+    """Name and length of each axis of a product of one summed axis, in order."""
+    _, (batch, _) = equation.params["dimension_numbers"]
+    left, right = (x.aval.ndim - len(batch) - 1 for x in equation.invars)
+    counts = ("batch", len(batch)), ("left", left), ("right", right)
+    atoms = [(side, i) for side, count in counts for i in range(count)]
+    return dict(zip(atoms, equation.outvars[0].aval.shape, strict=False))
 
 
 def _moved(equation: Any, known: list, sizes: dict) -> list[Axis] | None:
@@ -588,6 +590,10 @@ def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | N
             return None
         groups.append(group)
     return None if left else groups
+
+
+WIDTH = ("value", 0)
+"""Name of the last axis of queries, keys and values."""
 
 
 @dataclass
@@ -639,32 +645,28 @@ class Layout:
             return None
         keys = weights[axis][0]
         side, other = keys[0], "left" if keys[0] == "right" else "right"
-        left, right = (x.aval.ndim - len(batch[0]) - 1 for x in equation.invars)
-        atoms = [("batch", i) for i in range(len(batch[0]))]
-        atoms += [("left", i) for i in range(left)] + [("right", i) for i in range(right)]
-        all_sizes = dict(zip(atoms, equation.outvars[0].aval.shape, strict=True))
+        all_sizes = _atoms(equation)
         sizes = {atom: n for atom, n in all_sizes.items() if n != 1}
-        free = [atom for atom in atoms if atom[0] == other]
+        free = [atom for atom in all_sizes if atom[0] == other]
         length = all_sizes[keys]
         time = next((x for x in free if all_sizes[x] == length), None)
         time = time or max(free, key=all_sizes.__getitem__, default=None)
         if time is None:
             return None  # a single query without an axis
-        lead = [atom for atom in atoms if atom[0] == "batch"]
+        lead = [atom for atom in all_sizes if atom[0] == "batch"]
         heads = lead[-1:] if len(lead) > 1 else []
         value = product.invars[1 - number].aval
         names = [weights[i] for i in batches[number]]
         # Queries without a batch axis, as a Perceiver's latents: it is among the keys' axes.
-        shared = [atom for atom in atoms if atom[0] == side and atom != keys]
+        shared = [atom for atom in all_sizes if atom[0] == side and atom != keys]
         if any(atom in sizes and (atom,) not in names for atom in shared):
             raise Unfit("its keys have more than one axis")
         if any(a[0] == other and a in sizes for axis in names for a in axis):
             return None  # values of each query, as of a mixture of experts
         inner = batches[1 - number]
         rest = [i for i in range(value.ndim) if i not in (*inner, of_values)]
-        width = ("value", 0)
         free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]
-        queries, values = [a for x in free_names for a in x], [width]
+        queries, values = [a for x in free_names for a in x], [WIDTH]
         order = [a for x in names for a in x]
         order += queries + values if number == 0 else values + queries
         return cls(
@@ -683,63 +685,54 @@ class Layout:
             order=order,
         )
 
-    def _counts(self, atoms: list) -> int:
-        return math.prod(self.sizes[atom] for atom in atoms)
+    def _arranged(self, x: Array, have: list, *groups: list) -> Array:
+        """x, whose axes are named `have`, with an axis for each group; those it lacks repeat."""
+        wanted = [atom for group in groups for atom in group]
+        sizes = self.sizes | dict(zip(have, x.shape, strict=True))
+        x = jnp.transpose(x, [have.index(atom) for atom in wanted if atom in have])
+        x = jnp.expand_dims(x, [i for i, atom in enumerate(wanted) if atom not in have])
+        x = jnp.broadcast_to(x, [sizes[atom] for atom in wanted])
+        return x.reshape([math.prod(sizes[atom] for atom in group) for group in groups])
 
-    def _operand(self, x: Array, which: int, free: list) -> Array:
-        """(b..., free..., heads, h) of an operand of q k^T, with all batch axes."""
+    def _operand(self, x: Array, which: int, *groups: list) -> Array:
+        """(groups, h) of an operand of q k^T."""
         (contracted,), batch = self.dims[0][which], list(self.dims[1][which])
         rest = [i for i in range(x.ndim) if i not in (*batch, contracted)]
         side = "left" if which == 0 else "right"
-        axis = dict(zip([("batch", i) for i in range(len(batch))], batch, strict=True))
-        axis |= {(side, i): number for i, number in enumerate(rest)}
-        wanted = [*self.batch, *free]
-        x = jnp.transpose(x, [*(axis[a] for a in wanted if a in axis), contracted])
-        x = jnp.expand_dims(x, [i for i, atom in enumerate(wanted) if atom not in axis])
-        return jnp.broadcast_to(x, (*(self.sizes[atom] for atom in wanted), x.shape[-1]))
+        have = [("batch", i) for i in range(len(batch))] + [(side, i) for i in range(len(rest))]
+        x = jnp.transpose(x, [*batch, *rest, contracted])
+        return self._arranged(x, [*have, WIDTH], *groups, [WIDTH])
 
     def query(self, x: Array) -> Array:
         """(b, t, n, h)."""
-        x = self._operand(x, self.operands[0], [self.time, *self.heads, *self.groups])
-        n = self._counts([*self.heads, *self.groups])
-        return x.reshape(self._counts(self.batch), self.sizes[self.time], n, x.shape[-1])
+        heads = [*self.heads, *self.groups]
+        return self._operand(x, self.operands[0], self.batch, [self.time], heads)
 
     def key(self, x: Array) -> Array:
         """(b, s, k, h)."""
-        x = self._operand(x, self.operands[1], [self.keys, *self.heads])
-        k = self._counts(self.heads)
-        return x.reshape(self._counts(self.batch), self.sizes[self.keys], k, x.shape[-1])
+        return self._operand(x, self.operands[1], self.batch, [self.keys], self.heads)
 
     def value(self, x: Array) -> Array:
         """(b, s, k, v)."""
         names, inner, summed, rest = self.value_dims
-        x = jnp.transpose(x, [*inner, summed, *rest])
         atoms = [atom for axis in names for atom in axis]
+        x = jnp.transpose(x, [*inner, summed, *rest])
         x = x.reshape(*(self.sizes[atom] for atom in atoms), x.shape[len(inner)], -1)
-        wanted = [*self.batch, *self.heads]
-        x = jnp.transpose(x, [*(atoms.index(a) for a in wanted if a in atoms), -2, -1])
-        lengths = [self.sizes[atom] if atom in atoms else 1 for atom in wanted]
-        x = x.reshape(*lengths, *x.shape[-2:])
-        x = jnp.broadcast_to(x, (*(self.sizes[atom] for atom in wanted), *x.shape[-2:]))
-        x = x.reshape(self._counts(self.batch), self._counts(self.heads), *x.shape[-2:])
-        return jnp.swapaxes(x, 1, 2)
+        have = [*atoms, self.keys, WIDTH]
+        return self._arranged(x, have, self.batch, [self.keys], self.heads, [WIDTH])
 
     def pairs(self, x: Array) -> Array:
         """(b, n, t, s) of scores as they enter the softmax."""
-        atoms = [atom for axis in self.goal for atom in axis]
-        x = x.reshape([self.sizes[atom] for atom in atoms])
-        wanted = [*self.batch, *self.heads, *self.groups, self.time, self.keys]
-        x = jnp.transpose(x, [atoms.index(atom) for atom in wanted if atom in atoms])
-        n = self._counts([*self.heads, *self.groups])
-        return x.reshape(self._counts(self.batch), n, self.sizes[self.time], self.sizes[self.keys])
+        have = [atom for axis in self.goal for atom in axis]
+        x = x.reshape([self.sizes[atom] for atom in have])
+        heads = [*self.heads, *self.groups]
+        return self._arranged(x, have, self.batch, heads, [self.time], [self.keys])
 
     def back(self, x: Array) -> Array:
         """The output as the program has it, of (b, t, n, v)."""
-        have = [*self.batch, self.time, *self.heads, *self.groups]
-        x = x.reshape(*(self.sizes[atom] for atom in have), x.shape[-1])
-        have.append(("value", 0))
-        kept = [atom for atom in have if atom in self.order]
-        x = x.reshape([n for atom, n in zip(have, x.shape, strict=True) if atom in self.order])
+        have = [*self.batch, self.time, *self.heads, *self.groups, WIDTH]
+        kept, sizes = [atom for atom in have if atom in self.order], {WIDTH: x.shape[-1]}
+        x = x.reshape([(self.sizes | sizes)[atom] for atom in kept])  # others have length 1
         x = jnp.transpose(x, [kept.index(atom) for atom in self.order])
         return x.reshape(self.shape).astype(self.dtype)
 

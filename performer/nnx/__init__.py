@@ -16,14 +16,3 @@ with extra("flax"):
     from performer.nnx.layer import redraw as redraw
     from performer.nnx.linearization import linearize as linearize
     from performer.nnx.linearization import measure as measure
-
-__all__ = [
-    "Frequencies",
-    "GraphAttention",
-    "PerformerAttention",
-    "Report",
-    "Statistics",
-    "linearize",
-    "measure",
-    "redraw",
-]

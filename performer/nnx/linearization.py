@@ -7,24 +7,13 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from performer import couplings
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
-from performer.linearization.layers import (
-    Layer,
-    Linear,
-    Measured,
-    check,
-    draw,
-    errors_of,
-    report_of,
-    worst,
-)
+from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
 from performer.linearization.measure import examples, layer_of, observe, steps_of
 from performer.linearization.places import Named
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import PerformerAttention
-from performer.typing import Coupling, Window
 
 Model = TypeVar("Model", bound=nnx.Module)
 Call = Callable[[Any, Any], Any]
@@ -35,19 +24,10 @@ def linearize(
     model: Model,
     batches: Iterable[Any],
     *,
-    coupling: str | Coupling = couplings.DEFAULT,
-    num_features: int | None = None,
-    calibration: str = "full",
-    refine_steps: int = 0,
-    keep: int = 0,
-    exact_window: int = 0,
-    exact_first: int = 0,
-    exact_keys: int = 0,
-    exact_rows: int = 0,
     where: Callable[[str], bool] | None = None,
     call: Call | None = None,
     measured: Measured | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> tuple[Model, Report]:
     """Replace exact attention in a model by `PerformerAttention`, whose frequencies are state.
 
@@ -74,23 +54,14 @@ def linearize(
         model: any module. It is not changed.
         batches: inputs of the model: arrays, tuples of arguments, or dicts of them by name; with
             `call`, anything. They are read once, and with `refine_steps` once more for each layer.
-        coupling: of the frequencies; every layer and key head has its own draw.
-        num_features: m; twice the head_dim of a layer if None, which with head_dim 16 kept 97% of
-            the accuracy without a gradient, and 99% refined (docs, "Results").
-        calibration: as of `PerformerAttention`.
-        refine_steps: largest number of steps of Adam for each layer, as in `performer.linearize`.
-        keep: number of layers, those with the largest errors after refinement, that stay exact.
-        exact_window: window of exact keys, as in `performer.performer_attention`, in layers with as
-            many queries as keys. The reported errors are those with it.
-        exact_first: number of first keys that are exact.
-        exact_keys: number of keys of a head that are exact, those with the largest weights, in
-            layers without causality, segments and ALiBi.
-        exact_rows: number of first queries that are exact, as class tokens.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> output, for a model that is called otherwise.
         measured: result of `measure` on this model, to leave out the first passes.
-        seed: of the frequencies.
+        options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `seed` and exact
+            pairs, as of `performer.linearize`. By default m is twice the head_dim of a layer, which
+            with head_dim 16 kept 97% of the accuracy without a gradient, and 99% refined (docs,
+            "Results").
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
@@ -103,32 +74,23 @@ def linearize(
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
-    window, call = Window(exact_window, exact_first, exact_keys, exact_rows), call or apply_to
-    check(batches, coupling, calibration, refine_steps, keep, window)
+    chosen, call = Options.of(batches, **options), call or apply_to
     measured = measured or measure(model, batches, where=where, call=call)
     function, state, _ = _function(model, call)
-    drawn = draw(
-        measured.layers,
-        lambda layer: examples(function, _with(state, batches), layer),
-        coupling=coupling,
-        num_features=num_features,
-        calibration=calibration,
-        refine_steps=refine_steps,
-        seed=seed,
-        window=window,
+    replaced, report = replacements(
+        measured, lambda layer: examples(function, _with(state, batches), layer), chosen
     )
-    errors, new = list(map(errors_of, measured.layers, drawn)), evaluated(model)
-    kept, found = set(worst(errors)[:keep]), {hook.path: hook for hook in hooks_.hooks(new)}
-    for number, (layer, linear) in enumerate(zip(measured.layers, drawn, strict=True)):
-        if number in kept:
-            continue
-        attention, hook = _attention(layer, linear, coupling, calibration), found[layer.path]
+    new = evaluated(model)
+    found = {hook.path: hook for hook in hooks_.hooks(new)}
+    for number, linear in replaced.items():
+        layer = measured.layers[number]
+        attention, hook = _attention(layer, linear, chosen), found[layer.path]
         if isinstance(hook.module, nnx.MultiHeadAttention):
             hook.module.dropout_rate = 0.0
         if layer.masked or not hook.in_layer:
             attention = hooks_.Adapter(attention, hook.function, layer.kind)
         hook.put(attention)
-    return new, report_of(measured, errors, kept)
+    return new, report
 
 
 def measure(
@@ -228,18 +190,16 @@ def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State,
     return ((state, batch) for batch in batches)
 
 
-def _attention(
-    layer: Layer, linear: Linear, coupling: str | Coupling, calibration: str
-) -> PerformerAttention:
+def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAttention:
     """Module of a layer's attention, with its frequencies and calibration as state."""
     heads, m, head_dim = linear.frequencies.shape
     transferred = linear.weights is not None
     attention = PerformerAttention(
         m,
         head_dim,
-        coupling=coupling,
+        coupling=options.coupling,
         num_heads=heads,
-        calibration="none" if transferred else calibration,
+        calibration="none" if transferred else options.calibration,
         use_running_average=True,
         transferred=transferred,
         **linear.window._asdict(),
