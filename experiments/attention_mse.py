@@ -18,25 +18,200 @@ Tables (csv, md) and figures (png) go to --out.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from experiments.attention import errors
-from experiments.common import launch
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.attention import data
+from experiments.common import harness, launch
 from performer import couplings as known
-from performer.attention.calibration import parts as parts_of
+from performer.analysis import attention_error
+from performer.attention import calibration
+from performer.attention.calibration import calibrate
+from performer.kernels import copula
+from performer.typing import Coupling
 from vit.reports.attention_report import report_attention
 
-FIGURES = errors.FIGURES
 Part = Literal["figure7", "vit", "features"]
+SIZES = (16, 32, 48, 64)
+COLUMNS = ("variance", "covariance", "attention error")
+FEATURES = (16, 32, 64, 128, 256, 512)
+CURVES = (("iid", "none"), ("orf", "none"), ("pm-antithetic", "none"), ("pm-antithetic", "full"))
+"""Couplings and calibrations against m."""
+SCHEMES = {
+    "none": (
+        *("iid", "orf", "simrf", "pnc", "pm", "fixed"),
+        *("orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+    ),
+    "shift": ("fixed-antithetic",),
+    "shift+scale": ("pm-antithetic", "fixed-antithetic"),
+    "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
+}
+"""Couplings under each calibration; where names are given all of those under each."""
+NEAR = (("pm-antithetic", "full"),)
+"""Couplings with an exact window, where no names are given."""
+LEARNED: dict[str, Callable[[Any], Coupling]] = {
+    "copula": copula.orthogonal,
+    "copula-antithetic": lambda theta: known.Antithetic(copula.orthogonal(theta)),
+}
+"""theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
+ORF = ("orf", "none", 0)
+"""Baseline of the comparison."""
+NORM, ERROR = "mean |q|^2 = |k|^2", "relative attention error"
+SCHEME = "{coupling}, {calibration}, window {exact window}"
+STEPS = 300
+"""Steps of Adam, from independent lengths."""
+DRAWN = {
+    *(("orf", "none"), ("pm-antithetic", "none"), ("fixed-antithetic", "shift")),
+    *(("orf-antithetic", "full"), ("pm-antithetic", "full"), ("uniform", "")),
+}
+"""Couplings and calibrations in the figure of `vit`; its table has all."""
+
+
+def drawn(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows without a window; of more than eight schemes those of `DRAWN`."""
+    rows = [row for row in rows if row["kind"] in data.DATA and not row.get("exact window")]
+    schemes = [(row["coupling"], row["calibration"]) for row in rows]
+    names = [f"{name}, {how}" if how not in ("", "none") else name for name, how in schemes]
+    several = zip(rows, schemes, names, strict=True)
+    few = len(set(schemes)) < 9
+    return [row | {"scheme": name} for row, scheme, name in several if few or scheme in DRAWN]
+
+
+FIGURES: harness.Figures = {
+    "figure7": dict(
+        change=lambda rows: [row for row in rows if row["x ~ N(0, .)"] == "I / d"],
+        x="m",
+        y={name: f"{name}, relative" for name in COLUMNS},
+        across=3,
+        log="xy",
+    ),
+    "vit": dict(
+        columns="{kind} {norm}",
+        change=drawn,
+        x="norm",
+        xlabel="mean |q|² = |k|²",
+        line="{scheme}",
+        panel="{kind}",
+        across=3,
+        log="xy",
+        ylabel=ERROR,
+    ),
+    "features": dict(columns="m = {m}", x="m", log="xy", ylabel=ERROR),
+}
+
+
+def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
+    """Measure VRC Fig. 7 in both readings: variance, covariance and attention error against m."""
+    rows = []
+    for reading, variance in [("I / sqrt(d)", 1 / 4), ("I / d", 1 / 16)]:
+        tokens = np.sqrt(variance) * np.random.default_rng(0).normal(size=(8, 16, 1, 16))
+        x = jnp.asarray(tokens, jnp.float32)
+        for name, m in itertools.product(names, sizes):
+            options: Any = dict(num_features=m, draws=draws, scale=1.0, seed=1)
+            found = attention_error(x, x, coupling=name, **options)
+            estimates = found.variance, found.covariance, found.attention, found.predicted
+            line: harness.Row = {"x ~ N(0, .)": reading, "coupling": name, "m": m}
+            # The data sets share the draws, so that their standard errors do not average out.
+            for column, estimate in zip((*COLUMNS, "predicted"), estimates, strict=True):
+                line[column] = float(estimate.value.mean())
+                line[f"{column} ±"] = float(estimate.standard_error.mean())
+            rows.append(line | {"uniform": float(found.uniform_attention.mean())})
+    return harness.show(rows, out, FIGURES)
+
+
+def vit(
+    names: Sequence[str],
+    methods: Sequence[str],
+    norms: Sequence[float],
+    windows: Sequence[int],
+    m: int,
+    draws: int,
+    out: Path,
+) -> str:
+    """Measure the errors, absolute and relative to ORF's, on three kinds of data at several norms.
+
+    Means and standard errors over the data sets. The tokens have no places: with a window the keys
+    that are exact are any, a share of all.
+    """
+    far = [(name, how) for how in methods for name in names or SCHEMES.get(how, SCHEMES["full"])]
+    near = far if names else NEAR
+    schemes = [(name, how, 0) for name, how in far]
+    schemes += [(name, how, window) for window in windows if window for name, how in near]
+    rows, keys = [], ("coupling", "calibration", "exact window")
+    for kind, norm in itertools.product(data.DATA, norms):
+        reference, uniform = errors(kind, norm, ORF, m, draws)
+        found = {s: errors(kind, norm, s, m, draws)[0] if s != ORF else reference for s in schemes}
+        for scheme, values in (found | {("uniform", "", 0): uniform}).items():
+            case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
+            case["ratio"] = float(np.exp(np.mean(np.log(values / reference))))
+            rows += harness.rows_of(case, values)
+        print(kind, f"{norm:g}", flush=True)
+    ratios = [
+        {key: group[0][key] for key in keys}
+        | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
+        for group in harness.grouped(rows, SCHEME).values()
+    ]
+    harness.show(ratios, out.with_name(f"{out.name}_ratios"))
+    return harness.show(rows, out, {out.name: FIGURES["vit"]}, column=f"{{kind}} {{{NORM}:g}}")
+
+
+def errors(
+    kind: str, squared_norm: float, scheme: tuple[str, str, int], m: int, draws: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return errors on each data set of (coupling, calibration, window), and of uniform attention.
+
+    What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
+    of their own, which all couplings share.
+    """
+    found, (name, method, window) = [], scheme
+    for seed in range(data.DATA_SETS):
+        pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
+        (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
+        coupling = learned(name, others, other_keys, m) if name in LEARNED else name
+        fitted = calibrate(others, other_keys, coupling=coupling, method=method, scale=1.0)
+        options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
+        error = attention_error(query, key, coupling=coupling, exact_window=window, **options)
+        found.append((error.attention.value[0], error.uniform_attention[0]))
+    of_features, uniform = np.asarray(found, np.float64).T
+    return of_features, uniform
+
+
+def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
+    """Learn the copula of `LEARNED` on these tokens, (t, 1, h) each."""
+
+    @jax.jit
+    def thetas(query: Any, key: Any) -> Any:
+        d = query.shape[-1]
+        loss, start = copula.attention_mse(query[:, 0], key[:, 0]), jnp.zeros(d * (d - 1) // 2)
+        options: Any = dict(num_features=m, coupling=LEARNED[name], num_steps=STEPS)
+        return copula.learn(jax.random.key(0), loss, start, **options)[0]
+
+    return LEARNED[name](thetas(query, key))
+
+
+def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
+    """Measure the error against m on anisotropic data of squared norm 2."""
+    rows, baseline = [], []
+    for name, method in [(name, "none") for name in names] or CURVES:
+        label = name if method == "none" else f"{name}, calibrated"
+        found = [errors("anisotropic", 2.0, (name, method, 0), m, draws) for m in sizes]
+        own, baseline = np.stack(found, axis=-1)  # (2, data sets, sizes)
+        rows += harness.rows_of({"coupling": label}, own, m=sizes)
+        print(label, flush=True)
+    rows += harness.rows_of({"coupling": "uniform"}, baseline, m=sizes)
+    return harness.show(rows, out, FIGURES, column="m = {m}")
 
 
 def main(
     parts: Sequence[Part] = get_args(Part),
     workdir: Path | None = None,
     couplings: Sequence[str] = (),
-    calibrations: Sequence[str] = tuple(errors.SCHEMES),
+    calibrations: Sequence[str] = tuple(SCHEMES),
     num_features: Sequence[int] = (),
     squared_norms: Sequence[float] = (0.5, 1.0, 2.0, 4.0, 8.0),
     exact_window: Sequence[int] = (),
@@ -55,35 +230,30 @@ def main(
         exact_window: near keys that are exact; by default that of the run, or 16 for one coupling
             of the part vit.
     """
-    launch.at_least(3, draws=draws)
-    launch.at_least(1, num_features=min(num_features, default=1))
-    launch.at_least(0, exact_window=min(exact_window, default=0))
     for name in couplings:  # refuse before any work
-        if workdir or "figure7" in parts or name not in errors.LEARNED:
+        if workdir or "figure7" in parts or name not in LEARNED:
             known.get(name)
     for method in calibrations:
-        parts_of(method)
+        calibration.parts(method)
     if workdir:
         windows = exact_window or [None]
         for name, m, w in itertools.product(couplings or [""], num_features or [0], windows):
             target = f"{workdir.name}_{name or 'own'}" + f"_{m}" * (len(num_features) > 1)
-            if w is not None:
-                target += f"_window{w}"
-                print(f"exact_window={w}\n")
+            target += f"_window{w}" * (w is not None)
             options: Any = dict(coupling=name, num_features=m, draws=draws, exact_window=w)
             print(report_attention(workdir, out / target.replace("*", "_"), **options))
         return
     if "figure7" in parts:
-        names, sizes = couplings or ("orf", "pnc", "pm"), num_features or errors.SIZES
-        print(errors.figure7(names, sizes, 40 * draws, out / "figure7"))
+        names, sizes = couplings or ("orf", "pnc", "pm"), num_features or SIZES
+        figure7(names, sizes, 40 * draws, out / "figure7")
     if "vit" in parts:
         for m in num_features or (128,):
             target = out / ("vit" + f"_{m}" * (len(num_features) > 1))
             windows = exact_window or (16,)
-            print(errors.vit(couplings, calibrations, squared_norms, windows, m, draws, target))
+            vit(couplings, calibrations, squared_norms, windows, m, draws, target)
     if "features" in parts:
-        sizes = num_features or errors.FEATURES
-        print(errors.against_features(couplings, sizes, draws, out / "features"))
+        sizes = num_features or FEATURES
+        against_features(couplings, sizes, draws, out / "features")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@
 jitted, warm, the best of 7; and the ratio of dense to structured products of 1,024 vectors with d
 frequencies.
 
-`attention`: see `experiments.speed.attention`. A GPU or TPU adds a second table. With --quick all
-lengths are a 16th, a trial run whose numbers mean nothing. With --lengths, values against float64,
-then times by the number of tokens beside exact and cuDNN's attention, for the first ten minutes on
-a device: `experiments.speed.lengths`.
+`attention`: see `experiments.speed.attention`. With --quick all lengths are a 16th, a trial run
+whose numbers mean nothing. With --lengths, values against float64, then times by the number of
+tokens beside exact and cuDNN's attention, for the first ten minutes on a device:
+`experiments.speed.lengths`.
 
 `vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
@@ -21,31 +21,61 @@ Tables and figures go to --out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from experiments.common import harness, launch, timing
-from experiments.speed import attention, samplers, vit
+from experiments.speed import attention, vit
 from experiments.speed import lengths as by_length
-from vit.reports import report
+from performer import couplings
+from performer.couplings import structured
+
+M, D, HEADS = 128, 64, 144
+REPEATS = 7
+
+
+def samplers() -> list[dict[str, Any]]:
+    """Time each coupling."""
+    rows = []
+    keys = jax.random.split(jax.random.key(0), HEADS)
+    for name in couplings.names():
+        coupling: Any = couplings.get(name)
+        draw = partial(coupling, m=M, d=D)
+        one, many = jax.jit(draw), jax.jit(jax.vmap(draw))
+        best = timing.race({"one": partial(one, keys[0]), "many": partial(many, keys)}, REPEATS)
+        times = {"one draw, ms": best["one"], f"{HEADS} draws, ms": best["many"]}
+        rows.append({"coupling": name} | {k: 1e3 * seconds.wall for k, seconds in times.items()})
+    return rows
+
+
+def products() -> list[dict[str, Any]]:
+    """Time dense W x and structured W x, m = d."""
+    rows = []
+    dense, fast = jax.jit(lambda W, x: x @ W.T), jax.jit(lambda f, x: f.apply(x))
+    for d in (256, 512, 1024, 2048, 4096):
+        x = jax.random.normal(jax.random.key(1), (1024, d))
+        for name in ("sorf", "fast-simrf"):
+            frequencies = structured.draw(jax.random.key(0), d, d, simplex=name == "fast-simrf")
+            calls = {"dense": partial(dense, frequencies.matrix(), x)}
+            calls |= {"structured": partial(fast, frequencies, x)}
+            best = timing.race(calls, REPEATS)
+            row = {"coupling": name, "d": d}
+            row |= {f"{kind}, ms": 1e3 * seconds.wall for kind, seconds in best.items()}
+            ratio = best["dense"].wall / best["structured"].wall
+            rows.append(row | {"dense / structured": ratio})
+    return rows
 
 
 def of_attention(quick: bool, out: Path) -> None:
     """Print and write the tables of `performer_attention`."""
     scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
-    rows, times = attention.rounds("", scale)
-    print(report.table(times, out / "times"), flush=True)
-    rows.append(attention.decoding(scale))
-    print(report.table(rows, out / "summary"), flush=True)
-    print("Nanoseconds per token and head, forward + backward\n")
-    times = attention.crossover(scale)
-    print(harness.write(times, out / "crossover", attention.FIGURES["crossover"]))
-    if (platform := jax.default_backend()) in attention.ROUNDS:
-        rows, times = attention.rounds(platform, scale)
-        print(report.table(times, out / f"times_{platform}"))
-        print(report.table(rows, out / f"summary_{platform}"))
+    rows, times = attention.rounds(scale)
+    harness.show(times, out / "times")
+    harness.show([*rows, attention.decoding(scale)], out / "summary")
+    harness.show(attention.crossover(scale), out / "crossover", attention.FIGURES)
 
 
 def main(
@@ -69,15 +99,14 @@ def main(
         print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
         out /= "quick"
     if what == "couplings":
-        print(report.table(samplers.samplers(), out / "samplers"))
-        print(report.table(samplers.products(), out / "products"))
+        harness.show(samplers(), out / "samplers")
+        harness.show(products(), out / "products")
     elif what == "attention" and lengths:
-        print(by_length.measure(lengths, out, minutes))
+        by_length.measure(lengths, out, minutes)
     elif what == "attention":
         of_attention(quick, out)
     else:
-        rows = vit.measured(64, 2) if quick else vit.measured()
-        print(harness.write(rows, out / "vit", vit.FIGURES["vit"]))
+        harness.show(vit.measured(64, 2) if quick else vit.measured(), out / "vit", vit.FIGURES)
 
 
 if __name__ == "__main__":

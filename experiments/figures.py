@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import compare
 from experiments.common import harness, launch
 from experiments.graphs import scale
 from experiments.speed import attention, vit
-from experiments.training import comparison
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = {"forward": "forward", "both": "forward and backward"}
@@ -46,7 +46,7 @@ def converted(rows: list[harness.Row]) -> list[harness.Row]:
 OWN: dict[str, harness.Row] = {
     "benchmark/crossover": attention.FIGURES["crossover"],
     "benchmark/vit/vit": vit.FIGURES["vit"],
-    "compare/fashion_197/results": comparison.FIGURES["results"],
+    "compare/fashion_197/results": compare.FIGURES["results"],
     "convert/default/conversion": dict(
         x="m",
         y={"accuracy": "accuracy, not retrained", "attention error": "relative attention error"},

@@ -15,8 +15,7 @@
 
 Another folder is searched for .gml, .stl and .obj files. A table may have its cells between commas,
 semicolons, tabs or spaces; --columns names them where the file has no header. Each result is read
-as the experiments read it before it stays, and no file is written over. A ValueError names a file
-that cannot be used, and the reason.
+as the experiments read it before it stays, and no file is written over.
 """
 
 import csv
@@ -45,13 +44,8 @@ def graph(path: Path, largest_component: bool) -> Arrays:
 
     Each edge is there once, undirected, without loops.
     """
-    try:
-        found = networkx.Graph(networkx.read_gml(path, label="id"))
-    except (networkx.NetworkXError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as GML: {error}") from error
+    found = networkx.Graph(networkx.read_gml(path, label="id"))
     found.remove_edges_from(list(networkx.selfloop_edges(found)))
-    if not found.number_of_edges():
-        raise ValueError(f"{path} has no edge between two nodes")
     weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
     nodes = list(found)
     if largest_component:
@@ -71,14 +65,9 @@ def mesh(path: Path) -> Arrays:
     """
     import trimesh  # pyright: ignore[reportMissingImports]
 
-    try:
-        found: Any = trimesh.load_mesh(path)
-        found.update_faces(found.nondegenerate_faces() & found.unique_faces())
-    except Exception as error:  # trimesh and NumPy raise many kinds for broken files
-        raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
+    found: Any = trimesh.load_mesh(path)
+    found.update_faces(found.nondegenerate_faces() & found.unique_faces())
     found.remove_unreferenced_vertices()
-    if not len(found.faces):
-        raise ValueError(f"{path} has no face with an area")
     return {
         "vertices": np.asarray(found.vertices),
         "faces": found.faces.astype(np.int32),
@@ -92,56 +81,46 @@ def roads(folder: Path) -> Arrays:
 
     Nodes are any names; a road weighs the mean length over its own.
     """
-    ends, lengths = _columns(folder / "roads.csv", "from", "to", "length")
-    sensors, speeds = _columns(folder / "sensors.csv", "node", "speed")
+    tables = []
+    for name in ("roads.csv", "sensors.csv"):
+        with (folder / name).open(encoding="utf-8-sig", newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+    roads, sensors = tables
+    ends = [(row["from"], row["to"]) for row in roads]
+    lengths = np.array([float(row["length"]) for row in roads])
     at = {name: i for i, name in enumerate(sorted({name for pair in ends for name in pair}))}
-    if lost := [name for (name,) in sensors if name not in at]:
-        raise ValueError(f"{folder / 'sensors.csv'}: node {lost[0]!r} has no road")
     return {
         "n_nodes": np.asarray(len(at), np.int32),
         "edges": np.array([[at[a], at[b]] for a, b in ends], np.int32),
         "weights": lengths.mean() / lengths,
         "lengths_m": lengths,
-        "obs_nodes": np.array([at[name] for (name,) in sensors], np.int32),
-        "obs_speed": speeds,
+        "obs_nodes": np.array([at[row["node"]] for row in sensors], np.int32),
+        "obs_speed": np.array([float(row["speed"]) for row in sensors]),
     }
 
 
-def _columns(path: Path, *names: str) -> tuple[list[tuple[str, ...]], np.ndarray]:
-    """Return the columns of these names: all but the last as text, the last as numbers."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
-        texts = [tuple(row[name] for name in names[:-1]) for row in rows]
-        return texts, np.array([float(row[names[-1]]) for row in rows])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} needs the columns {', '.join(names)}: {error}") from error
-
-
 def table(source: Path, columns: Sequence[str], target: str, drop: Sequence[str]) -> str:
-    """Return the content of the csv file, the target last."""
+    """Return the content of the csv file, the target last.
+
+    Raises:
+        ValueError: for a column that is not there, or another number of cells in a row.
+    """
     lines = [x.strip() for x in source.read_text("utf-8-sig", errors="replace").splitlines()]
     lines = [line for line in lines if line]
-    if not lines:
-        raise ValueError(f"{source} is empty")
     mark = next((mark for mark in ",;\t" if mark in lines[0]), " ")
     table = csv.reader(lines, delimiter=mark, skipinitialspace=True)
     rows = [[cell.strip() for cell in row] for row in table]
     header = list(columns) or rows.pop(0)
     target = target or header[-1]
+    if wrong := [row for row in rows if len(row) != len(header)]:
+        raise ValueError(f"{source} has {len(header)} columns, but a row {wrong[0]}: see --columns")
     if missing := sorted({target, *drop} - {*header}):
         raise ValueError(f"{source} has no column {missing[0]!r}: it has {', '.join(header)}")
     order = [i for i, name in enumerate(header) if name not in (*drop, target)]
     order.append(header.index(target))
     content = io.StringIO(newline="")
     writer = csv.writer(content, lineterminator="\n")
-    for number, row in enumerate([header, *rows]):
-        if len(row) != len(header):
-            raise ValueError(
-                f"row {number} of {source} has {len(row)} cells, but the table has"
-                f" {len(header)} columns: see --columns"
-            )
-        writer.writerow([row[i] for i in order])
+    writer.writerows([row[i] for i in order] for row in [header, *rows])
     return content.getvalue()
 
 
@@ -171,11 +150,8 @@ def main(
         found = [source]
     else:
         found = sorted(path for path in source.rglob("*") if path.suffix.lower() in FOLDERS)
-    if not found or not source.exists():
-        raise ValueError(
-            f"--source={source} must be a file that ends in {', '.join(KINDS)}, or a folder with"
-            " graphs, meshes or roads.csv"
-        )
+    if not found:
+        raise ValueError(f"--source={source} has no file that ends in {', '.join(KINDS)}")
     if name and len(found) > 1:
         raise ValueError(f"--name={name}: {source} has {len(found)} files, which need a name each")
     for path in found:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from experiments import attention_mse as errors
 from experiments.attention import data as attention_data
-from experiments.attention import errors
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments import compare
 from experiments.common import statistics
-from experiments.training import comparison as compare
-from experiments.training.comparison import Result, Run, Setting
+from experiments.compare import Result, Run, Setting
 from tests.small import SHALLOW, read_csv, sized, small_config, stop_at
 from vit import config, evaluate, train
 from vit.reports import metrics

@@ -63,7 +63,7 @@ def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
     ]
     assert all(row["step, ms"] > 0 and row["memory, MiB"] > 0 for row in rows)
     assert rows[2]["softmax / it"] == 1
-    harness.write(rows, tmp_path / "vit", vit_speed.FIGURES["vit"])
+    harness.show(rows, tmp_path / "vit", vit_speed.FIGURES)
     assert (tmp_path / "vit.png").exists()
 
 

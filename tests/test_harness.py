@@ -51,9 +51,9 @@ def test_ratios_are_those_to_the_first_of_a_case():
 
 
 def test_show_writes_figure_table_and_tests(tmp_path):
-    drawn = dict(columns=COUPLINGS, x="{graph}", line="{line}")
-    out, options = tmp_path / "errors", dict(case="{graph}", text="Errors.")
-    text = harness.show(swept(), out, "{coupling}", drawn, **options)
+    figures = {"errors": dict(columns=COUPLINGS, x="{graph}", line="{line}")}
+    options = dict(column="{coupling}", case="{graph}")
+    text = harness.show(swept(), tmp_path / "errors", figures, "Errors.", **options)
     assert (tmp_path / "errors.md").read_text() == text
     head, *lines = (tmp_path / "errors.csv").read_text().splitlines()
     assert head == "graph,independent,antithetic,sigma"

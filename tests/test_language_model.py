@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import config as configs
 from experiments.language_model import conversion, generate, text, train
 from experiments.language_model.attention import SILENT, Hybrid, Softmax
 from experiments.language_model.model import losses, rotated
-from experiments.language_model.task import layers, task
+from experiments.language_model.task import Settings, layers, task
 from performer.attention.calibration import calibrate
 from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
 from performer.typing import Window
@@ -29,14 +28,19 @@ SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 
 
+ATTENTION = {
+    kind: train.attention_of(kind, 8, 4) for kind in ("softmax", "performer", "window", "both")
+}
+
+
 @cache
-def decoder(kind, window=4, depth=2):
+def decoder(kind, depth=2):
     dataset = text.dataset(text.numbered(WORDS), 32)
-    own = configs.attention(kind, 8, window)
     size = SIZE._replace(depth=depth)
-    config = configs.of_run(own, dataset, size=size, rate=1e-3, steps=4, batch_size=4)
+    options = dict(size=size, rate=1e-3, steps=4, batch_size=4)
+    config = train.config_of(ATTENTION[kind], dataset, **options)
     validate(config)
-    learned = task(dataset.num_classes, configs.Settings(32))
+    learned = task(dataset.num_classes, Settings(32))
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
 
 
@@ -67,7 +71,7 @@ def test_rotations_leave_what_depends_on_the_distance_alone():
     assert not np.allclose(first[:, 1:], x[:, 1:], atol=0.1)
 
 
-@pytest.mark.parametrize("kind", configs.ATTENTION)
+@pytest.mark.parametrize("kind", ATTENTION)
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
     model, *_ = decoder(kind)
@@ -179,7 +183,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
         convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
-    monkeypatch.setattr(configs, "SIZE", SIZE)
+    monkeypatch.setattr(train, "SIZE", SIZE)
     options = dict(length=32, batch_size=4, steps=2, text=source)
     with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
         train.main(tmp_path / "y", init_from=out, **options)
@@ -203,7 +207,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, caps
     """With other attention its features are new, and all else is taken."""
     (tmp_path / "words").write_text(WORDS)
     (tmp_path / "other").write_text(WORDS.upper())
-    monkeypatch.setattr(configs, "SIZE", SIZE)
+    monkeypatch.setattr(train, "SIZE", SIZE)
     options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
     train.main(tmp_path / "short", **options)
     new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)

@@ -77,7 +77,10 @@ def test_values_are_of_their_kinds():
     ("given", "said"),
     [
         (["--draws=3"], "--workdir is missing: of a run"),
+        (["--workdir="], "flag --workdir=: '' is no path"),
         (["--workdir=x", "--draws=3.5"], "flag --draws=3.5: '3.5' is no integer"),
+        (["--workdir=x", "--sizes=16,a"], "flag --sizes=16,a: 'a' is no integer"),
+        (["--workdir=x", "--rate=fast"], "flag --rate=fast: 'fast' is no number"),
         (
             ["--workdir=x", "--parts=one,too"],
             "flag --parts=one,too: unknown value 'too'; did you mean 'two'? Choices: one, two",
@@ -105,7 +108,6 @@ def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> 
         draws: how many.
         out: folder.
     """
-    launch.at_least(2, draws=draws)
     print(what, draws, out)
 
 if __name__ == "__main__":
@@ -173,21 +175,21 @@ def test_tables_say_what_made_them(tmp_path):
     (tmp_path / "program.py").write_text(
         "from pathlib import Path\n"
         "from experiments.common import launch\n"
-        "def main(out: Path, draws: int = 1):\n"
-        "    'Writes.\\n\\n    Args:\\n        out: folder.\\n        draws: how many.\\n    '\n"
+        "def main(out: Path, lines: int = 1):\n"
+        "    'Writes.\\n\\n    Args:\\n        out: folder.\\n        lines: how many.\\n    '\n"
         "    out.mkdir(exist_ok=True)\n"
-        "    draws and (out / 'table.csv').write_text('a')\n"
+        "    lines and (out / 'table.csv').write_text('a')\n"
         "launch.run(main)\n"
     )
     out, none = tmp_path / "out with a space", tmp_path / "none"
-    lines = [["program", f"--out={out}", f"--draws={draws}"] for draws in (2, 3, 2)]
-    lines.append(["program", f"--out={none}", "--draws=0"])
+    lines = [["program", f"--out={out}", f"--lines={number}"] for number in (2, 3, 2)]
+    lines.append(["program", f"--out={none}", "--lines=0"])
     outcomes = commands.start_all(lines, ("experiments.common.launch",), tmp_path)
     assert outcomes == [(0, "", "")] * 4
     assert not (none / "run.json").exists()
     records = json.loads((out / "run.json").read_text())
     typed = [shlex.split(each["command"]) for each in records]
     started = ["python", "-m", "program", f"--out={out}"]
-    assert typed == [[*started, "--draws=3"], [*started, "--draws=2"]]
+    assert typed == [[*started, "--lines=3"], [*started, "--lines=2"]]
     assert records[-1]["jax"] == jax.__version__
     assert len(records[-1]["date"]) == 10

@@ -136,14 +136,10 @@ def test_score():
 def test_figures(x, tmp_path, monkeypatch):
     y = (x[:, 0] > 0).astype(int)
     data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
-    text = quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
+    quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
     rows = read_csv(tmp_path / "figure_1.csv")
     assert len(rows) == 2 * 2 * 2
     assert {row["runs"] for row in rows} == {"2"}
-    ratio = [
-        float(next(r["error"] for r in rows if r["method"] == m and r["n"] == "2")) for m in "BG"
-    ]
-    assert f"gaussian, toy: {ratio[0] / ratio[1]:.2g}" in text
     kept = {name: quadrature.METHODS[name] for name in ("G", "H")}
     monkeypatch.setattr(quadrature, "METHODS", kept)
     quadrature.figure_2(data, 2, tmp_path / "figure_2")
@@ -156,7 +152,7 @@ def test_figures(x, tmp_path, monkeypatch):
 
 
 def test_times(tmp_path, monkeypatch):
-    """What the race would give if times were d log d and d^2, equal between 16 and 32."""
+    """What the race would give if times were d log d and d^2."""
     monkeypatch.setattr(quadrature, "BATCH", 2)
     monkeypatch.setattr(quadrature, "LARGE", 16)
 
@@ -170,8 +166,7 @@ def test_times(tmp_path, monkeypatch):
     monkeypatch.setattr(quadrature.timing, "race", race)
     text = quadrature.figure_3((8, 16, 32), 1, tmp_path / "figure_3")
     want = 1 + np.log2(5 / 4)
-    assert f"butterfly d^{want:.2f}; dense d^2.00; butterfly is faster from d = 32 on" in text
+    assert f"butterfly d^{want:.2f}; dense d^2.00." in text
     row = read_csv(tmp_path / "figure_3.csv")[1]
     assert float(row["dense / butterfly"]) == pytest.approx(16 / 4 / 5)
     assert (tmp_path / "figure_3.png").exists()
-    assert "dense is always faster" in quadrature.figure_3((8,), 1, tmp_path / "figure_3")

@@ -47,7 +47,7 @@ def test_hyperparameters(splits):
     for got, value in zip(fitted, process.scales, strict=True):
         assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
     broken = two._replace(train_y=np.where(two.train_y > 1, np.inf, two.train_y))
-    with pytest.raises(ValueError, match="'toy' .Fourier features, lengthscale. .* split 0|finite"):
+    with pytest.raises(ValueError, match="'toy' .Fourier features. are not finite"):
         uci.hyperparameters("toy", FOURIER, broken)
 
 
@@ -128,13 +128,10 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_copulas(splits):
     scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
-    rows, losses, correlation = copula.of_scheme(
-        "toy", scheme, splits, num_steps=100, train_draws=8, draws=400
-    )
+    rows, losses = copula.of_scheme("toy", scheme, splits, num_steps=100, train_draws=8, draws=400)
     pnc, start, learned = (row["training RMSE"] for row in rows)
     assert learned < 0.95 * start
     assert learned < 1.15 * pnc
-    np.testing.assert_allclose(np.diag(correlation), 1, rtol=1e-5)
     points = copula.curve(rows, losses)
     assert [row["step"] for row in points] == [*range(0, 100, copula.EVERY), ""]
     assert points[0]["training RMSE"] == pytest.approx(losses[0])

@@ -12,9 +12,7 @@ Equinox and Haiku are no dependencies of this package: `pip install equinox dm-h
 """
 
 import functools
-import importlib
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,7 @@ import numpy as np
 import optax
 
 import performer
-from experiments.common import launch, statistics
-from vit.reports import report
+from experiments.common import harness, launch, statistics
 
 PATCHES, PIXELS, CLASSES = 16, 4, 10
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
@@ -41,7 +38,7 @@ METHODS = {
 """Calibration, and whether frequencies are refined."""
 
 Parameters = Any
-Apply = Callable[[Parameters, jax.Array], jax.Array]
+Apply = Callable[[Parameters, jax.Array], Any]
 
 
 def main(
@@ -62,29 +59,19 @@ def main(
         steps: most steps of Adam to refine frequencies.
         images: training images for calibration and refinement.
     """
-    numbers: dict[str, Any] = dict(epochs=epochs, steps=steps, draws=draws, images=images)
-    launch.at_least(1, **numbers, num_features=min(num_features))
     for name in frameworks:
         MODELS[name](jax.random.key(0))  # a missing package is reported before any work
-    made = (converted(name, num_features=num_features, **numbers) for name in frameworks)
-    print(report.table([row for rows in made for row in rows], out / "digits"))
+    options: dict[str, Any] = dict(epochs=epochs, steps=steps, draws=draws, images=images)
+    made = (converted(name, num_features=num_features, **options) for name in frameworks)
+    harness.show([row for rows in made for row in rows], out / "digits")
 
 
 # --- The same model in three frameworks: key -> parameters, and (parameters, patches) -> logits
 
 
-def optional(name: str) -> Any:
-    """Import a framework that is no dependency; the ImportError says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        message = f"{name} is not installed: pip install equinox dm-haiku"
-        raise ImportError(message) from error
-
-
 def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model with `linen.MultiHeadDotProductAttention`."""
-    linen = optional("flax.linen")
+    from flax import linen
 
     class Classifier(linen.Module):
         @linen.compact
@@ -103,7 +90,8 @@ def in_linen(key: jax.Array) -> tuple[Parameters, Apply]:
 
 def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model of one image with `eqx.nn.MultiheadAttention`, under `jax.vmap`."""
-    eqx = optional("equinox")
+    import equinox as eqx  # pyright: ignore[reportMissingImports]
+
     nn = eqx.nn
     biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 
@@ -140,7 +128,7 @@ def in_equinox(key: jax.Array) -> tuple[Parameters, Apply]:
 
 def in_haiku(key: jax.Array) -> tuple[Parameters, Apply]:
     """Return a model with `hk.MultiHeadAttention`."""
-    hk = optional("haiku")
+    import haiku as hk  # pyright: ignore[reportMissingImports]
 
     def classifier(x):
         def normed(x):
@@ -226,11 +214,8 @@ def converted(
     name: str, *, num_features: Sequence[int], epochs: int, steps: int, draws: int, images: int
 ) -> list[dict[str, Any]]:
     """Return the rows of one framework: exact attention, then each method with each m."""
-    start = time.monotonic()
     parameters, apply = trained(name, epochs)
-    seconds = time.monotonic() - start
     accuracy, loss = map(float, tested(jax.tree_util.Partial(apply), parameters))
-    print(f"{name}: trained in {seconds:.0f} s, test accuracy {accuracy:.3f}", flush=True)
     exact = {"accuracy": accuracy, "accuracy ±": 0.0, "loss": loss, "loss ±": 0.0}
     errors = {"attention error": 0.0, "uniform attention": ""}
     rows = [{"framework": name, "attention": "exact", "m": 0} | exact | errors]
@@ -255,5 +240,5 @@ def converted(
 
 
 if __name__ == "__main__":
-    quick = {"num_features": (16,), "epochs": 1, "steps": 2, "draws": 1, "images": 32}
+    quick = {"num_features": (16,), "epochs": 1, "steps": 2, "draws": 2, "images": 32}
     launch.run(main, quick=quick)

@@ -1,11 +1,11 @@
 """One sweep, one figure: an experiment measures cases; its csv is the source of its figure.
 
     rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
-    print(show(rows, out / "errors", "m = {m}", FIGURES["errors"], case="{data set}, m = {m}"))
+    show(rows, out / "errors", FIGURES, column="m = {m}", case="{data set}, m = {m}")
 
 `show` writes the table errors.csv: a line for each case, a column for each m. Paired tests between
-the couplings stand below its markdown. `figure` draws errors.png from errors.csv, and
-`python -m experiments.figures` draws all committed figures again.
+the couplings stand below its markdown. `figure` draws errors.png from errors.csv with the options
+`FIGURES["errors"]`, and `python -m experiments.figures` draws all committed figures again.
 
 A row is a dict: the names of its case, then "values" (draws,), their "mean" and standard error "±".
 A template such as "{data set}, m = {m}" is filled in from a row; rows with equal texts form a
@@ -27,19 +27,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.common import statistics
 from vit.reports import report
-from vit.reports.report import (
-    BLUE,
-    BROWN,
-    GREEN,
-    INK,
-    OLIVE,
-    ORANGE,
-    PALETTE,
-    PINK,
-    PURPLE,
-    RED,
-    TEAL,
-)
+from vit.reports.report import INK, PALETTE
 
 Row = dict[str, Any]
 Figures = Mapping[str, Row]
@@ -49,20 +37,19 @@ ESTIMATE = ("values", "mean", "±", *RATIO)
 
 LOWER = ("uniform", "linear", "window alone")
 """Baselines to be better than, dotted."""
-COLORS = {
-    **dict.fromkeys(("iid", "independent", "G", "performer", "ours"), BLUE),
-    **dict.fromkeys(("orf", "orthogonal", "Gort", "close pairs"), ORANGE),
-    **dict.fromkeys(("simrf", "sigma", "B"), GREEN),
-    **dict.fromkeys(("pnc", "+ pnc", "circles", "H"), PURPLE),
-    **dict.fromkeys(("pm", "ensembles", "B rejected"), PINK),
-    **dict.fromkeys(("pm-antithetic", "antithetic", "pairs"), RED),
-    **dict.fromkeys(
-        ("orf-antithetic", "reinforced", "ROM", "two orthogonal blocks", "public"), BROWN
-    ),
-    **dict.fromkeys(("simrf+", "halton", "QMC"), OLIVE),
-    **dict.fromkeys(("fast-simrf", "simrf-antithetic", "GQ", "fixed-antithetic"), TEAL),
-    **dict.fromkeys(("exact", "softmax", *LOWER), INK),
-}
+WORDS = (
+    ("iid", "independent", "G", "performer", "ours"),
+    ("orf", "orthogonal", "Gort", "close pairs"),
+    ("simrf", "sigma", "B"),
+    ("pnc", "+ pnc", "circles", "H"),
+    ("pm", "ensembles", "B rejected"),
+    ("pm-antithetic", "antithetic", "pairs"),
+    ("orf-antithetic", "reinforced", "ROM", "two orthogonal blocks", "public"),
+    ("simrf+", "halton", "QMC"),
+    ("fast-simrf", "simrf-antithetic", "GQ", "fixed-antithetic"),
+    ("exact", "softmax", *LOWER),
+)
+COLORS = {w: color for words, color in zip(WORDS, (*PALETTE, INK), strict=True) for w in words}
 """The colour of each coupling, the same in all figures; of other words by their order."""
 DASHES = ("-", "--", ":", "-.")
 
@@ -95,17 +82,13 @@ def draws(one: Callable[[Any], Any], count: int, seed: int = 0, batch_size: int 
 
 
 def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
-    """Return the rows of one case whose values are known."""
+    """Return the rows of one case whose values are known, with their mean and standard error."""
     if not sizes:
-        return [case | estimated(values)]
+        numbers = values, *statistics.mean_and_error(values)
+        return [case | dict(zip(ESTIMATE, numbers, strict=False))]
     ((name, steps),) = sizes.items()
     columns = zip(steps, np.asarray(values).T, strict=True)
-    return [case | {name: step} | estimated(column) for step, column in columns]
-
-
-def estimated(values: Any) -> Row:
-    """Return the values with their mean and its standard error."""
-    return dict(zip(ESTIMATE, (values, *statistics.mean_and_error(values)), strict=False))
+    return [row for step, column in columns for row in rows_of(case | {name: step}, column)]
 
 
 def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
@@ -114,11 +97,6 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(template.format_map(row), []).append(row)
     return groups
-
-
-def regrouped(rows: Iterable[Row], template: str) -> list[Row]:
-    """Return the rows, those of one text side by side."""
-    return list(itertools.chain.from_iterable(grouped(rows, template).values()))
 
 
 def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -> list[Row]:
@@ -179,41 +157,50 @@ def verdict(
 def show(
     rows: Sequence[Row],
     out: Path,
-    column: str,
-    drawn: Row,
+    figures: Figures | None = None,
+    text: str = "",
     *,
+    column: str = "",
     case: str = "",
     tested: str = "coupling",
-    text: str = "",
 ) -> str:
-    """Write the table `wide` and its figure; for a `case` the text ends with `verdict`."""
-    said = "\n\n".join(filter(None, [text, case and verdict(rows, case, tested)]))
-    return write(wide(rows, column), out, drawn, said)
+    """Write a table, and its figure if `figures` has one of its name; print the markdown.
 
-
-def write(lines: Sequence[Row], out: Path, drawn: Row, text: str = "") -> str:
-    """Write a table, and its figure with the options `drawn`; return the markdown."""
-    table = report.table(lines, out, text)
-    figure(out, **drawn)
+    Args:
+        rows: lines of the table; with a `column` those of `sweep`, of which `wide` makes the lines.
+        out: path of the table, without a suffix.
+        figures: options of `figure` by the stem of the csv.
+        text: conclusion below the table.
+        column: argument of `wide`.
+        case: argument of `verdict`, which ends the text.
+        tested: name that `verdict` compares the values of.
+    """
+    text = "\n\n".join(filter(None, [text, case and verdict(rows, case, tested)]))
+    table = report.table(wide(rows, column) if column else rows, out, text)
+    if figures and out.name in figures:
+        figure(out, **figures[out.name])
+    print(f"{out.name}\n\n{table}", flush=True)
     return table
 
 
 def read(path: Path) -> list[Row]:
     """Read a csv: numbers as numbers, "0.98 ± 0.01" as two columns, "x" and "x ±"."""
+    rows: list[Row] = []
     with path.open(newline="", encoding="utf-8") as file:
-        return [
-            {k: v for name, cell in row.items() for k, v in parsed(name, cell).items()}
-            for row in csv.DictReader(file)
-        ]
+        for line in csv.DictReader(file):
+            rows.append({})
+            for name, cell in line.items():
+                value, mark, error = cell.partition(" ± ")
+                rows[-1] |= {name: number(value)} | ({f"{name} ±": number(error)} if mark else {})
+    return rows
 
 
-def parsed(name: str, cell: str) -> Row:
-    """Return the column or the two columns of a cell of `read`."""
+def number(text: str) -> float | str:
+    """Return the number that a text is, or the text."""
     try:
-        return {name: float(cell) if re.search("[.en]", cell) else int(cell)}
+        return float(text) if re.search("[.en]", text) else int(text)
     except ValueError:
-        value, mark, error = cell.partition(" ± ")
-        return {name: float(value), f"{name} ±": float(error)} if mark else {name: cell}
+        return text
 
 
 def tall(rows: Sequence[Row], columns: str | Sequence[str]) -> list[Row]:
@@ -224,18 +211,16 @@ def tall(rows: Sequence[Row], columns: str | Sequence[str]) -> list[Row]:
         columns: template, "m = {m}" (the rows get the fields as numbers or text); or the names
             themselves, which the rows get as "line". Values become "mean", errors "mean ±".
     """
+    names = {name: {"line": name} for name in columns}
     if isinstance(columns, str):
-        parts = [(re.escape(text), field) for text, field, *_ in string.Formatter().parse(columns)]
-        pattern = re.compile("".join(text + "(.+?)" * bool(field) for text, field in parts))
-        found = {k: pattern.fullmatch(k) for k in rows[0] if "±" not in k}
-        fields = [field for _, field in parts if field]
+        parts = re.split(r"{(.+?)}", columns)  # text and fields in turn
+        pattern = re.compile("(.+?)".join(map(re.escape, parts[::2])))
+        found = {name: pattern.fullmatch(name) for name in rows[0] if "±" not in name}
         names = {
-            k: dict(zip(fields, (parsed("", x)[""] for x in match.groups()), strict=True))
-            for k, match in found.items()
+            name: dict(zip(parts[1::2], map(number, match.groups()), strict=True))
+            for name, match in found.items()
             if match
         }
-    else:
-        names = {name: {"line": name} for name in columns}
     return [
         row | keys | {"mean": row[k], "mean ±": row.get(f"{k} ±", row.get(f"± ({k})"))}
         for row in rows
@@ -321,20 +306,17 @@ def figure(
 
 def styles_of(lines: Iterable[str]) -> dict[str, Row]:
     """Return the colour and the dashes of each line."""
-    parts = {name: name.partition(", ") for name in lines}
-    known = {first: COLORS[first] for first, *_ in parts.values() if first in COLORS}
-    spare = (color for color in itertools.cycle(PALETTE) if color not in known.values())
-    rests = list(dict.fromkeys(rest for *_, rest in parts.values()))
-    for first, *_ in parts.values():
-        if first not in known:
-            known[first] = next(spare)
+    parts = {name: name.partition(", ")[::2] for name in lines}
+    firsts, rests = (list(dict.fromkeys(part)) for part in zip(*parts.values(), strict=True))
+    colors = {first: COLORS[first] for first in firsts if first in COLORS}
+    spare = (color for color in itertools.cycle(PALETTE) if color not in colors.values())
+    for first in (first for first in firsts if first not in COLORS):
+        colors[first] = next(spare)
     dashes = {first: DASHES[2] for first in LOWER}
+    dash = {rest: DASHES[number % len(DASHES)] for number, rest in enumerate(rests)}
     return {
-        name: {
-            "color": known[first],
-            "linestyle": dashes.get(first, DASHES[rests.index(rest) % len(DASHES)]),
-        }
-        for name, (first, _, rest) in parts.items()
+        name: {"color": colors[first], "linestyle": dashes.get(first, dash[rest])}
+        for name, (first, rest) in parts.items()
     }
 
 

@@ -33,10 +33,14 @@ from vit.config.signature import Parser, define
 from vit.run import files, machine
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
+COUNTS = ("draws", "repeats", "splits", "trials")
+"""Flags whose values have a standard error."""
 
 
 def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> None:
     """Parse the command line and call `main`; `vit.config.arguments.launch` reports failures.
+
+    Counts that have a standard error must be at least 2.
 
     Args:
         main: its parameters are the flags.
@@ -56,6 +60,9 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
         if quick is not None and flags.FLAGS["quick"].value:
             values |= {k: v for k, v in quick.items() if not flags.FLAGS[k].present}
             values["out"] /= "quick"
+        for name in COUNTS:
+            if values.get(name, 2) < 2:
+                raise ValueError(f"--{name}={values[name]} must be at least 2")
         start = time.monotonic()
         main(*given, **values)
         if isinstance(values.get("out"), Path):
@@ -63,13 +70,6 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
 
     flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
     launch(call, words=bool(words))
-
-
-def at_least(least: float, **values: float) -> None:
-    """Raise ValueError for a flag below its least value."""
-    for name, value in values.items():
-        if not value >= least:
-            raise ValueError(f"--{name}={value} must be at least {least:g}")
 
 
 def versions() -> dict[str, str]:

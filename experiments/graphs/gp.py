@@ -28,6 +28,7 @@ under the estimate, or by the exact likelihood, the latter also with an estimate
 Writes figure_4, figure_11 (csv, md, png) and predictors (csv, md) to --out.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,6 @@ from performer import graphs
 from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
 from performer.kernels import gp
-from vit.reports import report
 
 MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE = 0.4, 8, 300, 0.05
@@ -119,7 +119,7 @@ def load(name: str, data_dir: Path | None, number: int = 0, *, weighted: bool = 
     else:
         graph, normals = data.mesh_faces(data_dir / "meshes" / f"{name}.npz")
         values = normals[:, 2]
-    return split(graph, np.arange(len(values)), values, count=len(values) // 20, number=number)
+    return split(graph, np.arange(len(values)), values, count=len(values) // 20)
 
 
 def split(
@@ -134,10 +134,9 @@ def split(
 ) -> Task:
     """Return the task of a split: `count` random test nodes, and the rest known."""
     test, train = np.split(np.random.default_rng(number).permutation(len(nodes)), [count])
-    mean, unit = 0.0, 1.0
-    if standardised:
-        mean, unit = float(values[train].mean()), float(values[train].std())
-    y, test_y = ((values[part] - mean) / unit for part in (train, test))
+    known = values[train]
+    mean, unit = (float(known.mean()), float(known.std())) if standardised else (0.0, 1.0)
+    y, test_y = (known - mean) / unit, (values[test] - mean) / unit
     return Task(graph, nodes[train], y, nodes[test], test_y, unit, walks)
 
 
@@ -253,15 +252,13 @@ def measured(name: str, splits: Sequence[Task], repeats: int) -> tuple[list[harn
 
     sizes = dict(graph=[name], N=[splits[0].graph.num_nodes], m=splits[0].walks)
     cases = harness.cases(**sizes, coupling=("independent", "antithetic", "sigma"))
-    rows = harness.sweep(cases, measure, quantity=QUANTITIES)
     told = "; ".join(
         f"{field} {', '.join(f'{getattr(of.scales, field):.3g}' for of in processes)}"
         for field in gp.Scales._fields
     )
     least = np.mean([rmse(of.task, of.law.mean) for of in processes])
-    without = np.mean([rmse(task, 0.0) for task in splits])
-    said = f"RMSE of the exact kernel {least:.4g}, of no prediction {without:.4g}."
-    return rows, f"- {name} (splits: {len(splits)}): {told}; {said}"
+    said = f"- {name} (splits: {len(splits)}): {told}; RMSE of the exact kernel {least:.4g}."
+    return harness.sweep(cases, measure, quantity=QUANTITIES), said
 
 
 def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
@@ -273,34 +270,37 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
         said.append(line)
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
-    lines = harness.wide(rows, "{quantity}")
-    return harness.write(lines, out, FIGURES[out.name], "\n".join(said))
+    return harness.show(rows, out, FIGURES, "\n".join(said), column="{quantity}")
 
 
-def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> str:
+def predictors(roads: Mapping[str, Sequence[Task]], out: Path) -> None:
     """Write a row for each predictor, means over splits; `roads`: the tasks of each weighting."""
     weighted = next(iter(roads.values()))
-    mean = np.array([rmse(task, 0.0) for task in weighted])
-    rows = []
-
-    def add(predictor: str, errors: Any, lengthscales: str = "") -> None:
-        row = {"predictor": predictor, "RMSE": statistics.estimate(errors)}
-        row |= {"RMSE less that of the mean": statistics.estimate(np.asarray(errors) - mean)}
-        rows.append(row | {"lengthscales": lengthscales})
-
-    add("mean of all sensors", mean)
-    close = [rmse(task, nearest(task, NEIGHBOURS)) for task in weighted]
-    add(f"mean of the nearest {NEIGHBOURS}", close)
-    for kind, splits in roads.items():
-        for how, fit in (("fitted", fitted), ("likeliest", likeliest)):
-            processes = [process(task, fit(task)) for task in splits]
-            texts = " ".join(f"{of.scales.lengthscale:.3g}" for of in processes)
-            add(f"{kind}, {how}, exact", [rmse(of.task, of.law.mean) for of in processes], texts)
-            phis = (estimated(of, 0, MOST_WALKS, "independent") for of in processes)
-            errors = [scores(of, phi)[1] for of, phi in zip(processes, phis, strict=True)]
-            add(f"{kind}, {how}, {MOST_WALKS} walks", errors, texts)
-        print(out.name, kind, flush=True)
-    return report.table(rows, out)
+    found: dict[str, tuple[list[float], str]] = {
+        "mean of all sensors": ([rmse(task, 0.0) for task in weighted], ""),
+        f"mean of the nearest {NEIGHBOURS}": (
+            [rmse(task, nearest(task, NEIGHBOURS)) for task in weighted],
+            "",
+        ),
+    }
+    for (kind, splits), fit in itertools.product(roads.items(), (fitted, likeliest)):
+        processes = [process(task, fit(task)) for task in splits]
+        scales = " ".join(f"{of.scales.lengthscale:.3g}" for of in processes)
+        exact = [rmse(of.task, of.law.mean) for of in processes]
+        walked = [scores(of, estimated(of, 0, MOST_WALKS, "independent"))[1] for of in processes]
+        found[f"{kind}, {fit.__name__}, exact"] = exact, scales
+        found[f"{kind}, {fit.__name__}, {MOST_WALKS} walks"] = walked, scales
+    mean = np.array(found["mean of all sensors"][0])
+    rows = [
+        {
+            "predictor": predictor,
+            "RMSE": statistics.estimate(errors),
+            "RMSE less that of the mean": statistics.estimate(np.array(errors) - mean),
+            "lengthscales": scales,
+        }
+        for predictor, (errors, scales) in found.items()
+    ]
+    harness.show(rows, out)
 
 
 def main(
@@ -317,21 +317,17 @@ def main(
         repeats: repeats of the walks; traffic has four times as many.
         splits: splits of the sensors of traffic into known and test nodes.
     """
-    launch.at_least(2, repeats=repeats, splits=splits)
     names = graphs or ([*MESHES, "traffic"] if data_dir else ["torus"])
     meshes = {name: [load(name, data_dir)] for name in names if name != "traffic"}
     if meshes:
-        print(figure(meshes, repeats, out / "figure_4"))
+        figure(meshes, repeats, out / "figure_4")
     if "traffic" in names:
         roads = {
-            kind: [
-                load("traffic", data_dir, number, weighted=kind != "weights 1")
-                for number in range(splits)
-            ]
-            for kind in ("weights 1 / length", "weights 1")
+            kind: [load("traffic", data_dir, i, weighted=weighted) for i in range(splits)]
+            for kind, weighted in {"weights 1 / length": True, "weights 1": False}.items()
         }
-        print(predictors(roads, out / "predictors"))
-        print(figure({"traffic": roads["weights 1"]}, 4 * repeats, out / "figure_11"))
+        predictors(roads, out / "predictors")
+        figure({"traffic": roads["weights 1"]}, 4 * repeats, out / "figure_11")
 
 
 if __name__ == "__main__":

@@ -97,24 +97,23 @@ def pagerank_errors(key: Key, graphs: Sequence[Graph], coupling: str, repeats: i
 
 def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
-) -> str:
-    """Write the errors of all graphs and couplings, and their figure; return the markdown."""
-    rows = []
-    for name in names:
-        found = errors(jax.random.key(0), list(graphs.values()), name, repeats)
-        for (graph, of), values in zip(graphs.items(), found, strict=True):
-            case = {"graph": graph, "N": of.num_nodes, "walks": name}
-            rows += harness.rows_of(case, values, m=WALKS)
-    rows = harness.regrouped(rows, "{graph}")
+) -> None:
+    """Write the errors of all graphs and couplings, and their figure."""
+    found = {name: errors(jax.random.key(0), [*graphs.values()], name, repeats) for name in names}
+    rows = [
+        row
+        for number, (graph, of) in enumerate(graphs.items())
+        for name in names
+        for row in harness.rows_of(
+            {"graph": graph, "N": of.num_nodes, "walks": name}, found[name][number], m=WALKS
+        )
+    ]
     means = np.array([[row["mean"] for row in rows if row["walks"] == name] for name in names])
     ratios = np.exp(np.mean(np.log(means / means[0]), axis=1))
-    said = " ".join(
-        f"{name}: {ratio:.3f} of the errors of {names[0]} walks (geometric mean of"
-        f" {means.shape[1]} cases)."
-        for name, ratio in zip(names[1:], ratios[1:], strict=True)
-    )
-    options: Any = dict(case="{graph}, m = {m}", tested="walks", text=said)
-    return harness.show(rows, out, "m = {m}", FIGURES[out.name], **options)
+    said = "; ".join(f"{name} {ratio:.3f}" for name, ratio in zip(names, ratios, strict=True))
+    text = f"Geometric means of the errors over those of {names[0]} walks: {said}."
+    tests: Any = dict(case="{graph}, m = {m}", tested="walks")
+    harness.show(rows, out, FIGURES, text, column="m = {m}", **tests)
 
 
 def main(
@@ -124,11 +123,9 @@ def main(
     out: Path = Path("results/graphs/kernels"),
 ) -> None:
     """Print the tables."""
-    launch.at_least(2, repeats=repeats)
-    chosen = data.chosen(graphs, DEFAULT, data_dir)
-    both = ("independent", "antithetic")
-    print(figure(chosen, kernel_errors, (*both, "reinforced"), repeats, out / "figure_2"))
-    print(figure(chosen, pagerank_errors, both, repeats, out / "figure_4"))
+    chosen, both = data.chosen(graphs, DEFAULT, data_dir), ("independent", "antithetic")
+    figure(chosen, kernel_errors, (*both, "reinforced"), repeats, out / "figure_2")
+    figure(chosen, pagerank_errors, both, repeats, out / "figure_4")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ from performer.graphs import (
     walks,
 )
 from performer.graphs.attention import link
-from vit.reports import report
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4
@@ -101,26 +101,24 @@ def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
 
 
 def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
-    """Time both loops, ours, and the walks alone: the best of the repeats."""
-    normalised = graph.normalised()
-    lengths = couplings.lengths(jax.random.key(0), "antithetic", graph.num_nodes, num_walks, p_halt)
-    calls: dict[str, Callable[[], Any]] = {
+    """Time both loops once, ours, and the walks alone: the best of the repeats."""
+    key, normalised, n = jax.random.key(0), graph.normalised(), graph.num_nodes
+    lengths = couplings.lengths(key, "antithetic", n, num_walks, p_halt)
+    options: Any = dict(num_walks=num_walks, p_halt=p_halt)
+    loops: dict[str, Callable[[], Any]] = {
         "loop, numpy": lambda: len(loop(graph, num_walks, p_halt, False)),
         "loop, lists": lambda: len(loop(graph, num_walks, p_halt, True)),
     }
-    theirs = {name: best.wall for name, best in timing.race(calls, 1).items()}
-    calls = {
-        "ours": lambda: graph_random_features(
-            jax.random.key(0), graph, KERNEL, num_walks=num_walks, p_halt=p_halt
-        ),
-        "walks alone": lambda: walks.sample(jax.random.key(0), normalised, lengths, p_halt=p_halt),
+    programs: dict[str, Callable[[], Any]] = {
+        "ours": lambda: graph_random_features(key, graph, KERNEL, **options),
+        "walks alone": lambda: walks.sample(key, normalised, lengths, p_halt=p_halt),
     }
-    ours = {name: best.wall for name, best in timing.race(calls, repeats).items()}
+    best = timing.race(loops, 1) | timing.race(programs, repeats)
     row: dict = {"m": num_walks, "p_halt": p_halt}
-    row |= {f"{name}, ms": 1000 * t for name, t in (theirs | ours).items()}
-    for name, t in theirs.items():
-        row[f"{name} / ours"] = t / ours["ours"]
-        row[f"{name} / walks"] = t / ours["walks alone"]
+    row |= {f"{name}, ms": 1000 * times.wall for name, times in best.items()}
+    for name in loops:
+        row[f"{name} / ours"] = best[name].wall / best["ours"].wall
+        row[f"{name} / walks"] = best[name].wall / best["walks alone"].wall
     return row
 
 
@@ -134,21 +132,24 @@ def scale(num_nodes: int) -> dict:
     """Time a random graph; every program is compiled before it is timed."""
     begin = time.perf_counter()
     graph = random_graph(num_nodes, 5 * num_nodes)
-    built = time.perf_counter() - begin
-    options: Any = dict(num_walks=NUM_WALKS, p_halt=P_HALT)
-    key = jax.random.key(0)
+    row: dict = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": 0}
+    row["graph, s"] = time.perf_counter() - begin
+    key, options = jax.random.key(0), dict[str, Any](num_walks=NUM_WALKS, p_halt=P_HALT)
     multiply, v = jax.jit(lambda kernel, v: kernel @ v), jnp.ones(num_nodes)
     kernel = graph_random_features(key, graph, KERNEL, **options)
+    row["visits"] = int(jnp.count_nonzero(kernel.left.value))
     calls = {
         "features, s": lambda: graph_random_features(key, graph, KERNEL, **options).left.value,
         "product K v, s": lambda: multiply(kernel, v),
         "PageRank, s": lambda: pagerank.pagerank(key, graph, **options),
     }
-    seconds = {name: best.wall for name, best in timing.race(calls, 2).items()}
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    visits = int(jnp.count_nonzero(kernel.left.value))
-    row = {"nodes": num_nodes, "edges": 5 * num_nodes, "visits": visits, "graph, s": built}
-    return row | seconds | {"memory, GiB": largest}
+    row |= {name: best.wall for name, best in timing.race(calls, 2).items()}
+    return row | {"memory, GiB": memory()}
+
+
+def memory() -> float:
+    """Return the largest memory that the process has held, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def attention_graphs(num_nodes: int) -> dict[str, Graph]:
@@ -183,15 +184,13 @@ def masked(name: str, graph: Graph, width: int = 32) -> dict:
     def backward(*args):
         return jax.grad(lambda *x: jnp.sum(forward(*x) ** 2), argnums=(0, 1, 2, 3))(*args)
 
-    for name, program in {"forward": forward, "forward + backward": backward}.items():
-        program = jax.jit(program)
-        jax.block_until_ready(program(query, key, value, f, drawn, links))
-        wall, cpu = time.perf_counter(), time.process_time()
-        jax.block_until_ready(program(query, key, value, f, drawn, links))
-        row[f"{name}, s"] = time.perf_counter() - wall
-        row[f"{name}, CPU s"] = time.process_time() - cpu
+    args = query, key, value, f, drawn, links
+    passes = {"forward": jax.jit(forward), "forward + backward": jax.jit(backward)}
+    for name, program in passes.items():
+        (best,) = timing.race({name: partial(program, *args)}, 1).values()
+        row |= {f"{name}, s": best.wall, f"{name}, CPU s": best.cpu}
     row["CPU us per edge"] = row["forward + backward, CPU s"] / edges * 1e6
-    return row | {"memory, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    return row | {"memory, GiB": memory()}
 
 
 def main(
@@ -207,21 +206,16 @@ def main(
         largest: nodes of the largest graph.
         attention: nodes of the graphs of masked attention; 0 for none.
     """
-    launch.at_least(1, repeats=repeats)
-    launch.at_least(SIZES[0], largest=largest)
     text = f"{timing.hardware()}. The best of {repeats} repeats (loops: the second call)."
     graph = data.load("cora", data_dir) if data_dir else random_graph(2708, 5278)
     rows = [speed(graph, m, p_halt, repeats) for p_halt in (0.5, 0.1) for m in (4, 16)]
-    print(report.table(rows, out / "graph_speed", text), flush=True)
-    rows = []
-    for size in (n for n in SIZES if n <= largest):
-        rows.append(scale(size))
-        print(rows[-1], flush=True)
-    print(harness.write(rows, out / "graph_scale", FIGURES["graph_scale"], text))
+    harness.show(rows, out / "graph_speed", text=text)
+    rows = [scale(size) for size in SIZES if size <= largest]
+    harness.show(rows, out / "graph_scale", FIGURES, text)
     if attention:
         rows = [masked(*item) for item in attention_graphs(attention).items()]
-        print(report.table(rows, out / "graph_attention", timing.hardware()))
+        harness.show(rows, out / "graph_attention", text=timing.hardware())
 
 
 if __name__ == "__main__":
-    launch.run(main, quick={"repeats": 1, "largest": 1000})
+    launch.run(main, quick={"repeats": 2, "largest": 1000})

@@ -13,7 +13,6 @@ Writes search (csv, md, png) to --out; time is that of all rounds so far, memory
 the process has held.
 """
 
-import resource
 import time
 from pathlib import Path
 
@@ -22,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import harness, launch, timing
+from experiments.graphs.scale import memory
 from performer.graphs import Graph, gp, graph_random_features, kernels
-from vit.reports import report
 
 MEMBERS, JOINED, NOISE = 1000, 3, 0.1
 FIGURES: harness.Figures = {
@@ -56,7 +55,6 @@ def main(
         rounds: number of rounds.
         batch: nodes observed in each round.
     """
-    launch.at_least(10, nodes=nodes)
     graph, values = members(nodes)
     begin = time.perf_counter()
     kernel = graph_random_features(
@@ -76,20 +74,15 @@ def main(
         new = jnp.argmax(paths, axis=1).astype(jnp.int32)
         noise = NOISE * jax.random.normal(noise_key, new.shape)
         observed, y = jnp.append(observed, new), jnp.append(y, values[new] + noise)
+        seen = {"Thompson sampling": observed, "random": random[: len(observed)]}
         rows.append(
-            {
-                "nodes": nodes,
-                "observed": len(observed),
-                "Thompson sampling": best - float(values[observed].max()),
-                "random": best - float(values[random[: len(observed)]].max()),
-                "time, s": time.perf_counter() - begin,
-                "memory, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            }
+            {"nodes": nodes, "observed": len(observed)}
+            | {name: best - float(values[at].max()) for name, at in seen.items()}
+            | {"time, s": time.perf_counter() - begin, "memory, GiB": memory()}
         )
         print(*rows[-1].values(), flush=True)
     text = f"{timing.hardware()}. The best node is worth {best:.2f}."
-    print(report.table(rows, out / "search", text))
-    harness.figure(out / "search", **FIGURES["search"])
+    harness.show(rows, out / "search", FIGURES, text)
 
 
 if __name__ == "__main__":

@@ -135,12 +135,7 @@ def kernel_errors(
 def pagerank_errors(
     graphs: dict[str, Graph], repeats: int, coupling: str | Coupling, p_halt: float
 ) -> Errors:
-    """Return |rho - rho_hat|_2 with two walks from each node.
-
-    Raises:
-        ValueError: for a node without edges, whose walks would go on to the other graphs.
-    """
-    require_edges(graphs)
+    """Return |rho - rho_hat|_2 with two walks from each node."""
     iterate = partial(pagerank.power_iteration, p_halt=p_halt, tolerance=1e-6)
     exact = {name: np.asarray(iterate(graph)) for name, graph in graphs.items()}
 
@@ -167,30 +162,36 @@ def figure(
     out: Path,
 ) -> str:
     """Write a line for each graph and p_halt, and the figure; return the markdown."""
-    rows = []
+    found = {}
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
             chosen = couplings.sigma(permutation) if coupling == "sigma" else coupling
-            for name, values in errors(coupling=chosen, p_halt=p).items():
-                case = {"graph": name, "N": graphs[name].num_nodes, "p_halt": p}
-                rows += harness.rows_of(case | {"coupling": coupling}, values)
+            found[p, coupling] = errors(coupling=chosen, p_halt=p)
         print(out.name, p, flush=True)
+    rows = [
+        row
+        for name, graph in graphs.items()
+        for (p, coupling), values in found.items()
+        for row in harness.rows_of(
+            {"graph": name, "N": graph.num_nodes, "p_halt": p, "coupling": coupling}, values[name]
+        )
+    ]
     case = "{graph} at {p_halt}"
-    rows = harness.relative(harness.regrouped(rows, "{graph}"), case)
+    rows = harness.relative(rows, case)
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    return harness.write(lines, out, FIGURES[out.name], harness.verdict(rows, case))
+    return harness.show(lines, out, FIGURES, harness.verdict(rows, case))
 
 
-def figure_3(permutations: dict[float, np.ndarray], out: Path) -> str:
+def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:
     """Write a row for each permutation, number and image, and the figure."""
     rows = [
         {"p_halt": p, "q": q, "sigma(q)": image}
         for p, permutation in permutations.items()
         for q, image in enumerate(permutation)
     ]
-    return harness.write(rows, out, FIGURES["figure_3"])
+    harness.show(rows, out, FIGURES)
 
 
 def learned(graph: Graph, order: int) -> dict[str, tuple[np.ndarray, float]]:
@@ -218,7 +219,7 @@ def cayley_distance(a: np.ndarray, b: np.ndarray) -> int:
     return n - int(scipy.sparse.csgraph.connected_components(steps)[0])
 
 
-def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
+def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> None:
     """Write a row for each graph, order and method; equal permutations have equal errors."""
     rows = []
     for name, graph in graphs.items():
@@ -240,7 +241,7 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> str:
                 row |= {"Cayley distance": cayley_distance(best, permutation)}
                 row |= {"excess of the objective": objective / least - 1}
                 rows.append(row | {"permutation": " ".join(map(str, permutation))})
-    return harness.write(rows, out, FIGURES["figure_8"])
+    harness.show(rows, out, FIGURES)
 
 
 def main(
@@ -256,19 +257,17 @@ def main(
         repeats: repeats of kernel estimates.
         pagerank_repeats: repeats of PageRank.
     """
-    launch.at_least(2, repeats=repeats, pagerank_repeats=pagerank_repeats)
-    chosen = data.chosen(graphs, DEFAULT, data_dir)
+    chosen, learn_on = data.chosen(graphs, DEFAULT, data_dir), data.erdos_renyi()
     require_edges(chosen)
-    learn_on = data.erdos_renyi()
     sigmas = {p: matching.learn(learn_on, KERNEL, p_halt=p, order=ORDER) for p in P_KERNEL}
     errors = partial(kernel_errors, chosen, exact_kernels(chosen), repeats)
-    print(figure(chosen, errors, sigmas, out / "figure_10"))
-    print(figure_3(sigmas, out / "figure_3"))
+    figure(chosen, errors, sigmas, out / "figure_10")
+    figure_3(sigmas, out / "figure_3")
     some = [name for name in FIGURE_8 if name in chosen] or [min(chosen)]
-    print(figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8"))
+    figure_8({name: chosen[name] for name in some}, repeats, out / "figure_8")
     sigmas = {p: pagerank.learn(learn_on, p_halt=p, order=ORDER_PAGERANK) for p in P_PAGERANK}
     errors = partial(pagerank_errors, chosen, pagerank_repeats)
-    print(figure(chosen, errors, sigmas, out / "figure_9"))
+    figure(chosen, errors, sigmas, out / "figure_9")
 
 
 if __name__ == "__main__":

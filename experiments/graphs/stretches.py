@@ -53,7 +53,6 @@ def main(
     out: Path = Path("results/graphs/stretches"),
 ) -> None:
     """Print the table."""
-    launch.at_least(2, trials=trials)
     grid = networkx.convert_node_labels_to_integers(networkx.grid_2d_graph(12, 12))
     graphs = {"grid": Graph.from_networkx(grid)}
     if data_dir:
@@ -67,13 +66,8 @@ def main(
 
     cases = harness.cases(graph=graphs, sigma=SIGMAS, stretches=STRETCHES)
     rows = harness.sweep(cases, best)
-    drawn = FIGURES["stretches"]
-    print(
-        harness.show(
-            rows, out / "stretches", "{stretches} stretches", drawn,
-            case="{graph}, {sigma}", tested="stretches",
-        )
-    )  # fmt: skip
+    tests: Any = dict(case="{graph}, {sigma}", tested="stretches")
+    harness.show(rows, out / "stretches", FIGURES, column="{stretches} stretches", **tests)
 
 
 if __name__ == "__main__":

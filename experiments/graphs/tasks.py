@@ -37,7 +37,6 @@ from experiments.graphs import data
 from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import Estimate
 from performer.typing import Key
-from vit.reports import report
 
 P_HALT = 0.5
 TIME, TIME_STEPS, DIFFUSION_WALKS = 1.0, 1000, 10
@@ -146,15 +145,10 @@ def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray)
 
 
 def _estimate(
-    key: Key,
-    graph: Graph,
-    kernel: kernels.Modulation,
-    num_walks: int,
-    coupling: str,
-    count: int = 1,
+    key: Key, graph: Graph, kernel: kernels.Modulation, m: int, coupling: str, count: int = 1
 ) -> Estimate:
-    """Estimate the kernel of `count` copies of the graph."""
-    options: Any = dict(num_walks=num_walks, p_halt=P_HALT, coupling=coupling)
+    """Estimate the kernel of `count` copies of the graph by m walks from each node."""
+    options: Any = dict(num_walks=m, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)
 
 
@@ -173,29 +167,25 @@ TABLES: dict[int, Callable[..., np.ndarray]] = {
 
 def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> None:
     """Print a table with the paper's numbers; both couplings have the same keys."""
-    errors = TABLES[number]
-
-    def measure(case: harness.Row) -> np.ndarray:
-        return errors(jax.random.key(0), case["coupling"], trials, *problems[case["graph"]])
-
     rows = harness.sweep(
         [
             {"graph": name, "N": problem[0].num_nodes, "trials": trials, "coupling": coupling}
             for name, problem in problems.items()
             for coupling in WORDS
         ],
-        measure,
+        lambda case: TABLES[number](
+            jax.random.key(0), case["coupling"], trials, *problems[case["graph"]]
+        ),
     )
     printed, lines = harness.printed(PRINTED, "table", "graph"), []
+    found = harness.cases_of(rows, "{graph}")
     for line in harness.wide(rows, "{coupling}", text=False):
         name = line["graph"]
-        values = harness.cases_of(rows, "{graph}")[name]
-        apart = statistics.paired(values["antithetic"], values["independent"])
+        apart = statistics.paired(found[name]["antithetic"], found[name]["independent"])
         line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
         theirs = printed.get((str(number), name), {})
         lines.append(line | {f"paper {word}": theirs.get(word, "") for word in WORDS.values()})
-    text = report.table(lines, out / f"table_{number}", harness.verdict(rows, "{graph}"))
-    print(f"Table {number}\n\n{text}", flush=True)
+    harness.show(lines, out / f"table_{number}", text=harness.verdict(rows, "{graph}"))
 
 
 def main(
@@ -206,7 +196,6 @@ def main(
     out: Path = Path("results/graphs/tasks"),
 ) -> None:
     """Print the tables."""
-    launch.at_least(2, trials=trials)
     problems: dict[int, dict[str, tuple]] = {
         number: {name: (graph,) for name, graph in data.chosen(graphs, names, data_dir).items()}
         for number, names in GRAPHS.items()

@@ -20,6 +20,7 @@ L)^{-2}. The termination variables of neighbours in a group are offset by
 Writes ratios (csv, md, png), draws and recommended (csv, md) to --out.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,6 @@ from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, theory
 from performer.graphs.theory import Group
-from vit.reports import report
 
 WALKS, TOLERANCE = 60, 0.1
 P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)
@@ -89,16 +89,14 @@ def squares(graph: Graph, group: Group, p_halt: float, draws: int) -> np.ndarray
 
 def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
     """Yield ratios in closed form and drawn, and how many standard errors they are apart."""
-    for name, graph in graphs.items():
-        for p_halt in P_DRAWN:
-            expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
-            alone = squares(graph, chosen.pop("independent"), p_halt, draws)
-            for coupling, group in chosen.items():
-                found, error = statistics.ratio(squares(graph, group, p_halt, draws), alone)
-                row = {"graph": name, "p_halt": p_halt, "coupling": coupling}
-                row |= {"expected": expected[coupling], "drawn": found, "±": error}
-                yield row | {"apart by": (found - expected[coupling]) / error}
-        print(name, "drawn", flush=True)
+    for (name, graph), p_halt in itertools.product(graphs.items(), P_DRAWN):
+        expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
+        alone = squares(graph, chosen.pop("independent"), p_halt, draws)
+        for coupling, group in chosen.items():
+            found, error = statistics.ratio(squares(graph, group, p_halt, draws), alone)
+            row = {"graph": name, "p_halt": p_halt, "coupling": coupling}
+            row |= {"expected": expected[coupling], "drawn": found, "±": error}
+            yield row | {"apart by": (found - expected[coupling]) / error}
 
 
 def recommended(name: str, graph: Graph) -> dict:
@@ -120,19 +118,16 @@ def main(
     Args:
         draws: draws of each pair of ensembles.
     """
-    launch.at_least(2, draws=draws)
     chosen = data.chosen(graphs, DEFAULT, data_dir)
-    rows = []
-    for name, graph in chosen.items():
-        for sigma in SIGMAS:
-            row = {"graph": name, "N": graph.num_nodes, "sigma": sigma}
-            rows += [row | {"p_halt": p} | ratios(graph, sigma, p) for p in P_HALT]
-        print(name, flush=True)
-    print(harness.write(rows, out / "ratios", FIGURES["ratios"]))
-    print(report.table([recommended(*pair) for pair in chosen.items()], out / "recommended"))
+    rows = [
+        {"graph": name, "N": graph.num_nodes, "sigma": sigma, "p_halt": p} | ratios(graph, sigma, p)
+        for (name, graph), sigma, p in itertools.product(chosen.items(), SIGMAS, P_HALT)
+    ]
+    harness.show(rows, out / "ratios", FIGURES)
+    harness.show([recommended(*pair) for pair in chosen.items()], out / "recommended")
     some = {name: graph for name, graph in chosen.items() if name in DRAWN}
     if some:
-        print(report.table([*drawn_rows(some, draws)], out / "draws"))
+        harness.show([*drawn_rows(some, draws)], out / "draws")
 
 
 if __name__ == "__main__":

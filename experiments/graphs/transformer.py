@@ -246,22 +246,23 @@ def main(
         repeats: number of seeds.
         steps: steps of training.
     """
-    launch.at_least(2, repeats=repeats)
     names = data_sets or ((*CITATIONS, *MESHES) if data_dir else ("made up",))
-    rows = []
-    for name in names:
-        problem = load(name, data_dir)
-        positions = rotary.coordinates(problem.graph, COORDINATES)
-        rows += harness.sweep(
-            [{"data set": name, "nodes": problem.graph.num_nodes, "line": m} for m in methods],
-            lambda case, problem=problem, positions=positions: np.array(
-                [fit(problem, case["line"], seed, steps, positions) for seed in range(repeats)]
-            ),
-        )
-    drawn = FIGURES["transformer"]
-    print(
-        harness.show(rows, out / "transformer", "{line}", drawn, case="{data set}", tested="line")
-    )
+    problems = {name: load(name, data_dir) for name in names}
+    positions = {k: rotary.coordinates(x.graph, COORDINATES) for k, x in problems.items()}
+
+    def measure(case: harness.Row) -> list[float]:
+        name, method = case["data set"], case["line"]
+        seeds = range(repeats)
+        return [fit(problems[name], method, seed, steps, positions[name]) for seed in seeds]
+
+    cases = [
+        {"data set": name, "nodes": problem.graph.num_nodes, "line": method}
+        for name, problem in problems.items()
+        for method in methods
+    ]
+    rows = harness.sweep(cases, measure)
+    tests: Any = dict(case="{data set}", tested="line")
+    harness.show(rows, out / "transformer", FIGURES, column="{line}", **tests)
 
 
 if __name__ == "__main__":

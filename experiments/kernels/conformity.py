@@ -8,7 +8,7 @@
     6   mean squared error over that of iid, against v (d = m = 64)
     7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
 
-Each writes a table (csv, md) with a figure (png), and prints the agreement.
+Each writes a table (csv, md) with a figure (png).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def arrangement_conformity(vectors: np.ndarray, v: float) -> float:
     return float((pairs.sum() - np.trace(pairs)) / (m * (m - 1)))
 
 
-def figure_4(out: Path) -> str:
+def figure_4(out: Path) -> None:
     """Arrange one draw of lengths in five ways."""
     d, v = 6, 1.0
     lengths = norms.independent(jax.random.key(4), d, d)
@@ -59,10 +59,8 @@ def figure_4(out: Path) -> str:
         rows.append(row | {"sd": float(np.std(values))})
     start = np.asarray(directions.simplex(jax.random.key(1), lengths, d), np.float64)
     best = optimize.minimize(of_flat, start.ravel(), method="BFGS", options={"gtol": 1e-9})
-    gap = rows[-1]["conformity"] / float(best.fun) - 1
     rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
-    table = harness.write(rows, out, FIGURES["figure_4"])
-    return table + f"\nSimRF+ is {gap:.2%} above the optimised arrangement.\n"
+    harness.show(rows, out, FIGURES)
 
 
 def pair_lengths(name: str, d: int = 6, draws: int = 20_000) -> np.ndarray:
@@ -89,7 +87,7 @@ def histograms(axis: Any, rows: list[harness.Row]) -> None:
         axis.hist(pair_lengths(str(line.get_label())), color=line.get_color(), **options)
 
 
-def figure_5(out: Path) -> str:
+def figure_5(out: Path) -> None:
     """Compare the densities of |w_i + w_j| with 20,000 sampled pairs."""
     d, r, rows = 6, np.linspace(1e-6, 12, 4001), []
     for name in ("iid", "orf", "simrf"):
@@ -99,9 +97,7 @@ def figure_5(out: Path) -> str:
         mean = float(integrate.simpson(pdf * r, x=r))
         row = {"coupling": name, "mean, theory": mean, "mean, measured": float(lengths.mean())}
         rows.append(row | {"Kolmogorov-Smirnov p": float(test.pvalue)})
-    agree = all(row["Kolmogorov-Smirnov p"] > 1e-3 for row in rows)
-    table = harness.write(rows, out, FIGURES["figure_5"])
-    return table + f"\nTheory and samples {'agree' if agree else 'DISAGREE'}.\n"
+    harness.show(rows, out, FIGURES)
 
 
 def mse(name: str, v: np.ndarray, d: int = 64) -> np.ndarray:
@@ -129,7 +125,7 @@ def dots(axis: Any, rows: list[harness.Row]) -> None:
         axis.plot(v, measured, "o", color=line.get_color())
 
 
-def figure_6(out: Path) -> str:
+def figure_6(out: Path) -> None:
     """Compare MSEs of d = m = 64 frequencies over that of iid: lines in theory, dots measured.
 
     Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
@@ -144,13 +140,10 @@ def figure_6(out: Path) -> str:
             apart = float((squares.mean() - expected) / (squares.std() / np.sqrt(draws)))
             row |= {"measured": float(squares.mean() / scale), "standard errors apart": apart}
             rows.append(row)
-
-    worst = max(abs(row["standard errors apart"]) for row in rows)
-    said = f"\nTheory and measurement differ by at most {worst:.1f} standard errors.\n"
-    return harness.write(rows, out, FIGURES["figure_6"]) + said
+    harness.show(rows, out, FIGURES)
 
 
-def figure_7(out: Path) -> str:
+def figure_7(out: Path) -> None:
     """Measure the Gram matrix of 64 Gaussian points, Gaussian kernel, positive features."""
     d, sizes = 64, (16, 32, 64, 128, 256)
     x = 0.1 * jax.random.normal(jax.random.key(7), (64, d))
@@ -167,7 +160,7 @@ def figure_7(out: Path) -> str:
 
     names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
     rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)
-    return harness.show(rows, out, "m = {m}", FIGURES["figure_7"])
+    harness.show(rows, out, FIGURES, column="m = {m}")
 
 
 PARTS = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}
@@ -205,7 +198,7 @@ def main(
         figures: figures of SimRF.
     """
     for name in figures:
-        print(f"Figure {name}\n\n{PARTS[name](out / f'figure_{name}')}", flush=True)
+        PARTS[name](out / f"figure_{name}")
 
 
 if __name__ == "__main__":

@@ -72,14 +72,13 @@ def main(
     Args:
         orders: nu of each kernel.
     """
-    launch.at_least(2, draws=draws)
     points = {"synthetic": jax.random.normal(jax.random.key(12), (POINTS, 8)) / 8**0.5}
     for name in tabular.names(data_sets, "regression", data_dir):
         x = tabular.load(name, "regression", data_dir).x
         x = np.random.default_rng(0).choice(x, POINTS, replace=False)
         points[name] = jnp.asarray(stats.zscore(x) / np.sqrt(x.shape[-1]), jnp.float32)
     rows = [row for name, x in points.items() for row in errors(name, x, orders, draws)]
-    print(harness.show(rows, out / "matern", "m = {m / d}d", FIGURES["matern"]))
+    harness.show(rows, out / "matern", FIGURES, column="m = {m / d}d")
 
 
 if __name__ == "__main__":

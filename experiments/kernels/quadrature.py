@@ -44,7 +44,6 @@ from sklearn import datasets, svm
 
 from experiments.common import harness, launch, statistics, tabular, timing
 from performer import kernels
-from performer.choices import unknown
 from performer.kernels import quadrature
 from performer.kernels.quadrature import Rule
 from performer.typing import Key
@@ -137,13 +136,7 @@ def load(name: str, data_dir: Path | None) -> Data:
     Raises:
         ValueError: for an unknown name, or a file that is not there or damaged.
     """
-    files = data_dir.glob("uci_*/*.csv") if data_dir else ()
-    kinds = {path.stem: path.parent.name for path in files}
-    choices = dict.fromkeys((*(IN_FOLDER if data_dir else BUNDLED), *kinds))
-    if name not in choices:
-        hint = "" if data_dir else "; or give a data_dir"
-        raise ValueError(unknown("data set", name, choices) + hint)
-    rng = np.random.default_rng(0)
+    rng, classes = np.random.default_rng(0), False
     if name in SAMPLES:
         d = int(name.split("_")[1])
         return Data(name, rng.normal(size=(SAMPLES[name], d)).astype(np.float32), None)
@@ -153,11 +146,9 @@ def load(name: str, data_dir: Path | None) -> Data:
     elif name == "fashion_mnist" and data_dir:
         paths = (data_dir / name / f"train-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
         x, y = (read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
-        if len(x) != len(y):
-            raise ValueError(f"{data_dir / name} has {len(x)} images but {len(y)} labels")
         x, y = x.reshape(len(x), -1) / 255, y.astype(int)
     else:
-        classes = kinds.get(name) == "uci_classification"
+        classes = bool(data_dir and (data_dir / "uci_classification" / f"{name}.csv").exists())
         table = tabular.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
         y = table.y if classes else y
@@ -230,15 +221,7 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         for method in methods or (LARGE_METHODS if name in SAMPLES else METHODS)
         for kernel in KERNELS
     ]
-    rows = swept(cases, measure, "error")
-    last = {(r["kernel"], r["data set"], r["method"]): r["error"] for r in rows if r["n"] == RULES}
-    ratios = [
-        f"{kernel}, {name}: {error / last[kernel, name, 'G']:.2g}"
-        for (kernel, name, method), error in last.items()
-        if method == "B" and (kernel, name, "G") in last
-    ]
-    text = f"Error of B / error of G at n = {RULES}. {'; '.join(ratios)}."
-    return harness.write(rows, out, FIGURES["figure_1"], text)
+    return harness.show(swept(cases, measure, "error"), out, FIGURES)
 
 
 def score(train: np.ndarray, y: np.ndarray, test: np.ndarray, test_y: np.ndarray) -> float:
@@ -296,9 +279,7 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
         for method in ("exact", *METHODS)
         if method not in ("H", "B one rho")
     ]
-    rows = swept(cases, measure, "score")
-    text = "Scores: R^2 for regression, else accuracy."
-    return harness.write(rows, out, FIGURES["figure_2"], text)
+    return harness.show(swept(cases, measure, "score"), out, FIGURES)
 
 
 def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
@@ -313,31 +294,28 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         # The operator by its parts: its types refuse the arguments without values of `lower`.
         return quadrature.StructuredRule(matrices, lengths, reflect=False).apply(x)
 
-    rows = []
-    for d in widths:
-        operator = quadrature.structured(jax.random.key(d), 1, d, reflect=False)
-        x = jax.random.normal(jax.random.key(0), (BATCH, d))
+    def measure(case: harness.Row) -> harness.Row:
+        operator = quadrature.structured(jax.random.key(case["d"]), 1, case["d"], reflect=False)
+        x = jax.random.normal(jax.random.key(0), (BATCH, case["d"]))
         programs = {
             "butterfly": timing.compiled(by_operator, operator.matrices, operator.lengths, x),
             "dense": timing.compiled(lambda w, x: x @ w.T, operator.dense().points, x),
         }
         best = timing.race({name: program.call for name, program in programs.items()}, repeats)
-        row: dict[str, Any] = {"d": d}
-        row |= {f"{name}, ms": 1e3 * times.wall for name, times in best.items()}
+        print(f"figure_3 d = {case['d']}", flush=True)
+        row = case | {f"{name}, ms": 1e3 * times.wall for name, times in best.items()}
         row |= {f"{name}, CPU ms": 1e3 * times.cpu for name, times in best.items()}
-        rows.append(row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall})
-        print(f"figure_3 d = {d}", flush=True)
+        return row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall}
+
+    rows = [measure({"d": d}) for d in widths]
     large = [row for row in rows if row["d"] >= LARGE]
-    growth = [
+    growth = "; ".join(
         f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
         for name in ("butterfly", "dense")
         if len(large) > 1
-    ]
-    slow = [row["d"] for row in rows if row["dense / butterfly"] < 1]
-    after = [d for d in widths if not slow or d > max(slow)]
-    faster = f"butterfly is faster from d = {after[0]} on" if after else "dense is always faster"
-    text = f"For d >= {LARGE} the time grows as {'; '.join(growth) or 'not measured'}; {faster}."
-    return harness.write(rows, out, FIGURES["figure_3"], f"{text} {timing.hardware()}.")
+    )
+    text = f"For d >= {LARGE} the time grows as {growth}. {timing.hardware()}."
+    return harness.show(rows, out, FIGURES, text)
 
 
 def swept(cases: list[harness.Row], measure: Any, y: str) -> list[harness.Row]:
@@ -345,10 +323,9 @@ def swept(cases: list[harness.Row], measure: Any, y: str) -> list[harness.Row]:
     rows = []
     for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
         values = np.asarray(row["values"], np.float64)
-        mean, half = statistics.interval(values)
-        row = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
-        rows.append(row | {y: mean, "95%": half} | ({"runs": len(values)} if y == "error" else {}))
-
+        own = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
+        own |= zip((y, "95%"), statistics.interval(values), strict=True)
+        rows.append(own | ({"runs": len(values)} if y == "error" else {}))
     return rows
 
 
@@ -375,17 +352,14 @@ def main(
         widths: dimensions in Fig. 3.
         repeats: repeats of each time in Fig. 3.
     """
-    launch.at_least(0, runs=runs)
     names = data_sets or (IN_FOLDER if data_dir else BUNDLED)
     data = [load(name, data_dir) for name in dict.fromkeys(names)]
-    if "figure_2" in parts and all(d.y is None for d in data):
-        raise ValueError("figure_2 needs a data set with targets, not random points alone")
     if "figure_1" in parts:
-        print(figure_1(data, methods, runs, out / "figure_1"))
+        figure_1(data, methods, runs, out / "figure_1")
     if "figure_2" in parts:
-        print(figure_2(data, runs or 3, out / "figure_2"))
+        figure_2(data, runs or 3, out / "figure_2")
     if "figure_3" in parts:
-        print(figure_3(widths, repeats, out / "figure_3"))
+        figure_3(widths, repeats, out / "figure_3")
 
 
 if __name__ == "__main__":

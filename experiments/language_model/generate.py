@@ -97,8 +97,6 @@ def main(
         temperature: 0 for the likeliest ones.
         seed: seed of the draws.
     """
-    launch.at_least(1, length=length)
-    launch.at_least(0, temperature=temperature)
     of_folder(workdir, NAME)
     run = runs.restore(workdir)
     if not prompt:

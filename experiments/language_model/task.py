@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from experiments.language_model import conversion, text
-from experiments.language_model.config import Settings
 from experiments.language_model.model import Attention, Decoder, losses
 from vit.config import Config
 from vit.data import Batch, Dataset
@@ -16,6 +15,13 @@ from vit.task import SUBJECTS, Sums, Task, Triple
 from vit.weights.conversion import Case, Replaced, samples
 
 NAME, COMMAND = "language model", "python -m experiments.language_model"
+
+
+class Settings(NamedTuple):
+    """Settings of a run, in its `task.json`."""
+
+    length: int = 512
+    """Characters of a window of the text."""
 
 
 @cache

@@ -3,8 +3,8 @@
     python -m experiments.language_model train --workdir=runs/lm
 
 Four blocks of width 128 with four heads of 32, on windows of 512 characters of --text, or of the
-help topics that come with Python. The folder is that of a run of `vit.train`. Most is learned from
-short windows, and sooner; a run of long ones then begins with what they gave:
+help topics that come with Python. The folder is that of a run of `vit.train`.
+Most is learned from short windows, and sooner; a run of long ones then begins with what they gave:
 
     python -m experiments.language_model train --workdir=runs/short --length=128 --batch_size=24
     python -m experiments.language_model train --workdir=runs/lm --init_from=runs/short \\
@@ -17,17 +17,62 @@ short windows, and sooner; a run of long ones then begins with what they gave:
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.common import launch
-from experiments.language_model import config as configs
 from experiments.language_model import text as texts
-from experiments.language_model.task import NAME, task
-from vit.config import of_run
+from experiments.language_model.task import NAME, Settings, task
+from vit.config import Attention, Config, Data, Model, Optim, Size, of_run
+from vit.data import Dataset
 from vit.reports import metrics
 from vit.run import loop
 from vit.task import of_folder
 from vit.weights import transfer
+
+SIZE = Size(width=128, depth=4, num_heads=4, mlp_dim=512)
+QUICK = Size(width=64, depth=2, num_heads=2, mlp_dim=256)
+
+
+def attention_of(kind: str, num_features: int, window: int) -> Attention:
+    """Return softmax attention, or features alone, a window alone, or both."""
+    if kind == "softmax":
+        return Attention(kind)
+    # The window alone has one feature, of weight 0
+    features = ("orf", 1) if kind == "window" else ("orf-antithetic", num_features)
+    return Attention("performer", *features, exact_window=window * (kind != "performer"))
+
+
+def config_of(
+    own: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
+) -> Config:
+    """Return the config of a run of AdamW, as language models are trained.
+
+    Args:
+        own: attention of all layers.
+        dataset: windows of the text.
+        size: size of the model.
+        rate: peak learning rate.
+        steps: steps of the optimiser.
+        data: fields of that section.
+    """
+    section = Data(name="text", **data)
+    every = max(1, steps // 10)
+    return Config(
+        model=Model("XS/1", *size),
+        attention=own,
+        data=section,
+        optim=Optim(
+            learning_rate=rate,
+            final_learning_rate=rate / 10,
+            warmup_steps=min(100, steps // 5),
+            b2=0.99,
+            weight_decay=0.1,
+        ),
+        num_epochs=steps / max(1, len(dataset.train) // section.batch_size),
+        log_every=every,
+        eval_every=5 * every,
+        checkpoint_every=every,
+    )
 
 
 def main(
@@ -59,41 +104,33 @@ def main(
         seed: seed of parameters, data and draws.
         quick: a smaller model, 150 steps of 128 characters.
     """
-    launch.at_least(1, window=window, steps=steps, batch_size=batch_size)
-    launch.at_least(2, num_features=num_features, length=length)
     if quick:
         length, steps = min(128, length), min(150, steps)
     source = str(text or "")
     dataset = texts.dataset(texts.read(source), length)
-    config = configs.of_run(
-        configs.attention(attention, num_features, window),
+    config = config_of(
+        attention_of(attention, num_features, window),
         dataset,
-        size=configs.QUICK if quick else configs.SIZE,
+        size=QUICK if quick else SIZE,
         rate=learning_rate,
         steps=steps,
         dir=source,
         batch_size=batch_size,
     )
     config.seed = seed
-    learned = task(dataset.num_classes, configs.Settings(length))
+    learned = task(dataset.num_classes, Settings(length))
     if init_from:
-        check_source(init_from, list(dataset.class_names))
+        source_attention = of_run(init_from).attention
+        if of_folder(init_from, NAME).get("class_names") != list(dataset.class_names):
+            raise ValueError(f"--init_from={init_from} has other characters than the text")
+        if source_attention.transferred or source_attention.calibration != "none":
+            raise ValueError(
+                f"--init_from={init_from} is a converted run, whose features are fitted to its"
+                " layers: train it on in its own folder, or take its softmax run"
+            )
         print(*transfer.init_from(init_from, config, workdir, dataset, learned), sep="\n")
     record = loop.train(config, workdir, dataset, learned)
     print(f"held out: {metrics.results(record)}, {record['seconds']:.0f} s; in {workdir}")
-
-
-def check_source(source: Path, characters: list[str]) -> None:
-    """Raise ValueError for a run of other characters, or one with features of its own task."""
-    found = of_folder(source, NAME)
-    if found.get("class_names", characters) != characters:
-        raise ValueError(f"--init_from={source} has other characters than the text")
-    own = of_run(source).attention
-    if found and (own.transferred or own.calibration != "none"):
-        raise ValueError(
-            f"--init_from={source} is a converted run, whose features are fitted to its layers:"
-            f" train it on in its own folder (resume --workdir={source}), or take its softmax run"
-        )
 
 
 if __name__ == "__main__":

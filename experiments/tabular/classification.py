@@ -40,7 +40,6 @@ from scipy.spatial.distance import cdist
 from experiments.common import harness, launch, statistics, tabular
 from performer import couplings
 from performer.couplings import hadamard
-from vit.reports import report
 
 SIGMAS = tuple(2 ** (k / 2) for k in range(-10, 5))
 MULTIPLES = 10
@@ -105,18 +104,9 @@ class Problem(NamedTuple):
 
 
 def problems(table: tabular.Table) -> tuple[Problem, Problem]:
-    """Return the problem of a data set, and the one inside its training rows that tunes sigma.
-
-    Raises:
-        ValueError: for a single column, where no simplex exists, or too few rows.
-    """
-    if table.x.shape[1] < 2:
-        raise ValueError(
-            f"data set {table.name!r} has the column {table.columns[0]!r} alone: SimRF needs two"
-        )
+    """Return the problem of a data set, and the one inside its training rows that tunes sigma."""
     count = min(len(table.x), int(printed(2, table.name).get("rows") or len(table.x)))
-    if (held := int(count * TEST_SHARE)) < 1:
-        raise ValueError(f"data set {table.name!r} has {count} rows: at least 20 are needed")
+    held = int(count * TEST_SHARE)
     order = np.random.default_rng(SEED).permutation(count)
     split = tabular.standardised(table, order[: int(count * (1 - TEST_SHARE))], order[-held:])
     x, y, test_x, test_y, *_ = split
@@ -234,8 +224,8 @@ def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[h
     return rows
 
 
-def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str]:
-    """Write Fig. 10; return the problems with their sigma."""
+def tune(tables: Sequence[tabular.Table], out: Path) -> list[Problem]:
+    """Write Fig. 10 and the table of sigmas; return the problems with their sigma."""
     tuned, summary, searched = [], [], []
     for table in tables:
         problem, validation = problems(table)
@@ -244,30 +234,39 @@ def tune(tables: Sequence[tabular.Table], out: Path) -> tuple[list[Problem], str
         sigma = float(printed(2, table.name).get("sigma") or best["sigma"])
         tuned.append(problem._replace(sigma=sigma))
         searched += [{"data set": table.name, **row} for row in rows]
-        row = {"data set": table.name, "d": problem.train_x.shape[1], "sigma": sigma}
-        row |= {"classes": problem.one_hot.shape[1], "training rows": len(problem.train_x)}
-        row |= {"test rows": len(problem.test_x), "best sigma, iid": best["sigma"]}
-        row |= {"iid": best["iid"], "best sigma, exact": exact["sigma"], "exact": exact["exact"]}
         largest = problem.one_hot.sum(axis=0).argmax()
-        summary.append(row | {"largest class": float(np.mean(problem.test_y == largest))})
-        print(f"{table.name}: sigma = {sigma:.3g}", flush=True)
-    harness.write(searched, out / "figure_10", FIGURES["figure_10"])
-    text = "Validation accuracies. Largest class: the share of the test rows in it."
-    return tuned, report.table(summary, out / "sigma", text)
+        summary.append(
+            {
+                "data set": table.name,
+                "d": problem.train_x.shape[1],
+                "sigma": sigma,
+                "classes": problem.one_hot.shape[1],
+                "training rows": len(problem.train_x),
+                "test rows": len(problem.test_x),
+                "best sigma, iid": best["sigma"],
+                "iid": best["iid"],
+                "best sigma, exact": exact["sigma"],
+                "exact": exact["exact"],
+                "largest class": float(np.mean(problem.test_y == largest)),
+            }
+        )
+    harness.show(searched, out / "figure_10", FIGURES)
+    harness.show(summary, out / "sigma", text="Largest class: its share of the test rows.")
+    return tuned
 
 
 def measured(
     tuned: Sequence[Problem], names: Sequence[str], draws: int, blocks: int = 1
 ) -> list[harness.Row]:
     """Return accuracies with m = d, ..., blocks d features; all couplings have the same keys."""
-    by_name = {problem.name: problem for problem in tuned}
-
-    def measure(case: harness.Row) -> np.ndarray:
-        problem = by_name[case["data set"]]
-        return accuracies(problem, case["coupling"], blocks=blocks, draws=draws, seed=1)
-
-    cases = harness.cases(**{"data set": by_name, "coupling": names})
-    return harness.sweep(cases, measure, **{"m / d": range(1, blocks + 1)})
+    by_name, options = {problem.name: problem for problem in tuned}, dict(draws=draws, seed=1)
+    return harness.sweep(
+        harness.cases(**{"data set": by_name, "coupling": names}),
+        lambda case: accuracies(
+            by_name[case["data set"]], case["coupling"], blocks=blocks, **options
+        ),
+        **{"m / d": range(1, blocks + 1)},
+    )
 
 
 def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
@@ -277,41 +276,35 @@ def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     wide = harness.wide(rows, "m = {m / d} d")
     lines = [line | {"exact kernel": exact[line["data set"]]} for line in wide]
     text = harness.verdict(rows, "{data set}, m = {m / d} d")
-    return harness.write(lines, out, FIGURES["figure_8"], text)
+    return harness.show(lines, out, FIGURES, text)
 
 
 def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Compare SimRF+ with SimRF and ORF at m = d; v_bar stands beside."""
-    v_bar = {
-        name: sigma * float(cdist(test_x, -train_x).mean())
-        for name, train_x, _, test_x, _, sigma in tuned
-    }
+    v_bar = {of.name: of.sigma * float(cdist(of.test_x, -of.train_x).mean()) for of in tuned}
     return beside_paper(2, tuned, draws, out, v_bar)
 
 
 def table_3(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Compare fast rotations with Haar ones at m = d', the next power of two."""
-    return beside_paper(3, [*map(padded, tuned)], draws, out)
+    return beside_paper(3, [*map(padded, tuned)], draws, out, {})
 
 
 def beside_paper(
-    number: int,
-    tuned: Sequence[Problem],
-    draws: int,
-    out: Path,
-    v_bar: Mapping[str, float] | None = None,
+    number: int, tuned: Sequence[Problem], draws: int, out: Path, v_bar: Mapping[str, float]
 ) -> str:
     """Measure accuracies at m = d; the paper's stand below ours. All pairs are tested."""
     rows, lines = measured(tuned, TABLES[number], draws), []
+    columns = [*(["v_bar"] if v_bar else []), *TABLES[number]]
     for line in harness.wide(rows, "{coupling}"):
         name = line["data set"]
-        theirs = printed(number, name)
-        added = {"v_bar": v_bar[name]} if v_bar else {}
-        names = {"data set": name, "whose": "ours"}
-        lines.append(names | added | {k: line[k] for k in TABLES[number]})
-        papers = {k: theirs.get(k, "") for k in (*added, *TABLES[number])}
-        lines += [names | {"whose": "paper"} | papers] if theirs else []
-    return report.table(lines, out, harness.verdict(rows, "{data set}"))
+        whose = {"ours": line | {"v_bar": v_bar.get(name)}, "paper": printed(number, name)}
+        lines += [
+            {"data set": name, "whose": who} | {k: own.get(k, "") for k in columns}
+            for who, own in whose.items()
+            if own
+        ]
+    return harness.show(lines, out, text=harness.verdict(rows, "{data set}"))
 
 
 def padded(problem: Problem) -> Problem:
@@ -333,13 +326,10 @@ def main(
     out: Path = Path("results/tabular/classification"),
 ) -> None:
     """Draw Fig. 10 and print the tables."""
-    launch.at_least(2, draws=draws)
     names = tabular.names(data_sets, "classification", data_dir)
-    tables = [tabular.load(n, "classification", data_dir, n in NOMINAL) for n in names]
-    tuned, text = tune(tables, out)
-    print(f"sigma\n\n{text}", flush=True)
+    tuned = tune([tabular.load(n, "classification", data_dir, n in NOMINAL) for n in names], out)
     for part in dict.fromkeys(parts):
-        print(f"{part}\n\n{PARTS[part](tuned, draws, out / part)}", flush=True)
+        PARTS[part](tuned, draws, out / part)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ those of `experiments.tabular.uci`. The figure has the running mean of the loss 
 of the fixed couplings. The table has the mean errors of fresh draws on training and test points,
 and the difference to "+ pnc" in its standard errors.
 
-Writes copula and figure_6 (csv, md, png) and correlations.npz, the learned matrices, to --out.
+Writes copula and figure_6 (csv, md, png) to --out.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ from experiments.tabular import uci
 from performer import couplings
 from performer.kernels import copula
 from performer.typing import Coupling
-from vit.reports import report
 
 SMOOTHING, EVERY = 0.98, 10
 """The running mean of the losses in the figure, and every how many steps it has a point."""
@@ -53,8 +52,8 @@ def of_scheme(
     num_steps: int,
     train_draws: int,
     draws: int,
-) -> tuple[list[dict], np.ndarray, np.ndarray]:
-    """Learn the copula for one kind of features; return rows, training losses and correlations."""
+) -> tuple[list[dict], np.ndarray]:
+    """Learn the copula for one kind of features; return rows and training losses."""
     splits = tabular.Split(*(part[:1] for part in splits))
     lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
@@ -78,7 +77,6 @@ def of_scheme(
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
     learn = jax.jit(lambda start: copula.learn(jax.random.key(2), train, start, **options))
     theta, losses = learn(start)
-    uci.check_finite(name, scheme, "losses", {"copula": np.asarray(losses)[None]})
     chosen = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     chosen |= {"copula, at the start": build(start), "copula, learned": build(theta)}
     on_test = {word: errors(test, coupling) for word, coupling in chosen.items()}
@@ -92,8 +90,7 @@ def of_scheme(
         row |= {"to + pnc": apart / pnc.mean(), "±": error / pnc.mean()}
         rows.append(row | {"standard errors apart": apart / error if error else 0.0})
         print(f"{name} {scheme.name} {word} {mean:.4f}", flush=True)
-    factor = copula.cholesky(theta)
-    return rows, np.asarray(losses), np.asarray(factor @ factor.T)
+    return rows, np.asarray(losses)
 
 
 def curve(rows: list[harness.Row], losses: np.ndarray) -> list[harness.Row]:
@@ -125,19 +122,15 @@ def main(
         train_draws: draws in each step.
         draws: for the table.
     """
-    launch.at_least(2, points=points, draws=draws)
-    launch.at_least(1, steps=steps, train_draws=train_draws)
-    rows, curves, correlations = [], [], {}
+    rows, curves = [], []
     numbers = dict(num_steps=steps, train_draws=train_draws, draws=draws)
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
         for scheme in uci.SCHEMES:
-            lines, losses, correlation = of_scheme(name, scheme, splits, **numbers)
+            lines, losses = of_scheme(name, scheme, splits, **numbers)
             curves += curve(lines, losses)
-            correlations[f"{name}_{scheme.name}"] = correlation
             rows += lines
-    print(report.table(rows, out / "copula"))
-    harness.write(curves, out / "figure_6", FIGURES["figure_6"])
-    np.savez(out / "correlations.npz", **correlations)
+    harness.show(rows, out / "copula")
+    harness.show(curves, out / "figure_6", FIGURES)
 
 
 if __name__ == "__main__":

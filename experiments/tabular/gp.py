@@ -40,7 +40,6 @@ from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
 from performer import kernels
 from performer.kernels import gp
-from vit.reports import report
 
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -167,21 +166,17 @@ def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
         stacked = split_of(name, scheme, splits)
         references = baselines(splits, stacked)
         for multiple in MULTIPLES:
-            found = {
-                coupling: measured(scheme, coupling, multiple, stacked, splits.scale, draws)
+            means = {
+                coupling: measured(scheme, coupling, multiple, stacked, splits.scale, draws).mean(1)
                 for coupling in scheme.couplings
             }
-            for number, quantity in enumerate(QUANTITIES):
-                values = {coupling: of[..., number] for coupling, of in found.items()}
-                uci.check_finite(name, scheme, quantity, values)
             m = "d" if multiple == 1 else f"{multiple}d"
             case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
-            means = {coupling: of.mean(axis=1) for coupling, of in found.items()} | references
-            rows += harness.sweep(
-                [case | {"coupling": coupling} for coupling in means],
-                lambda case, means=means: means[case["coupling"]][:, : len(QUANTITIES)],
-                quantity=QUANTITIES,
-            )
+            for coupling, values in (means | references).items():
+                chosen = values[:, : len(QUANTITIES)]
+                own = case | {"coupling": coupling}
+                rows += harness.rows_of(own, chosen, quantity=QUANTITIES)
+            print(*case.values(), flush=True)
     return rows
 
 
@@ -200,10 +195,10 @@ def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
         line |= dict.fromkeys(("kernel ratio", "kernel ratio ±", "kernel ratio, paper"), "")
         for row in group:
             quantity, empty = row["quantity"], np.isnan(row["mean"])
-            theirs = uci.printed(f"{quantity}, m = {m}", features, coupling, name)
             line[quantity] = "" if empty else row["mean"]
             line[f"{quantity} ±"] = "" if empty else 2 * row["±"]
-            line[f"{quantity}, paper"] = f"{theirs[0]:g} ± {theirs[1]:g}" if theirs else ""
+            names = f"{quantity}, m = {m}", features, coupling, name
+            line[f"{quantity}, paper"] = uci.printed(*names)
         lines.append(line)
     return lines
 
@@ -221,7 +216,7 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
     return lines, said
 
 
-def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
+def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> None:
     """Measure scores against m on the first split, Fourier features."""
     scheme, first = uci.SCHEMES[0], tabular.Split(*(part[:1] for part in splits))
     stacked, rows = split_of(name, scheme, first), []
@@ -234,7 +229,7 @@ def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> str:
     for word, (values,) in baselines(first, stacked).items():
         known = {k: v for k, v in zip(SCORES[2:4], values[2:4].tolist(), strict=True) if v == v}
         rows.append(dict.fromkeys(rows[0], "") | {"coupling": word} | known)
-    return harness.write(rows, out, FIGURES["figure_1"])
+    harness.show(rows, out, FIGURES)
 
 
 def main(
@@ -251,19 +246,15 @@ def main(
     Args:
         figure: the data set of Fig. 1; power_plant if it is among them.
     """
-    launch.at_least(2, splits=splits, points=points)
-    launch.at_least(1, draws=draws)
     parts = dict(uci.tables(data_sets, data_dir, splits, points))
     figure = figure or ("power_plant" if "power_plant" in parts else "")
-    if figure and figure not in parts:
-        raise ValueError(f"--figure={figure} is none of the data sets {', '.join(parts)}")
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
         rows = [row for name, of_name in parts.items() for row in rows_of(name, of_name, draws)]
-        print(report.table(table(rows), out / "gp"))
+        harness.show(table(rows), out / "gp")
         if figure:
-            print(figure_1(figure, parts[figure], 5 * draws, out / "figure_1"))
+            figure_1(figure, parts[figure], 5 * draws, out / "figure_1")
     apart, said = differences(rows)
-    print(report.table(apart, out / "differences", said))
+    harness.show(apart, out / "differences", text=said)
 
 
 if __name__ == "__main__":

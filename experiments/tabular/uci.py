@@ -48,29 +48,17 @@ def halton(key: Key, m: int, d: int) -> Frequencies:
     return jnp.matmul(points, directions.haar(rotation_key, d, d), precision="highest")
 
 
+COUPLINGS: dict[str, str | Coupling] = {
+    "iid": "iid",
+    "halton": halton,
+    "orthogonal": "orf",
+    "+ pnc": "pnc",
+}
+ANTITHETIC = {"orthogonal": "orf-antithetic", "+ pnc": "pnc-antithetic"}
+POSITIVE = partial(features.positive, kernel="gaussian")
 SCHEMES = (
-    Scheme(
-        "Fourier",
-        kernels.gaussian,
-        1,
-        {
-            "iid": "iid",
-            "halton": halton,
-            "orthogonal": "orf",
-            "+ pnc": "pnc",
-        },
-    ),
-    Scheme(
-        "Laplace",
-        replace(kernels.gaussian, feature_map=partial(features.positive, kernel="gaussian")),
-        2,
-        {
-            "iid": "iid",
-            "halton": halton,
-            "orthogonal": "orf-antithetic",
-            "+ pnc": "pnc-antithetic",
-        },
-    ),
+    Scheme("Fourier", kernels.gaussian, 1, COUPLINGS),
+    Scheme("Laplace", replace(kernels.gaussian, feature_map=POSITIVE), 2, COUPLINGS | ANTITHETIC),
 )
 """VRC Table 1. With Laplace features "orthogonal" means d orthogonal vectors and their negatives,
 as App. B.1 says: the paper's figures are not those of two orthogonal blocks.
@@ -112,9 +100,14 @@ def hyperparameters(name: str, scheme: Scheme, splits: tabular.Split) -> gp.Scal
             data = jnp.asarray(x, float), jnp.asarray(y, float)
             found = minimize(loss, start, data, "L-BFGS-B", jac=True, bounds=bounds)
         fitted.append(np.exp(found.x) + 0 * found.fun)  # a loss that is not finite must show
-    scales = gp.Scales(*np.stack(fitted, axis=1))
-    check_finite(name, scheme, "scales of the Gaussian process", scales._asdict())
-    return scales
+    scales = np.stack(fitted, axis=1)
+    if not np.isfinite(scales).all():
+        raise ValueError(
+            f"the scales of the Gaussian process of {name!r} ({scheme.name} features) are not"
+            " finite: drop columns with few, extreme values, and duplicated rows with different"
+            " targets"
+        )
+    return gp.Scales(*scales)
 
 
 def performer_lengthscale(x: np.ndarray) -> float:
@@ -122,27 +115,13 @@ def performer_lengthscale(x: np.ndarray) -> float:
     return 2 * float(cdist(x, x).mean())
 
 
-def check_finite(
-    name: str, scheme: Scheme, quantity: str, by_coupling: dict[str, np.ndarray]
-) -> None:
-    """Raise ValueError for a {coupling: (s, ...)} that is not finite, naming where."""
-    for coupling, values in by_coupling.items():
-        bad = np.argwhere(~np.isfinite(values))
-        if len(bad):
-            raise ValueError(
-                f"the {quantity} of data set {name!r} ({scheme.name} features, {coupling}) are not"
-                f" finite in split {bad[0][0]}: drop columns with few, extreme values, and"
-                " duplicated rows with different targets"
-            )
-
-
 def split_keys(count: int, draws: int) -> Key:
     """Return (s, draws) keys; couplings of one split share them, so that differences are paired."""
     return jax.random.split(jax.random.key(0), (count, draws))
 
 
-def printed(quantity: str, features: str, coupling: str, name: str) -> tuple[float, float] | None:
-    """Return value and error in the paper's Tables 1, 3 and 4 (`vrc_tables.csv`), or None.
+def printed(quantity: str, features: str, coupling: str, name: str) -> str:
+    """Return "value ± error" of the paper's Tables 1, 3 and 4 (`vrc_tables.csv`), or "".
 
     The errors of Table 1 are standard errors, those of Tables 3 and 4 twice that.
 
@@ -154,6 +133,6 @@ def printed(quantity: str, features: str, coupling: str, name: str) -> tuple[flo
         name: name of the data set.
     """
     table = harness.printed(PRINTED, "quantity", "features", "coupling")
-    cell = table.get((quantity, features, coupling), {}).get(name)
-    value, _, error = (cell or "").partition(" ± ")
-    return (float(value), float(error)) if cell else None
+    cell = table.get((quantity, features, coupling), {}).get(name) or ""
+    value, mark, error = cell.partition(" ± ")
+    return f"{float(value):g} ± {float(error):g}" if mark else ""

@@ -1,1 +1,0 @@
-"""Trained models: couplings compared, runs that are killed."""
