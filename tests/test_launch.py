@@ -77,10 +77,7 @@ def test_values_are_of_their_kinds():
     ("given", "said"),
     [
         (["--draws=3"], "--workdir is missing: of a run"),
-        (["--workdir="], "flag --workdir=: '' is no path"),
         (["--workdir=x", "--draws=3.5"], "flag --draws=3.5: '3.5' is no integer"),
-        (["--workdir=x", "--sizes=16,a"], "flag --sizes=16,a: 'a' is no integer"),
-        (["--workdir=x", "--rate=fast"], "flag --rate=fast: 'fast' is no number"),
         (
             ["--workdir=x", "--parts=one,too"],
             "flag --parts=one,too: unknown value 'too'; did you mean 'two'? Choices: one, two",
@@ -92,10 +89,6 @@ def test_a_bad_value_ends_in_one_line(given, said):
         parsed(*given)
     assert str(end.value).startswith(said)
     assert "\n" not in str(end.value)
-
-
-def test_the_help_is_that_of_the_docstring():
-    assert arguments.meanings(example)["sizes"] == "each m; even numbers"
 
 
 PROGRAM = '''
@@ -119,6 +112,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.thorough
 def test_a_program(tmp_path):
     unknown = "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"
     cases = [
@@ -172,6 +166,7 @@ def test_the_recipe_runs(tmp_path):
     assert len((tmp_path / "gram_error.csv").read_text().splitlines()) == 3
 
 
+@pytest.mark.thorough
 def test_tables_say_what_made_them(tmp_path):
     """run.json: the command that can be typed again, versions; none where no table was written."""
     (tmp_path / "program.py").write_text(
